@@ -162,7 +162,7 @@ class Standing:
 
     # What the driver feeds.
 
-    def fed(self, event: Event, now_ns: int, *, emitted_before: int) -> None:
+    def fed(self, event: Event, now_ns: int, emitted_before: int) -> None:
         """Note an event of this request.
 
         Args:

@@ -161,11 +161,11 @@ class RelayProcess:
             await asyncio.sleep(_CONNECT_S)
 
     def _take(self, messages: list[ToRelay]) -> None:
-        for message in messages:
-            if isinstance(message, Unwelcome):
-                self._unwelcome = True
-                self._channel.close(message.reason)
-                return
-            if isinstance(message, Welcome):
-                self._welcome.set()
+        first = messages[0]  # Both answers to the greeting begin a frame.
+        if isinstance(first, Unwelcome):
+            self._unwelcome = True
+            self._channel.close(first.reason)
+            return
+        if isinstance(first, Welcome):
+            self._welcome.set()
         self._app.take(messages)

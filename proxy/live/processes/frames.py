@@ -3,6 +3,7 @@
 A frame has what one side had to say in one turn of its event loop, in order.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +20,8 @@ VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 """Longer frames are refused: a length so large is no length."""
 
-_LENGTH_BYTES = 4
+_LENGTH = struct.Struct("!I")
+_LENGTH_BYTES = _LENGTH.size
 _encoder = Encoder()
 _Message = TypeVar("_Message")
 
@@ -36,7 +38,7 @@ def encode(messages: Sequence[FromRelay | ToRelay]) -> bytearray:
     except UnicodeEncodeError:  # A client's JSON may have it: in the name of a model, say.
         plain = to_builtins(messages, builtin_types=(bytes,))
         _encoder.encode_into(_without_surrogates(plain), frame, _LENGTH_BYTES)
-    frame[:_LENGTH_BYTES] = (len(frame) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES)
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH_BYTES)
     return frame
 
 
@@ -65,16 +67,16 @@ class FrameReader(Generic[_Message]):
         Raises:
             FrameError: A frame is too long, or is none of the protocol.
         """
-        if not self._data and len(data) >= _LENGTH_BYTES:
-            length = int.from_bytes(data[:_LENGTH_BYTES])
-            if length == len(data) - _LENGTH_BYTES:  # Nearly always it is one whole frame.
-                return self._decode(memoryview(data)[_LENGTH_BYTES:])
+        # Nearly always it is one whole frame.
+        size = len(data) - _LENGTH_BYTES
+        if not self._data and size >= 0 and _LENGTH.unpack_from(data)[0] == size:
+            return self._decode(memoryview(data)[_LENGTH_BYTES:])
         self._data += data
         messages: list[_Message] = []
         begin = 0
         while len(self._data) - begin >= _LENGTH_BYTES:
             body = begin + _LENGTH_BYTES
-            length = int.from_bytes(self._data[begin:body])
+            (length,) = _LENGTH.unpack_from(self._data, begin)
             if length > MAX_FRAME_BYTES:
                 raise FrameError(f"a frame of {length:,} bytes, at most {MAX_FRAME_BYTES:,}")
             if len(self._data) - body < length:

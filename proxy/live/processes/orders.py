@@ -4,12 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from balanceroute.proxy.live.engines.instances import Instances, Target
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.processes import to_relay
 from balanceroute.proxy.live.telemetry.process_log import set_log_level
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from balanceroute.proxy.live.engines.instances import Instances
+    from balanceroute.proxy.live.processes.links import Link
     from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.scheduling.isolation import Isolation
 
 
 def accept(session: "Session", message: to_relay.Accepted) -> None:
@@ -35,13 +41,56 @@ def log_as_told(message: to_relay.LogLevel) -> None:
         set_log_level(message.level)
 
 
-def obey(session: "Session", message: Any, instances: Instances) -> None:
-    """Have a session do what is said."""
+class Orders:
+    """Has sessions do what is said, unless their requests have ended.
+
+    Args:
+        links: All requests.
+        instances: The engines, kept up to date.
+        isolation: Ends alone what failed.
+        now_ns: The loop's time.
+    """
+
+    def __init__(
+        self,
+        links: "Mapping[RequestId, Link]",
+        instances: "Instances",
+        isolation: "Isolation",
+        now_ns: "Callable[[], int]",
+    ) -> None:
+        self._links = links
+        self._instances = instances
+        self._isolation = isolation
+        self._now_ns = now_ns
+
+    def start_prefill(self, order: to_relay.StartPrefill) -> None:
+        """Have a prefiller asked, unless the binding is void."""
+        link = self._links.get(RequestId(order.number))
+        if link is not None and link.starts_prefill(order, self._now_ns()):
+            session, prefiller = link.session, self._instances.prefillers[order.prefiller]
+            self._isolation.run_for(session, "action", session.start_prefill, prefiller)
+
+    def start_decode(self, order: to_relay.StartDecode) -> None:
+        """Have a rank asked, unless the binding is void."""
+        link = self._links.get(RequestId(order.number))
+        if link is not None and link.starts_decode(order):
+            session, rank = link.session, self._instances.ranks[order.rank]
+            self._isolation.run_for(session, "action", session.start_decode, rank)
+
+    def other(self, message: Any) -> None:
+        """Have done what else is said."""
+        link = self._links.get(RequestId(message.number))
+        if link is None or not link.takes(message, self._now_ns()):
+            return
+        session = link.session
+        if isinstance(message, to_relay.Crash):
+            self._isolation.end(session, "relay")
+        else:
+            self._isolation.run_for(session, "action", _obey, session, message)
+
+
+def _obey(session: "Session", message: Any) -> None:
     match message:
-        case to_relay.StartPrefill():
-            session.start_prefill(instances.prefillers[message.prefiller])
-        case to_relay.StartDecode():
-            session.start_decode(instances.ranks[message.rank])
         case to_relay.LeaseEnded(_, cheaper):
             session.lease_ended(cheaper=cheaper)
         case to_relay.PrefillAgain():

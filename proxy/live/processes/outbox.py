@@ -32,11 +32,12 @@ class Outbox(Generic[_Message]):
         """Send a message with this turn's others."""
         self._messages.append(message)
         if not self._is_due:
-            self.flush_soon()
+            self._is_due = True
+            self._call_soon(self._flush)
 
     def flush_soon(self) -> None:
         """See that a frame is sent at the end of this turn, if there is anything to say."""
-        if not (self._is_due or self._closed):
+        if not self._is_due:
             self._is_due = True
             self._call_soon(self._flush)
 

@@ -85,12 +85,12 @@ class RelayDesk:
 
     def take(self, messages: Sequence[from_relay.FromRelay]) -> None:
         """Take the messages of a frame, in order. What fails ends one request at most."""
-        gathering = self._hub.gathering
+        if not self._hub.gathering.over:
+            self._gather(messages)
+            return
+        run, takers, report = self._driver.isolation.run, self._takers, self._report
         for message in messages:
-            if gathering.over or isinstance(message, from_relay.Hello):
-                self.take_one(message)
-            else:
-                gathering.keep(self, message)
+            run("relay", takers.get(type(message), report), message)
 
     def take_one(self, message: from_relay.FromRelay) -> None:
         """Take a message."""
@@ -127,6 +127,14 @@ class RelayDesk:
         self._told = states
         changed = [state for part, state in states.items() if told.get(part) != state]
         return changed if told else [welcome, *changed]
+
+    def _gather(self, messages: Sequence[from_relay.FromRelay]) -> None:
+        gathering = self._hub.gathering
+        for message in messages:
+            if gathering.over or isinstance(message, from_relay.Hello):
+                self.take_one(message)
+            else:
+                gathering.keep(self, message)
 
     # Requests.
 
@@ -181,7 +189,9 @@ class RelayDesk:
                 message.session,
             )
         )
-        return structs.replace(message.blocks.of(ticket), keys=message.keys)
+        if message.blocks.hashes:
+            ticket = message.blocks.of(ticket)
+        return structs.replace(ticket, keys=message.keys) if message.keys else ticket
 
     def _accept(
         self, message: from_relay.Arrival, ticket: events.Ticket, engine_id: str
@@ -217,13 +227,13 @@ class RelayDesk:
             self._prove(request, message)
             if not message.emitted:
                 self._count_prompt(request, message.prompt_tokens)
-        self._event(message)
+            self._feed(request, message)
 
     def _decode_started(self, message: from_relay.DecodeStarted) -> None:
         request = self.requests.get(message.number)
         if request is not None:
             self._prove(request, message)
-        self._event(message)
+            self._feed(request, message)
 
     def _prove(
         self,
@@ -242,8 +252,10 @@ class RelayDesk:
 
     def _event(self, message: from_relay.CoreEvent) -> None:
         request = self.requests.get(message.number)
-        if request is None:
-            return
+        if request is not None:
+            self._feed(request, message)
+
+    def _feed(self, request: RemoteRequest, message: from_relay.CoreEvent) -> None:
         crossed = request.take(message)
         state = self._driver.scheduler.requests.get(request.number)
         if state is None:

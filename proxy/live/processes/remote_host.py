@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.core.events import PrefillerId, RequestId
-from balanceroute.proxy.core.standing import Standing
 from balanceroute.proxy.live.engines.instances import Prefiller
 from balanceroute.proxy.live.openai.prompt_blocks import PromptBlocks, prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.links import Link
-from balanceroute.proxy.live.processes.orders import accept, await_anew, log_as_told, obey
+from balanceroute.proxy.live.processes.orders import Orders, accept, await_anew, log_as_told
 from balanceroute.proxy.live.processes.patience import Patience
 from balanceroute.proxy.live.processes.questions import Questions
 from balanceroute.proxy.live.processes.relay_reports import Reports, event_message
@@ -91,11 +91,12 @@ class RemoteHost:
         self._empty = asyncio.Event()
         self._empty.set()
         self.isolation = Isolation(self, self._links, self.sessions, failures)
+        orders = Orders(self._links, mirror.instances, self.isolation, self._now_ns)
         self._occupancy = occupancy
         self._sweep = RelaySweep(
             self.sessions, context.stalls, self.isolation, self._tell_occupancy
         )
-        self._takers: dict[type[to_relay.ToRelay], Callable[[Any], None]] = {
+        takers: dict[type[to_relay.ToRelay], Callable[[Any], None]] = {
             to_relay.Welcome: self._welcome,
             to_relay.Unwelcome: self._unwelcome,
             to_relay.PrefillerState: mirror.take_prefiller,
@@ -104,6 +105,8 @@ class RemoteHost:
             to_relay.Readiness: self._readiness,
             to_relay.LogLevel: log_as_told,
             to_relay.Accepted: self._accepted,
+            to_relay.StartPrefill: orders.start_prefill,
+            to_relay.StartDecode: orders.start_decode,
             to_relay.Refused: self._refused,
             to_relay.RetryAnswered: self.questions.take,
             to_relay.PrefillerChosen: self._prefiller_chosen,
@@ -111,11 +114,13 @@ class RemoteHost:
             to_relay.AloneAnswered: self.tenancy.answered,
             to_relay.Drain: self._drain,
         }
+        self._takers = defaultdict(lambda: orders.other, takers)
 
     def take(self, messages: Sequence[to_relay.ToRelay]) -> None:
         """Take the messages of a frame, in order."""
+        run, takers = self.isolation.run, self._takers
         for message in messages:
-            self.isolation.run("relay", self._takers.get(type(message), self._order), message)
+            run("relay", takers[type(message)], message)
         if isinstance(messages[0], to_relay.Welcome):
             self.isolation.run("relay", self._resume)
 
@@ -174,7 +179,7 @@ class RemoteHost:
             blocks,
             asked.session,
         )
-        self._links[number] = Link(arrival, message)
+        self._links[number] = Link(arrival, message, session)
         self.uplink.send(message)
 
     def report(self, report: Report) -> None:
@@ -192,13 +197,13 @@ class RemoteHost:
         link = self._links[number]
         if link.ended_by(event, answered=bool(implied)):
             return
-        message = self._event_message(number, link, event)
-        link.fed(event, self.sessions[number], self._now_ns())
+        message = self._event_message(link, event)
+        link.fed(event, self._now_ns())
         if not link.loose:
             self.uplink.send(message)
             link.sent += 1
         elif not isinstance(event, events.DecodeStarted):
-            self.uplink.send(self._anew(number, link))
+            self.uplink.send(self._anew(link))
 
     def ask_retry(
         self,
@@ -244,14 +249,13 @@ class RemoteHost:
         self._patience.end()
         renumbered = self._mirror.renumbered()
         self.questions.renumber(renumbered.prefillers)
-        lives = resumed(self._links, self.sessions, renumbered, self.isolation)
-        anew = [self._anew(number, link) for number, link in self._unanswered()]
+        lives = resumed(self._links, renumbered, self.isolation)
+        anew = [self._anew(link) for _, link in self._unanswered()]
         self.uplink.open([*lives, from_relay.Resumed(), *anew, *self.questions.open()])
 
-    def _anew(self, number: RequestId, link: Link) -> from_relay.Arrival:
-        await_anew(self.sessions[number])
-        link.begin_anew()
-        link.accepted, link.standing = False, None
+    def _anew(self, link: Link) -> from_relay.Arrival:
+        await_anew(link.session)
+        link.arrive_anew()
         return link.message
 
     # What the relay's own parts do.
@@ -302,10 +306,8 @@ class RemoteHost:
             for number, link in self._unanswered():
                 self._refuse(number, link, NO_SCHEDULER)
 
-    def _event_message(
-        self, number: RequestId, link: Link, event: events.Event
-    ) -> from_relay.CoreEvent:
-        session = self.sessions[number]
+    def _event_message(self, link: Link, event: events.Event) -> from_relay.CoreEvent:
+        session = link.session
         if isinstance(event, events.DecodeStarted) and link.row >= 0:
             self._counts.started(link.row, session)
         elif isinstance(event, events.RequestRecomputed):
@@ -350,11 +352,10 @@ class RemoteHost:
         self.questions.answer(message.question, prefiller)
 
     def _accepted(self, message: to_relay.Accepted) -> None:
-        number = RequestId(message.number)
-        link = self._links.get(number)
+        link = self._links.get(RequestId(message.number))
         if link is None:
             return
-        session = self.sessions[number]
+        session = link.session
         link.row = message.row
         if link.accepted:  # By another scheduler process, under which it began.
             if session.phase is Phase.STREAMING and session.decodes:
@@ -363,8 +364,7 @@ class RemoteHost:
         self.tenancy.told(link.arrival, message.allowances)
         session.headers = link.arrival.headers(message.engine_id)
         accept(session, message)
-        link.accepted, link.engine_id = True, message.engine_id
-        link.standing = Standing(number, session.ticket, self._now_ns())
+        link.accept(message.engine_id, self._now_ns())
 
     def _refused(self, message: to_relay.Refused) -> None:
         number = RequestId(message.number)
@@ -376,24 +376,10 @@ class RemoteHost:
         self._refuse(number, link, refusal)
 
     def _refuse(self, number: RequestId, link: Link, refusal: Refusal) -> None:
-        session = self.sessions[number]
+        session = link.session
         if session.answer.opened:  # It was served, and handed back.
             session.give_up(refusal.reason)
             return
         session.withdraw()
         self._forget(number)
         link.arrival.refuse(refusal)
-
-    def _order(self, message: Any) -> None:
-        """Have a session do what is said, unless it has ended or the order is void."""
-        number = RequestId(message.number)
-        link, session = self._links.get(number), self.sessions.get(number)
-        if link is None or session is None or link.over:
-            return
-        if not link.takes(message, self._now_ns()):
-            return
-        if isinstance(message, to_relay.Crash):
-            self.isolation.end(session, "relay")
-        else:
-            instances = self._mirror.instances
-            self.isolation.run_for(session, "action", obey, session, message, instances)

@@ -15,7 +15,6 @@ from balanceroute.proxy.live.processes.from_relay import Live
 from balanceroute.proxy.live.processes.links import Link
 from balanceroute.proxy.live.processes.mirror import Renumbered
 from balanceroute.proxy.live.request.phases import Phase
-from balanceroute.proxy.live.request.session import Session
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.isolation import Isolation
@@ -23,39 +22,38 @@ if TYPE_CHECKING:
 
 def resumed(
     links: Mapping[RequestId, Link],
-    sessions: Mapping[RequestId, Session],
     renumbered: Renumbered,
     isolation: "Isolation",
 ) -> list[Live]:
     """Return what the new scheduler process is to hear of the requests that the last one accepted."""
-    followed = [(number, link) for number, link in links.items() if link.standing is not None]
-    for number, link in followed:
+    followed = [(number, link) for number, link in links.items() if link.accounted]
+    for _, link in followed:
         if not (link.over or _renumber(link, renumbered)):
-            _leave(link, sessions[number], renumbered, isolation)
+            _leave(link, renumbered, isolation)
     return [
-        _live(link, sessions[number])
+        _live(link)
         for number, link in followed
-        if number in links and link.standing is not None and not link.over
+        if number in links and link.accounted and not link.over
     ]
 
 
-def _leave(link: Link, session: Session, renumbered: Renumbered, isolation: "Isolation") -> None:
+def _leave(link: Link, renumbered: Renumbered, isolation: "Isolation") -> None:
+    session = link.session
     if session.phase is not Phase.STREAMING:
         for target in renumbered.missing:
             if session.is_on(target):
                 isolation.run_for(session, "action", session.instance_removed, target)
     if not (link.over or _renumber(link, renumbered)):
-        link.standing = None
+        link.accounted = False
 
 
 def _renumber(link: Link, renumbered: Renumbered) -> bool:
-    assert link.standing is not None
     return link.standing.renumber(renumbered.prefillers, renumbered.ranks)
 
 
-def _live(link: Link, session: Session) -> Live:
-    assert link.standing is not None
+def _live(link: Link) -> Live:
     link.begin_anew()
+    session = link.session
     return live_message(
         link.message,
         link.standing,
