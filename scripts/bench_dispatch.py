@@ -1,12 +1,19 @@
 """What one scheduling decision costs, by stage.
 
-    make bench   or   python scripts/bench_dispatch.py [--steps N] [--kv-peak-quantile Q] [--json OUT]
+    make bench   or   python scripts/bench_dispatch.py [--steps N] [--bursts N] [--kv-peak-quantile Q]
+        [--json OUT]
 
 Each row keeps G ranks of B slots saturated with requests of a public trace and a constant number of
 them in the pool, and times on one core every decode step that frees a slot: the projection's advance
 (predictions that fell due included), the decision's view of it, Stage 1, Stage 2, and the rest of
 the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy. With
 `--kv-peak-quantile` the room of every rank that has a slot counts as projection.
+
+The rows of bursts time steps in which 1,000 requests drawn at random end together, so that one
+decision makes 1,000 admissions; five steps lie between two of them.
+
+Times are CPU times of the thread, so that other processes add little to them. Memory is settled before
+the first request arrives, as in `serve`.
 """
 
 import argparse
@@ -35,6 +42,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.live.process_edge import settle_memory
 from balanceroute.proxy.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace
 
@@ -43,6 +51,9 @@ TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation
 SLOT_KV_TOKENS = 40_000
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
 SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
+BURST = 1000
+BURST_SHAPES = SHAPES[2:]
+STEPS_BETWEEN = 5
 WARM_UP_STEPS = 20
 STAGES = ("step", "projection", "stage_1", "stage_2", "rest", "total")
 
@@ -71,6 +82,7 @@ class Bench:
         )
         self._arrived = 0
         self._step = 0
+        self._rng = rng
         self._waiting: dict[RequestId, int] = {}
         self._ends: defaultdict[int, list[RequestId]] = defaultdict(list)
         for request in running:
@@ -79,35 +91,59 @@ class Bench:
         for _ in range(pool):
             self._arrive_next()
         self.samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        self.admitted: list[int] = []
         # The first step makes the deposits of the whole fleet at once, which a running one never does.
         self.run(WARM_UP_STEPS)
-        for samples in self.samples.values():
-            samples.clear()
+        self._forget(0)
 
     def run(self, steps: int) -> None:
         """Time `steps` decode steps that lead to a decision."""
-        while len(self.samples["total"]) < steps:
-            self._step += 1
-            self._laps.clear()
-            begin = time.perf_counter_ns()
-            self._scheduler.handle(StepCompleted(), now_ns=0)
-            self._laps["step"] = time.perf_counter_ns() - begin
-            finished = self._ends.pop(self._step, [])
-            if not finished:
-                continue
-            for request in finished:
-                self._scheduler.handle(RequestFinished(request), now_ns=0)
-            admitted = self._decide()
-            total = time.perf_counter_ns() - begin
-            self._laps |= {"rest": total - sum(self._laps.values()), "total": total}
-            for stage in STAGES:
-                self.samples[stage].append(self._laps[stage] / 1e6)
-            self._join(admitted)
-            for _ in admitted:
-                self._arrive_next()
+        while len(self.admitted) < steps:
+            self._one_step()
+
+    def run_bursts(self, bursts: int, size: int) -> None:
+        """Time `bursts` decode steps in each of which at least `size` requests end."""
+        for _ in range(bursts):
+            bursts_so_far = len(self.admitted)
+            for _ in range(STEPS_BETWEEN):
+                self._one_step()
+            self._forget(bursts_so_far)
+            running = [(end, request) for end, some in self._ends.items() for request in some]
+            for end, request in self._rng.sample(running, size):
+                self._ends[end].remove(request)
+                self._ends[self._step + 1].append(request)
+            self._one_step()
+
+    def _one_step(self) -> None:
+        """Make a decode step, and time it if it leads to a decision."""
+        self._step += 1
+        self._laps.clear()
+        begin = time.thread_time_ns()
+        self._scheduler.handle(StepCompleted(), now_ns=0)
+        self._laps["step"] = time.thread_time_ns() - begin
+        finished = self._ends.pop(self._step, [])
+        if not finished:
+            return
+        for request in finished:
+            self._scheduler.handle(RequestFinished(request), now_ns=0)
+        admitted = self._decide()
+        total = time.thread_time_ns() - begin
+        self._laps |= {"rest": total - sum(self._laps.values()), "total": total}
+        for stage in STAGES:
+            self.samples[stage].append(self._laps[stage] / 1e6)
+        self.admitted.append(len(admitted))
+        self._join(admitted)
+        for _ in admitted:
+            self._arrive_next()
+
+    def _forget(self, keep: int) -> None:
+        """Forget all but the first samples."""
+        for samples in self.samples.values():
+            del samples[keep:]
+        del self.admitted[keep:]
 
     def _on_stage(self, stage: str) -> None:
-        now = time.perf_counter_ns()
+        now = time.thread_time_ns()
         self._laps[stage] = now - self._mark
         self._mark = now
 
@@ -127,7 +163,7 @@ class Bench:
         self._scheduler.handle(PrefillDone(request, prompt_tokens), now_ns=0)
 
     def _decide(self) -> list[RequestId]:
-        self._mark = time.perf_counter_ns()
+        self._mark = time.thread_time_ns()
         actions = self._scheduler.handle(Tick(), now_ns=0)
         return [action.request for action in actions if isinstance(action, Admit)]
 
@@ -141,28 +177,36 @@ def main() -> None:
     """Run every shape and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="timed steps per shape")
+    parser.add_argument("--bursts", type=int, default=100, help="timed bursts per shape")
     parser.add_argument("--horizon", type=int, default=80, metavar="H")
     parser.add_argument("--kv-peak-quantile", type=float, metavar="Q")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     table = Table(title=f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99")
-    for heading in ("G", "B", "pool", *STAGES, "p99 goal"):
+    for heading in ("G", "B", "pool", "load", *STAGES, "p99 goal"):
         table.add_column(heading, justify="right", no_wrap=True)
     rows = []
-    for ranks, batch, pool, goal in SHAPES:
+    settle_memory()
+    shapes = [(*shape, False) for shape in SHAPES] + [(*shape, True) for shape in BURST_SHAPES]
+    for ranks, batch, pool, goal, is_burst in shapes:
         bench = Bench(ranks, batch, pool, arguments.horizon, arguments.kv_peak_quantile)
-        bench.run(arguments.steps)
+        if is_burst:
+            bench.run_bursts(arguments.bursts, BURST)
+        else:
+            bench.run(arguments.steps)
         figures = {
             stage: [float(f) for f in np.percentile(bench.samples[stage], [50, 99])]
             for stage in STAGES
         }
-        rows.append({"ranks": ranks, "batch": batch, "pool": pool, "goal_ms": goal} | figures)
+        load = f"{BURST:,} at once" if is_burst else "steady"
+        shape = {"ranks": ranks, "batch": batch, "pool": pool, "load": load, "goal_ms": goal}
+        rows.append(shape | figures)
         table.add_row(
-            *(str(number) for number in (ranks, batch, pool)),
+            *(str(value) for value in (ranks, batch, pool, load)),
             *(f"{figures[stage][0]:.2f} / {figures[stage][1]:.2f}" for stage in STAGES),
             f"{goal} ms",
         )
-    Console(width=150).print(table)
+    Console(width=170).print(table)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

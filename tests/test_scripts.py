@@ -138,6 +138,15 @@ def test_the_bench_times_every_stage() -> None:
     assert parts == pytest.approx(total)
 
 
+def test_the_bench_frees_slots_in_bursts() -> None:
+    module = script("bench_dispatch")
+    bench = module.Bench(4, 8, 40, 10)
+    bench.run_bursts(3, 20)
+    assert len(bench.samples["total"]) == 3
+    assert len(bench.admitted) == 3
+    assert min(bench.admitted) >= 20
+
+
 def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
     module = script("bench_scheduler")
     load = module.Load(streams=40, requests=40, steps=20, relays=2, ranks=4, batch=16, seconds=1.0)

@@ -22,6 +22,8 @@ from balanceroute.proxy.core.fscore import FCurve, excess, f_score
 _LEAST_PERSISTENCE = 1e-6
 # The slope of a distance falls from 1 to -1.
 _BEYOND_TARGET = 2.0
+# Of sums over some hundred steps, relative. Ranks whose sums differ by less are compared step by step.
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,6 @@ class Balance:
             paper's F.
         speeds: float64[G], see `Fleet`. Tokens are those of each rank; the envelope and the target
             are those of a rank of speed 1.
-
-    Attributes:
-        safe_margins: float64[G], the least margin of each rank over the horizon; another array once
-            the envelope has risen.
     """
 
     def __init__(
@@ -97,6 +95,12 @@ class Balance:
         levels = ahead if self._speeds is None else ahead / self._speeds
         self._envelope: NDArray[np.float64] = levels.max(axis=0)
         self._target = target
+        # float64[G, H + 1]; None until somebody asks for those of all ranks.
+        self._margins: NDArray[np.float64] | None = None
+        self._safe_margins: NDArray[np.float64] = np.zeros(0)
+        # float64[G], the tokens of each rank, summed over the steps, and float64[H + 1], the weights in
+        # that sum; None until somebody asks for the best rank.
+        self._filled: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         # The latest rank's F, which it asks for several times before it admits anything.
         self._curve_of: tuple[int, FCurve] | None = None
         if target is None:
@@ -104,7 +108,16 @@ class Balance:
         else:
             past_target = self._target_penalty * self._steps
             self._penalties = np.concatenate([past_target, self._past_envelope - past_target])
-        self._widen()
+
+    @property
+    def safe_margins(self) -> NDArray[np.float64]:
+        """float64[G], the least margin of each rank over the horizon: it orders the ranks of Stage 2.
+
+        Another array once the envelope has risen. Paper: §4.2, (ii).
+        """
+        if self._margins is None:
+            self._margins_of_all()
+        return self._safe_margins
 
     def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F of admitting each of float64[n] `totals` tokens to `rank`."""
@@ -112,7 +125,7 @@ class Balance:
 
     def scores_to_envelope(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F without the target: it may be exceeded."""
-        return f_score(totals, self._margins[rank], self._past_envelope, reward=self._reward)
+        return f_score(totals, self._margins_of(rank), self._past_envelope, reward=self._reward)
 
     def score(self, rank: int, total: int) -> float:
         """Return F of admitting `total` tokens to `rank`."""
@@ -131,7 +144,7 @@ class Balance:
             ranks: Which.
             totals: KV tokens, ascending.
         """
-        margins = self._margins[ranks]
+        margins = self._margins_of(ranks)
         kinks = np.concatenate([self._rooms(ranks, margins), margins])
         beyond = excess(totals, kinks, self._steps)
         past_target, past_envelope = beyond[: len(ranks)], beyond[len(ranks) :]
@@ -144,18 +157,22 @@ class Balance:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
 
         If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
-        At least one rank must be open. O(G x H).
+        At least one rank must be open. O(G x H), or O(G) if nothing overflows there.
         """
+        # NumPy's `any`, `min` and `flatnonzero` wrap the same in Python code, and this runs per admission.
+        roomiest = self._roomiest(open_ranks)
+        if roomiest is not None and not np.count_nonzero(self._margins_of(roomiest) < total):
+            return roomiest
         # The reward is the same on every rank, so the least overflow is the best score.
-        overflow = np.maximum(total - self._margins, 0.0) @ self._steps
+        margins = self._margins_of_all()
+        overflow = np.maximum(total - margins, 0.0) @ self._steps
         if self._speeds is not None:
             overflow /= self._speeds[:, 0]
         overflow[~open_ranks] = np.inf
-        # NumPy's `min` and `flatnonzero` wrap these in Python code, and this runs per admission.
         (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:
             return int(ties[0])
-        room = self._margins[ties] @ self._steps
+        room = margins[ties] @ self._steps
         if self._speeds is not None:
             room /= self._speeds[ties, 0]
         return int(ties[int(room.argmax())])
@@ -174,24 +191,50 @@ class Balance:
         self._curve_of = None
         ahead = self._ahead[rank]
         ahead += contribution
+        if self._filled is not None:
+            filled, weights = self._filled
+            filled[rank] = ahead @ weights
         level = ahead if self._speeds is None else ahead / self._speeds[rank]
-        if (level > self._envelope).any():
+        if np.count_nonzero(level > self._envelope):
             np.maximum(self._envelope, level, out=self._envelope)
-            self._widen()
+            # A higher envelope widens every rank's margins.
+            self._margins = None
             return True
-        if not full:
-            self._margins[rank] = self._margin(rank, ahead)
-            self.safe_margins[rank] = self._margins[rank].min()
+        if not full and self._margins is not None:
+            margins = self._margins[rank] = self._margin(rank, ahead)
+            self._safe_margins[rank] = margins.min()
         return False
 
-    def _widen(self) -> None:
-        """Make all margins anew: a higher envelope widens every rank's."""
-        self._margins = self._margin(slice(None), self._ahead)
-        # The margin that lasts over the whole horizon; it orders the ranks of Stage 2.
-        # Paper: §4.2, (ii).
-        self.safe_margins: NDArray[np.float64] = self._margins.min(axis=1)
+    def _roomiest(self, open_ranks: NDArray[np.bool_]) -> int | None:
+        """Return the open rank with most room; None if others have as much, or other speeds."""
+        if self._speeds is not None:
+            return None
+        if self._filled is None:
+            weights = self._steps * self._stretch
+            self._filled = self._ahead @ weights, weights
+        of_all, weights = self._filled
+        filled = np.where(open_ranks, of_all, np.inf)
+        rank = int(filled.argmin())
+        # Room is what the envelope has more than a rank: both have the rounding of the larger.
+        as_much = filled.item(rank) + _ROUNDING * float(self._envelope @ weights)
+        return rank if np.count_nonzero(filled <= as_much) == 1 else None
 
-    def _margin(self, ranks: "int | slice", ahead: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _margins_of(self, ranks: "int | list[int]") -> NDArray[np.float64]:
+        """Return the margins of some ranks, float64[n, H + 1], or of one."""
+        if self._margins is None:
+            return self._margin(ranks, self._ahead[ranks])
+        margins: NDArray[np.float64] = self._margins[ranks]
+        return margins
+
+    def _margins_of_all(self) -> NDArray[np.float64]:
+        if self._margins is None:
+            self._margins = self._margin(slice(None), self._ahead)
+            self._safe_margins = self._margins.min(axis=1)
+        return self._margins
+
+    def _margin(
+        self, ranks: "int | list[int] | slice", ahead: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
         envelope = self._envelope
         below = (envelope if self._speeds is None else envelope * self._speeds[ranks]) - ahead
         below *= self._stretch
@@ -204,7 +247,7 @@ class Balance:
         return self._curve_of[1]
 
     def _kinks(self, rank: int) -> NDArray[np.float64]:
-        margins: NDArray[np.float64] = self._margins[rank]
+        margins = self._margins_of(rank)
         if self._target is None:
             return margins
         return np.concatenate([self._rooms(rank, margins), margins])

@@ -5,9 +5,11 @@ admitted while it waited. Unlike a waiting time the count does not depend on the
 what free choice among the pooled requests costs one request, against first come, first served.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import Any
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.queueing import QueueOrder
@@ -155,6 +157,28 @@ class Pool:
         for ahead in self._order.ahead_of(request):
             self._entries[ahead].overtaken += 1
         return self._take_out(request)
+
+    def admit_all(self, requests: Sequence[RequestId]) -> None:
+        """Remove entries that go to decode, as `admit` does one after the other.
+
+        O(n + m log m) for m requests, with n entries up to the last of them.
+        """
+        if not requests:
+            return
+        order, going = self._order, set(requests)
+        behind = len(going)
+        for ahead in order.ahead_of(max(requests, key=order.place)):
+            if ahead in going:
+                behind -= 1
+            else:
+                self._entries[ahead].overtaken += behind
+        # Those of them that went before overtook it, too, if they were behind it.
+        gone: list[Any] = []
+        for request in requests:
+            place = order.place(request)
+            earlier = bisect_left(gone, place)
+            self._take_out(request).overtaken += len(gone) - earlier
+            gone.insert(earlier, place)
 
     def remove(self, request: RequestId) -> PoolEntry:
         """Remove an entry for any other reason."""

@@ -95,6 +95,35 @@ def test_with_speeds_f_is_what_the_barrier_costs_in_time(
     assert balance.safe_margins == pytest.approx(again.safe_margins, abs=1e-6)
 
 
+@given(
+    loads=st.lists(st.integers(0, 2_000), min_size=1, max_size=40),
+    totals=st.lists(st.integers(1, 1_500), min_size=1, max_size=8),
+    closed=st.sets(st.integers(0, 39)),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_best_rank_overflows_least_and_of_those_has_most_room(
+    loads: list[int], totals: list[int], closed: set[int], gamma: float
+) -> None:
+    is_open = np.array([rank not in closed for rank in range(len(loads))])
+    if not is_open.any():
+        return
+    steps, persistence = discounts(HORIZON, gamma), np.array([1.0, 0.75, 0.5, 0.25])
+    ahead = ahead_of(loads)
+    balance = Balance(ahead.copy(), Weights(steps, 1.0, 8.0), persistence)
+    for total in totals:
+        rank = balance.best_rank(total, is_open)
+        margins = (ahead.max(axis=0) - ahead) / persistence
+        overflow = (np.maximum(total - margins, 0.0) * steps * persistence).sum(axis=1)
+        room = (margins * steps * persistence).sum(axis=1)
+        assert is_open[rank]
+        assert overflow[rank] == pytest.approx(overflow[is_open].min(), abs=1e-6)
+        alike = is_open & (overflow <= overflow[rank])
+        assert room[rank] == pytest.approx(room[alike].max(), abs=1e-6)
+        # The next one sees the admission.
+        balance.admit(rank, total * persistence)
+        ahead[rank] += total * persistence
+
+
 def test_the_target_of_a_fast_rank_is_higher() -> None:
     weights = Weights(np.ones(1), alpha=1.0, beta=2.0)
     speeds, target = np.array([1.5, 0.5]), np.array([100.0])

@@ -128,6 +128,29 @@ def test_order_and_overtakings_equal_a_naive_recount(operations: list[tuple[str,
             assert one.overtaken == len(later_admitted)
 
 
+@given(st.integers(1, 12), st.lists(st.integers(0, 11), unique=True), st.integers(0, 3))
+def test_admitting_together_overtakes_as_one_by_one(
+    count: int, admitted: list[int], first: int
+) -> None:
+    admitted = [number for number in admitted if number < count]
+    together, alone = pool_of(*range(count)), pool_of(*range(count))
+    for pool in (together, alone):
+        pool.begin_round()
+        for number in admitted[:first]:
+            pool.admit(RequestId(number))
+    together.admit_all([RequestId(number) for number in admitted[first:]])
+    for number in admitted[first:]:
+        alone.admit(RequestId(number))
+    assert numbers_of(together) == numbers_of(alone)
+    assert together.slots == alone.slots
+    assert [one.overtaken for one in together] == [one.overtaken for one in alone]
+    assert list(together.taken) == list(alone.taken) == admitted
+    for pool in (together, alone):
+        pool.undo_round()
+        assert numbers_of(pool) == [*range(count)]
+        assert [one.overtaken for one in pool] == [0] * count
+
+
 def test_overdue_entries_come_oldest_first_and_stay() -> None:
     pool = Pool(Fcfs())
     for number, deadline_ns in ((1, 30), (2, 10), (3, None), (4, 20)):

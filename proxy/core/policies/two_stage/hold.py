@@ -44,13 +44,9 @@ class Occupancy:
         return _MEAN_SHARE * self._mean + (1.0 - _MEAN_SHARE) * taken / slots > _BUSY
 
 
-def is_held(work: Round, entry: PoolEntry, now_ns: int) -> bool:
-    """Return whether `entry` waits: on its best rank it costs more than it fills."""
+def is_held(work: Round, entry: PoolEntry, rank: int, now_ns: int) -> bool:
+    """Return whether `entry` waits: on `rank`, its best one, it costs more than it fills."""
     if now_ns >= entry.since_ns + work.settings.hold_ns:
         return False
-    open_ranks = work.fleet.open_to(entry)
-    if not open_ranks.any():
-        return False
-    rank = work.balance.best_rank(entry.kv_tokens, open_ranks)
     (score,) = work.balance.scores_to_envelope(rank, np.array([entry.kv_tokens], np.float64))
     return bool(score < 0.0)

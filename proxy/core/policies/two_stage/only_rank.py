@@ -34,8 +34,6 @@ def fill_only_rank(fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment] | 
     fits = sum(map(_KV_TOKENS, entries)) <= fleet.free_kv_tokens[rank]
     if not fits or any(map(_RESTRICTED, entries)):
         return None
-    assignments: list[Assignment] = []
-    for entry in sorted(entries, key=largest_first):
-        pool.admit(entry.request)
-        assignments.append(Assignment(entry.request, rank))
-    return assignments
+    entries.sort(key=largest_first)
+    pool.admit_all([entry.request for entry in entries])
+    return [Assignment(entry.request, rank) for entry in entries]

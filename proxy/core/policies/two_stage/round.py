@@ -1,7 +1,8 @@
 """What the stages of one round share: the ranks, the pool, the balance, and what was admitted."""
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice, repeat
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,9 @@ from balanceroute.proxy.core.policies.two_stage.target import target_tokens
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 
-# Usually as many as there are free slots; but free slots whose ranks have no memory admit nobody.
-_MOST_MOVING_UP = 256
+# Entries about which the predictor is asked in one call, which costs a thirtieth of one for each.
+# Usually there are as many free slots; but those of ranks without memory admit nobody.
+_MOST_ASKED = 256
 # Entries beyond the candidates for which outlooks are made at once.
 _MOST_SPARE = 128
 # Ranks whose outlooks are made in one call. When the envelope rises those still to choose are lost,
@@ -55,6 +57,8 @@ class Round:
         self.fleet = fleet
         self.pool = pool
         self._projection = projection
+        # What entries add if they are admitted now: rows of float64[n, H + 1].
+        self._adds: dict[RequestId, tuple[NDArray[np.float64], int]] = {}
         if projection is None:
             ahead = fleet.loads.astype(np.float64)[:, None]
             persistence = np.ones(1)
@@ -62,19 +66,10 @@ class Round:
             ahead = _loads_ahead(projection, fleet)
             # One persistence for the whole round, the mean of the candidates: with one for each
             # request F would not depend on the sum alone, and the solvers could not be used.
-            # In the same call those that may move up: one call for each admission costs more.
-            moving_up = min(int(fleet.free_slots.sum()), _MOST_MOVING_UP)
-            candidates = pool.first(settings.window + moving_up)
-            survival = projection.survival(
-                [entry.request for entry in candidates], [entry.age for entry in candidates]
-            )
+            # In the same call those that may move up.
+            moving_up = min(int(fleet.free_slots.sum()), _MOST_ASKED)
+            survival = self._ask(projection, pool.first(settings.window + moving_up))
             persistence = projection.persistence(survival[: settings.window])
-            self._adds = projection.newcomers(
-                [entry.kv_tokens for entry in candidates],
-                survival,
-                [entry.slots for entry in candidates],
-            )
-            self._rows = {entry.request: row for row, entry in enumerate(candidates)}
         target = speeds = None
         if not settings.paper:
             target, speeds = target_tokens(fleet, pool, ahead, persistence), fleet.speeds
@@ -140,25 +135,54 @@ class Round:
             and (not entry.lost_on or fleet.allowed(entry)[rank])
         )
 
-    def place(self, entries: list[PoolEntry]) -> None:
-        """Admit entries in turn, each to the rank where it scores best, if it may go there."""
-        for entry in entries:
-            open_ranks = self.fleet.open_to(entry)
-            if not open_ranks.any():
+    def place(
+        self, entries: list[PoolEntry], is_held: Callable[[PoolEntry, int], bool] | None = None
+    ) -> list[PoolEntry]:
+        """Admit entries in turn, each to the rank where it scores best, if it may go there.
+
+        Args:
+            entries: In the order in which they choose; no rank has chosen yet.
+            is_held: Whether an entry waits, given its best rank after the admissions before it.
+
+        Returns:
+            Those that wait.
+        """
+        fleet = self.fleet
+        held: list[PoolEntry] = []
+        placed: list[RequestId] = []
+        for number, entry in enumerate(entries):
+            open_ranks = fleet.open_to(entry)
+            if not np.count_nonzero(open_ranks):
                 continue
             rank = self.balance.best_rank(entry.kv_tokens, open_ranks)
-            overflow = self.fleet.loads[rank] + entry.kv_tokens - self.fleet.loads.max()
-            if overflow <= entry.overflow_limit:
-                self.admit(entry, rank)
+            if is_held is not None and is_held(entry, rank):
+                held.append(entry)
+                continue
+            if entry.overflow_limit < inf:
+                overflow = fleet.loads[rank] + entry.kv_tokens - fleet.loads.max()
+                if overflow > entry.overflow_limit:
+                    continue
+            if self._projection is not None and entry.request not in self._adds:
+                coming = entries[number : number + _MOST_ASKED]
+                self._ask(self._projection, [e for e in coming if e.request not in self._adds])
+            placed.append(entry.request)
+            self._charge(entry, rank, is_last=len(placed) == len(self.pool))
+        # Together: one by one the large ones, which go first, would overtake thousands each.
+        self.pool.admit_all(placed)
+        return held
 
     def admit(self, entry: PoolEntry, rank: int) -> None:
         """Admit an entry to a rank; later decisions of the round see it."""
         self.pool.admit(entry.request)
         if self._oldest is not None:
             self._oldest.admitted(entry)
+        self._charge(entry, rank, is_last=len(self.pool) == 0)
+
+    def _charge(self, entry: PoolEntry, rank: int, *, is_last: bool) -> None:
+        """Charge an admission to its rank; `is_last` if nothing waits after it."""
         self.fleet.bind(rank, entry)
         self.assignments.append(Assignment(entry.request, RankId(rank)))
-        if len(self.pool) == 0:
+        if is_last:
             return  # No decision of this round is left to see it.
         full = self.fleet.free_slots.item(rank) == 0
         if self.balance.admit(rank, self._contribution(entry), full=full):
@@ -170,11 +194,20 @@ class Round:
         projection = self._projection
         if projection is None:
             return np.array([entry.kv_tokens], np.float64)
-        row = self._rows.get(entry.request)
-        if row is not None:
-            return np.asarray(self._adds[row])
-        survival = projection.survival([entry.request], [entry.age])
-        return np.asarray(projection.newcomers([entry.kv_tokens], survival, [entry.slots])[0])
+        if entry.request not in self._adds:
+            self._ask(projection, [entry])
+        adds, row = self._adds[entry.request]
+        return np.asarray(adds[row])
+
+    def _ask(self, projection: Projection, entries: list[PoolEntry]) -> NDArray[np.float64]:
+        """Note what entries add if they are admitted now, and return their survival."""
+        requests = [entry.request for entry in entries]
+        survival = projection.survival(requests, [entry.age for entry in entries])
+        adds = projection.newcomers(
+            [entry.kv_tokens for entry in entries], survival, [entry.slots for entry in entries]
+        )
+        self._adds.update(zip(requests, zip(repeat(adds), count()), strict=False))
+        return survival
 
 
 def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:

@@ -31,14 +31,10 @@ def place_all(work: Round, now_ns: int, *, may_hold: bool) -> int | None:
     if not (fits and may_hold):
         work.place(entries)
         return None
-    ends_ns: list[int] = []
-    for entry in entries:
-        # Again for each: the ones before it have raised the loads.
-        if is_held(work, entry, now_ns):
-            ends_ns.append(entry.since_ns + work.settings.hold_ns)
-        else:
-            work.place([entry])
-    return min(ends_ns, default=None)
+    held = work.place(entries, lambda entry, rank: is_held(work, entry, rank, now_ns))
+    if not held:
+        return None
+    return min(entry.since_ns for entry in held) + work.settings.hold_ns
 
 
 def largest_first(entry: PoolEntry) -> tuple[int, int]:
