@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
+from balanceroute.topologies.connector_checks import check_connector
+from balanceroute.topologies.connector_facts import CONNECTORS
 from balanceroute.topologies.engines import Engines, RoleEngines
 from balanceroute.topologies.findings import Finding
 from balanceroute.topologies.pair_checks import check_pair, hccl_ports
@@ -47,7 +48,7 @@ def check_engines(engines: Engines, also: Iterable[PortUse] = ()) -> tuple[Findi
         *_hosts(engines),
         *_devices(engines, processes),
         *_sizes(engines),
-        *_connector(engines),
+        *check_connector(engines, processes),
         *check_pair(engines),
         *_clashes([*_engine_ports(engines, processes), *also]),
         *_reserved(engines, processes),
@@ -73,7 +74,7 @@ def _devices(engines: Engines, processes: Iterable[EngineProcess]) -> Iterator[F
         if engines.devices_per_host is not None and last.devices.stop > engines.devices_per_host:
             reason = (
                 f"is {engines.devices_per_host}, but the engines on {host} need "
-                f"{last.devices.stop}: ranks times tensor_parallel of both roles"
+                f"{last.devices.stop}: ranks times tensor_parallel, times pipeline_parallel, of both roles"
             )
             yield Finding("error", "engines.devices_per_host", reason)
 
@@ -94,23 +95,6 @@ def _sizes(engines: Engines) -> Iterator[Finding]:
             f"is {tokens}, less than one token for each of max_num_seqs ({decode.max_num_seqs})"
         )
         yield Finding("error", "engines.decode.max_num_batched_tokens", reason)
-
-
-def _connector(engines: Engines) -> Iterator[Finding]:
-    prefill, facts = engines.prefill, CONNECTORS[engines.connector]
-    if facts.has_bootstrap and prefill.data_parallel > 1:
-        reason = (
-            f"is {prefill.data_parallel}: the proxy asks a Mooncake prefiller's bootstrap server for "
-            "its rank 0 alone; use several instances"
-        )
-        yield Finding("error", "engines.prefill.data_parallel", reason)
-    pulls = facts.flow is KvFlow.PULL
-    if facts.recomputes and pulls and not engines.decode.recompute_scheduler:
-        reason = (
-            "is off: under KV pressure a rank preempts and computes the prompt itself, in the step "
-            "of all others"
-        )
-        yield Finding("note", "engines.decode.recompute_scheduler", reason)
 
 
 def check_local_prefill(engines: Engines) -> Iterator[Finding]:
@@ -145,6 +129,9 @@ def _engine_ports(engines: Engines, processes: Iterable[EngineProcess]) -> Itera
         if process.rpc_port is not None and process.ranks.start == 0:
             rpc = range(process.rpc_port, process.rpc_port + 1)
             yield PortUse(process.host, rpc, f"{place_of}.rpc_port", f"{name}'s RPC")
+        if process.role.master_port is not None and process.node == 0:
+            master = range(process.role.master_port, process.role.master_port + 1)
+            yield PortUse(process.host, master, f"{place_of}.master_port", f"{name}'s group")
         facts = CONNECTORS[engines.connector]
         kv_ports = process.kv_ports(facts)
         if kv_ports:

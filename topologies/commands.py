@@ -2,6 +2,9 @@
 
 Flags are those of `vllm serve`; the environment's names are those of the pages that
 `balanceroute.topologies.engines` cites. The shell expands nothing: every word is quoted.
+
+With `kv_store` the KV connector is vLLM's MultiConnector: the file's connector first, which transfers,
+then the store. What fails is decided above both (vllm-ascend v0.23.0, user_guide/feature_guide/kv_pool.md).
 """
 
 import json
@@ -10,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from types import MappingProxyType
+from typing import Any
 
 from balanceroute.topologies.connector_facts import CONNECTORS
-from balanceroute.topologies.engines import Engines
+from balanceroute.topologies.engines import Engines, RoleEngines
 from balanceroute.topologies.placement import EngineProcess, place
 
 PROXY = "proxy"
+# Keys of --kv-transfer-config that are read above a MultiConnector, and not in its parts.
+_ABOVE = ("kv_load_failure_policy",)
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _INTERFACES = {
@@ -109,6 +115,8 @@ def _about(process: EngineProcess) -> str:
         first, last = ranks.start, ranks.stop - 1
         which = f"rank {first}" if first == last else f"ranks {first} to {last}"
         parts.append(f"{which} of {role.data_parallel}")
+    if role.hosts_per_rank > 1:
+        parts.append(f"host {process.node + 1} of the {role.hosts_per_rank} of its rank")
     return ", ".join(parts)
 
 
@@ -147,6 +155,9 @@ def _words(
         if models:
             yield from _flag("served_model_name", list(models))
     yield from _flag("tensor_parallel_size", role.tensor_parallel)
+    if role.pipeline_parallel > 1:
+        yield from _flag("pipeline_parallel_size", role.pipeline_parallel)
+    yield from _several_hosts(process)
     yield from _data_parallel(process)
     for name, value in (
         ("max_num_seqs", role.max_num_seqs),
@@ -181,6 +192,15 @@ def _data_parallel(process: EngineProcess) -> Iterator[tuple[str, ...]]:
     yield from _flag("data_parallel_rpc_port", process.rpc_port)
 
 
+def _several_hosts(process: EngineProcess) -> Iterator[tuple[str, ...]]:
+    role = process.role
+    if role.master_port is not None:
+        yield from _flag("nnodes", role.hosts_per_rank)
+        yield from _flag("node_rank", process.node)
+        yield from _flag("master_addr", process.head)
+        yield from _flag("master_port", role.master_port)
+
+
 def _additional(process: EngineProcess) -> dict[str, object]:
     role = process.role
     found = dict(role.additional)
@@ -198,17 +218,36 @@ def _kv_transfer(engines: Engines, process: EngineProcess) -> dict[str, object]:
     }
     more = dict(role.kv_transfer)
     given = more.pop("kv_connector_extra_config", {})
-    extra: dict[str, object] = {}
+    extra: dict[str, Any] = {}
     if engines.device == "npu":
         found["kv_port"] = process.kv_port
-        extra = {
-            side.role: {"dp_size": side.data_parallel, "tp_size": side.tensor_parallel}
-            for side in engines.roles
-        }
+        extra = {side.role: _parallel_sizes(side) for side in engines.roles}
     elif facts.lease_key and engines.lease_s is not None:
         extra = {facts.lease_key: engines.lease_s}
-    extra |= given if isinstance(given, dict) else {}
-    return {**found, **more, **({"kv_connector_extra_config": extra} if extra else {})}
+    for key, value in (given if isinstance(given, dict) else {}).items():
+        both = isinstance(value, dict) and isinstance(extra.get(key), dict)
+        extra[key] = {**extra[key], **value} if both else value
+    found |= {**more, **({"kv_connector_extra_config": extra} if extra else {})}
+    return _beside_store(found, role.kv_store) if role.kv_store else found
+
+
+def _parallel_sizes(role: RoleEngines) -> dict[str, int]:
+    found = {"dp_size": role.data_parallel, "tp_size": role.tensor_parallel}
+    return found | ({"pp_size": role.pipeline_parallel} if role.pipeline_parallel > 1 else {})
+
+
+def _beside_store(transfer: dict[str, object], store: Mapping[str, object]) -> dict[str, object]:
+    """Return a MultiConnector of a connector and a store."""
+    above = {key: transfer[key] for key in _ABOVE if key in transfer}
+    below = {key: value for key, value in transfer.items() if key not in _ABOVE}
+    role = {"kv_role": transfer["kv_role"]}
+    store_part = {"kv_connector": store["kv_connector"], **role, **store}
+    return {
+        "kv_connector": "MultiConnector",
+        **role,
+        **above,
+        "kv_connector_extra_config": {"connectors": [below, store_part]},
+    }
 
 
 def _flag(name: str, value: object) -> Iterator[tuple[str, ...]]:

@@ -34,6 +34,7 @@ class ConnectorFacts:
         port_variable: Sets the port; "" if `--kv-transfer-config` does.
         host_variable: Sets its host's address.
         port_per: The unit that has a port of its own.
+        stages: Whether prefill may be a pipeline of several stages. Decode never is.
         recomputes: Whether a decode rank may return a request (`stop_reason` "recomputed").
         ranks_prefill: Whether its decode ranks can compute a prompt reliably.
     """
@@ -49,6 +50,7 @@ class ConnectorFacts:
     port_variable: str = ""
     host_variable: str = ""
     port_per: Literal["rank", "process", "device"]
+    stages: bool = False
     recomputes: bool = False
     ranks_prefill: bool = True
 
@@ -94,6 +96,20 @@ CONNECTORS = {
         lease_variable="VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT",
         port_key="kv_port",
         port_per="device",  # vllm-ascend, kv_p2p/mooncake_connector.py.
+        stages=True,
+        recomputes=True,
+        ranks_prefill=False,
+    ),
+    # For models with KV caches of several kinds: kv_p2p/mooncake_hybrid_connector.py.
+    "mooncake-hybrid": ConnectorFacts(
+        vllm_class="MooncakeHybridConnector",
+        flow=KvFlow.PULL,
+        devices=("npu",),
+        lease_s=480.0,
+        lease_variable="VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT",
+        port_key="kv_port",
+        port_per="device",
+        stages=True,
         recomputes=True,
         ranks_prefill=False,
     ),

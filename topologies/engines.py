@@ -11,6 +11,8 @@ interface = "eth0"                     # The hosts' network interface; optional.
 lease_s = 480                          # Lease that the prefillers get; optional. Not with layerwise.
 max_model_len = 65536                  # Of both roles, as is block_size; both optional.
 [engines.kv_transfer]                  # More keys of --kv-transfer-config; optional.
+[engines.kv_store]                     # A second connector, which keeps prefixes: its part of
+kv_connector = "AscendStoreConnector"  # --kv-transfer-config; optional. See `commands.py`.
 [engines.flags]                        # More flags of `vllm serve`, with underscores; optional.
 trust_remote_code = true               # false is --no-trust-remote-code; a table is JSON.
 [engines.environment]                  # More of the environment, literally; optional.
@@ -18,15 +20,18 @@ trust_remote_code = true               # false is --no-trust-remote-code; a tabl
 hosts = ["10.0.0.1", "10.0.0.2"]
 instances = 2                          # Engines on all of them; default: one a host.
 port = 7100                            # The first API server's on a host; the next ones follow.
-tensor_parallel = 16                   # Devices of a rank; default 1.
+tensor_parallel = 16                   # Devices of a stage of a rank; default 1.
+pipeline_parallel = 2                  # Stages of a rank; prefill only, default 1.
 data_parallel = 1                      # Ranks of an instance; default 1.
 dp_mode = "external"                   # One of DP_MODES; needed if it has several ranks.
 rpc_port = 12321                       # Of an instance's first rank; needed likewise.
+master_port = 29501                    # Of the first host of a rank that is on several; needed then.
 supervisor_port = 9256                 # Of a host's supervisor; needed if dp_mode is "supervised".
 max_num_seqs = 8
 kv_port = 36000                        # The connector's: see `connector_facts.py`.
 [engines.prefill.flags]                # Goes before [engines.flags], key by key; as do
-[engines.prefill.kv_transfer]          # these two
+[engines.prefill.kv_transfer]          # these three
+[engines.prefill.kv_store]
 [engines.prefill.environment]
 ```
 
@@ -83,7 +88,11 @@ _OWN_FLAGS = {
     "max_num_batched_tokens": "write the role's max_num_batched_tokens",
     "max_num_seqs": "write the role's max_num_seqs",
     "model": "write [engines].weights",
-    "pipeline_parallel_size": "not supported: a rank has tensor_parallel devices",
+    "master_addr": "it follows from hosts",
+    "master_port": "write the role's master_port",
+    "nnodes": "it follows from hosts",
+    "node_rank": "it follows from hosts",
+    "pipeline_parallel_size": "write pipeline_parallel",
     "port": "write the role's port",
     "served_model_name": "write model at the top of the file",
     "tensor_parallel_size": "write tensor_parallel",
@@ -115,6 +124,7 @@ _OWN_KV_KEYS = {
     "kv_port": "write the role's kv_port",
     "kv_role": "it follows from the role",
 }
+_OWN_STORE_KEYS = {key: reason for key, reason in _OWN_KV_KEYS.items() if key != "kv_connector"}
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -126,10 +136,13 @@ class RoleEngines:
         role: "prefill" or "decode".
         instances: Number of engines on all hosts.
         port: The first API server's on each host.
-        tensor_parallel: Devices of a rank.
+        tensor_parallel: Devices of a stage of a rank.
+        pipeline_parallel: Stages of a rank.
         data_parallel: Ranks of an instance.
         dp_mode: One of `DP_MODES`; None if an instance is one rank.
         rpc_port: An instance's first rank listens on it for the others; None if there are none.
+        master_port: The first host of a rank listens on it for the rank's other hosts; None if it
+            has none.
         supervisor_port: Of the first supervisor on a host, which tells whether all its ranks are
             healthy; None if there is none.
         max_num_seqs: Batch limit of a rank.
@@ -140,6 +153,7 @@ class RoleEngines:
         compilation: `--compilation-config`.
         additional: `--additional-config`.
         kv_transfer: More keys of `--kv-transfer-config`.
+        kv_store: The part of a second connector in it; empty without.
         flags: More flags, by name with underscores.
         environment: More variables of the environment.
     """
@@ -149,9 +163,11 @@ class RoleEngines:
     instances: int
     port: int
     tensor_parallel: int
+    pipeline_parallel: int
     data_parallel: int
     dp_mode: str | None
     rpc_port: int | None
+    master_port: int | None
     supervisor_port: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
@@ -161,8 +177,19 @@ class RoleEngines:
     compilation: Mapping[str, object]
     additional: Mapping[str, object]
     kv_transfer: Mapping[str, object]
+    kv_store: Mapping[str, object]
     flags: Mapping[str, object]
     environment: Mapping[str, str]
+
+    @property
+    def devices_per_rank(self) -> int:
+        """Devices of a rank."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def hosts_per_rank(self) -> int:
+        """Hosts that share a rank; 1 if it is on one."""
+        return max(1, len(self.hosts) // self.instances) if self.data_parallel == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +232,7 @@ class Engines:
 _NOT_KEYS = ("role", "kv_port", "recompute_scheduler")
 _ENGINES_KEYS = (
     *(one.name for one in fields(Engines) if one.name not in ("connector", *ROLES)),
-    *("kv_transfer", "flags", "environment"),
+    *("kv_transfer", "kv_store", "flags", "environment"),
     *ROLES,
 )
 _ROLE_KEYS = (
@@ -278,7 +305,16 @@ def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
     port = table.port("port")
     if port is None:
         raise table.error("port", "is missing")
-    instances = _instances(table, len(hosts), data_parallel)
+    tensor_parallel = table.integer("tensor_parallel", 1, 1024) or 1
+    pipeline_parallel = _stages(table, role, connector)
+    instances = _instances(table, len(hosts), data_parallel, tensor_parallel * pipeline_parallel)
+    master_port = table.port("master_port")
+    over_hosts = data_parallel == 1 and instances < len(hosts)
+    if (master_port is not None) != over_hosts:
+        reason = "is missing: a rank is on several hosts"
+        raise table.error(
+            "master_port", reason if over_hosts else "means nothing: a rank is on one host"
+        )
     if dp_mode == "supervised" and data_parallel * instances < 2 * len(hosts):
         raise table.error("data_parallel", "a supervisor takes two ranks or more on each host")
     recomputes = table.switch("recompute_scheduler")
@@ -289,10 +325,12 @@ def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
         hosts=hosts,
         instances=instances,
         port=port,
-        tensor_parallel=table.integer("tensor_parallel", 1, 1024) or 1,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         data_parallel=data_parallel,
         dp_mode=dp_mode,
         rpc_port=rpc_port,
+        master_port=master_port,
         supervisor_port=supervisor_port,
         max_num_seqs=table.required_integer("max_num_seqs", 1, 1_000_000),
         max_num_batched_tokens=table.integer("max_num_batched_tokens", 1, 10**9),
@@ -302,21 +340,36 @@ def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
         compilation=table.mapping("compilation") or _NOTHING,
         additional=_additional(table),
         kv_transfer=_kv_transfer(engines) | _kv_transfer(table),
+        kv_store=_kv_store(engines, table),
         flags=_flags(engines) | _flags(table),
         environment=_environment(engines) | _environment(table),
     )
 
 
-def _instances(table: Table, hosts: int, data_parallel: int) -> int:
+def _stages(table: Table, role: Role, connector: str) -> int:
+    stages = table.integer("pipeline_parallel", 1, 1024) or 1
+    if stages > 1 and role == "decode":
+        raise table.error("pipeline_parallel", f"is {stages}: a decode rank has one stage")
+    if stages > 1 and not CONNECTORS[connector].stages:
+        able = ", ".join(name for name, facts in CONNECTORS.items() if facts.stages)
+        reason = f"is {stages}: {connector} transfers no KV caches of several stages, {able} do"
+        raise table.error("pipeline_parallel", reason)
+    return stages
+
+
+def _instances(table: Table, hosts: int, data_parallel: int, devices: int) -> int:
     """Return the number of instances: a multiple of the hosts, or a divisor of their number."""
     instances = table.integer("instances", 1, MAX_RANKS) or hosts
     if instances % hosts and hosts % instances:
         reason = f"is {instances}, must be a multiple or a divisor of the number of hosts ({hosts})"
         raise table.error("instances", reason)
     span = max(1, hosts // instances)
-    if data_parallel % span:
+    if data_parallel > 1 and data_parallel % span:
         reason = f"is {data_parallel}, must share out evenly over an instance's {span} hosts"
         raise table.error("data_parallel", reason)
+    if data_parallel == 1 and devices % span:
+        reason = f"comes to {devices} devices, must share out evenly over a rank's {span} hosts"
+        raise table.error("tensor_parallel", reason)
     return instances
 
 
@@ -344,6 +397,18 @@ def _additional(table: Table) -> Mapping[str, object]:
 
 def _kv_transfer(table: Table) -> dict[str, object]:
     return _more(table, "kv_transfer", _FLAG, _OWN_KV_KEYS)
+
+
+def _kv_store(engines: Table, role: Table) -> dict[str, object]:
+    own = _more(role, "kv_store", _FLAG, _OWN_STORE_KEYS)
+    found = _more(engines, "kv_store", _FLAG, _OWN_STORE_KEYS) | own
+    name, place = found.get("kv_connector"), role if "kv_connector" in own else engines
+    if found and not isinstance(name, str):
+        raise place.error("kv_store.kv_connector", "is missing: it names the connector")
+    if name in {"MultiConnector", *(facts.vllm_class for facts in CONNECTORS.values())}:
+        reason = f"is {name!r}: connector transfers the KV caches, this one keeps prefixes"
+        raise place.error("kv_store.kv_connector", reason)
+    return found
 
 
 def _flags(table: Table) -> dict[str, object]:

@@ -18,6 +18,7 @@ class EngineProcess:
         slot: The index of its instance among those that begin on the same host.
         head: The host of its instance's first rank.
         ranks: The data-parallel ranks of its instance that it hosts.
+        node: The index of its host among those of one rank, from 0; 0 if the rank is on one.
         ports: The ports of its API servers; empty if another process serves it.
         devices: The host's devices that it uses; empty for a CPU.
         kv_port: The connector's first port, as configured; None if it needs none. The ports that it
@@ -31,6 +32,7 @@ class EngineProcess:
     host: str
     head: str
     ranks: range
+    node: int
     ports: range
     devices: range
     kv_port: int | None
@@ -57,9 +59,16 @@ class EngineProcess:
             return range(0)
         if connector.port_per == "process":
             return range(self.kv_port, self.kv_port + 1)
+        if connector.port_per == "rank" and self.node:
+            return range(0)
         width = _ports_of_rank(connector, self.role)
-        first = self.kv_port + self.ranks.start * width
-        return range(first, first + len(self.ranks) * width)
+        count = len(self.ranks) * width // self._hosts_per(connector)
+        first = self.kv_port + self.ranks.start * width + self.node * count
+        return range(first, first + count)
+
+    def _hosts_per(self, connector: ConnectorFacts) -> int:
+        """Return the hosts that share the ports of a rank."""
+        return self.role.hosts_per_rank if connector.port_per == "device" else 1
 
 
 def place(engines: Engines) -> tuple[EngineProcess, ...]:
@@ -79,20 +88,25 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
     served = Counter[str]()
     span = max(1, len(hosts) // role.instances)
     per_host = max(1, role.instances // len(hosts))
-    local = role.data_parallel // span
+    nodes = role.hosts_per_rank
+    local = max(1, role.data_parallel // span)
     # An external rank is a process of its own; those of another instance share one a host.
     width = 1 if role.dp_mode == "external" else local
+    # A rank on several hosts is one process on each of them.
+    starts = [(start, 0) for start in range(0, role.data_parallel, width)]
+    if nodes > 1:
+        starts = [(0, node) for node in range(nodes)]
     for instance in range(role.instances):
         slot = instance % per_host
         first_host = instance // per_host * span
         head = hosts[first_host]
-        for start in range(0, role.data_parallel, width):
-            host = hosts[first_host + start // local]
+        for start, node in starts:
+            host = hosts[first_host + start // local + node]
             servers = width if role.dp_mode == "supervised" else 1
-            if role.dp_mode == "internal" and start > 0:
+            if node or (role.dp_mode == "internal" and start > 0):
                 servers = 0
             port = role.port + served[host]
-            used = 0 if engines.device == "cpu" else role.tensor_parallel * width
+            used = 0 if engines.device == "cpu" else role.devices_per_rank * width // nodes
             found.append(
                 EngineProcess(
                     name=f"{role.role}-{len(found)}",
@@ -102,6 +116,7 @@ def _place_role(engines: Engines, role: RoleEngines, devices: Counter[str]) -> l
                     host=host,
                     head=head,
                     ranks=range(start, start + width),
+                    node=node,
                     ports=range(port, port + servers),
                     devices=range(devices[host], devices[host] + used),
                     kv_port=_kv_port(connector, role, slot, served[host]),
@@ -129,7 +144,7 @@ def _kv_port(connector: ConnectorFacts, role: RoleEngines, slot: int, before: in
 
 
 def _ports_of_rank(connector: ConnectorFacts, role: RoleEngines) -> int:
-    return role.tensor_parallel if connector.port_per == "device" else 1
+    return role.devices_per_rank if connector.port_per == "device" else 1
 
 
 def bracketed(host: str) -> str:

@@ -1,7 +1,7 @@
 """What each KV connector puts into `kv_transfer_params`, and how it interprets them.
 
-NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, including failures. The two of vllm-ascend
-follow its source (mooncake_connector.py, mooncake_layerwise_connector.py).
+NIXL and vLLM's Mooncake are as recorded from vLLM 0.32, including failures. The three of vllm-ascend
+follow its source (mooncake_connector.py, mooncake_hybrid_connector.py, mooncake_layerwise_connector.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -215,10 +215,20 @@ def _ascend_keys(lease: Lease, block_tokens: int, last_token: int) -> dict[str, 
     }
 
 
+def _hybrid_keys(lease: Lease, _block_tokens: int, last_token: int) -> dict[str, object]:
+    return {
+        "remote_ptp_size": 1,
+        "last_token_id": last_token,
+        "remote_multi_nodes_meta_mapping": {},
+        "num_prompt_blocks": len(lease.blocks),
+    }
+
+
 # What a prefill answer has in addition to the keys that every pull needs.
 _OWN_KEYS: dict[str, Callable[[Lease, int, int], dict[str, object]]] = {
     "nixl": _nixl_keys,
     "mooncake-ascend": _ascend_keys,
+    "mooncake-hybrid": _hybrid_keys,
 }
 
 

@@ -30,6 +30,7 @@ PORTS = {
     "nixl": ("side_channel_port = 5600", "side_channel_port = 5600"),
     "mooncake": ("bootstrap_port = 8998", ""),
     "mooncake-ascend": ("kv_port = 36000", "kv_port = 36000"),
+    "mooncake-hybrid": ("kv_port = 36000", "kv_port = 36000"),
     "mooncake-layerwise": ("kv_port = 36000", "kv_port = 36000"),
 }
 

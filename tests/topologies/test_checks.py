@@ -12,6 +12,8 @@ from balanceroute.topologies import read_topology, shipped_topologies
 GROUP = 'data_parallel = 4\ndp_mode = "external"\nrpc_port = 1234'
 DRAFT = "flags = { speculative_config = { method = 'mtp', num_speculative_tokens = 3 } }"
 SUPERVISED = 'data_parallel = 4\ndp_mode = "supervised"\nrpc_port = 1234'
+STORE = "instances = 2\nkv_store = { kv_connector = 'AscendStoreConnector'"
+PUTS = "kv_connector_extra_config = { consumer_is_to_put = true }"
 SAME_HOST = 'hosts = ["10.0.0.1"]'
 
 
@@ -148,6 +150,30 @@ def test_nothing_is_wrong_with_the_smallest(connector: str, tmp_path: Path) -> N
             "bootstrap server for its rank 0 alone",
         ),
         (
+            text("mooncake-hybrid", prefill="flags = { decode_context_parallel_size = 2 }"),
+            "engines.prefill.flags.decode_context_parallel_size",
+            "is 2: mooncake-hybrid has no context parallelism",
+        ),
+        (
+            text("mooncake-ascend", prefill=f"{STORE} }}\nenvironment = {{ PYTHONHASHSEED = 0 }}"),
+            "engines.prefill.kv_store",
+            "gives prefill-1 the lookup_rpc_port 0 of prefill-0 on 10.0.0.1",
+        ),
+        (
+            text(prefill="kv_store = { kv_connector = 'MooncakeStoreConnector' }"),
+            "engines.prefill.environment",
+            "lacks PYTHONHASHSEED",
+        ),
+        (
+            text(
+                "mooncake-ascend",
+                prefill="pipeline_parallel = 2",
+                decode=f"{STORE.replace('instances = 2', '')}, {PUTS} }}\nenvironment = {{ PYTHONHASHSEED = 0 }}",
+            ),
+            "engines.decode.kv_store",
+            "needs prefill_pp_size = 2 with consumer_is_to_put",
+        ),
+        (
             text(decode='hosts = ["127.0.0.1"]'),
             "engines",
             "127.0.0.1 is reached from no other host, and there are others (10.0.0.1)",
@@ -197,6 +223,15 @@ PARSED = "flags = { reasoning_parser = 'qwen3', "
         (
             text("mooncake-ascend", top="[proxy]\nhost = '::'"),
             "engines.decode.recompute_scheduler",
+        ),
+        (
+            text(
+                "mooncake-hybrid",
+                top="[proxy]\nhost = '::'",
+                prefill="flags = { disable_hybrid_kv_cache_manager = false }",
+                decode="recompute_scheduler = true",
+            ),
+            "engines.decode.flags.disable_hybrid_kv_cache_manager",
         ),
         (text(top="[proxy]\nhost = '::'", engines="lease_s = 8"), "proxy.lease_s"),
         (

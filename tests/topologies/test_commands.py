@@ -172,6 +172,73 @@ def test_ascend_engines_are_told_of_each_other(tmp_path: Path) -> None:
     }
 
 
+def test_stages_of_a_rank_have_devices_and_ports_of_their_own(tmp_path: Path) -> None:
+    prefill = "instances = 2\ntensor_parallel = 2\npipeline_parallel = 2"
+    transfer = "{ kv_connector_extra_config = { prefill = { pp_layer_partition = '30,31' } } }"
+    content = text("mooncake-ascend", prefill=f"{prefill}\nkv_transfer = {transfer}")
+    first, second, decode = commands(tmp_path, content)
+    assert value(first, "--pipeline-parallel-size") == "2"
+    assert "--pipeline-parallel-size" not in words(decode)
+    visible = [c.environment["ASCEND_RT_VISIBLE_DEVICES"] for c in (first, second)]
+    assert visible == ["0,1,2,3", "4,5,6,7"]
+    configs = [json.loads(value(c, "--kv-transfer-config")) for c in (first, second, decode)]
+    assert [config["kv_port"] for config in configs] == [36000, 36004, 36000]
+    sizes = {"dp_size": 1, "tp_size": 2, "pp_size": 2}
+    assert configs[0]["kv_connector_extra_config"] == {
+        "prefill": sizes | {"pp_layer_partition": "30,31"},
+        "decode": {"dp_size": 1, "tp_size": 1},
+    }
+    assert configs[2]["kv_connector_extra_config"]["prefill"] == sizes
+
+
+@pytest.mark.parametrize(
+    ("connector", "parallel"),
+    [
+        ("nixl", "tensor_parallel = 16"),
+        ("mooncake-hybrid", "tensor_parallel = 8\npipeline_parallel = 2"),
+    ],
+)
+def test_a_rank_on_several_hosts_is_one_process_on_each(
+    connector: str, parallel: str, tmp_path: Path
+) -> None:
+    hosts = f'hosts = ["10.0.0.1", "10.0.0.3"]\ninstances = 1\nmaster_port = 29600\n{parallel}'
+    topology = read(tmp_path, text(connector, prefill=hosts))
+    assert topology.engines is not None
+    head, tail = engine_commands(topology.engines, ())[:2]
+    for rank, command in enumerate((head, tail)):
+        assert value(command, "--nnodes") == "2"
+        assert value(command, "--node-rank") == str(rank)
+        assert value(command, "--master-addr") == "10.0.0.1"
+        assert value(command, "--master-port") == "29600"
+        devices = [v for k, v in command.environment.items() if k.endswith("VISIBLE_DEVICES")]
+        assert devices == ["0,1,2,3,4,5,6,7"]
+    assert (tail.host, "--headless" in words(tail)) == ("10.0.0.3", True)
+    assert {"--port", "--host"}.isdisjoint(words(tail))
+    assert [entry.url for entry in topology.prefill] == ["http://10.0.0.1:8100"]
+
+
+def test_a_store_stands_beside_the_connector_that_transfers(tmp_path: Path) -> None:
+    engines = (
+        "kv_store = { kv_connector = 'Store', kv_connector_extra_config = { a = 1 } }\n"
+        "kv_transfer = { kv_load_failure_policy = 'fail', kv_buffer_device = 'cuda' }\n"
+        "lease_s = 90"
+    )
+    own = "kv_store = { kv_connector_extra_config = { a = 2 } }"
+    for command in commands(tmp_path, text(engines=engines, decode=own)):
+        role = ("kv_producer", "kv_consumer")[command.role == "decode"]
+        extra = {"a": 1 + (command.role == "decode")}
+        lease = {"kv_lease_duration": 90}
+        nixl = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cuda"}
+        store = {"kv_connector": "Store", "kv_role": role, "kv_connector_extra_config": extra}
+        connectors = [nixl | {"kv_connector_extra_config": lease}, store]
+        assert json.loads(value(command, "--kv-transfer-config")) == {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
+
+
 def test_a_host_that_is_a_name_is_not_told_as_an_address(tmp_path: Path) -> None:
     prefill = commands(tmp_path, text(prefill='hosts = ["p0.local"]'))[0]
     assert "VLLM_HOST_IP" not in prefill.environment

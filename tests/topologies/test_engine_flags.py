@@ -200,11 +200,16 @@ def test_every_ascend_transfer_says_what_the_connector_asserts() -> None:
     # vllm-ascend, kv_p2p/mooncake_connector.py, _get_prefill_decode_size.
     for command in commands(npu=True):
         config = json.loads(value(command, "--kv-transfer-config") or "")
-        assert config["kv_connector"] == "MooncakeConnectorV1"
+        if config["kv_connector"] == "MultiConnector":
+            config, store = config["kv_connector_extra_config"]["connectors"]
+            assert store["kv_role"] == config["kv_role"]
+        assert config["kv_connector"] in ("MooncakeConnectorV1", "MooncakeHybridConnector")
         assert config["kv_role"] == ("kv_producer", "kv_consumer")[command.role == "decode"]
         extra = config["kv_connector_extra_config"]
         assert extra.keys() == {"prefill", "decode"}
         own = extra[command.role]
         assert str(own["tp_size"]) == value(command, "--tensor-parallel-size")
         assert str(own["dp_size"]) == (value(command, "--data-parallel-size") or "1")
+        assert str(own.get("pp_size", 1)) == (value(command, "--pipeline-parallel-size") or "1")
+        assert "pp_size" not in extra["decode"]
         assert extra["prefill"]["tp_size"] % extra["decode"]["tp_size"] == 0

@@ -117,6 +117,42 @@ SUPERVISED = f'{RANKS}\ndp_mode = "supervised"\nrpc_port = 1234\nsupervisor_port
             "engines.decode.instances",
             "is 2, must be a multiple or a divisor of the number of hosts (3)",
         ),
+        (
+            text(prefill="pipeline_parallel = 2"),
+            "engines.prefill.pipeline_parallel",
+            "nixl transfers no KV caches of several stages, mooncake",
+        ),
+        (
+            text("mooncake-ascend", decode="pipeline_parallel = 2"),
+            "engines.decode.pipeline_parallel",
+            "is 2: a decode rank has one stage",
+        ),
+        (
+            text(prefill='hosts = ["a", "b"]\ninstances = 1\ntensor_parallel = 2'),
+            "engines.prefill.master_port",
+            "is missing: a rank is on several hosts",
+        ),
+        (
+            text(prefill='hosts = ["a", "b"]\ninstances = 1\nmaster_port = 1'),
+            "engines.prefill.tensor_parallel",
+            "comes to 1 devices, must share out evenly over a rank's 2 hosts",
+        ),
+        (text(prefill="master_port = 1"), "engines.prefill.master_port", "is on one host"),
+        (
+            text(engines="kv_store = { kv_connector_extra_config = { a = 1 } }"),
+            "engines.kv_store.kv_connector",
+            "is missing: it names the connector",
+        ),
+        (
+            text(decode="kv_store = { kv_connector = 'NixlConnector' }"),
+            "engines.decode.kv_store.kv_connector",
+            "connector transfers the KV caches",
+        ),
+        (
+            text(engines="kv_store = { engine_id = 'x' }"),
+            "engines.kv_store.engine_id",
+            "each engine makes its own",
+        ),
         (text(prefill="kv_port = 1"), "engines.prefill.kv_port", "means nothing here"),
         (text("mooncake", decode="bootstrap_port = 1"), "engines.decode.bootstrap_port", "nothing"),
         (

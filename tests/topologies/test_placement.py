@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.topologies.checks import check_engines
+from balanceroute.topologies.connector_facts import CONNECTORS
 from balanceroute.topologies.engines import DP_MODES, Engines, Role, RoleEngines
 from balanceroute.topologies.placement import place
 
@@ -20,7 +21,8 @@ def roles(draw: st.DrawFn, role: Role) -> RoleEngines:
     span = draw(st.integers(1, 3)) if per_host == 1 else 1
     heads = draw(st.integers(1, 3))
     hosts = tuple(f"{role}{i}" for i in range(heads * span))
-    data_parallel = span * draw(st.integers(1, 3))
+    over_hosts = span > 1 and draw(st.booleans())
+    data_parallel = 1 if over_hosts else span * draw(st.integers(1, 3))
     several = data_parallel > 1
     # A supervisor takes two ranks or more.
     modes = DP_MODES if data_parallel >= 2 * span else DP_MODES[:2]
@@ -30,10 +32,12 @@ def roles(draw: st.DrawFn, role: Role) -> RoleEngines:
         hosts=hosts,
         instances=heads * per_host,
         port=8000,
-        tensor_parallel=draw(st.sampled_from([1, 2, 4])),
+        tensor_parallel=draw(st.sampled_from([1, 2, 4])) * (span if over_hosts else 1),
+        pipeline_parallel=draw(st.integers(1, 3)) if role == "prefill" else 1,
         data_parallel=data_parallel,
         dp_mode=dp_mode,
         rpc_port=39_000 if several else None,
+        master_port=39_700 if over_hosts else None,
         supervisor_port=39_500 if dp_mode == "supervised" else None,
         max_num_seqs=8,
         max_num_batched_tokens=None,
@@ -43,6 +47,7 @@ def roles(draw: st.DrawFn, role: Role) -> RoleEngines:
         compilation=NOTHING,
         additional=NOTHING,
         kv_transfer=NOTHING,
+        kv_store=NOTHING,
         flags=NOTHING,
         environment=NOTHING,
     )
@@ -50,9 +55,9 @@ def roles(draw: st.DrawFn, role: Role) -> RoleEngines:
 
 @st.composite
 def fleets(draw: st.DrawFn) -> Engines:
-    connector = draw(st.sampled_from(["nixl", "mooncake", "mooncake-ascend", "mooncake-layerwise"]))
+    connector = draw(st.sampled_from(sorted(CONNECTORS)))
     prefill, decode = draw(roles("prefill")), draw(roles("decode"))
-    npu = connector in ("mooncake-ascend", "mooncake-layerwise")
+    npu = CONNECTORS[connector].devices == ("npu",)
     if connector == "mooncake":
         decode = replace(decode, kv_port=None)
     return Engines(
@@ -79,7 +84,7 @@ def test_every_rank_runs_once(engines: Engines) -> None:
         ranks = Counter(
             (process.instance, rank)
             for process in processes
-            if process.role is role
+            if process.role is role and process.node == 0
             for rank in process.ranks
         )
         assert ranks == Counter(
@@ -97,7 +102,8 @@ def test_every_rank_runs_once(engines: Engines) -> None:
 def test_ranks_have_devices_of_their_own(engines: Engines) -> None:
     used = Counter[tuple[str, int]]()
     for process in place(engines):
-        assert len(process.devices) == len(process.ranks) * process.role.tensor_parallel
+        of_ranks = len(process.ranks) * process.role.devices_per_rank
+        assert len(process.devices) == of_ranks // process.role.hosts_per_rank
         used.update((process.host, device) for device in process.devices)
     assert set(used.values()) == {1}
 
@@ -108,7 +114,7 @@ def test_every_instance_has_one_head_and_a_url(engines: Engines) -> None:
     heads = {
         (process.role.role, process.instance): process.host
         for process in processes
-        if process.ranks.start == 0
+        if process.ranks.start == 0 and process.node == 0
     }
     for process in processes:
         assert process.head == heads[process.role.role, process.instance]
@@ -116,7 +122,7 @@ def test_every_instance_has_one_head_and_a_url(engines: Engines) -> None:
             case "internal":
                 assert len(process.urls) == (process.ranks.start == 0)
             case _:
-                assert len(process.urls) == len(process.ranks)
+                assert len(process.urls) == len(process.ranks) * (process.node == 0)
 
 
 @given(fleets())

@@ -102,6 +102,9 @@ def misfits(connector: str, prefill: EngineFacts, decode: EngineFacts) -> Iterat
         yield Misfit(what, why, refused)
     if _differ(prefill.block_tokens, decode.block_tokens):
         what = f"have block_size {_listed(decode.block_tokens)} and {_listed(prefill.block_tokens)}"
+        if connector == "mooncake-hybrid":  # It tells the other side none.
+            yield Misfit(what, "the connector takes both to be the same", refused=True)
+            return
         refused = connector == "mooncake-ascend" and not any(
             ours % theirs == 0 or theirs % ours == 0
             for ours in decode.block_tokens

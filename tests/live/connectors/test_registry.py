@@ -15,6 +15,7 @@ from balanceroute.topologies import CONNECTORS
         ("nixl", 30.0, False, False),
         ("mooncake", 480.0, False, False),
         ("mooncake-ascend", 480.0, True, False),
+        ("mooncake-hybrid", 480.0, True, False),
         ("mooncake-layerwise", None, True, True),
     ],
 )
@@ -36,6 +37,12 @@ def test_the_page_on_serving_has_a_row_for_each() -> None:
 
 
 def test_there_is_no_other_connector() -> None:
-    assert sorted(CONNECTORS) == ["mooncake", "mooncake-ascend", "mooncake-layerwise", "nixl"]
+    assert sorted(CONNECTORS) == [
+        "mooncake",
+        "mooncake-ascend",
+        "mooncake-hybrid",
+        "mooncake-layerwise",
+        "nixl",
+    ]
     with pytest.raises(KeyError):
         make_connector("nixl-push")

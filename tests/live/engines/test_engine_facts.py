@@ -88,6 +88,7 @@ def test_types_of_the_kv_cache(connector: str, prefill: str, decode: str, refuse
         ("mooncake", 16, 32, False),
         ("mooncake-ascend", 128, 256, False),
         ("mooncake-ascend", 96, 128, True),
+        ("mooncake-hybrid", 128, 256, True),
     ],
 )
 def test_sizes_of_blocks(connector: str, prefill: int, decode: int, refused: bool) -> None:
