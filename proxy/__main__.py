@@ -62,11 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = chosen.run(chosen)
     except (BalanceRouteError, TopologyError, TraceError, OSError) as error:
-        print(f"balanceroute: {error}", file=sys.stderr)  # noqa: T201 - the command line's answer.
+        print(f"balanceroute: {_words(error)}", file=sys.stderr)  # noqa: T201 - the command line's answer.
         return 2
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _words(error: Exception) -> str:
+    """Return what is wrong and where; Python itself begins with the error's number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 if __name__ == "__main__":

@@ -626,3 +626,14 @@ def test_a_trace_of_one_tenant_has_no_table_of_them(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main([*SATURATED, "--policy", "fifo", "--json", str(out)]) == 0
     assert "groups" not in json.loads(out.read_text())["results"][0]
+
+
+def test_a_file_that_is_not_there_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["serve", "--topology"], ["topology", "check"], ["up"]):
+        said = refused([*words, "absent.toml"], capsys)
+        assert said == "balanceroute: absent.toml: No such file or directory"
+
+
+def test_a_flag_that_is_an_argument_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["up", "--topology", "emulated-2p8d"], capsys)
+    assert "unrecognized arguments: --topology; write TOPOLOGY alone (see" in said

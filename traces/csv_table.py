@@ -1,6 +1,7 @@
 """Rows of a CSV file with a header: columns are found by name, in any order, and others are ignored.
 
-A row is one line: no trace quotes line breaks, and so a line number identifies a row.
+A row is one line: no trace quotes line breaks, and so a line number identifies a row. Cells are separated
+by commas, or by semicolons or tabs if the header has more of these.
 """
 
 import csv
@@ -8,15 +9,22 @@ from collections.abc import Iterator
 
 from balanceroute.traces.fields import MalformedLineError, shown
 
+_SEPARATORS = ",;\t"
 
-def split_row(line: str) -> list[str]:
+
+def separator_of(header: str) -> str:
+    """Return what separates the cells of a table with this header."""
+    return max(_SEPARATORS, key=header.count)
+
+
+def split_row(line: str, separator: str) -> list[str]:
     """Split one line into its cells.
 
     Raises:
         MalformedLineError: A quote is left open or stands inside a cell, or a cell is too long.
     """
     try:
-        return next(csv.reader((line,), strict=True))
+        return next(csv.reader((line,), strict=True, delimiter=separator))
     except csv.Error as error:
         raise MalformedLineError(f"not valid CSV: {error}") from error
 
@@ -24,7 +32,7 @@ def split_row(line: str) -> list[str]:
 def columns_of(line: str) -> frozenset[str]:
     """Return the cells of a line as a set, in lower case; none if it is not a CSV line."""
     try:
-        return frozenset(cell.strip().lower() for cell in split_row(line))
+        return frozenset(cell.strip().lower() for cell in split_row(line, separator_of(line)))
     except MalformedLineError:
         return frozenset()
 
@@ -36,16 +44,18 @@ def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[
         MalformedLineError: The header lacks a column or repeats it, or a row has too few or too many
             cells.
     """
-    header = split_row(next(lines))
+    first_line = next(lines)
+    separator = separator_of(first_line)
+    header = split_row(first_line, separator)
     lower = [cell.strip().lower() for cell in header]
     for name in names:
         if name.lower() not in lower:
-            raise MalformedLineError(f"missing column {name!r} in header {shown(','.join(header))}")
+            raise MalformedLineError(f"missing column {name!r} in header {shown(first_line)}")
         if lower.count(name.lower()) > 1:
             raise MalformedLineError(f"column {name!r} occurs more than once in the header")
     positions = [lower.index(name.lower()) for name in names]
     for line in lines:
-        row = split_row(line)
+        row = split_row(line, separator)
         if len(row) < len(header):
             raise MalformedLineError(f"missing column {header[len(row)]!r}")
         if len(row) > len(header):

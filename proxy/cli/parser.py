@@ -34,7 +34,13 @@ class Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             # No value of another flag begins so: argparse takes every such word for a flag.
             if flag.startswith("--") and flag not in flags:
-                self.error(f"unrecognized arguments: {word}{did_you_mean(flag, flags)}")
+                self.error(f"unrecognized arguments: {word}{self._hint(flag, flags)}")
+
+    def _hint(self, flag: str, flags: list[str]) -> str:
+        for action in self._get_positional_actions():
+            if action.dest == flag.removeprefix("--").replace("-", "_"):
+                return f"; write {action.metavar or action.dest} alone"
+        return did_you_mean(flag, flags)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Name the choice that may have been meant, in place of all of them."""

@@ -14,13 +14,15 @@ LIMITED = read_names("output=out,limit=cap,prompt=in,arrival=at")
     "text",
     [
         "input_tokens,TIME,x,output_tokens\n7,10.5,a,3\n8,10.25,b,4\n",
+        "input_tokens;TIME;x;output_tokens\n7;10.5;a, b;3\n8;10.25;b;4\n",
+        'input_tokens\tTIME\tx\toutput_tokens\n7\t10.5\t"a\tb"\t3\n8\t10.25\tb\t4\n',
         '{"time": 10.5, "input_tokens": 7, "output_tokens": 3}\n'
         '{"output_tokens": 4, "input_tokens": 8, "time": 10.25}\n',
         "time,input_tokens,output_tokens\n2024-05-10 00:00:00.5,7,3\n2024-05-10 00:00:00.25,8,4\n",
         '{"time": "2024-05-10 00:00:00.5", "input_tokens": 7, "output_tokens": 3}\n'
         '{"time": "2024-05-10T00:00:00.25Z", "input_tokens": 8, "output_tokens": 4}\n',
     ],
-    ids=["csv", "jsonl", "csv with dates", "jsonl with dates"],
+    ids=["csv", "semicolons", "tabs", "jsonl", "csv with dates", "jsonl with dates"],
 )
 def test_a_trace_of_ones_own_is_read_by_the_names_of_its_columns(text: str, tmp_path: Path) -> None:
     """Finding usability-M4: such a trace was of an unknown format, and there was no way to name it."""
