@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from statistics import fmean, stdev
+from traceback import extract_tb
 
+import balanceroute
 from balanceroute.predictors import Capped, Hinted, NoPrediction, Oracle, Predictor
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import PolicyError
@@ -111,7 +114,15 @@ def _run(simulation: Simulation, policy: str) -> Recorder:
     try:
         return simulation.run()
     except Exception as error:
-        raise PolicyError(f"policy {policy!r} failed: {error!r}") from error
+        raise PolicyError(f"policy {policy!r} failed{_place_of(error)}: {error!r}") from error
+
+
+def _place_of(error: Exception) -> str:
+    """Return where code from outside this package raised or called; empty if none did."""
+    own = str(Path(balanceroute.__file__).parent)
+    frames = extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(own)]
+    return f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
 
 
 def make_simulation(

@@ -22,7 +22,9 @@ def beyond(inputs): return OldestFirst(lambda fleet, entry: 99, slots_beyond_bat
 def number(inputs): return 3
 def broken(inputs): raise RuntimeError("no luck")
 not_callable = 7
+divides = lambda inputs: OldestFirst(lambda fleet, entry: 1 // 0, slots_beyond_batch=0)
 """
+LAST_LINE = len(f"{MINE}\n{BAD}".splitlines())
 TRACE = [TraceRequest(i * 10**7, 50 + 7 * i % 90, 20 + 11 * i % 30) for i in range(60)]
 
 
@@ -78,6 +80,7 @@ def test_a_policy_of_the_working_directory_is_compared() -> None:
     [
         ("mine:never", PolicyError, "0 of 60 requests ended"),
         ("mine:beyond", PolicyError, "IndexError"),
+        ("mine:divides", PolicyError, f"mine.py:{LAST_LINE}: ZeroDivisionError"),
         (
             "mine:number",
             ConfigError,
