@@ -87,6 +87,7 @@ CONNECTORS = {
         port_roles=("prefill",),
         port_variable="VLLM_MOONCAKE_BOOTSTRAP_PORT",
         port_per="process",
+        stages=True,  # vllm 0.32, mooncake/mooncake_connector.py; nixl/pull_worker.py has none.
     ),
     "mooncake-ascend": ConnectorFacts(
         vllm_class="MooncakeConnectorV1",

@@ -55,12 +55,10 @@ class EngineProcess:
 
     def kv_ports(self, connector: ConnectorFacts) -> range:
         """Return the ports on its host that its connector listens on."""
-        if self.kv_port is None:
+        if self.kv_port is None or (self.node and connector.port_per != "device"):
             return range(0)
         if connector.port_per == "process":
             return range(self.kv_port, self.kv_port + 1)
-        if connector.port_per == "rank" and self.node:
-            return range(0)
         width = _ports_of_rank(connector, self.role)
         count = len(self.ranks) * width // self._hosts_per(connector)
         first = self.kv_port + self.ranks.start * width + self.node * count

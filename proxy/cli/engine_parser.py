@@ -36,8 +36,9 @@ def ask(words):
     transfer = engine.kv_transfer_config
     values = {"port": arguments.port, "kv_connector": transfer.kv_connector}
     values |= {"kv_role": transfer.kv_role, "kv_policy": transfer.kv_load_failure_policy}
-    for name in ("data_parallel_size", "data_parallel_rank", "max_num_seqs"):
-        values[name] = getattr(engine, name)
+    names = "data_parallel_size data_parallel_rank max_num_seqs pipeline_parallel_size nnodes node_rank"
+    for name in names.split():
+        values[name] = getattr(engine, name, None)  # Old versions lack some.
     return ["", values]
 
 found = [ask(words) for words in json.load(sys.stdin)]

@@ -195,6 +195,7 @@ def test_stages_of_a_rank_have_devices_and_ports_of_their_own(tmp_path: Path) ->
     ("connector", "parallel"),
     [
         ("nixl", "tensor_parallel = 16"),
+        ("mooncake", "tensor_parallel = 8\npipeline_parallel = 2"),
         ("mooncake-hybrid", "tensor_parallel = 8\npipeline_parallel = 2"),
     ],
 )
@@ -215,6 +216,9 @@ def test_a_rank_on_several_hosts_is_one_process_on_each(
     assert (tail.host, "--headless" in words(tail)) == ("10.0.0.3", True)
     assert {"--port", "--host"}.isdisjoint(words(tail))
     assert [entry.url for entry in topology.prefill] == ["http://10.0.0.1:8100"]
+    # Its workers register at the bootstrap server of the first host.
+    ports = {c.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for c in (head, tail)}
+    assert ports == {"8998" if connector == "mooncake" else None}
 
 
 def test_a_store_stands_beside_the_connector_that_transfers(tmp_path: Path) -> None:

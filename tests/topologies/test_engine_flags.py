@@ -60,6 +60,38 @@ side_channel_port = 5600
 """
 
 
+# A prefiller of two stages on two hosts, with a store beside its connector.
+STAGES = """
+name = "stages"
+connector = "mooncake"
+[engines]
+weights = "w"
+device = "cuda"
+devices_per_host = 8
+proxy_host = "10.0.0.1"
+[engines.kv_transfer]
+kv_load_failure_policy = "fail"
+[engines.kv_store]
+kv_connector = "MooncakeStoreConnector"
+[engines.environment]
+PYTHONHASHSEED = 0
+[engines.prefill]
+hosts = ["10.0.0.1", "10.0.0.2"]
+instances = 1
+port = 8100
+tensor_parallel = 8
+pipeline_parallel = 2
+master_port = 29501
+max_num_seqs = 8
+bootstrap_port = 8998
+[engines.decode]
+hosts = ["10.0.0.3"]
+port = 8100
+tensor_parallel = 8
+max_num_seqs = 8
+"""
+
+
 def engines_of(*, npu: bool) -> list[Engines]:
     """Return the engines of the shipped topologies on Ascend, or on anything else."""
     read = [read_topology(name).engines for name in shipped_topologies()]
@@ -82,11 +114,11 @@ def value(command: Command, flag: str) -> str | None:
 @pytest.mark.slow
 @pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with vLLM")
 def test_vllm_parses_every_command(tmp_path: Path) -> None:
-    path = tmp_path / "wide.toml"
-    path.write_text(OVER_TWO_HOSTS)
-    wide = read_topology(path)
-    assert wide.engines is not None
-    given = [*commands(npu=False), *engine_commands(wide.engines, wide.models)]
+    given = commands(npu=False)
+    for content in (OVER_TWO_HOSTS, STAGES):
+        topology = read(tmp_path, content)
+        assert topology.engines is not None
+        given += engine_commands(topology.engines, topology.models)
     version, parsed = parse_with(os.environ[PYTHON], given)
     assert {engines.version for engines in engines_of(npu=False)} == {version.partition("+")[0]}
     for command, one in zip(given, parsed, strict=True):
@@ -97,6 +129,9 @@ def test_vllm_parses_every_command(tmp_path: Path) -> None:
         rank = values["data_parallel_rank"]
         assert (None if rank is None else str(rank)) == value(command, "--data-parallel-rank")
         assert str(values["max_num_seqs"]) == value(command, "--max-num-seqs")
+        for name in ("pipeline_parallel_size", "nnodes", "node_rank"):
+            least = "0" if name == "node_rank" else "1"
+            assert str(values[name]) == (value(command, f"--{name.replace('_', '-')}") or least)
         config = json.loads(value(command, "--kv-transfer-config") or "")
         assert values["kv_connector"] == config["kv_connector"]
         assert (values["kv_role"], values["kv_policy"]) == (config["kv_role"], "fail")

@@ -120,7 +120,7 @@ SUPERVISED = f'{RANKS}\ndp_mode = "supervised"\nrpc_port = 1234\nsupervisor_port
         (
             text(prefill="pipeline_parallel = 2"),
             "engines.prefill.pipeline_parallel",
-            "nixl transfers no KV caches of several stages, mooncake",
+            "nixl transfers no KV caches of several stages, mooncake, mooncake-ascend, moon",
         ),
         (
             text("mooncake-ascend", decode="pipeline_parallel = 2"),
