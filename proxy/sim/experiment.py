@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from traceback import extract_tb
 
-import balanceroute
 from balanceroute.predictors import Capped, Hinted, NoPrediction, Oracle, Predictor
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import PolicyError
@@ -119,7 +118,7 @@ def _run(simulation: Simulation, policy: str) -> Recorder:
 
 def _place_of(error: Exception) -> str:
     """Return where code from outside this package raised or called; empty if none did."""
-    own = str(Path(balanceroute.__file__).parent)
+    own = str(Path(__file__).parents[2])
     frames = extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(own)]
     return f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
