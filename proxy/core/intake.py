@@ -27,6 +27,7 @@ class Intake:
         budget: Limits the requests in flight; None for no limit.
         first_tokens: Expects times to first token; None if nobody asks.
         local_prefill: Decides which prompts ranks compute; None for none.
+        follows_time: Whether `advance` is to be called.
         held: Whether nothing may start; see `hold`.
         queues_all: Whether requests that need no prefiller may be in the queue, too.
     """
@@ -44,6 +45,7 @@ class Intake:
         self.budget = budget
         self.first_tokens = first_tokens
         self.local_prefill = local_prefill
+        self.follows_time = budget is not None or first_tokens is not None
         self.held = False
         self.queues_all = budget is not None
 

@@ -91,7 +91,7 @@ class Leases:
         """Measure; see `Pace.observe`."""
         if self.pace is not None:
             self.pace.observe(event, actions, loads, now_ns, waiting=waiting)
-            if isinstance(event, Tick):
+            if type(event) is Tick:
                 self.pool_limit = self._pool_limit()
 
     def room(self, held: int) -> int:

@@ -6,6 +6,7 @@ scheduler's events and actions, so that the live proxy and the simulator measure
 
 from collections.abc import Mapping, Sequence
 from math import exp
+from typing import cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,8 @@ _WINDOW_STEPS = 1_024
 _WINDOW_PREFILLS = 128
 # The weights of a full window and of two: 1 - 1/e, 1 - 1/e^2.
 _FULL, _TWICE_FULL = 0.63, 0.86
-_ENDS = (PrefillDone, PrefillLost, RequestFinished, RequestFailed, RequestCancelled)
+_End = PrefillDone | PrefillLost | RequestFinished | RequestFailed | RequestCancelled
+_ENDS = frozenset(get_args(_End))
 
 
 class Pace:
@@ -90,21 +92,22 @@ class Pace:
             now_ns: When it was.
             waiting: Whether requests wait in the pool after it.
         """
-        if isinstance(event, StepCompleted):
+        # Not `isinstance`: a struct's class is asked for its instances by a call.
+        if type(event) is StepCompleted:
             self._steps = (1 - 1 / _WINDOW_STEPS) * self._steps + 1
             self._left_tokens *= 1 - 1 / _WINDOW_STEPS
             if event.duration_ns is not None:
                 self.step_model.observe(int(loads.max()), event.duration_ns)
-        elif isinstance(event, Tick):
+        elif type(event) is Tick:
             self._advance(now_ns)
             self._waiting = waiting
-        elif isinstance(event, _ENDS) and event.request in self._running:
-            self._end_prefill(event, now_ns)
-        elif isinstance(event, RequestAdopted) and isinstance(event.phase, OnPrefiller):
+        elif type(event) in _ENDS:
+            self._end_prefill(cast("_End", event), now_ns)
+        elif type(event) is RequestAdopted and isinstance(event.phase, OnPrefiller):
             prefiller, since_ns = event.phase.prefiller, event.phase.since_ns
             self._begin_prefill(event.request, prefiller, event.prompt_tokens, since_ns, now_ns)
         for action in actions:
-            if isinstance(action, StartPrefill):
+            if type(action) is StartPrefill:
                 number, prefiller, tokens = action.request, action.prefiller, action.prompt_tokens
                 self._begin_prefill(number, prefiller, tokens, now_ns, now_ns)
 
@@ -176,14 +179,15 @@ class Pace:
             self._running[request] = prefiller, prompt_tokens, since_ns
             self._running_on[prefiller] = self._running_on.get(prefiller, 0) + 1
 
-    def _end_prefill(self, event: Event, now_ns: int) -> None:
+    def _end_prefill(self, event: _End, now_ns: int) -> None:
+        if event.request not in self._running:
+            return
         self._account(now_ns)
-        assert isinstance(event, _ENDS)
         prefiller, _, start_ns = self._running.pop(event.request)
         others = self._running_on.pop(prefiller) - 1
         if others:
             self._running_on[prefiller] = others
-        if not isinstance(event, PrefillDone):
+        if type(event) is not PrefillDone:
             return
         keep = 1 - 1 / _WINDOW_PREFILLS
         self._prefilled_tokens = keep * self._prefilled_tokens + event.prompt_tokens

@@ -9,8 +9,9 @@ order before the next event. A tick decides admissions, so feed every event that
 If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.config import SchedulerConfig
@@ -24,6 +25,7 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     InBatch,
+    InstanceEvent,
     Observer,
     PrefillDone,
     PrefillLost,
@@ -122,6 +124,7 @@ class Scheduler:
             self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=intake.meter
         )
         self.ranks = Ranks(config)
+        self._handlers = _handlers_of(self)
 
     @property
     def ledger(self) -> Ledger:
@@ -153,57 +156,14 @@ class Scheduler:
             LifecycleError: The request, rank or prefiller is unknown, or the request's state does
                 not allow the event. Nothing was changed.
         """
-        self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
-        actions = self._handle(event, now_ns)
+        if self.intake.follows_time:
+            self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
+        actions = self._handlers.get(type(event), self._switch)(event, now_ns)
         waiting = len(self.pool) > 0
         self.leases.observe(event, actions, self.ledger.loads, now_ns, waiting=waiting)
         for observe in self._observers:
             observe(event, actions, now_ns)
         return actions
-
-    def _handle(self, event: Event, now_ns: int) -> list[Action]:
-        # Ordered by frequency: `match` tries the cases in turn.
-        match event:
-            case TokensEmitted(number, tokens):
-                self.ranks.corrected(tokens)
-                return self._emit(self._get(number), tokens)
-            case StepCompleted():
-                self.ledger.step()
-                self.ranks.step(event.duration_ns, self.ledger)
-                self.intake.step(event.duration_ns, self.ledger.loads, now_ns)
-                return []
-            case Tick():
-                return self._tick(now_ns)
-            case RequestArrived():
-                return self._arrive(event, now_ns)
-            case PrefillDone():
-                return self._prefilled(self._get(event.request), event, now_ns)
-            case DecodeStarted(number):
-                return self._start(self._get(number), now_ns)
-            case RequestFinished() | RequestFailed() | RequestCancelled():
-                request = self._get(event.request)
-                return self._end(request, _ENDINGS[type(event)]) + self._start_prefills(now_ns)
-            case PrefillLost():
-                actions = self._lose_prefill(self._get(event.request), event)
-                return actions + self._start_prefills(now_ns)
-            case DecodeLost(number):
-                return self._lose_decode(self._get(number), now_ns)
-            case RequestRecomputed(number, elsewhere):
-                actions = self._recompute(self._get(number), now_ns, elsewhere=elsewhere)
-                return actions + self._start_prefills(now_ns)
-            case RequestAdopted():
-                return self._adopt(event)
-            case _:
-                may_start = switch(
-                    event,
-                    ranks=self.ranks,
-                    prefillers=self.prefillers,
-                    pool=self.pool,
-                    requests=self.requests,
-                    ledger=self.ledger,
-                    config=self.config,
-                )
-                return self._start_prefills(now_ns) if may_start else []
 
     def next_deadline_ns(self) -> int | None:
         """Return the earliest time at which a `Tick` acts without another event; None for never.
@@ -276,7 +236,8 @@ class Scheduler:
         self._queue(request, now_ns)
         return self._start_prefills(now_ns)
 
-    def _adopt(self, event: RequestAdopted) -> list[Action]:
+    def _adopt(self, event: RequestAdopted, now_ns: int) -> list[Action]:
+        del now_ns
         self._check_new(event.request)
         request = adopted(event, self.config)
         self.requests[event.request] = request
@@ -320,7 +281,8 @@ class Scheduler:
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
 
-    def _prefilled(self, request: Request, event: PrefillDone, now_ns: int) -> list[Action]:
+    def _prefilled(self, event: PrefillDone, now_ns: int) -> list[Action]:
+        request = self._get(event.request)
         if event.prompt_tokens < 1:
             raise LifecycleError(
                 f"request {request.request}: prefill of {event.prompt_tokens} tokens"
@@ -348,6 +310,10 @@ class Scheduler:
     def _pool_entry(self, request: Request) -> PoolEntry:
         return pool_entry(request, self.config, self.prefillers.pairs)
 
+    def _prefill_lost(self, event: PrefillLost, now_ns: int) -> list[Action]:
+        actions = self._lose_prefill(self._get(event.request), event)
+        return actions + self._start_prefills(now_ns)
+
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
         actions = lose_prefill(request, event, self._holdings)
         self.prefill_queue.add(request, queue_end_ns(request, self.config))
@@ -355,7 +321,8 @@ class Scheduler:
 
     # In decode.
 
-    def _start(self, request: Request, now_ns: int) -> list[Action]:
+    def _start(self, event: DecodeStarted, now_ns: int) -> list[Action]:
+        request = self._get(event.request)
         if request.state is not State.DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
@@ -368,8 +335,17 @@ class Scheduler:
         self._holdings.release_prefill(request)
         return self._start_prefills(now_ns)
 
-    def _emit(self, request: Request, tokens: int) -> list[Action]:
-        number = request.request
+    def _step(self, event: StepCompleted, now_ns: int) -> list[Action]:
+        self.ledger.step()
+        self.ranks.step(event.duration_ns, self.ledger)
+        self.intake.step(event.duration_ns, self.ledger.loads, now_ns)
+        return []
+
+    def _emit(self, event: TokensEmitted, now_ns: int) -> list[Action]:
+        del now_ns
+        number, tokens = event.request, event.tokens
+        self.ranks.corrected(tokens)
+        request = self._get(number)
         if not request.started:
             raise LifecycleError(f"request {number} cannot emit {tokens} tokens now")
         # A correction takes back tokens that the steps gave in excess, never tokens of the prompt.
@@ -378,17 +354,37 @@ class Scheduler:
         self.ledger.emit(number, tokens)
         return []
 
-    def _lose_decode(self, request: Request, now_ns: int) -> list[Action]:
+    def _lose_decode(self, event: DecodeLost, now_ns: int) -> list[Action]:
+        request = self._get(event.request)
         lose_decode(request, self._holdings)
         self._to_pool(request, now_ns)
         return []
 
-    def _recompute(self, request: Request, now_ns: int, *, elsewhere: bool) -> list[Action]:
-        actions = recompute(request, self._holdings, now_ns, elsewhere=elsewhere)
+    def _recompute(self, event: RequestRecomputed, now_ns: int) -> list[Action]:
+        request = self._get(event.request)
+        actions = recompute(request, self._holdings, now_ns, elsewhere=event.elsewhere)
         self._queue(request, now_ns)
-        return actions
+        return actions + self._start_prefills(now_ns)
 
     # Anywhere.
+
+    def _ended(
+        self, event: RequestFinished | RequestFailed | RequestCancelled, now_ns: int
+    ) -> list[Action]:
+        actions = self._end(self._get(event.request), _ENDINGS[type(event)])
+        return actions + self._start_prefills(now_ns)
+
+    def _switch(self, event: InstanceEvent, now_ns: int) -> list[Action]:
+        may_start = switch(
+            event,
+            ranks=self.ranks,
+            prefillers=self.prefillers,
+            pool=self.pool,
+            requests=self.requests,
+            ledger=self.ledger,
+            config=self.config,
+        )
+        return self._start_prefills(now_ns) if may_start else []
 
     def _end(self, request: Request, trigger: Trigger) -> list[Action]:
         state = request.state
@@ -400,12 +396,14 @@ class Scheduler:
         return actions
 
     def _expire(self, numbers: list[RequestId]) -> list[Action]:
+        if not numbers:
+            return []
         ended = [(self._end(self.requests[number], Trigger.FAIL), number) for number in numbers]
         return [one for actions, number in ended for one in (*actions, Expire(number))]
 
     # Decisions.
 
-    def _tick(self, now_ns: int) -> list[Action]:
+    def _tick(self, _: Tick, now_ns: int) -> list[Action]:
         # Expired ones before the leases: one that does both ends instead of being prefilled again.
         actions = self._expire(self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns))
         # Before admissions: the prefiller may reuse blocks past their lease, and a rank that pulled
@@ -445,6 +443,26 @@ class Scheduler:
 
     def _new_ledger(self, config: SchedulerConfig, policy: Policy) -> Ledger:
         return Ledger(config.ranks, policy.projection, on_failure=self._on_failure)
+
+
+def _handlers_of(scheduler: Scheduler) -> dict[type[Event], Callable[[Any, int], list[Action]]]:
+    # A table, because `match` tries one class after the other, and a struct's class is asked
+    # whether something is its instance by a call.
+    return {
+        TokensEmitted: scheduler._emit,
+        StepCompleted: scheduler._step,
+        Tick: scheduler._tick,
+        RequestArrived: scheduler._arrive,
+        PrefillDone: scheduler._prefilled,
+        DecodeStarted: scheduler._start,
+        RequestFinished: scheduler._ended,
+        RequestFailed: scheduler._ended,
+        RequestCancelled: scheduler._ended,
+        PrefillLost: scheduler._prefill_lost,
+        DecodeLost: scheduler._lose_decode,
+        RequestRecomputed: scheduler._recompute,
+        RequestAdopted: scheduler._adopt,
+    }
 
 
 def _check_ranks(config: SchedulerConfig, policy: Policy) -> None:

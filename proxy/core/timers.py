@@ -42,6 +42,8 @@ class Timers:
 
     def take_due(self, now_ns: int) -> list[RequestId]:
         """Return the requests that are due, the earliest first, and remove their times."""
+        if not self._heap:
+            return []
         return [request for _, request in self._pop(now_ns)]
 
     def due(self, now_ns: int) -> list[RequestId]:

@@ -19,11 +19,11 @@ class Fcfs:
         """Insert a request in order."""
         del ticket
         # Ids grow with arrivals, so a new request is appended; only one that returns is inserted.
-        assert request not in self, f"request {request} is queued twice"
         if not self._order or request > self._order[-1]:
             self._order.append(request)
-        else:
-            self._order.insert(bisect_left(self._order, request), request)
+            return
+        assert request not in self, f"request {request} is queued twice"
+        self._order.insert(bisect_left(self._order, request), request)
 
     def remove(self, request: RequestId) -> None:
         """Remove a request."""

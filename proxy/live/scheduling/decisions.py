@@ -66,6 +66,7 @@ _FREEING = frozenset(
 _POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})
 # With these a request leaves the rank that it is bound to.
 _LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
+_LEAVING_KINDS = frozenset(_LEAVING)
 
 
 class Decisions:
@@ -114,12 +115,13 @@ class Decisions:
 
         What it decides may be for the very session that feeds, which is ready for that.
         """
-        if isinstance(event, _LEAVING):
+        # Not `isinstance` alone: a struct's class is asked for its instances by a call.
+        if type(event) in _LEAVING_KINDS and isinstance(event, _LEAVING):
             event = self.progress.left(event)
-        elif isinstance(event, DecodeStarted):
+        elif type(event) is DecodeStarted:
             self.progress.began(self._sessions[event.request])
         self._handle(event)
-        if isinstance(event, RequestAdopted):
+        if type(event) is RequestAdopted:
             self.progress.adopted(self._sessions[event.request], event.phase)
             self._ticks.wake(0.0)  # Nothing has started for it.
 
