@@ -85,7 +85,16 @@ class Holdings:
         actions: list[Action] = []
         if self._meter is not None and state is not State.QUEUED:
             self._settle(self._meter, request, state)
-        match state:
+        match state:  # The usual end first.
+            case State.DECODING:
+                if not gone:
+                    assert request.rank is not None
+                    actions.append(AbortDecode(request.request, request.rank))
+                    if request.prefiller is not None:
+                        # No rank will pull these blocks, unless a pull is already in progress.
+                        actions.append(ReleasePrefill(request.request, request.prefiller))
+                self.release_prefill(request)
+                self.unbind(request)
             case State.QUEUED:
                 self._prefill_queue.remove(request)
             case State.PREFILLING:
@@ -106,15 +115,6 @@ class Holdings:
                 if request.prefiller is not None:
                     cheaper = gone and entry.overflow_limit < inf
                     actions.append(ReleasePrefill(request.request, request.prefiller, cheaper))
-            case State.DECODING:
-                if not gone:
-                    assert request.rank is not None
-                    actions.append(AbortDecode(request.request, request.rank))
-                    if request.prefiller is not None:
-                        # No rank will pull these blocks, unless a pull is already in progress.
-                        actions.append(ReleasePrefill(request.request, request.prefiller))
-                self.release_prefill(request)
-                self.unbind(request)
             case State.DONE | State.FAILED | State.CANCELLED:
                 raise AssertionError(f"request {request.request} ended twice")
         # After the actions, which name the prefiller.

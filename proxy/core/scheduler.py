@@ -68,6 +68,15 @@ _ENDINGS = {
     RequestCancelled: Trigger.CANCEL,
 }
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILL, _PREFILLED, _ADMIT, _FINISH = (
+    Trigger.PREFILL,
+    Trigger.PREFILLED,
+    Trigger.ADMIT,
+    Trigger.FINISH,
+)
+_QUEUED, _DECODING = State.QUEUED, State.DECODING
+
 
 class Scheduler:
     """One decode fleet, its prefillers and its pool.
@@ -274,7 +283,7 @@ class Scheduler:
             if prefiller is None:
                 self._to_pool(request, now_ns)
                 continue
-            request.move(Trigger.PREFILL)
+            request.move(_PREFILL)
             request.prefiller = prefiller
             # A direct request takes sequences of its prefiller and no place of a prefill.
             request.prefilling = request.decode
@@ -289,7 +298,7 @@ class Scheduler:
             )
         if not request.decode:
             raise LifecycleError(f"request {request.request} is answered by its prefiller")
-        request.move(Trigger.PREFILLED)
+        request.move(_PREFILLED)
         self._holdings.end_prefill(request)
         assert request.prefiller is not None
         # It was charged with an estimate of its length, until the engine counted the tokens.
@@ -300,7 +309,7 @@ class Scheduler:
         return self._start_prefills(now_ns)
 
     def _to_pool(self, request: Request, now_ns: int) -> None:
-        if request.state is State.QUEUED:
+        if request.state is _QUEUED:
             request.move(Trigger.SKIP_PREFILL)
         # Deadline and time to live run from the first entry: a repeated prefill extends neither.
         if request.pooled_ns is None:
@@ -323,7 +332,7 @@ class Scheduler:
 
     def _start(self, event: DecodeStarted, now_ns: int) -> list[Action]:
         request = self._get(event.request)
-        if request.state is not State.DECODING or request.started:
+        if request.state is not _DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
         # It decodes here, so earlier losses no longer restrict a later choice.
@@ -390,7 +399,7 @@ class Scheduler:
         state = request.state
         request.move(trigger)
         # A request that finished has ended in the engine: there is nothing to abort.
-        finished = trigger is Trigger.FINISH
+        finished = trigger is _FINISH
         actions = self._holdings.release(request, state, gone=finished)
         del self.requests[request.request]
         return actions
@@ -436,7 +445,7 @@ class Scheduler:
             policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail
         ):
             request = self.requests[number]
-            request.move(Trigger.ADMIT)
+            request.move(_ADMIT)
             self._holdings.bind(request, rank)
             actions.append(Admit(number, rank))
         return actions

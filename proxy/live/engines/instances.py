@@ -34,6 +34,10 @@ class Status(Enum):
     REMOVED = "removed"
 
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_UP = Status.UP
+
+
 class Target(Struct, frozen=True):
     """An instance as health checks and scrapes know it: ranks that share a server are one target.
 
@@ -90,7 +94,7 @@ class Prefiller:
     @property
     def usable(self) -> bool:
         """Whether it is up and awake, and fits a rank."""
-        return self.status is Status.UP and not self.asleep and not self.unfit
+        return self.status is _UP and not self.asleep and not self.unfit
 
     @property
     def open(self) -> bool:
@@ -128,7 +132,7 @@ class Rank:
     @property
     def usable(self) -> bool:
         """Whether it is up and awake, and fits a prefiller."""
-        return self.status is Status.UP and not self.asleep and not self.unfit
+        return self.status is _UP and not self.asleep and not self.unfit
 
     @property
     def open(self) -> bool:

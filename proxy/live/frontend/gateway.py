@@ -54,6 +54,9 @@ _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 _NOT_FOUND = Rejection(404, "Not Found")
 _BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
 _UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_JSON = Media.JSON
+_OWN, _GENERATES = Handling.OWN, Handling.GENERATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +139,8 @@ class Gateway:
         tenant = self._clients.find(head.headers) if route.keyed else EVERYBODY
         if tenant is None:
             return _UNAUTHORISED
-        unread = check_json_body(head.headers) if route.media is Media.JSON else None
-        if unread is None and route.handling is not Handling.OWN:
+        unread = check_json_body(head.headers) if route.media is _JSON else None
+        if unread is None and route.handling is not _OWN:
             # Not at the cost of reading a body that is refused in any case.
             unread = self._groups.first.tenancy.refuse_early(tenant.name)
         return unread
@@ -152,7 +155,7 @@ class Gateway:
         route = find(request.path)
         assert route is not None, "it was not admitted"
         lists = request.path == MODELS and self._by_model(self._tenant_of(request.headers))
-        if lists or route.handling is Handling.OWN:
+        if lists or route.handling is _OWN:
             self._answer_itself(request, reply)
         else:
             self._serve(route, request, reply)
@@ -178,11 +181,11 @@ class Gateway:
             request.headers = self._tracer.begin(request.headers, record)
         elif (parent := read_parent(request.headers)) is not None:
             record.trace_id = parent.trace_id
-        if route.handling is Handling.GENERATION:
+        if route.handling is _GENERATES:
             self._generate(request, reply, record)
             return
         go_on = partial(self._pass_through, route, request, reply, record)
-        if route.generates or (self._by_model(tenant) and route.media is Media.JSON):
+        if route.generates or (self._by_model(tenant) and route.media is _JSON):
             self._bodies.read(request.body, reply, partial(self._go_on, go_on, reply, record))
         else:
             go_on(None)

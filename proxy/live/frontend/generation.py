@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_GENERATE = Api.GENERATE
+
 
 class Generation:
     """Gives each request to the group of its model, or refuses it.
@@ -170,7 +173,7 @@ class Generation:
     def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
         """Return what a request asks for, and note it. Raises BodyError."""
         refuse_state(api, body)
-        if api is Api.GENERATE:
+        if api is _GENERATE:
             shape = read_token_shape(body, max_sequences=self._max_sequences)
         else:
             shape = read_shape(api, body, max_sequences=self._max_sequences)

@@ -30,6 +30,8 @@ _PASSED = frozenset(
 )
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
 _KEYS = frozenset({b"authorization", b"x-api-key"})
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_FORM = Media.FORM
 
 
 class BadHintError(Exception):
@@ -157,7 +159,7 @@ def engine_headers(
         media: What the body is. A form's type is the client's own, since it names the boundary.
     """
     made: Headers = [(b"x-request-id", request_id.encode())]
-    if media is Media.FORM:
+    if media is _FORM:
         made += [(name, value) for name, value in headers if name == b"content-type"]
     else:
         made.insert(0, (b"content-type", b"application/json"))

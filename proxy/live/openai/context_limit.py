@@ -9,6 +9,9 @@ from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.numeric_members import integer
 from balanceroute.proxy.live.openai.shape import Api
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
+
 
 def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int | None) -> None:
     """Refuse a request whose answer, or whose prompt of token ids, exceeds the context by itself.
@@ -21,11 +24,11 @@ def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int | None) -
     Raises:
         BodyError: It does.
     """
-    if max_model_len is None or api not in (Api.CHAT, Api.COMPLETIONS):
+    if max_model_len is None or api not in (_CHAT, _COMPLETIONS):
         return
     values = body.values
     name = "max_tokens"
-    if api is Api.CHAT and values.get("max_completion_tokens") is not None:
+    if api is _CHAT and values.get("max_completion_tokens") is not None:
         name = "max_completion_tokens"
     limit = integer(values.get(name))
     if limit is not None and limit > max_model_len:
@@ -34,7 +37,7 @@ def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int | None) -
             f"Please request fewer output tokens. (parameter={name}, value={limit})",
             name,
         )
-    if api is Api.CHAT or values.get("truncate_prompt_tokens") is not None:
+    if api is _CHAT or values.get("truncate_prompt_tokens") is not None:
         return
     prompt = body.summary("prompt")
     if prompt.integers == prompt.elements > max_model_len:

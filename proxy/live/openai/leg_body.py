@@ -32,6 +32,8 @@ _REPLACED = frozenset(
         "stream_options",
     }
 )
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_GENERATE = Api.GENERATE
 
 
 @cache
@@ -58,7 +60,7 @@ def prefill_body(
         drop: Members of the client's that no engine gets.
         min_tokens: 0 if the answer may end without a token.
     """
-    if api is Api.GENERATE:
+    if api is _GENERATE:
         sampling = members[SAMPLING] if SAMPLING in members else body.values[SAMPLING]
         assert isinstance(sampling, Mapping)
         members = {**members, SAMPLING: one_token(sampling, min_tokens)}

@@ -61,6 +61,10 @@ class Api(Enum):
     GENERATE = "/inference/v1/generate"
 
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_RESPONSES, _MESSAGES, _COMPLETIONS, _CHAT = Api.RESPONSES, Api.MESSAGES, Api.COMPLETIONS, Api.CHAT
+
+
 class Shape(Struct, frozen=True):
     """What routing needs to know of a request.
 
@@ -103,11 +107,11 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     stream = False if values.get("stream") is None else flag(values["stream"])
     if stream is None:
         raise BodyError("stream must be true or false", "stream")
-    if api is not Api.MESSAGES:  # Anthropic's has none, and ignores what it does not know.
+    if api is not _MESSAGES:  # Anthropic's has none, and ignores what it does not know.
         check_priority(values)
     member = PROMPT_MEMBER[api]
     prompt = body.summary(member)
-    prompts, tokens = _prompts(prompt) if api is Api.COMPLETIONS else (1, None)
+    prompts, tokens = _prompts(prompt) if api is _COMPLETIONS else (1, None)
     sequences = _answers(values.get("n"), max_sequences) * prompts
     if sequences > max_sequences:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
@@ -175,7 +179,7 @@ def _needs_one_engine(
 ) -> str:
     """Return the member, or the endpoint, for which one engine has to do the whole request."""
     values = body.values
-    if api not in (Api.CHAT, Api.COMPLETIONS):
+    if api not in (_CHAT, _COMPLETIONS):
         return str(api.value)
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
     if member not in values:
@@ -228,7 +232,7 @@ def refuse_state(api: Api, body: RequestBody) -> None:
     Raises:
         BodyError: It has `previous_response_id` or `background`.
     """
-    if api is not Api.RESPONSES:
+    if api is not _RESPONSES:
         return
     if body.values.get("previous_response_id") is not None:
         raise BodyError(

@@ -29,6 +29,8 @@ _MEMBER = re.compile(
 # The white space that may stand between a comma and the member.
 _SLACK = 2
 _MAX_DIGITS = 9
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 
 
 class CountsAsked(Struct, frozen=True):
@@ -61,7 +63,7 @@ def ask_for_counts(
     None for an answer that is not streamed, where counts do not add up (several sequences, of which
     each event reports one), for other APIs, and where the options are the engine's to judge.
     """
-    if not shape.stream or shape.sequences > 1 or shape.api not in (Api.CHAT, Api.COMPLETIONS):
+    if not shape.stream or shape.sequences > 1 or shape.api not in (_CHAT, _COMPLETIONS):
         return None
     options = values.get("stream_options")
     if options is None:

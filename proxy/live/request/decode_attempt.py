@@ -54,6 +54,9 @@ _MOST_RECOMPUTES = 32
 _STILL_S = 1.0
 # Of what an engine reports.
 _MOST_WORDS = 200
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_DECODE, _DIRECT = Leg.DECODE, Leg.DIRECT
+_GENERATE, _CHAT, _COMPLETIONS = Api.GENERATE, Api.CHAT, Api.COMPLETIONS
 
 
 class DecodeAttempt(Attempt):
@@ -78,7 +81,7 @@ class DecodeAttempt(Attempt):
         self, session: "AttemptOwner", engine: "Prefiller | Rank", kv: "KvHandle | None"
     ) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
-        super().__init__(session, Leg.DIRECT if self._rank is None else Leg.DECODE, engine)
+        super().__init__(session, _DIRECT if self._rank is None else _DECODE, engine)
         able = session.context.connector.facts.recomputes and self._rank is not None
         self.hands_back = able and not stops_at_recomputed(session.body)
         self.stream: Relay | None = None
@@ -414,7 +417,7 @@ def _make_reader(
     session: "AttemptOwner", repeated: "RepeatedText", **options: Any
 ) -> "StreamReader":
     emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
-    if shape.api is Api.GENERATE:
+    if shape.api is _GENERATE:
         said = None if emitted.early is None else emitted.early.said
         if said is None and not emitted.tokens:
             return TokenStream(shape.sequences, resumes=resumes, **options)
@@ -422,11 +425,11 @@ def _make_reader(
         return TokenContinuation(
             shape.sequences, before=before, again=again, resumes=resumes, **options
         )
-    if shape.api not in (Api.CHAT, Api.COMPLETIONS):
+    if shape.api not in (_CHAT, _COMPLETIONS):
         return NamedEventStream(resumes=resumes)
     if emitted.continued is None and not emitted.overlap:
         return CompletionStream(shape.sequences, resumes=resumes, **options)
-    completes_chat = emitted.continued is not None and shape.api is Api.CHAT
+    completes_chat = emitted.continued is not None and shape.api is _CHAT
     return ContinuationStream(
         shape.sequences,
         head=emitted.head if completes_chat else b"",

@@ -22,13 +22,17 @@ class Direct(Enum):
     REFUSE = "refuse"
 
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_REFUSE = Direct.REFUSE
+
+
 def check_direct(shape: "Shape", direct: Direct) -> None:
     """Reject what this deployment does not serve.
 
     Raises:
         BodyError: One engine would have to do the whole request, and none is to.
     """
-    if direct is not Direct.REFUSE or not shape.direct:
+    if direct is not _REFUSE or not shape.direct:
         return
     why = "one engine would have to do the whole request, which this deployment does not serve"
     if shape.direct == shape.api.value:

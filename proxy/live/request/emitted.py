@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.request.early_token import EarlyToken
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_OFF = Resume.OFF
+
 
 class Emitted:
     """All that the client has of an answer which its rank did not end.
@@ -112,7 +115,7 @@ class Emitted:
             parses: Whether the rank may have a parser of reasoning: what that keeps back no answer tells.
             prompt_tokens: Of the client's prompt, as a prefiller has counted; None if none has.
         """
-        if resume is Resume.OFF:
+        if resume is _OFF:
             return None
         if self.continued is None:
             self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILL = Leg.PREFILL
+_DECODE = FirstTokenFrom.DECODE
 
 
 class PrefillLeg(BufferedLeg):
@@ -65,7 +68,7 @@ class PrefillAttempt(Attempt):
     __slots__ = ("_began_s", "_transfer", "prefiller", "sent_s")
 
     def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
-        super().__init__(session, Leg.PREFILL, prefiller)
+        super().__init__(session, _PREFILL, prefiller)
         self.prefiller = prefiller
         self.sent_s = self._began_s = session.context.clock()
         self._transfer = ""
@@ -126,7 +129,7 @@ class PrefillAttempt(Attempt):
     def _expect_early(self) -> EarlyToken | None:
         """Return the first token that this leg is to bring; None if it waits for a rank."""
         session, emitted = self._session, self._session.emitted
-        if session.context.legs.first_token is FirstTokenFrom.DECODE or emitted.early is not None:
+        if session.context.legs.first_token is _DECODE or emitted.early is not None:
             return emitted.early
         if session.answer.opened or emitted.members:
             return None

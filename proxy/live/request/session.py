@@ -39,6 +39,16 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 _CRASHED = "internal error; the proxy's log says more"
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_QUEUED, _PREFILLING, _DECODING, _POOLED, _ENDED, _STREAMING = (
+    Phase.QUEUED,
+    Phase.PREFILLING,
+    Phase.DECODING,
+    Phase.POOLED,
+    Phase.ENDED,
+    Phase.STREAMING,
+)
+_OK = Outcome.OK
 
 
 class Session:
@@ -88,7 +98,7 @@ class Session:
         self.decodes = ticket.decode
         self.emitted = Emitted()
         self.hung: Prefiller | None = None
-        self.phase = Phase.QUEUED
+        self.phase = _QUEUED
         self.answer = ClientAnswer(
             reply,
             record,
@@ -155,14 +165,14 @@ class Session:
         """Send the prefill leg, or the whole request if nobody decodes it."""
         self.record.prefill_began(prefiller.name, self.context.clock())
         if self.decodes:
-            self._try(Phase.PREFILLING, PrefillAttempt(self, prefiller))
+            self._try(_PREFILLING, PrefillAttempt(self, prefiller))
         else:
-            self._try(Phase.DECODING, DecodeAttempt(self, prefiller, None))
+            self._try(_DECODING, DecodeAttempt(self, prefiller, None))
 
     def start_decode(self, rank: "Rank") -> None:
         """Send the decode leg."""
         self.record.bound(rank.name, self.context.clock(), pooled_s=self._pooled_s)
-        self._try(Phase.DECODING, DecodeAttempt(self, rank, self._kv))
+        self._try(_DECODING, DecodeAttempt(self, rank, self._kv))
 
     def _try(self, phase: Phase, attempt: Attempt) -> None:
         self._recovery.begin(attempt.leg)
@@ -171,7 +181,7 @@ class Session:
 
     def pooled(self) -> None:
         """Note that the session waits for a rank from now on."""
-        self._enter(Phase.POOLED)
+        self._enter(_POOLED)
         self._pooled_s = self.context.clock()
 
     def drop_leg(self) -> None:
@@ -302,7 +312,7 @@ class Session:
 
     def began(self, attempt: Attempt, status: int, headers: "Headers", *, hands_back: bool) -> None:
         """Open the client's stream, unless it is open."""
-        self._enter(Phase.STREAMING, attempt)
+        self._enter(_STREAMING, attempt)
         if not self.answer.opened:
             self.answer.open(status, headers)
         if not hands_back:
@@ -312,20 +322,20 @@ class Session:
 
     def finished(self, error: str = "") -> None:
         """End the stream, in which the engine may have reported an error of its own."""
-        self._enter(Phase.ENDED)
+        self._enter(_ENDED)
         self.answer.reply.end()
         if error:
             reason = f"the engine reported: {error}"
             self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)
         else:
-            self._end(events.RequestFinished(self.number), Outcome.OK)
+            self._end(events.RequestFinished(self.number), _OK)
 
     def answered(self, headers: "Headers", body: bytes, served: LegSucceeded) -> None:
         """Pass on a whole answer."""
-        self._enter(Phase.ENDED)
+        self._enter(_ENDED)
         self.answer.send(200, headers, body)
         self.host.feed(events.RequestFinished(self.number), served)
-        self._end(None, Outcome.OK)
+        self._end(None, _OK)
 
     def recomputed(self, *, elsewhere: bool) -> None:
         """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""

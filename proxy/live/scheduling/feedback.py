@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.session_table import SessionTable
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_OK = Outcome.OK
+
 
 class Feedback:
     """Takes reports; keeps the retry budget and the estimate of prompts itself."""
@@ -147,7 +150,7 @@ class Feedback:
         began = self._table.remove(number, record)
         self._progress.ended(session)
         rounds = record.output_tokens / record.choices
-        if record.outcome is Outcome.OK and record.output_tokens:
+        if record.outcome is _OK and record.output_tokens:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
@@ -160,7 +163,7 @@ class Feedback:
 def _ending(record: RequestRecord, *, began: bool) -> Ending:
     first_ns = record.first_token_ns
     return Ending(
-        served=record.outcome is Outcome.OK,
+        served=record.outcome is _OK,
         first_token_ns=None if first_ns is None else first_ns - record.arrived_ns,
         output_tokens=record.output_tokens,
         prompt_tokens=record.prompt_tokens,

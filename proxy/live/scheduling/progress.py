@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_OK = Outcome.OK
 
 
 class Progress:
@@ -115,7 +117,7 @@ class Progress:
         number, record = session.number, session.record
         self._leave(number)
         self._unheard.pop(number, None)
-        if session.shape.stream or record.outcome is not Outcome.OK or record.admitted_ns is None:
+        if session.shape.stream or record.outcome is not _OK or record.admitted_ns is None:
             return
         rounds = record.output_tokens / record.choices
         if rounds >= _TELLING:  # A short answer's time is mostly not that of its steps.

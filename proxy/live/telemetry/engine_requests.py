@@ -13,6 +13,9 @@ from balanceroute.proxy.live.telemetry.registry import MAX_ENGINES, CappedLabel
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE
+
 
 class EngineRequests(Collector):
     """Counts a request for the last prefiller and for the last rank that had it."""
@@ -25,9 +28,9 @@ class EngineRequests(Collector):
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         if record.prefiller:
-            self._ended[Role.PREFILL, self._prefiller_label(record.prefiller), record.outcome] += 1
+            self._ended[_PREFILL, self._prefiller_label(record.prefiller), record.outcome] += 1
         if record.rank:
-            self._ended[Role.DECODE, self._rank_label(record.rank), record.outcome] += 1
+            self._ended[_DECODE, self._rank_label(record.rank), record.outcome] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counts."""

@@ -173,7 +173,8 @@ class _Stage(Enum):
     UNTIL_CLOSE = auto()
 
 
-_CHUNKED = _Stage.CHUNKED  # Saves an attribute look-up per segment.
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_HEAD, _CHUNKED, _LENGTH = _Stage.HEAD, _Stage.CHUNKED, _Stage.LENGTH
 
 
 class ClientConnection(asyncio.Protocol):
@@ -209,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
         self._poll: select.poll | None = None
         # The present exchange.
         self._call: Call | None = None
-        self._stage = _Stage.HEAD
+        self._stage = _HEAD
         self._buffer = b""
         self._checked = 0
         self._head_bytes = 0
@@ -255,7 +256,7 @@ class ClientConnection(asyncio.Protocol):
         self._call = call
         call.connected(self)
         self._on_data = call.handler.on_data
-        self._stage = _Stage.HEAD
+        self._stage = _HEAD
         self._checked = self._head_bytes = 0
         call.sent = True
         if len(call.body) > _JOIN_BYTES:
@@ -298,9 +299,9 @@ class ClientConnection(asyncio.Protocol):
             elif self._call is None:
                 # No request is in flight: these bytes must not become part of a later response.
                 self.drop()
-            elif self._stage is _Stage.HEAD:
+            elif self._stage is _HEAD:
                 self._read_head(data)
-            elif self._stage is _Stage.LENGTH:
+            elif self._stage is _LENGTH:
                 self._read_length(data)
             else:
                 self._on_data(data)
@@ -405,7 +406,7 @@ class ClientConnection(asyncio.Protocol):
             self._stage = _CHUNKED
         elif head.content_length is not None:
             self._left = head.content_length
-            self._stage = _Stage.LENGTH
+            self._stage = _LENGTH
         else:
             self._keep_alive = False
             self._stage = _Stage.UNTIL_CLOSE
@@ -418,7 +419,7 @@ class ClientConnection(asyncio.Protocol):
         call = self._call
         assert call is not None
         self._call = None
-        self._stage = _Stage.HEAD
+        self._stage = _HEAD
         transport = self._transport
         if (
             not self._keep_alive
@@ -438,7 +439,7 @@ class ClientConnection(asyncio.Protocol):
         call = self._call
         assert call is not None
         self._call = None
-        self._stage = _Stage.HEAD
+        self._stage = _HEAD
         self._transport.abort()
         if kind is WireFault.RESET and self._reused and not call.answered:
             # The engine closed an idle connection just as it was reused (RFC 9112 §9.3.1), or it

@@ -45,6 +45,10 @@ class _Stage(Enum):
     CLOSING = auto()  # Flushing, or gone.
 
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_HEAD, _BODY, _ANSWER = _Stage.HEAD, _Stage.BODY, _Stage.ANSWER
+
+
 class ServerConnection(asyncio.Protocol):
     """One connection of a client; see `SweptConnection` and `ReplyTransport` for its attributes."""
 
@@ -61,7 +65,7 @@ class ServerConnection(asyncio.Protocol):
         self._service = service
         self._peer = ""
         self._is_served = True
-        self._stage = _Stage.HEAD
+        self._stage = _HEAD
         self._incoming = IncomingRequest(service.limits, service.bodies, clock=service.loop.time)
         self._eof = False
         self._reading = True
@@ -101,10 +105,11 @@ class ServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Process the next bytes from the client."""
         incoming = self._incoming
+        if self._stage is _HEAD and not self.paused:
+            incoming.buffer = incoming.buffer + data if incoming.buffer else data
+            self._advance()
+            return
         match self._stage:
-            case _Stage.HEAD if not self.paused:
-                incoming.buffer = incoming.buffer + data if incoming.buffer else data
-                self._advance()
             case _Stage.BODY:
                 try:
                     body = incoming.feed_body(data)
@@ -124,7 +129,7 @@ class ServerConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Process the client's FIN; see `ServerLimits.half_close`. True keeps the connection open."""
-        if self._stage is not _Stage.ANSWER:
+        if self._stage is not _ANSWER:
             self._close()
             return False
         if (
@@ -168,7 +173,7 @@ class ServerConnection(asyncio.Protocol):
             else:
                 self._close()
             return
-        self._stage = _Stage.HEAD
+        self._stage = _HEAD
         self._idle_since_s = self._service.loop.time()
         self.deadline_s = self._idle_since_s + min(
             self._service.limits.keep_alive_timeout_s, self._writes.check_s
@@ -204,7 +209,7 @@ class ServerConnection(asyncio.Protocol):
         # One whose head has gone did not say that it is the last.
         if not (idle_s and self._reply is not None and self._reply.started):
             self.closes_after_answer = True
-        if self._stage is _Stage.HEAD and not self._incoming.buffer:
+        if self._stage is _HEAD and not self._incoming.buffer:
             self.deadline_s = min(self.deadline_s, self._service.loop.time() + idle_s)
             if not idle_s:
                 self._close()
@@ -212,7 +217,7 @@ class ServerConnection(asyncio.Protocol):
     @property
     def idle_since_s(self) -> float | None:
         """See `Evictable`."""
-        if self._stage is not _Stage.HEAD or self._incoming.buffer:
+        if self._stage is not _HEAD or self._incoming.buffer:
             return None
         return None if self._transport.get_write_buffer_size() else self._idle_since_s
 
@@ -263,7 +268,7 @@ class ServerConnection(asyncio.Protocol):
         self._advancing = True
         service, incoming = self._service, self._incoming
         try:
-            while incoming.buffer and self._stage is _Stage.HEAD and not self.paused:
+            while incoming.buffer and self._stage is _HEAD and not self.paused:
                 if not incoming.begun:
                     incoming.begin()
                     self.deadline_s = service.loop.time() + service.limits.header_timeout_s
@@ -275,7 +280,7 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(error.rejection)
         finally:
             self._advancing = False
-        if self._eof and self._stage in (_Stage.HEAD, _Stage.BODY) and not self.paused:
+        if self._eof and self._stage in (_HEAD, _BODY) and not self.paused:
             self._close()
         elif not self._reading or len(incoming.buffer) > service.limits.header_limit_bytes:
             self._bound_waiting()
@@ -306,7 +311,7 @@ class ServerConnection(asyncio.Protocol):
         if complete is not None:
             self._dispatch(complete)
             return
-        self._stage = _Stage.BODY
+        self._stage = _BODY
         self.deadline_s = incoming.body_deadline_s
         if head.expects_continue and not has_arrived:
             self._transport.write(_CONTINUE)
@@ -331,7 +336,7 @@ class ServerConnection(asyncio.Protocol):
             common=self._service.common_fields(head),
         )
         self._reply = reply
-        self._stage = _Stage.ANSWER
+        self._stage = _ANSWER
         self.closes_after_answer |= not head.keep_alive
         self._watch_writes()
         return reply
@@ -345,7 +350,7 @@ class ServerConnection(asyncio.Protocol):
             rejection = Rejection(500, "internal error")
             headers, body = self._service.refuse(rejection, self._incoming.head, self._peer)
             reply.send(500, headers, body)
-        elif self._stage is _Stage.HEAD:
+        elif self._stage is _HEAD:
             self._close()
 
     # Ending.
