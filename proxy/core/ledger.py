@@ -11,10 +11,10 @@ right.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVarTuple
 
 import numpy as np
+from msgspec import Struct
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.turnover import Turnover
@@ -81,8 +81,7 @@ class Follower(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Binding:
+class _Binding(Struct):
     rank: RankId
     slots: int
     kv_tokens: int  # At `since_step` if started, else now.

@@ -15,8 +15,9 @@ Rules:
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.
 """
 
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+from msgspec import Struct
 
 from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RankId, RequestId, Ticket
@@ -83,8 +84,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(Struct, eq=False):
     """One request's state and holdings.
 
     Attributes:
@@ -115,9 +115,10 @@ class Request:
     request: RequestId
     ticket: Ticket
     waiting_since_ns: int
-    prompt_tokens: int = field(init=False)
-    decode: bool = field(init=False)
-    due_ns: int | None = field(init=False)
+    # As in the ticket at first.
+    prompt_tokens: int = 0
+    decode: bool = True
+    due_ns: int | None = None
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None

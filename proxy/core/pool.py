@@ -7,9 +7,11 @@ what free choice among the pooled requests costs one request, against first come
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.queueing import QueueOrder
@@ -19,8 +21,7 @@ from balanceroute.proxy.core.timers import Timers
 _MEAN_WEIGHT = 1 / 128
 
 
-@dataclass(slots=True, eq=False)
-class PoolEntry:
+class PoolEntry(Struct, eq=False):
     """One waiting request.
 
     Attributes:
@@ -54,10 +55,11 @@ class PoolEntry:
     since_ns: int = 0
     home: RankId | None = None
     partners: frozenset[RankId] | None = None
-    slots: int = field(init=False)
-    ranks: frozenset[RankId] | None = field(init=False)
-    restricted: bool = field(init=False)
-    kv_tokens: int = field(init=False)
+    # These follow from the others.
+    slots: int = 0
+    ranks: frozenset[RankId] | None = None
+    restricted: bool = False
+    kv_tokens: int = 0
 
     def __post_init__(self) -> None:
         eligible = self.ticket.eligible

@@ -17,7 +17,11 @@ def queue_end_ns(request: Request, config: SchedulerConfig) -> int | None:
 
 def earliest(*times_ns: int | None) -> int | None:
     """Return the earliest time; None, which stands for never, if there is none."""
-    return min((time_ns for time_ns in times_ns if time_ns is not None), default=None)
+    first_ns = None
+    for time_ns in times_ns:
+        if time_ns is not None and (first_ns is None or time_ns < first_ns):
+            first_ns = time_ns
+    return first_ns
 
 
 def lease_used(pool: Pool, config: SchedulerConfig, now_ns: int) -> float | None:

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec.structs import replace
 
 from balanceroute.proxy.emulate.answer import AnswerFormat, AnswerHead, json_headers, stream_headers
 from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact

@@ -9,14 +9,15 @@ BalanceRouteError
 from dataclasses import dataclass
 from enum import Enum
 
+from msgspec import Struct
+
 from balanceroute.proxy.core.errors import BalanceRouteError
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, values without surrounding white space, in order of arrival."""
 
 
-@dataclass(slots=True)
-class Request:
+class Request(Struct):
     """A complete request.
 
     Attributes:

@@ -61,6 +61,13 @@ class TurnTransport:
             self._pending = data
             self._turn.add(self)
 
+    def write_at_once(self, data: bytes) -> None:
+        """Send data, behind what waits, without waiting for the end of the turn."""
+        if self._pending:
+            self.flush()
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
     def flush(self) -> None:
         """Send what waits."""
         pending, self._pending = self._pending, b""

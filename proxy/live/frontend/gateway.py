@@ -9,6 +9,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.frontend.asking import LateRefusals
@@ -229,7 +231,7 @@ class Gateway:
             return
         headers = self._headers(request.headers, record.request_id, route.media)
         among = None if eligible is None else eligible.prefillers
-        request = replace(request, body=body)
+        request = structs.replace(request, body=body)
 
         def offered(refusal: "Refusal | None") -> None:
             if refusal is not None:

@@ -11,7 +11,17 @@ from balanceroute.proxy.live.openai.json_value import decode
 
 # No context is this long; a larger count is wrong, and would spoil the ledger of the loads.
 _MAX_TOKENS = 1 << 30
-_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class _Members(Struct):
+    """The members of an answer that are read; the rest is decoded only if it is asked for."""
+
+    usage: Any = None
+    choices: Any = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+_decode_members = msgspec.json.Decoder(_Members).decode
 
 
 class BadPrefillAnswerError(BalanceRouteError):
@@ -27,6 +37,7 @@ class PrefillAnswer(Struct, frozen=True):
         complete: Whether the one token ended the answer, by a stop condition.
         kv_transfer_params: For the decoder, as returned; None if absent.
         params_text: The same as it was written; empty if the answer is no strict JSON.
+        body: The answer.
     """
 
     prompt_tokens: int
@@ -34,7 +45,13 @@ class PrefillAnswer(Struct, frozen=True):
     complete: bool
     kv_transfer_params: object
     params_text: bytes
-    message: dict[str, Any]
+    body: bytes
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """All of it, decoded."""
+        message: dict[str, Any] = decode(self.body)
+        return message
 
 
 def read_prefill_answer(body: bytes) -> PrefillAnswer:
@@ -43,10 +60,7 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     Raises:
         BadPrefillAnswerError: It is no JSON object with choices and usage.
     """
-    message, params_text = _parse(body)
-    if not isinstance(message, dict):
-        raise BadPrefillAnswerError("the prefill answer is not a JSON object")
-    usage, choices = message.get("usage"), message.get("choices")
+    usage, choices, params, params_text = _parse(body)
     if not isinstance(usage, dict):
         raise BadPrefillAnswerError("the prefill answer has no usage")
     tokens = usage.get("prompt_tokens")
@@ -54,10 +68,9 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
         raise BadPrefillAnswerError("the prefill answer has no usage.prompt_tokens")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise BadPrefillAnswerError("the prefill answer has no choices")
-    params = message.get("kv_transfer_params")
     complete = choices[0].get("finish_reason") not in (None, "length")
     # Only what may be encoded again.
-    if may_be_deep(body) and is_deep(message if complete else params):
+    if may_be_deep(body) and is_deep(decode(body) if complete else params):
         raise BadPrefillAnswerError("the prefill answer is nested too deeply")
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
@@ -67,18 +80,31 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
         complete=complete,
         kv_transfer_params=params,
         params_text=params_text,
-        message=message,
+        body=body,
     )
 
 
-def _parse(body: bytes) -> tuple[Any, bytes]:
-    """Return the answer decoded, and the text of its parameters if it is strict JSON."""
+def _parse(body: bytes) -> tuple[Any, Any, Any, bytes]:
+    """Return usage, choices and parameters, and the text of these if the answer is strict JSON.
+
+    Raises:
+        BadPrefillAnswerError: It is no JSON object.
+    """
+    try:
+        read = _decode_members(body)
+        text = bytes(read.kv_transfer_params)
+        return read.usage, read.choices, decode(text) if text else None, text
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        message = _parse_leniently(body)
+    params = message.get("kv_transfer_params")
+    return message.get("usage"), message.get("choices"), params, b""
+
+
+def _parse_leniently(body: bytes) -> dict[str, Any]:
     try:
         message = decode(body)
     except (ValueError, RecursionError):
         raise BadPrefillAnswerError("the prefill answer is not JSON") from None
-    try:
-        params = _decode_members(body).get("kv_transfer_params")
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        params = None
-    return message, b"" if params is None else bytes(params)
+    if not isinstance(message, dict):
+        raise BadPrefillAnswerError("the prefill answer is not a JSON object")
+    return message

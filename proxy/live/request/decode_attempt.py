@@ -33,6 +33,7 @@ from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -56,6 +57,7 @@ _STILL_S = 1.0
 _MOST_WORDS = 200
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _DECODE, _DIRECT = Leg.DECODE, Leg.DIRECT
+_OFF = Resume.OFF
 _GENERATE, _CHAT, _COMPLETIONS = Api.GENERATE, Api.CHAT, Api.COMPLETIONS
 
 
@@ -89,8 +91,9 @@ class DecodeAttempt(Attempt):
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
         self._repeated = session.emitted.repeated
         self._ids: TokenIds | None = None
-        if self._rank is not None:
-            resume, parses = session.context.legs.resume, engine.continuous_usage_is_expensive
+        resume = session.context.legs.resume
+        if self._rank is not None and resume is not _OFF:
+            parses = engine.continuous_usage_is_expensive
             self._ids = session.emitted.ids_to_keep(
                 session.shape,
                 self._asked[1],
@@ -150,7 +153,7 @@ class DecodeAttempt(Attempt):
             params = self._kv.params
         elif context.connector.facts.decode_first and not session.shape.direct:
             params = self._expect_prefill()
-        asked, (_, asking) = None, self._asked
+        asked, (api, asking) = None, self._asked
         # With the ids too: only usage shows that an engine has a parser of reasoning.
         if legs.count_tokens == "usage" or self._ids is not None:
             each = not self.engine.continuous_usage_is_expensive
@@ -174,7 +177,7 @@ class DecodeAttempt(Attempt):
         if self._rank is not None and self._rank.header is not None:
             headers = [*headers, (b"x-data-parallel-rank", self._rank.header)]
         expires_s = None if self._kv is None else self._kv.expires_s
-        self._post(headers, body, handler, timeout_s=timeout_s, expires_s=expires_s)
+        self._post(api, headers, body, handler, timeout_s=timeout_s, expires_s=expires_s)
 
     def leg_at(self, target: "Target") -> Leg | None:
         """Return the leg, or that of the prefill which the rank called for."""

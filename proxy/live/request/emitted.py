@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.request.early_token import EarlyToken
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_OFF = Resume.OFF
-
 
 class Emitted:
     """All that the client has of an answer which its rank did not end.
@@ -110,13 +107,11 @@ class Emitted:
         Args:
             shape: The client's request.
             body: What the rank is asked.
-            resume: Which streams go on.
+            resume: Which streams go on; some do.
             repeated: What the client has, and that the rank says again.
             parses: Whether the rank may have a parser of reasoning: what that keeps back no answer tells.
             prompt_tokens: Of the client's prompt, as a prefiller has counted; None if none has.
         """
-        if resume is _OFF:
-            return None
         if self.continued is None:
             self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)
             parses &= shape.api is Api.CHAT

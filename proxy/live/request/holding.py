@@ -200,6 +200,7 @@ class Attempt(Holding):
 
     def _post(
         self,
+        api: "Api",
         headers: "Headers",
         body: bytes,
         handler: "ResponseHandler",
@@ -209,10 +210,9 @@ class Attempt(Holding):
     ) -> None:
         session = self._session
         self._deadline_s = session.context.clock() + timeout_s
-        target = _TARGETS[self._asked[0]]
         self._call = self.engine.endpoint.request(
             b"POST",
-            target,
+            _TARGETS[api],
             headers,
             body,
             handler,

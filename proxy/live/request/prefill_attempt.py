@@ -87,7 +87,7 @@ class PrefillAttempt(Attempt):
         body = prefill_body(*(asked, members, params), api=api, drop=legs.drop, min_tokens=least)
         answers = self._answered, self._broken
         leg = PrefillLeg(*answers, began=self._begin, max_bytes=legs.answer_limit_bytes)
-        self._post(session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
+        self._post(api, session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
     def check_deadline(self, now_s: float) -> None:
         """Fail if the answer takes too long."""

@@ -1,5 +1,6 @@
 """Metrics of requests: how many ended how, how long they took, and what they were."""
 
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import ROUTES
@@ -101,6 +102,7 @@ _SUMMED = (
     ),
     ("lease_lapses", "lease_lapses", "Prefills repeated because the KV lease ran out."),
 )
+_SUMMED_OF = attrgetter(*(field for field, _, _ in _SUMMED))
 
 
 class RequestMetrics:
@@ -126,7 +128,7 @@ class RequestMetrics:
         self._retried = registry.counter(
             "retried_requests", "Requests with at least one leg sent again."
         )
-        self._sums = [(field, registry.counter(name, text)) for field, name, text in _SUMMED]
+        self._sums = [registry.counter(name, text) for _, name, text in _SUMMED]
         self._latencies, self._engines = _Latencies(registry), EngineRequests()
         registry.collect_from(self._engines)
         self._queue = registry.histogram(
@@ -193,10 +195,11 @@ class RequestMetrics:
             self._output_tokens.observe(record.output_tokens)
         if record.retries:
             self._retried.inc()
-        for field, counter in self._sums:
-            count = getattr(record, field)
-            if count:  # Mostly nothing, and a counter takes a lock.
-                counter.inc(count)
+        counts = _SUMMED_OF(record)
+        if any(counts):  # Mostly nothing, and a counter takes a lock.
+            for count, counter in zip(counts, self._sums, strict=True):
+                if count:
+                    counter.inc(count)
 
     def _count(self, record: RequestRecord) -> None:
         outcome = record.outcome

@@ -259,14 +259,13 @@ class ClientConnection(asyncio.Protocol):
         self._stage = _HEAD
         self._checked = self._head_bytes = 0
         call.sent = True
+        # The process may be stopped before the end of the turn, and its time be over then.
+        write = self._transport.write if call.expires_s is None else self._transport.write_at_once
         if len(call.body) > _JOIN_BYTES:
-            self._transport.write(call.head)
-            self._transport.write(call.body)
+            write(call.head)
+            write(call.body)
         else:
-            self._transport.write(call.head + call.body)
-        if call.expires_s is not None:
-            # The process may be stopped before the end of the turn, and its time be over then.
-            self._transport.flush()
+            write(call.head + call.body)
         if not call.repeatable:
             call.head = call.body = b""  # Frees them: they may be large, and are not sent again.
         if call.paused:
@@ -372,7 +371,7 @@ class ClientConnection(asyncio.Protocol):
     def _take_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
         """Return the final response's head and what follows it; None if it is not complete."""
         while True:
-            end = data.find(b"\r\n\r\n", max(0, self._checked - 3)) + 4
+            end = data.find(b"\r\n\r\n", self._checked and max(0, self._checked - 3)) + 4
             complete = end >= 4
             if self._head_bytes + (end if complete else len(data)) > self._max_head_bytes:
                 raise MalformedError("the response's head is too long")

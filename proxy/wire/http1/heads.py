@@ -186,10 +186,13 @@ def encode_fields(headers: Headers) -> bytes:
     Raises:
         UnsafeHeaderError: A name is no token, or a value has a control byte.
     """
-    lines = [b"%b: %b\r\n" % field for field in headers if field[0] not in OWN_FIELDS]
-    block = b"".join(lines)
+    parts: list[bytes] = []
+    for name, value in headers:
+        if name not in OWN_FIELDS:
+            parts += (name, b": ", value, b"\r\n")
+    block = b"".join(parts)
     # A value with a line end matches too, as two lines: hence the count.
-    if not _SAFE_FIELDS.fullmatch(block) or block.count(b"\n") != len(lines):
+    if not _SAFE_FIELDS.fullmatch(block) or 4 * block.count(b"\n") != len(parts):
         raise UnsafeHeaderError(f"a header cannot be written: {headers!r:.200}")
     return block
 

@@ -79,7 +79,7 @@ class IncomingRequest:
         if self._skip_blank and buffer.startswith(b"\r\n"):  # RFC 9112 §2.2: ignore at least one.
             self._skip_blank = False
             buffer = self.buffer = buffer[2:]
-        end = buffer.find(b"\r\n\r\n", max(0, self._checked - 3)) + 4
+        end = buffer.find(b"\r\n\r\n", self._checked and max(0, self._checked - 3)) + 4
         if end < 4:
             check_partial_head(buffer, self._checked)
             if (

@@ -175,9 +175,7 @@ class ServerConnection(asyncio.Protocol):
             return
         self._stage = _HEAD
         self._idle_since_s = self._service.loop.time()
-        self.deadline_s = self._idle_since_s + min(
-            self._service.limits.keep_alive_timeout_s, self._writes.check_s
-        )
+        self.deadline_s = self._idle_since_s + self._service.idle_check_s
         if self._last_idle_s:
             self.end(self._last_idle_s)
         # Not at once: this runs within a call of the application, which must not be re-entered.

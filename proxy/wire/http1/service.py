@@ -10,6 +10,7 @@ from balanceroute.proxy.wire.http1.heads import STATUS_LINES, RequestHead, encod
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 from balanceroute.proxy.wire.turn_writes import WriteTurn
+from balanceroute.proxy.wire.write_progress import WriteProgress
 
 Admit = Callable[[RequestHead, str], Rejection | None]
 """Checks a head and the client's address before the body is read."""
@@ -54,6 +55,7 @@ class Service:
         limit: Decides which connections are served.
         turn: Gathers the writes of all connections.
         bodies: Counts the bytes of the bodies in flight.
+        idle_check_s: How long after an answer a connection is looked at.
         connections: The open connections, in order of arrival (the order of a set differs from run
             to run).
         stopping: Every connection closes after its present answer.
@@ -81,6 +83,9 @@ class Service:
         )
         self.turn = WriteTurn(loop)
         self.bodies = BodyBudget(limits.body_budget_bytes)
+        self.idle_check_s = min(
+            limits.keep_alive_timeout_s, WriteProgress(limits.write_timeout_s).check_s
+        )
         self.connections: dict[SweptConnection, None] = {}
         self.stopping = False
         self.on_empty: Callable[[], None] | None = None
