@@ -23,6 +23,7 @@ from balanceroute.proxy.core.subset import (
     meet_in_the_middle,
     neighbours,
     reachable_bitset,
+    third_of_two,
 )
 
 SOLVERS: list[Solver] = [enumerate_subsets, meet_in_the_middle, reachable_bitset, neighbours]
@@ -89,6 +90,13 @@ def test_solvers_find_what_full_enumeration_finds(solver: Solver, instance: Inst
 def test_solvers_agree_on_more_candidates(instance: Instance) -> None:
     first, *others = [instance.solve(solver) for solver in SOLVERS]
     assert all(other == first for other in others)
+
+
+@given(instance=instances(largest=(3, 40, 100_000), max_num=14))
+def test_the_third_item_of_every_two_gives_what_full_enumeration_finds(instance: Instance) -> None:
+    for slots in range(4):
+        three = Instance(instance.sizes, slots, instance.peak, instance.max_total)
+        assert three.solve(third_of_two) == three.solve(brute_force)
 
 
 @given(instance=instances(largest=(30, 100_000), max_num=12))
