@@ -142,8 +142,10 @@ class Balance:
 
         Args:
             ranks: Which.
-            totals: KV tokens, ascending.
+            totals: KV tokens.
         """
+        order = totals.argsort()
+        totals = totals[order]
         margins = self._margins_of(ranks)
         kinks = np.concatenate([self._rooms(ranks, margins), margins])
         beyond = excess(totals, kinks, self._steps)
@@ -151,7 +153,10 @@ class Balance:
         to_envelope = self._reward * totals - self._beta * past_envelope
         to_target = to_envelope + self._target_penalty * (past_envelope - past_target)
         overflow = past_envelope / self._steps.sum()
-        return [*map(Outlook, to_target, to_envelope, overflow)]
+        # Back in the order of the totals.
+        places = order.argsort()
+        each = (one.take(places, axis=1) for one in (to_target, to_envelope, overflow))
+        return [*map(Outlook, *each)]
 
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.

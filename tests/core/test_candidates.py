@@ -24,24 +24,26 @@ def pool_of(count: int) -> Pool:
 def test_they_are_those_of_the_pool_after_every_admission(count: int, places: list[int]) -> None:
     pool = pool_of(count)
     # Some admissions are of entries behind all that the round looks at.
-    oldest = Oldest(pool.first(WINDOW + len(places)), len(places))
+    oldest = Oldest(pool.first(WINDOW + len(places)), WINDOW, len(places))
     for place in places:
         if place < len(pool):
             oldest.admitted(pool.admit(pool.at(place).request))
-        found, expected = oldest.first(WINDOW), candidates_of(pool.first(WINDOW))
+        found, expected = oldest.first(), candidates_of(pool.first(WINDOW))
         assert found is not None
-        assert found.entries == expected.entries
-        assert found.sizes.tolist() == expected.sizes.tolist()
-        assert found.overtaken.tolist() == expected.overtaken.tolist()
-        assert found.beyond_turn.tolist() == expected.beyond_turn.tolist()
-        assert found.columns is not None
-        assert oldest.ascending[found.columns].tolist() == found.sizes.tolist()
+        left = found.is_left
+        assert [found.entries[one] for one in left.nonzero()[0]] == expected.entries
+        assert found.sizes[left].tolist() == expected.sizes.tolist()
+        assert found.overtaken[left].tolist() == expected.overtaken.tolist()
+        assert found.beyond_turn[left].tolist() == expected.beyond_turn.tolist()
+        for number in range(count):
+            is_there = RequestId(number) in [entry.request for entry in expected.entries]
+            assert (found.place_of(RequestId(number)) is not None) == is_there
 
 
 def test_one_that_may_not_go_to_every_rank_needs_another_look_once_it_is_a_candidate() -> None:
     pool = pool_of(WINDOW + 1)
     pool.at(WINDOW).restricted = True
-    oldest = Oldest(pool.first(WINDOW + 1), 1)
-    assert oldest.first(WINDOW) is not None
+    oldest = Oldest(pool.first(WINDOW + 1), WINDOW, 1)
+    assert oldest.first() is not None
     oldest.admitted(pool.admit(RequestId(0)))
-    assert oldest.first(WINDOW) is None
+    assert oldest.first() is None

@@ -1,7 +1,8 @@
 """The oldest entries of the pool, and what scores them as arrays.
 
 The ranks of one round choose from nearly the same entries: some leave, and as many move up. So the
-arrays are made once and follow each admission, which costs less than to make them for every rank.
+arrays are made once and follow each admission, which costs less than to make them for every rank. An
+entry that leaves keeps its place in them.
 """
 
 from operator import attrgetter
@@ -14,7 +15,6 @@ from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.pool import PoolEntry
 
 _KV_TOKENS = attrgetter("kv_tokens")
-_RESTRICTED = attrgetter("restricted")
 _OVERTAKEN = attrgetter("overtaken")
 
 
@@ -22,19 +22,28 @@ class Candidates(NamedTuple):
     """What a rank chooses from, in order of the pool. Valid until the next admission.
 
     Attributes:
-        entries: n entries.
+        entries: n entries, also such as have left.
+        is_left: bool[n], whether each still waits.
         sizes: float64[n], the load of each on the rank that admits it.
         overtaken: float64[n], how often each was overtaken.
         beyond_turn: float64[n], the admissions beyond its turn: first come, first served, the entries
             ahead would be admitted before it.
-        columns: int64[n], their places in `Oldest.ascending`; None if they are not the first of it.
+        are_oldest: Whether they are the first of `Oldest`.
     """
 
     entries: list[PoolEntry]
+    is_left: NDArray[np.bool_]
     sizes: NDArray[np.float64]
     overtaken: NDArray[np.float64]
     beyond_turn: NDArray[np.float64]
-    columns: NDArray[np.int64] | None
+    are_oldest: bool = False
+
+    def place_of(self, request: RequestId) -> int | None:
+        """Return the place of a request; None if it is not among those left."""
+        for place, entry in enumerate(self.entries):
+            if entry.request == request:
+                return place if self.is_left[place] else None
+        return None
 
 
 def sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
@@ -43,70 +52,83 @@ def sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
 
 
 def candidates_of(entries: list[PoolEntry]) -> Candidates:
-    """Return the candidates with their arrays."""
+    """Return the candidates with their arrays; all of them are left."""
+    count = len(entries)
     overtaken = np.array([*map(_OVERTAKEN, entries)], np.float64)
-    return Candidates(entries, sizes(entries), overtaken, overtaken - np.arange(len(entries)), None)
+    is_left = np.ones(count, np.bool_)
+    return Candidates(entries, is_left, sizes(entries), overtaken, overtaken - np.arange(count))
 
 
 class Oldest:
     """The oldest entries of a pool during a round.
 
     Args:
-        entries: The first of the pool; the list is used up.
+        entries: The first of the pool.
+        window: How many of those left are candidates.
         spare: How many of them may be admitted before the candidates would be too few.
 
     Attributes:
         spare: How many still may.
-        ascending: float64[n], the sizes of all these entries, also of those that have left.
+        sizes: float64[n], the load of each, also of those that have left.
     """
 
-    def __init__(self, entries: list[PoolEntry], spare: int) -> None:
+    def __init__(self, entries: list[PoolEntry], window: int, spare: int) -> None:
         self.spare = spare
         of_all = candidates_of(entries)
+        self.sizes = of_all.sizes
         self._entries = entries
-        order = of_all.sizes.argsort(kind="stable")
-        self.ascending = of_all.sizes[order]
-        self._columns = order.argsort()
-        # One array for all that moves up together: sizes, overtakings, admissions beyond the turn.
-        self._rows = np.array([of_all.sizes, of_all.overtaken, of_all.beyond_turn])
+        self._is_left = of_all.is_left
+        self._overtaken = of_all.overtaken
+        # With each admission an entry ahead is overtaken, and one behind has one less ahead.
+        self._beyond_turn = of_all.beyond_turn
+        self._place_of = {entry.request: place for place, entry in enumerate(entries)}
+        # The candidates are those left before this place.
+        self._end = min(window, len(entries))
         self._requests: frozenset[RequestId] = frozenset()
         self._is_among = np.zeros(len(entries), np.bool_)
         # Restricted entries are rare.
-        self._restricted = any(map(_RESTRICTED, entries))
+        self._restricted = [place for place, entry in enumerate(entries) if entry.restricted]
 
-    def first(self, count: int) -> Candidates | None:
-        """Return the first entries that are left; None if one of them may not go to every rank."""
-        entries = self._entries[:count]
-        if self._restricted and any(map(_RESTRICTED, entries)):
+    def first(self) -> Candidates | None:
+        """Return the candidates; None if one of them may not go to every rank."""
+        end = self._end
+        if self._restricted and any(
+            place < end and self._is_left[place] for place in self._restricted
+        ):
             return None
-        left = len(entries)
-        sizes_of, overtaken, beyond_turn = self._rows[:, :left]
-        return Candidates(entries, sizes_of, overtaken, beyond_turn, self._columns[:left])
+        return Candidates(
+            self._entries[:end],
+            self._is_left[:end],
+            self.sizes[:end],
+            self._overtaken[:end],
+            self._beyond_turn[:end],
+            are_oldest=True,
+        )
 
     def admitted(self, entry: PoolEntry) -> None:
-        """Take out an entry that has left the pool; those ahead of it were overtaken."""
-        entries, rows, columns = self._entries, self._rows, self._columns
+        """Note that an entry has left the pool; those ahead of it were overtaken."""
         self.spare -= 1
-        try:
-            place = entries.index(entry)
-        except ValueError:
+        self._beyond_turn += 1.0
+        place = self._place_of.get(entry.request)
+        if place is None:
             # A rank that may not take some of them chose from behind them.
-            rows[1:] += 1.0
+            self._overtaken += 1.0
             return
-        del entries[place]
-        # Those ahead were overtaken; for those behind there is one less ahead.
-        rows[1, :place] += 1.0
-        rows[2] += 1.0
-        # The last place stays, unused.
-        rows[:, place:-1] = rows[:, place + 1 :]
-        columns[place:-1] = columns[place + 1 :]
-        self._is_among[place:-1] = self._is_among[place + 1 :]
+        self._overtaken[:place] += 1.0
+        self._is_left[place] = False
+        if place < self._end < len(self._entries):
+            self._end += 1
+            while self._end < len(self._entries) and not self._is_left[self._end - 1]:
+                self._end += 1
 
     def among(self, requests: frozenset[RequestId]) -> NDArray[np.bool_]:
-        """Return bool[n], which entries are some of `requests`; the first places are those left."""
+        """Return bool[n], which entries are some of `requests`."""
         # They change much less often than ranks choose.
         if requests is not self._requests:
             self._requests = requests
-            left = len(self._entries)
-            self._is_among[:left] = [entry.request in requests for entry in self._entries]
+            self._is_among = np.zeros(len(self._entries), np.bool_)
+            for request in requests:
+                place = self._place_of.get(request)
+                if place is not None:
+                    self._is_among[place] = True
         return self._is_among

@@ -86,20 +86,21 @@ class Reservations:
             return []
         own = self.of_rank.get(rank)
         # One that avoids the rank now, or is no candidate any more, has no use for it.
-        if own is not None and own not in [entry.request for entry in entries]:
+        if own is not None and candidates.place_of(own) is None:
             del self.of_rank[rank]
             self._reserved = frozenset(self.of_rank.values())
         reserved = work.among(candidates, self._reserved)
         view = _View(work, rank, candidates, work.outlook(rank, candidates, upcoming), reserved)
         if rank not in self.of_rank and not self._reserve(work, rank, view):
             return view.best(work, rank)
-        own = self.of_rank[rank]
-        for index, entry in enumerate(entries):
-            if entry.request == own and entry.kv_tokens <= view.room:
-                # An empty rank has nothing left to shed.
-                if not work.fleet.bound[rank] or _tolerable(work, entry, view.overflow(index)):
-                    return [entry]
-                break
+        place = candidates.place_of(self.of_rank[rank])
+        assert place is not None
+        entry = entries[place]
+        # An empty rank has nothing left to shed.
+        if entry.kv_tokens <= view.room and (
+            not work.fleet.bound[rank] or _tolerable(work, entry, view.overflow(place))
+        ):
+            return [entry]
         others = view.free_of_others()
         # The smallest, so that the departures make room.
         smallest = int(np.where(others, candidates.sizes, np.inf).argmin())
@@ -107,14 +108,16 @@ class Reservations:
 
     def _reserve(self, work: Round, rank: int, view: "_View") -> bool:
         """Reserve `rank` for the latest candidate that may; return whether there is one."""
+        if not np.count_nonzero(view.is_late):
+            return False
         # True above False: late, and neither.
-        wanting = view.is_late > (view.reserved | view.fills)
-        if not wanting.any():
+        wanting = view.is_late > (view.reserved | view.fills())
+        if not np.count_nonzero(wanting):
             return False
         late = view.candidates.beyond_turn / len(work.pool)
         enough = (1.0 - late / _ANY_RANK) * view.candidates.sizes
         wanting &= work.balance.safe_margins[rank] >= enough
-        if not wanting.any():
+        if not np.count_nonzero(wanting):
             return False
         latest = int(np.where(wanting, late, -np.inf).argmax())
         request = self.of_rank[rank] = view.candidates.entries[latest].request
@@ -132,14 +135,13 @@ class _View:
         work: The round.
         rank: Has a free slot.
         candidates: What it chooses from.
-        outlook: F of each of some entries, and the place of each candidate among them.
+        outlook: F of each, and of some behind them.
         reserved: bool[n], whether a rank is reserved for each.
 
     Attributes:
-        is_late: bool[n], whether each is late enough to reserve a rank.
+        is_late: bool[n], whether each still waits and is late enough to reserve a rank.
         scores: float64[n], F with the credit.
         room: KV tokens of the largest one that fits.
-        fills: bool[n], whether F without the target is not negative.
     """
 
     def __init__(
@@ -147,37 +149,45 @@ class _View:
         work: Round,
         rank: int,
         candidates: Candidates,
-        outlook: "tuple[Outlook, NDArray[np.int64]]",
+        outlook: "Outlook",
         reserved: "NDArray[np.bool_]",
     ) -> None:
         self.candidates = candidates
         self.reserved = reserved
         # Admissions beyond the turn, in lengths of the pool.
         self.is_late = candidates.beyond_turn >= _LATE * len(work.pool)
-        self._outlook, self._columns = outlook
-        to_envelope = self._outlook.to_envelope.take(self._columns)
-        to_target = self._outlook.to_target.take(self._columns)
-        self.scores = np.where(self.is_late, to_envelope, to_target)
+        self.is_late &= candidates.is_left
+        self._outlook = outlook
+        count = len(reserved)
+        self._to_envelope = outlook.to_envelope[:count]
+        self.scores = np.where(self.is_late, self._to_envelope, outlook.to_target[:count])
         self.scores += work.credit_each * candidates.overtaken
-        self.fills = to_envelope >= 0.0
         self.room = work.fleet.room(rank)
 
     def overflow(self, index: int) -> float:
         """Return the tokens of a candidate that are beyond the rank's margin."""
-        return self._outlook.overflow.item(self._columns.item(index))
+        return self._outlook.overflow.item(index)
+
+    def fills(self) -> "NDArray[np.bool_]":
+        """Return bool[n], whether F without the target is not negative."""
+        return np.asarray(self._to_envelope >= 0.0)
+
+    def fits(self) -> "NDArray[np.bool_]":
+        """Return bool[n], which still wait and fit."""
+        return np.asarray((self.candidates.sizes <= self.room) & self.candidates.is_left)
 
     def free_of_others(self) -> "NDArray[np.bool_]":
-        """Return bool[n], which fit and have no rank reserved."""
-        return np.asarray((self.candidates.sizes <= self.room) > self.reserved)
+        """Return bool[n], which of those have no rank reserved."""
+        return np.asarray(self.fits() > self.reserved)
 
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return the best choice of what has no other rank to itself, or fills this one as well.
 
         An empty rank waits for nobody: it takes what has another rank to itself, too.
         """
-        free = self.candidates.sizes <= self.room
-        if work.fleet.bound[rank]:
-            free = free > (self.reserved > self.fills)
+        free = self.fits()
+        if work.fleet.bound[rank] and np.count_nonzero(self.reserved):
+            free = free > (self.reserved > self.fills())
         return best_choice(work, rank, self.candidates.entries, self.scores, free)
 
 

@@ -84,28 +84,27 @@ class Round:
 
     def outlook(
         self, rank: int, candidates: Candidates, upcoming: Callable[[int], list[int]]
-    ) -> tuple[Outlook, NDArray[np.int64]]:
-        """Return the outlook of `rank`, and the place of each candidate in it.
+    ) -> Outlook:
+        """Return the outlook of `rank`: on the candidates, and others may follow them.
 
         Args:
             rank: Chooses now.
             candidates: What it chooses from.
             upcoming: Returns about the next so many ranks that choose.
         """
-        if candidates.columns is None:
-            order = candidates.sizes.argsort()
-            (outlook,) = self.balance.outlooks([rank], candidates.sizes[order])
-            return outlook, order.argsort()
+        if not candidates.are_oldest:
+            (outlook,) = self.balance.outlooks([rank], candidates.sizes)
+            return outlook
         known = self._outlooks
         if rank not in known:
             ranks = [rank, *(one for one in upcoming(_TOGETHER - 1) if one not in known)]
-            outlooks = self.balance.outlooks(ranks, self._oldest_left().ascending)
+            outlooks = self.balance.outlooks(ranks, self._oldest_left().sizes)
             known.update(zip(ranks, outlooks, strict=True))
-        return known[rank], candidates.columns
+        return known[rank]
 
     def among(self, candidates: Candidates, requests: frozenset[RequestId]) -> NDArray[np.bool_]:
         """Return bool[n], which candidates are some of `requests`."""
-        if candidates.columns is not None:
+        if candidates.are_oldest:
             return self._oldest_left().among(requests)[: len(candidates.entries)]
         return np.array([entry.request in requests for entry in candidates.entries], np.bool_)
 
@@ -113,14 +112,16 @@ class Round:
         """Return the K oldest entries that may go to the open `rank`, whether they fit or not."""
         window = self.settings.window
         # Usually every entry may go to every rank, and the first K need no filter.
-        candidates = self._oldest_left().first(window)
-        return candidates or candidates_of(list(islice(self.allowed(rank), window)))
+        return self._oldest_left().first() or candidates_of(
+            list(islice(self.allowed(rank), window))
+        )
 
     def _oldest_left(self) -> Oldest:
         if self._oldest is None or self._oldest.spare <= 0:
             # Each admission takes a slot, and one entry moves up.
             spare = min(int(self.fleet.free_slots.sum()), _MOST_SPARE)
-            self._oldest = Oldest(self.pool.first(self.settings.window + spare), spare)
+            window = self.settings.window
+            self._oldest = Oldest(self.pool.first(window + spare), window, spare)
             self._outlooks.clear()
         return self._oldest
 

@@ -27,7 +27,7 @@ def best_choice(
     fleet = work.fleet
     slots = fleet.free_slots.item(rank)
     if slots > 1:
-        taken = [entry for entry, is_free in zip(candidates, free.tolist(), strict=True) if is_free]
+        taken = [candidates[place] for place in free.nonzero()[0].tolist()]
         room = int(fleet.free_kv_tokens[rank])
         # A candidate larger than the free memory is possible only on an empty rank; then just one
         # entry is admitted.
