@@ -34,10 +34,10 @@ class TwoLegRouter:
         self._numbers = count()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> str:
-        """Listen; return the URL."""
+    async def start(self) -> int:
+        """Listen on a port of 127.0.0.1; return it."""
         await self._server.start("127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.port}"
+        return self._server.port
 
     def close(self) -> None:
         """Give up what runs."""

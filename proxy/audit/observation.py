@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ MIN_SAMPLES = 20
 _PARTS = 10
 _FULL = 0.95
 """Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
+_MANY_LOOKS = 5.0
+"""At which a request runs, so that few join a rank and leave it between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Observation:
         prefill_busy: Mean share of prefillers that have a request; None without prefillers.
         prefill_waiting: Mean requests that wait at a prefiller.
         prompts: Lengths of the prompts that ended meanwhile, by bucket.
+        longest_prompt: About the longest of them; inf if the looks do not tell.
         outputs: Lengths of their outputs.
     """
 
@@ -69,6 +73,7 @@ class Observation:
     prefill_busy: float | None
     prefill_waiting: float
     prompts: Lengths
+    longest_prompt: float
     outputs: Lengths
 
     @property
@@ -117,6 +122,7 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
     # A look finds a long step more often than a short one; each step counts once.
     steps = np.ones(len(peaks)) if fit is None else 1.0 / _step_ms(fit, peaks)
     prefillers = tuple(looks[0].prefill)
+    outputs = _ended(looks, ranks, "outputs")
     queues, work = _series(looks, prefillers, "waiting"), _series(looks, prefillers, "running")
     return Observation(
         ranks=ranks,
@@ -136,7 +142,8 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
         prefill_busy=float((queues + work > 0).mean()) if prefillers else None,
         prefill_waiting=float(np.nan_to_num(queues).mean()) if prefillers else 0.0,
         prompts=_ended(looks, ranks, "prompts"),
-        outputs=_ended(looks, ranks, "outputs"),
+        longest_prompt=_longest_prompt(loads, running, outputs),
+        outputs=outputs,
     )
 
 
@@ -160,6 +167,22 @@ def _idle_error(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float
     parts = zip(np.array_split(loads, _PARTS), np.array_split(steps, _PARTS), strict=True)
     idle = [_idle(*part) for part in parts if part[0].any()]
     return float(np.std(idle, ddof=1) / len(idle) ** 0.5) if len(idle) > 1 else 0.0
+
+
+def _longest_prompt(
+    loads: NDArray[np.float64],
+    running: NDArray[np.float64],
+    outputs: Lengths,
+) -> float:
+    """Return the most that a rank's load grew between two looks, and what the mean request holds.
+
+    A long prompt joins in the place of another request. That is right if a request runs for many looks.
+    """
+    ended = max(outputs.counts.values(), default=0.0)
+    lasts_looks = running.sum() / ended if ended else 0.0
+    if lasts_looks < _MANY_LOOKS:
+        return inf
+    return float(np.diff(loads, axis=0).max() + loads.sum() / running.sum())
 
 
 def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:

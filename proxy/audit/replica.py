@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import hypot
+from math import hypot, inf
 
 from balanceroute.proxy.audit.observation import Observation
 from balanceroute.proxy.audit.pages import Lengths
@@ -75,9 +75,11 @@ class Recovery:
 
 
 def requests_like(
-    prompts: Lengths, outputs: Lengths, count: int, *, seed: int
+    prompts: Lengths, outputs: Lengths, count: int, *, seed: int, longest_prompt: float = inf
 ) -> list[TraceRequest]:
     """Draw requests with the observed lengths; prompts and outputs are drawn apart.
+
+    The last bucket that has prompts ends at `longest_prompt` if it is not shorter anyway.
 
     Raises:
         ConfigError: Too few requests ended.
@@ -88,24 +90,28 @@ def requests_like(
             "(vllm:request_generation_tokens): audit for longer, or give --trace"
         )
     rng = random.Random(seed)
-    drawn = [_draw(lengths, count, rng) for lengths in (prompts, outputs)]
+    drawn = [_draw(prompts, longest_prompt, count, rng), _draw(outputs, inf, count, rng)]
     return [
         TraceRequest(arrival, prompt, output)
         for arrival, (prompt, output) in enumerate(zip(*drawn, strict=True))
     ]
 
 
-def _draw(lengths: Lengths, count: int, rng: random.Random) -> list[int]:
+def _draw(lengths: Lengths, longest: float, count: int, rng: random.Random) -> list[int]:
     """Draw lengths: within a bucket evenly over the logarithm, then scaled to the mean."""
     bounds = sorted(lengths.counts)
     cumulated = [lengths.counts[bound] for bound in bounds]
     weights = [after - before for before, after in zip([0.0, *cumulated], cumulated, strict=False)]
     lows = [1.0, *bounds]
+    last = max(place for place, weight in enumerate(weights) if weight > 0)
+    highs = [
+        _OVERFLOW * low if high == inf else high for low, high in zip(lows, bounds, strict=False)
+    ]
+    # A few requests that are much longer than any was would idle the other ranks by themselves.
+    highs[last] = max(lows[last], min(highs[last], longest))
     values = []
     for place in rng.choices(range(len(bounds)), weights, k=count):
-        low, high = lows[place], bounds[place]
-        if high == float("inf"):
-            high = _OVERFLOW * low
+        low, high = lows[place], highs[place]
         values.append(low * (high / low) ** rng.random())
     scale = lengths.total / cumulated[-1] * count / sum(values)
     return [max(1, round(scale * value)) for value in values]
@@ -138,7 +144,9 @@ def recover(
     slots = seen.batch * len(seen.ranks)
     if requests is None:
         size = _SEGMENTS * max(1000, _TURNS * slots)
-        requests = requests_like(seen.prompts, seen.outputs, size, seed=seed)
+        requests = requests_like(
+            seen.prompts, seen.outputs, size, seed=seed, longest_prompt=seen.longest_prompt
+        )
     if in_flight is None:
         in_flight = _in_flight(seen)
     workloads = split(playable(requests), segments=_SEGMENTS, concurrency=in_flight)

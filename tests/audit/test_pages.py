@@ -1,5 +1,7 @@
 """What pages of metrics say, and what an audit makes of too little."""
 
+import math
+
 import pytest
 
 from balanceroute.proxy.audit.energy import lost_shares
@@ -88,6 +90,33 @@ def test_drawn_lengths_have_the_buckets_and_the_mean() -> None:
     assert mean == pytest.approx(180, rel=0.01)
     assert sum(one.output_tokens for one in drawn) / 4000 == pytest.approx(20, rel=0.02)
     assert drawn == requests_like(prompts, outputs, 4000, seed=1)
+
+
+def test_no_prompt_is_drawn_that_is_much_longer_than_any_was() -> None:
+    """A few beyond the longest made BR-H idle 5 points more in a simulation than it does."""
+    counts = {1000.0: 0.0, 5000.0: 994.0, 10_000.0: 994.0, 20_000.0: 1000.0, math.inf: 1000.0}
+    lengths = Lengths(counts, 2.54e6)
+    drawn = requests_like(lengths, lengths, 4000, seed=1, longest_prompt=12_000.0)
+    assert 11_000 < max(one.prompt_tokens for one in drawn) < 12_500  # All are scaled to the mean.
+    assert max(one.output_tokens for one in drawn) > 18_000
+    shorter = requests_like(lengths, lengths, 4000, seed=1, longest_prompt=9000.0)
+    assert len({one.prompt_tokens for one in shorter if one.prompt_tokens > 6000}) == 1
+
+
+@pytest.mark.parametrize(("every", "longest"), [(1, 8000.0 + 900.0), (10, math.inf)])
+def test_the_longest_prompt_follows_from_looks_at_every_request(every: int, longest: float) -> None:
+    """One of 9,000 tokens joins in the place of one of 1,000, and leaves 20 looks later."""
+    found = []
+    for number in range(400):
+        kv_tokens = 8000.0 if number % 100 < 80 else 16_000.0
+        ended = Lengths({float("inf"): 0.4 * number}, 100.0 * number)
+        page = RankPage(8.0, 0.0, kv_tokens, 30.0 * number, prompts=ended, outputs=ended)
+        found.append(Look(float(number), {"a": page}, {}))
+    mean = sum(look.decode["a"].kv_tokens or 0.0 for look in found[::every]) / len(found[::every])
+    seen = observe(found[::every])
+    if every == 1:
+        assert seen.longest_prompt == pytest.approx(8000.0 + mean / 8.0)
+    assert seen.longest_prompt == pytest.approx(longest, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.two_leg_router import TwoLegRouter
 
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Observation, observe
@@ -43,29 +44,28 @@ def lengths(rng: random.Random) -> tuple[int, int]:
     return min(12_000, round(rng.lognormvariate(6.6, 1.0))), 20 + round(rng.expovariate(1 / 80))
 
 
-async def keep_busy(site: "Site", rng: random.Random) -> None:
+async def keep_busy(site: "Site", rng: random.Random, port: int) -> None:
     while True:
         prompt, output = lengths(rng)
-        await site.post(
-            "/v1/completions",
-            {
-                "model": "tiny",
-                "prompt": [rng.randrange(1, 1000)] * prompt,
-                "max_tokens": output,
-                "ignore_eos": True,
-                "stream": True,
-            },
-        )
+        values = {
+            "model": "tiny",
+            "prompt": [rng.randrange(1, 1000)] * prompt,
+            "max_tokens": output,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        await site.send("/v1/completions", values, port=port).end()
 
 
-def seen_with(play: "Play", policy: str) -> Seen:
+def seen_with(play: "Play", policy: str | None) -> Seen:
+    """Return what is seen of this proxy with a policy, or of a router that holds nothing back."""
     found: list[Seen] = []
 
     async def scenario(site: "Site") -> None:
-        clients = [
-            asyncio.create_task(keep_busy(site, random.Random(number)))
-            for number in range(IN_FLIGHT)
-        ]
+        router = TwoLegRouter(site.fleet.prefill_urls, site.fleet.decode_urls)
+        port = await router.start() if policy is None else site.world.port
+        rng = random.Random(1)  # One list of requests, whoever of the clients sends the next.
+        clients = [asyncio.create_task(keep_busy(site, rng, port)) for _ in range(IN_FLIGHT)]
         await asyncio.sleep(WARM_UP_S)
         engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, timeout_s=5.0)
         before = site.fleet.stats()
@@ -80,25 +80,31 @@ def seen_with(play: "Play", policy: str) -> Seen:
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
+        router.close()
 
-    play(scenario, flags={"policy": policy, "batch": 8}, at_rest=False, **FLEET)
+    flags = {"policy": policy or "br-h", "batch": 8}
+    play(scenario, flags=flags, at_rest=False, **FLEET)
     return found[0]
 
 
 def test_its_idle_is_the_engines_own_and_its_prediction_comes_true(play: "Play") -> None:
-    before, after = seen_with(play, "jsq"), seen_with(play, "br-h")
-    seen = before.observation
-    assert seen.saturated
-    assert len(seen.ranks) == 4
-    assert seen.batch == 8
-    for one in (before, after):
-        assert one.observation.idle == pytest.approx(one.idle, abs=0.02)
-        assert one.observation.output_tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.03)
-    assert seen.fit is not None
-    assert seen.fit.us_per_token == pytest.approx(5.0, rel=0.15)
-    assert seen.verdict.bound is Bound.BARRIER
-    recovery = recover(seen, None, step_base_ms=30.0, step_us_per_token=0.2)
-    (ours,) = [one for one in recovery.predictions if one.policy == "br-h"]
-    gain = after.tokens_per_s / before.tokens_per_s - 1.0
-    assert gain > 0.05
-    assert ours.gain == pytest.approx(gain, abs=0.03)
+    after = seen_with(play, "br-h")
+    for policy in ("jsq", None):
+        before = seen_with(play, policy)
+        seen = before.observation
+        assert seen.saturated
+        assert len(seen.ranks) == 4
+        assert seen.batch == 8
+        for one in (before, after):
+            assert one.observation.idle == pytest.approx(one.idle, abs=0.02)
+            assert one.observation.output_tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.03)
+        assert seen.fit is not None
+        assert seen.fit.us_per_token == pytest.approx(5.0, rel=0.15)
+        assert seen.verdict.bound is Bound.BARRIER
+        recovery = recover(seen, None, step_base_ms=30.0, step_us_per_token=0.2)
+        (ours,) = [one for one in recovery.predictions if one.policy == "br-h"]
+        gain = after.tokens_per_s / before.tokens_per_s - 1.0
+        assert gain > 0.05
+        assert ours.gain == pytest.approx(gain, abs=0.03)
+        # The same fleet and load, whoever was audited before.
+        assert ours.idle == pytest.approx(after.idle, abs=0.01)

@@ -173,7 +173,7 @@ def test_engines_know_the_lengths_behind_a_router_with_ids_of_its_own() -> None:
         router = TwoLegRouter(fleet.prefill_urls, fleet.decode_urls)
         try:
             settings = ReplaySettings(
-                target=await router.start(),
+                target=f"http://127.0.0.1:{await router.start()}",
                 model=engines.model,
                 emulation=fleet.decode_urls[0],
                 lengths=Lengths.HIDDEN,
