@@ -159,7 +159,8 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.opened_per_s:
             await asyncio.sleep(number / arguments.opened_per_s)
         try:
-            await loop.create_connection(lambda: Connection(load), "127.0.0.1", arguments.port)
+            port = arguments.port[number % len(arguments.port)]
+            await loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
         except OSError:
             failed += 1
 
@@ -190,7 +191,9 @@ def _percentiles(samples_ns: list[int]) -> dict[str, float]:
 def main() -> None:
     """Run the load of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument(
+        "--port", type=int, nargs="+", required=True, help="of several each has its connections"
+    )
     parser.add_argument("--connections", type=int, default=1)
     parser.add_argument("--opened-per-s", type=float, default=0.0, help="0: all at once")
     parser.add_argument("--requests", type=int, default=1)

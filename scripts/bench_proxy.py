@@ -59,6 +59,7 @@ def main() -> int:
             against=arguments.against,
             routers=routers,
             workers=arguments.workers,
+            apart=arguments.apart,
             traces=arguments.traces,
         ) as all_targets,
         on_cores(others),
@@ -94,6 +95,15 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="N",
         help="balanceroute with N relays too, 2 or more; may be given more than once",
+    )
+    parser.add_argument(
+        "--apart",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="N balanceroutes of one process each too, which share the load and nothing else: what N "
+        "processes cost that exchange no message; may be given more than once",
     )
     parser.add_argument(
         "--traces", action="store_true", help="balanceroute with a trace of every request too"

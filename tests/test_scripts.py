@@ -171,6 +171,7 @@ def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
             ),
             "another",
         ),
+        (("--no-router", "--apart", "2"), "2 apart"),
     ],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(

@@ -58,15 +58,17 @@ def loads(*, quick: bool) -> list[Load]:
 
 def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
     """Send one load to one target; return its figures."""
-    processes = {"engine": engine.process}
-    if target.process is not None:
-        processes["proxy"] = target.process
-    before_s = {name: cpu_s(process) for name, process in processes.items()}
+    processes = {"engine": [engine.process]}
+    if target.processes:
+        processes["proxy"] = target.processes
+    before_s = {name: sum(map(cpu_s, several)) for name, several in processes.items()}
     client = [sys.executable, str(ROOT / "scripts" / "bench_client.py")]
-    client += ["--port", str(target.port), *load.flags]
+    client += ["--port", *map(str, target.ports), *load.flags]
     result = subprocess.run(client, capture_output=True, text=True, check=True, timeout=_CLIENT_S)
     figures = json.loads(result.stdout)
-    spent_s = {name: cpu_s(process) - before_s[name] for name, process in processes.items()}
+    spent_s = {
+        name: sum(map(cpu_s, several)) - before_s[name] for name, several in processes.items()
+    }
     spent_s["client"] = figures["cpu_s"]
     row = {
         "load": load.name,
@@ -79,6 +81,6 @@ def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
     }
     for name, seconds in spent_s.items():
         row[f"{name}_us"] = seconds / figures[load.unit] * 1e6
-    if target.process is not None:
-        row["rss_mb"] = rss_mb(target.process)
+    if target.processes:
+        row["rss_mb"] = sum(map(rss_mb, target.processes))
     return row

@@ -30,11 +30,23 @@ class Target:
         name: For the table.
         port: Where it listens.
         process: None for the engine itself.
+        beside: Others that have their shares of the load.
     """
 
     name: str
     port: int
     process: Process | None
+    beside: "tuple[Target, ...]" = ()
+
+    @property
+    def ports(self) -> list[int]:
+        """Where all of them listen."""
+        return [self.port, *(one.port for one in self.beside)]
+
+    @property
+    def processes(self) -> list[Process]:
+        """The processes of all of them."""
+        return [one.process for one in (self, *self.beside) if one.process is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +137,7 @@ def targets(
     against: Path | None,
     routers: list[Router],
     workers: Sequence[int] = (),
+    apart: Sequence[int] = (),
     traces: bool = False,
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own; yield them and the engine.
@@ -136,6 +149,7 @@ def targets(
         against: Another checkout's package.
         routers: Other routers.
         workers: This proxy again as several processes, with so many relays each time.
+        apart: This proxy again so many times, which share the load and nothing else.
         traces: Whether to run this proxy again, with a trace of every request.
     """
     with ExitStack() as stack:
@@ -150,6 +164,14 @@ def targets(
             several = [*flags, "--workers", str(count)]
             proxy = balanceroute(name, engine, several, ROOT / ".src", logs / name)
             found.append(stack.enter_context(proxy))
+        for count in apart:
+            first, *others = [
+                stack.enter_context(
+                    balanceroute("", engine, flags, ROOT / ".src", logs / f"{count} apart {number}")
+                )
+                for number in range(count)
+            ]
+            found.append(Target(f"{count} apart", first.port, first.process, tuple(others)))
         if traces:
             url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
             traced = [*flags, "--otlp-traces-endpoint", url]
