@@ -169,7 +169,7 @@ class Scheduler:
             self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
         actions = self._handlers.get(type(event), self._switch)(event, now_ns)
         waiting = len(self.pool) > 0
-        self.leases.observe(event, actions, self.ledger.loads, now_ns, waiting=waiting)
+        self.leases.observe(event, actions, self._holdings.ledger.loads, now_ns, waiting=waiting)
         for observe in self._observers:
             observe(event, actions, now_ns)
         return actions

@@ -163,8 +163,9 @@ class Gateway:
             self._serve(route, request, reply)
 
     def _serve(self, route: Route, request: "Request", reply: "Reply") -> None:
+        given = dict(request.headers)  # To look each up costs more than this.
         try:
-            given_id = client_request_id(request.headers)
+            given_id = client_request_id(request.headers) if b"x-request-id" in given else None
         except BadRequestIdError:
             self._reject(request, reply, _BAD_REQUEST_ID)
             return
@@ -176,12 +177,12 @@ class Gateway:
             self._unix_s(),
             peer=request.peer,
             api_key_id=api_key_id(request.headers) if self._clients.has_keys else "",
-            user_agent=user_agent(request.headers),
+            user_agent=user_agent(request.headers) if b"user-agent" in given else "",
             tenant=tenant.name,
         )
         if self._tracer is not None:
             request.headers = self._tracer.begin(request.headers, record)
-        elif (parent := read_parent(request.headers)) is not None:
+        elif b"traceparent" in given and (parent := read_parent(request.headers)) is not None:
             record.trace_id = parent.trace_id
         if route.handling is _GENERATES:
             self._generate(request, reply, record)

@@ -136,7 +136,7 @@ class Generation:
     def _submit(self, asking: Asking, group: "Group") -> None:
         """Give a request to a group, or refuse it."""
         shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
-        record.group = group.name
+        record.group, given = group.name, dict(headers)
         eligible = group.routes.eligible(shape.model)
         refused = group.routes.refuse(shape.model, eligible)
         if refused is not None:
@@ -144,7 +144,8 @@ class Generation:
             return
         try:
             check_direct(shape, group.intake.context.legs.direct)
-            expected_tokens = expected_output_tokens(headers)
+            hinted = b"x-expected-output-tokens" in given
+            expected_tokens = expected_output_tokens(headers) if hinted else None
             refuse_if_too_long(asking.api, asking.body, group.served.max_model_len(shape.model))
         except BadHintError as error:
             asking.deny(400, str(error))
@@ -153,7 +154,7 @@ class Generation:
             asking.deny(400, str(error), param=error.param)
             return
         name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
-        session = session_of(headers, name)
+        session = session_of(headers, name) if b"x-session-id" in given else 0
         group.intake.submit(
             Arrival(
                 Asked(shape, eligible, expected_tokens, asking.urgency, name, session),

@@ -154,7 +154,7 @@ class Decisions:
         self._ticks.cancel()
 
     def _now_ns(self) -> int:
-        return round(self._clock() * 1e9)
+        return int(self._clock() * 1e9 + 0.5)  # `round` takes three times as long.
 
     def _handle(self, event: Event) -> None:
         self._perform(self._scheduler.handle(event, now_ns=self._now_ns()))

@@ -188,7 +188,7 @@ class Driver:
         )
 
     def _now_ns(self) -> int:
-        return round(self.context.clock() * 1e9)
+        return int(self.context.clock() * 1e9 + 0.5)  # `round` takes three times as long.
 
     # What the gateway does.
 

@@ -157,13 +157,13 @@ class RequestRecord(Struct, omit_defaults=True):
         """Note the prefiller that is asked now."""
         self.prefiller = prefiller
         if self.prefill_started_ns is None:
-            self.prefill_started_ns = round(now_s * 1e9)
+            self.prefill_started_ns = int(now_s * 1e9 + 0.5)
 
     def bound(self, rank: str, now_s: float, *, pooled_s: float) -> None:
         """Note the rank that is asked now, and since when the request waited for one."""
         self.rank = rank
-        self.admitted_ns = round(now_s * 1e9)
-        self.pool_wait_ns += round((now_s - pooled_s) * 1e9)
+        self.admitted_ns = int(now_s * 1e9 + 0.5)
+        self.pool_wait_ns += int((now_s - pooled_s) * 1e9 + 0.5)
 
     def second_token_came(self, at_ns: int) -> None:
         """Note the second token of a stream, and its gap to a first one that another engine said."""
@@ -179,7 +179,7 @@ class RequestRecord(Struct, omit_defaults=True):
     def end(self, outcome: Outcome, reason: str, now_s: float) -> None:
         """Note how the request ended now."""
         self.outcome, self.reason = outcome, reason
-        self.ended_ns = round(now_s * 1e9)
+        self.ended_ns = int(now_s * 1e9 + 0.5)
 
     def lease_lapsed(self, *, cheaper: bool) -> None:
         """Count a prefill that is repeated because of its lease."""

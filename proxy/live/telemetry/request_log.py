@@ -103,7 +103,7 @@ def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
     started_ns = record.prefill_started_ns
     now_s = record.arrived_unix_s + (now_ns - arrived_ns) / _NS_PER_S
     fields = {
-        "arrival_s": round(record.arrived_unix_s, 6),
+        "arrival_s": int(record.arrived_unix_s * 1e6 + 0.5) / 1e6,
         "prompt_tokens": record.prompt_tokens,
         "output_tokens": record.output_tokens,
         "request_id": record.request_id[:MAX_TEXT],
@@ -172,7 +172,7 @@ def _second(unix_s: int) -> str:
 
 
 def _between(start_ns: int | None, end_ns: int | None) -> float | None:
-    return None if start_ns is None or end_ns is None else _seconds(end_ns - start_ns)
+    return None if start_ns is None or end_ns is None else (end_ns - start_ns + 500) // 1_000 / 1e6
 
 
 def _seconds(duration_ns: int) -> float:
