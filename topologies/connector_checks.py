@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
 from balanceroute.topologies.engines import Engines, RoleEngines
-from balanceroute.topologies.findings import Finding
+from balanceroute.topologies.findings import Finding, Level
 from balanceroute.topologies.placement import EngineProcess
 
 # They find a prefix by hashes that every engine must make alike.
@@ -19,6 +19,7 @@ def check_connector(engines: Engines, processes: Iterable[EngineProcess]) -> Ite
     """Yield what the connector and the store do not work with."""
     yield from _basics(engines)
     if engines.connector == "mooncake-hybrid":
+        yield from _hybrid_stages(engines)
         for role in engines.roles:
             yield from _hybrid(role)
     for role in engines.roles:
@@ -55,6 +56,17 @@ def _hybrid(role: RoleEngines) -> Iterator[Finding]:
         if role.flags.get(flag, 1) != 1:
             reason = f"is {role.flags[flag]}: mooncake-hybrid has no context parallelism"
             yield Finding("error", f"{place}.{flag}", reason)
+
+
+def _hybrid_stages(engines: Engines) -> Iterator[Finding]:
+    stages = engines.prefill.pipeline_parallel
+    if stages > 1:
+        reason = (
+            f'is {stages}: MooncakeHybridConnector of vllm-ascend 0.23.0 ends at its start ("received '
+            'pp_rank > 0 handshake metadata but does not support PP-disaggregated KV transfer")'
+        )
+        level: Level = "error" if engines.version == "0.23.0" else "note"
+        yield Finding(level, "engines.prefill.pipeline_parallel", reason)
 
 
 def _store(engines: Engines, role: RoleEngines) -> Iterator[Finding]:

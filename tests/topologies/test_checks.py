@@ -155,6 +155,11 @@ def test_nothing_is_wrong_with_the_smallest(connector: str, tmp_path: Path) -> N
             "is 2: mooncake-hybrid has no context parallelism",
         ),
         (
+            text("mooncake-hybrid", engines='version = "0.23.0"', prefill="pipeline_parallel = 2"),
+            "engines.prefill.pipeline_parallel",
+            "is 2: MooncakeHybridConnector of vllm-ascend 0.23.0 ends at its start",
+        ),
+        (
             text("mooncake-ascend", prefill=f"{STORE} }}\nenvironment = {{ PYTHONHASHSEED = 0 }}"),
             "engines.prefill.kv_store",
             "gives prefill-1 the lookup_rpc_port 0 of prefill-0 on 10.0.0.1",
