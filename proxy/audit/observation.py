@@ -105,13 +105,16 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
         ConfigError: They are too few, ranks do not tell their KV tokens, or nothing was decoded.
     """
     if len(looks) < MIN_SAMPLES:
-        raise ConfigError(f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least")
+        raise ConfigError(
+            f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least: more --minutes"
+        )
     ranks = tuple(looks[0].decode)
     loads = _series(looks, ranks, "kv_tokens")
-    if np.isnan(loads).any():
+    silent = np.isnan(loads).any(axis=0)
+    if silent.any():
         raise ConfigError(
-            "an engine tells neither its KV tokens in use nor its capacity (vllm:cache_config_info, "
-            "sglang:num_used_tokens)"
+            f"{ranks[silent.argmax()]} tells neither its KV tokens in use nor its capacity "
+            "(vllm:cache_config_info, sglang:num_used_tokens)"
         )
     running, generated = _series(looks, ranks, "running"), _series(looks, ranks, "generated")
     peaks = loads.max(axis=1)

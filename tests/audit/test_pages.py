@@ -66,9 +66,9 @@ def looks(count: int, *, kv_tokens: float | None = 10.0) -> list[Look]:
 
 
 def test_too_little_is_not_judged() -> None:
-    with pytest.raises(ConfigError, match="20 the least"):
+    with pytest.raises(ConfigError, match=r"19 looks .*, 20 the least: more --minutes"):
         observe(looks(19))
-    with pytest.raises(ConfigError, match="cache_config_info"):
+    with pytest.raises(ConfigError, match=r"a tells neither its KV tokens .*cache_config_info"):
         observe(looks(30, kv_tokens=None))
     with pytest.raises(ConfigError, match="nothing was decoded"):
         observe(looks(30, kv_tokens=0.0))
