@@ -1,8 +1,9 @@
 """Survival curves of whole outputs, asked once per request and read at any age.
 
-A curve is Pr[output > k x width] for k = 0..`LONGEST`. At age a the survival h steps ahead is the
-ratio of the curve at a + h and at a, between two points linear. So a request costs its predictor one
-question, when it is first a candidate, however long it then runs.
+A curve is Pr[output > h], at k = 0..`LONGEST` the mean over the width around h = k x width; at its two
+ends, the value there. At age a the survival h steps ahead is the ratio of the curve at a + h and at a,
+between two points linear. So a request costs its predictor one question, when it is first a
+candidate, however long it then runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +55,12 @@ class Curves:
                 batch, np.zeros(len(batch), np.int64), LONGEST * width
             )
             rows = [self._free.pop() for _ in batch]
-            self._curves[rows, : LONGEST + 1] = survival[:, ::width]
-            self._curves[rows, LONGEST + 1 :] = survival[:, -1:]
+            # So that it is not lost where between two points a request ends.
+            begin_around = (width + 1) // 2
+            around = survival[:, begin_around : begin_around + (LONGEST - 1) * width]
+            self._curves[rows, 0] = 1.0
+            self._curves[rows, 1:LONGEST] = around.reshape(len(batch), -1, width).mean(axis=2)
+            self._curves[rows, LONGEST:] = survival[:, -1:]
             self._row_of.update(zip(batch, rows, strict=True))
         self._curves[0] = self._curves[[self._row_of[request] for request in requests]].mean(axis=0)
 

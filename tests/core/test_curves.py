@@ -44,10 +44,23 @@ def test_each_request_is_asked_about_once() -> None:
 
 @pytest.mark.parametrize(("age", "ends_at"), [(0, 5), (20, 3), (40, 1)])
 def test_a_curve_is_read_from_the_requests_age_on(age: int, ends_at: int) -> None:
-    curves = Curves(knowing({1: 50}))
+    curves = Curves(knowing({1: 45}))
     curves.ask(ids(1), WIDTH)
     survival = curves.survival(ids(1), np.array([age]), WIDTH)
     assert survival[0].tolist() == [1.0] * ends_at + [0.0] * (POINTS - ends_at)
+
+
+@pytest.mark.parametrize(
+    ("output", "width", "survival"), [(52, 10, 0.7), (45, 10, 0.0), (54, 9, 1.0), (6, 1, 1.0)]
+)
+def test_it_is_kept_where_between_two_points_a_request_ends(
+    output: int, width: int, survival: float
+) -> None:
+    curves = Curves(knowing({1: output}))
+    curves.ask(ids(1), width)
+    ahead = curves.survival(ids(1), np.array([0]), width)[0]
+    assert ahead[5] == pytest.approx(survival)
+    assert ahead[:5].tolist() == [1.0] * 5
 
 
 def test_what_outlives_its_curve_is_taken_to_stay() -> None:
@@ -66,14 +79,14 @@ def test_what_outlives_its_curve_is_taken_to_stay() -> None:
 
 
 def test_a_request_never_asked_about_has_the_mean_of_the_latest() -> None:
-    curves = Curves(knowing({1: 20, 2: 40}))
+    curves = Curves(knowing({1: 15, 2: 35}))
     curves.ask(ids(1, 2), WIDTH)
     survival = curves.survival(ids(9), np.array([0]), WIDTH)[0]
     assert survival[:5].tolist() == [1.0, 1.0, 0.5, 0.5, 0.0]
 
 
 def test_curves_follow_the_grid() -> None:
-    curves = Curves(knowing({1: 100}))
+    curves = Curves(knowing({1: 95}))
     curves.ask(ids(1), WIDTH)
     curves.stretch(2.5)
     survival = curves.survival(ids(1), np.array([0]), 25)[0]

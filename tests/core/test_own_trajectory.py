@@ -1,11 +1,11 @@
 """Candidates scored by their own trajectories, where outputs are long beside prompts."""
 
 import random
-from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from balanceroute.predictors import Oracle, Survival
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
