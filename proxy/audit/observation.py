@@ -51,6 +51,7 @@ class Observation:
         fit: The line of the step's time over max L, in time of the wall; None if it cannot be told.
         prefill_busy: Mean share of prefillers that have a request; None without prefillers.
         prefill_waiting: Mean requests that wait at a prefiller.
+        prefill_ns_per_token: Time of a prefiller for a prompt token; None if no prefill was seen.
         prompts: Lengths of the prompts that ended meanwhile, by bucket.
         longest_prompt: About the longest of them; inf if the looks do not tell.
         outputs: Lengths of their outputs.
@@ -72,6 +73,7 @@ class Observation:
     fit: Fit | None
     prefill_busy: float | None
     prefill_waiting: float
+    prefill_ns_per_token: float | None
     prompts: Lengths
     longest_prompt: float
     outputs: Lengths
@@ -125,26 +127,33 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
     # A look finds a long step more often than a short one; each step counts once.
     steps = np.ones(len(peaks)) if fit is None else 1.0 / _step_ms(fit, peaks)
     prefillers = tuple(looks[0].prefill)
-    outputs = _ended(looks, ranks, "outputs")
+    prompts, outputs = (_ended(looks, ranks, what) for what in ("prompts", "outputs"))
     queues, work = _series(looks, prefillers, "waiting"), _series(looks, prefillers, "running")
+    busy = float((queues + work > 0).mean()) if prefillers else None
+    seconds = float(times[-1] - times[0])
+    # Those that prefillers ended: of a queue that grows or shrinks meanwhile the ranks tell others.
+    prefilled = _ended(looks, prefillers, "prompts").total or prompts.total
     return Observation(
         ranks=ranks,
         prefillers=len(prefillers),
-        seconds=float(times[-1] - times[0]),
+        seconds=seconds,
         loads=loads,
         batch=batch or max(1, round(running.max())),
         idle=_idle(loads, steps),
         idle_error=_idle_error(loads, steps),
         mean_load=float(steps @ loads.mean(axis=1) / steps.sum()),
         imbalance_tokens=float((peaks - loads.min(axis=1)).mean()),
-        output_tokens_per_s=float((generated[-1] - generated[0]).sum() / (times[-1] - times[0])),
+        output_tokens_per_s=float((generated[-1] - generated[0]).sum() / seconds),
         running=float(running.sum(axis=1).mean()),
         waiting=float(np.nan_to_num(_series(looks, ranks, "waiting")).sum(axis=1).mean()),
         prefilling=float(np.nan_to_num(queues + work).sum(axis=1).mean()),
         fit=fit,
-        prefill_busy=float((queues + work > 0).mean()) if prefillers else None,
+        prefill_busy=busy,
         prefill_waiting=float(np.nan_to_num(queues).mean()) if prefillers else 0.0,
-        prompts=_ended(looks, ranks, "prompts"),
+        prefill_ns_per_token=(
+            1e9 * len(prefillers) * busy * seconds / prefilled if busy and prefilled else None
+        ),
+        prompts=prompts,
         longest_prompt=_longest_prompt(loads, running, outputs),
         outputs=outputs,
     )
@@ -194,11 +203,12 @@ def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:
-    """Return the lengths of what ended between the first look and the last, of all ranks."""
+    """Return the lengths of what ended between the first look and the last, of some engines."""
     result = Lengths()
+    first, last = ({**look.prefill, **look.decode} for look in (looks[0], looks[-1]))
     for name in ranks:
-        before: Lengths = getattr(looks[0].decode[name], what)
-        after: Lengths = getattr(looks[-1].decode[name], what)
+        before: Lengths = getattr(first[name], what)
+        after: Lengths = getattr(last[name], what)
         result.total += after.total - before.total
         for bound, count in after.counts.items():
             more = count - before.counts.get(bound, 0.0)

@@ -195,11 +195,9 @@ def _deployment(seen: Observation, base_ms: float, us_per_token: float) -> Deplo
 
 
 def _prefill(seen: Observation) -> PrefillModel | None:
-    """Return prefillers that take as long for the prompts that ended as those that were seen."""
-    if not seen.prefill_busy or not seen.prompts.total:
-        return None
-    busy_ns = 1e9 * seen.prefillers * seen.prefill_busy * seen.seconds
-    return PrefillModel(seen.prefillers, 0, busy_ns / seen.prompts.total)
+    """Return prefillers that take as long for a token as those that were seen."""
+    token_ns = seen.prefill_ns_per_token
+    return None if token_ns is None else PrefillModel(seen.prefillers, 0, token_ns)
 
 
 def _predict(

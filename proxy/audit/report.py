@@ -76,6 +76,11 @@ def lines(audit: Audit) -> Iterator[str]:
             f"  {one.policy:<14} idle {100 * one.idle:5.1f} %   {one.output_tokens_per_s:9,.0f} "
             f"tokens/s   {100 * one.gain:+6.1f} % +- {100 * one.error:.1f}"
         )
+    if not seen.saturated:
+        yield (
+            "  of clients who wait for an answer before they send more: ranks have free slots, so where "
+            "arrivals do not depend on answers, steps are shorter and the output stays"
+        )
 
 
 def as_json(audit: Audit) -> dict[str, object]:

@@ -7,7 +7,8 @@ import pytest
 from balanceroute.proxy.audit.energy import lost_shares
 from balanceroute.proxy.audit.observation import Look, observe
 from balanceroute.proxy.audit.pages import Lengths, PageError, RankPage, read_page
-from balanceroute.proxy.audit.replica import requests_like
+from balanceroute.proxy.audit.replica import Prediction, Recovery, requests_like
+from balanceroute.proxy.audit.report import Audit, lines
 from balanceroute.proxy.audit.verdict import Bound, judge
 from balanceroute.proxy.core.errors import ConfigError
 
@@ -76,6 +77,14 @@ def test_too_little_is_not_judged() -> None:
         requests_like(Lengths(), Lengths({1.0: 99.0}, 99.0), 10, seed=0)
 
 
+@pytest.mark.parametrize(("batch", "said"), [(1, False), (2, True)])
+def test_who_gains_in_a_fleet_with_free_slots_is_said(batch: int, said: bool) -> None:
+    seen = observe(looks(30), batch=batch)
+    recovery = Recovery(1, "jsq", (Prediction("br-h", 0.1, 30.0, 0.2, 0.01),))
+    told = list(lines(Audit(seen, seen.verdict, recovery)))
+    assert any("where arrivals do not depend on answers" in line for line in told) == said
+
+
 def test_one_rank_waits_for_nobody() -> None:
     seen = observe(looks(30))
     assert (seen.idle, seen.imbalance_tokens, seen.output_tokens_per_s) == (0.0, 0.0, 30.0)
@@ -117,6 +126,20 @@ def test_the_longest_prompt_follows_from_looks_at_every_request(every: int, long
     if every == 1:
         assert seen.longest_prompt == pytest.approx(8000.0 + mean / 8.0)
     assert seen.longest_prompt == pytest.approx(longest, rel=0.05)
+
+
+@pytest.mark.parametrize(("tells", "tokens"), [(True, 1000.0), (False, 900.0)])
+def test_prefillers_take_as_long_as_for_what_they_ended(tells: bool, tokens: float) -> None:
+    """Where prefill bounds the fleet, the ranks end other requests than the prefillers meanwhile."""
+    found = []
+    for number in range(100):
+        prefilled = Lengths(total=1000.0 * number if tells else 0.0)
+        prefiller = RankPage(float(number % 2), 0.0, 5.0, prompts=prefilled)
+        ended = Lengths({math.inf: float(number)}, 900.0 * number)
+        rank = RankPage(8.0, 0.0, 8000.0, 30.0 * number, prompts=ended, outputs=ended)
+        found.append(Look(0.5 * number, {"d": rank}, {"p": prefiller, "q": RankPage(0.0, 0.0)}))
+    # Half of the time one of the two is busy, for a look of 0.5 s.
+    assert observe(found).prefill_ns_per_token == pytest.approx(0.5 * 0.5e9 / tokens)
 
 
 @pytest.mark.parametrize(
