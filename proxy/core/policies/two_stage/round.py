@@ -121,7 +121,10 @@ class Round:
             # Each admission takes a slot, and one entry moves up.
             spare = min(int(self.fleet.free_slots.sum()), _MOST_SPARE)
             window = self.settings.window
-            self._oldest = Oldest(self.pool.first(window + spare), window, spare)
+            entries = self.pool.first(window + spare)
+            # After a burst of admissions nobody has asked about these.
+            self._ask_unknown(entries)
+            self._oldest = Oldest(entries, window, spare)
             self._outlooks.clear()
         return self._oldest
 
@@ -163,9 +166,8 @@ class Round:
                 overflow = fleet.loads[rank] + entry.kv_tokens - fleet.loads.max()
                 if overflow > entry.overflow_limit:
                     continue
-            if self._projection is not None and entry.request not in self._adds:
-                coming = entries[number : number + _MOST_ASKED]
-                self._ask(self._projection, [e for e in coming if e.request not in self._adds])
+            if entry.request not in self._adds:
+                self._ask_unknown(entries[number : number + _MOST_ASKED])
             placed.append(entry.request)
             self._charge(entry, rank, is_last=len(placed) == len(self.pool))
         # Together: one by one the large ones, which go first, would overtake thousands each.
@@ -199,6 +201,13 @@ class Round:
             self._ask(projection, [entry])
         adds, row = self._adds[entry.request]
         return np.asarray(adds[row])
+
+    def _ask_unknown(self, entries: list[PoolEntry]) -> None:
+        """Ask about those of some entries about which nobody has asked."""
+        if self._projection is not None:
+            unknown = [entry for entry in entries if entry.request not in self._adds]
+            if unknown:
+                self._ask(self._projection, unknown)
 
     def _ask(self, projection: Projection, entries: list[PoolEntry]) -> NDArray[np.float64]:
         """Note what entries add if they are admitted now, and return their survival."""
