@@ -34,6 +34,7 @@ class Client:
         resumed_tokens: int = 0,
         keep_text: bool = False,
         counts: TokenCounts | None = None,
+        asks_total: bool = False,
     ) -> None:
         self.now_s = 100.0
         self.gaps: list[float] = []
@@ -51,6 +52,7 @@ class Client:
                 sequences,
                 resumes=resumes,
                 usage=self.usage,
+                asks_total=asks_total,
                 counts=counts,
                 transcript=self.transcript if keep_text else None,
                 expensive=lambda: self.turns.append("expensive"),
@@ -127,11 +129,15 @@ class Client:
     def stream_ended(self) -> None:
         self.turns.append("ended")
 
-    def stream_error(self, message: str) -> None:
-        self.turns.append(f"error: {message}")
+    def stream_error(self, message: str, *, cut: bool = False) -> None:
+        self.turns.append(f"error{' cut' * cut}: {message}")
 
     def stream_broken(self, error: WireError) -> None:
         self.turns.append("broken")
+        self.errors.append(error)
+
+    def stream_cut(self, error: WireError) -> None:
+        self.turns.append("cut")
         self.errors.append(error)
 
 

@@ -66,6 +66,41 @@ def test_the_tokens_of_an_answer_count_if_the_client_leaves_before_its_very_end(
     play(scenario)
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_a_stream_whose_rank_dies_behind_the_last_token_is_complete(
+    play: "Play", options: object
+) -> None:
+    values = {"messages": [], "max_tokens": 9, "stream": True, "temperature": 0}
+    values |= {"stream_options": options, "ignore_eos": True}
+
+    def die(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        for event in said:
+            reply.write(event)
+        reply.abort()
+        assert json.loads(request.body)["stream_options"]["continuous_usage_stats"]
+
+    async def scenario(site: "Site") -> None:
+        asked = values | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        said[:] = (await site.ask("decode/0", CHAT, asked)).events[:-2]
+        right = await site.post(CHAT, values)
+        site.rank_handlers[CHAT.encode()] = die
+        exchange = await site.post(CHAT, values)
+        assert exchange.done
+        got, wanted = exchange.chunks, right.chunks
+        for one in (*got, *wanted):
+            for name in ("id", "created", "system_fingerprint"):
+                one.pop(name, None)
+        assert got == wanted
+        first, second = await site.ended(2)
+        assert (second.outcome, second.output_tokens) == (Outcome.OK, 9)
+        assert second.output_tokens == first.output_tokens
+
+    said: list[bytes] = []
+    play(scenario, prompt_tokens_details=True)
+
+
 class Endless:
     """Engines whose answers go on for ever, a piece every so many seconds."""
 

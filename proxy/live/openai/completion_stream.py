@@ -31,6 +31,7 @@ from balanceroute.proxy.wire.sse import event_data
 # hold it: its quotes are escaped.
 GOING_ON = b'"finish_reason":null'
 _ROLE = b'"delta":{"role":'
+_DONE = b"data: [DONE]\n\n"
 
 
 class CompletionStream(StreamReader):
@@ -41,6 +42,7 @@ class CompletionStream(StreamReader):
         resumes: Whether the client's stream began on an earlier binding: its opening event is not
             repeated.
         usage: How usage objects are rewritten.
+        asks_total: Whether the client asked for the usage at the end.
         counts: The engine's own counts; None if they were not asked for.
         transcript: Keeps the text; None if no rank can hand the request back.
         ids: Keeps the ids of the tokens; None if they were not asked for.
@@ -48,13 +50,17 @@ class CompletionStream(StreamReader):
     """
 
     __slots__ = (
+        "_asks_total",
         "_counts",
         "_expensive",
         "_has_begun",
         "_held_end",
         "_ids",
+        "_is_done",
+        "_last",
         "_sequences",
         "_shows_each",
+        "_total_told",
         "_transcript",
         "_usage",
         "finished",
@@ -66,6 +72,7 @@ class CompletionStream(StreamReader):
         *,
         resumes: bool,
         usage: UsageRewrite,
+        asks_total: bool,
         counts: TokenCounts | None,
         transcript: Transcript | None,
         ids: TokenIds | None = None,
@@ -82,6 +89,9 @@ class CompletionStream(StreamReader):
         self._ids = ids
         self._expensive = expensive
         self._has_begun = False  # Nothing but openings came so far.
+        self._asks_total = asks_total
+        self._total_told = self._is_done = False
+        self._last: dict[str, Any] = {}  # The event that ended the last sequence.
         self.finished = 0
 
     @property
@@ -143,6 +153,17 @@ class CompletionStream(StreamReader):
             return b""
         return self._opening.begin(self._held_end.release(None)[0])
 
+    def ending(self) -> bytes | None:
+        """Return what a stream lacks that breaks off now, if all of the answer has come."""
+        if self.handed_back or super().ending() is None:
+            return None
+        if self._is_done:
+            return b""
+        total: bytes | None = b""
+        if self._asks_total and not self._total_told:
+            total = None if self._sequences > 1 else self._usage.total(self._last)
+        return None if total is None else total + _DONE
+
     def _read_behind(self, held_end: HeldEnd, event: bytes) -> bytes:
         """Read an event behind the one that ended the sequence, which may be held for it."""
         if not event_data(event):
@@ -167,8 +188,10 @@ class CompletionStream(StreamReader):
             return event if ids is None else ids.take(event)
         message = parsed(event)
         if message is None:
-            if ids is not None and event_data(event):
+            data = event_data(event)
+            if ids is not None and data:
                 ids.lost = True
+            self._is_done |= data == b"[DONE]"
             return self._opening.pass_empty(event)
         error = message.get("error")
         if error is not None:
@@ -218,6 +241,9 @@ class CompletionStream(StreamReader):
             self._ids.note(event, message)
         if is_total(message) or self.finished == self._sequences == 1:
             self._take_usage(message.get("usage"))
+        self._total_told |= is_total(message)
+        if self.complete and message.get("choices"):
+            self._last = message
         counts = self._counts if message.get("choices") else None
         if counts is not None and continuous_usage_is_expensive(message):
             self._expensive()

@@ -64,6 +64,11 @@ class ContinuationStream(CompletionStream):
         """Return the end held, if it waits for a total that does not come; else nothing."""
         return self._continue(super().flush())
 
+    def ending(self) -> bytes | None:
+        """Return what a stream lacks that breaks off now, if all of the answer has come."""
+        lacking = super().ending()
+        return lacking and self._continue(lacking)
+
     @property
     def _may_be_mended(self) -> bool:
         return not self._goes_on or super()._may_be_mended

@@ -76,6 +76,14 @@ class StreamReader:
         """Return what is held for an event that does not come."""
         return b""
 
+    def ending(self) -> bytes | None:
+        """Return what a stream lacks that breaks off now, if all of the answer has come.
+
+        Returns:
+            None if something of the answer is missing, or nobody can tell what comes behind it.
+        """
+        return b"" if self.complete and not self.error else None
+
     def _read(self, event: bytes) -> bytes:
         raise NotImplementedError
 

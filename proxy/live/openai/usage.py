@@ -5,6 +5,7 @@ transferred prompt for cached; only the prefiller knows how many were. And after
 request back, the next one counts the tokens that it resumes from as prompt.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ USAGE = b'"usage":'
 _CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)\d+')
 _COUNTS = re.compile(rb'"(prompt_tokens|completion_tokens)":\s*(\d{1,9})\b')
 _MAX_COUNT = 1 << 30
+_TOTAL = ("prompt_tokens", "total_tokens", "completion_tokens")
 
 
 class UsageRewrite:
@@ -52,6 +54,23 @@ class UsageRewrite:
             usage = _COUNTS.sub(self._shift, usage)
         return head + usage
 
+    def total(self, last: Mapping[str, Any]) -> bytes | None:
+        """Return the event with the usage at the end, by the usage that the answer's last event tells.
+
+        Returns:
+            None if that tells none.
+        """
+        usage = last.get("usage")
+        if not isinstance(usage, dict) or any(token_count(usage, one) is None for one in _TOTAL):
+            return None
+        told: dict[str, Any] = {name: usage[name] for name in _TOTAL}
+        if self._cached_tokens is not None:
+            told["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens}
+        told |= {name: value for name, value in usage.items() if value is not None}
+        message = {**last, "choices": [], "usage": told}
+        text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
+        return self.apply(b"data: %b\n\n" % text.encode("utf-8", "replace"))
+
     def _shift(self, count: "re.Match[bytes]") -> bytes:
         by = -self._resumed_tokens if count[1] == b"prompt_tokens" else self._resumed_tokens
         return b'"%b":%d' % (count[1], max(0, int(count[2]) + by))
@@ -71,6 +90,12 @@ def token_count(usage: object, name: str) -> int | None:
     """Return a count of a parsed usage object; None if there is none that can be true."""
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if type(count) is int and 0 <= count <= _MAX_COUNT else None
+
+
+def asks_total(values: Mapping[str, Any]) -> bool:
+    """Return whether a request asks for the usage at the end of its stream, given its members."""
+    options = values.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def is_total(message: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.events import DecodeStarted
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
@@ -26,13 +26,13 @@ from balanceroute.proxy.live.openai.token_continuation_stream import EXPERTS, To
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.transcript import Transcript
-from balanceroute.proxy.live.openai.usage import UsageRewrite, with_cached_tokens
+from balanceroute.proxy.live.openai.usage import UsageRewrite, asks_total, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
-from balanceroute.proxy.live.request.reports import LegSucceeded, PromptCounted
+from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, PromptCounted
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -197,11 +197,14 @@ class DecodeAttempt(Attempt):
         session, legs, stream = self._session, self._session.context.legs, self.stream
         if stream is not None and stream.started:
             limit_s = legs.idle_stream_timeout_s
-            if self.engine.status is Status.QUARANTINED and self.continuable:
+            if self.engine.status is Status.QUARANTINED and (self.continuable or self.complete):
                 limit_s = min(limit_s, _STILL_S)  # Else it might as well end there.
             if session.answer.is_paused or now_s <= stream.last_s + limit_s:
                 return
             reason = f"the stream stood still for {limit_s:g} s"
+            if self.finish():
+                session.host.report(LegFailed(self.engine.target, Fault.TIMEOUT, reason))
+                return
         elif now_s <= self._deadline_s:
             return
         else:
@@ -244,6 +247,7 @@ class DecodeAttempt(Attempt):
             self._repeated,
             ids=self._ids,
             usage=self._usage,
+            asks_total=asks_total(self._asked[1].values),
             counts=None if asked is None else TokenCounts(asked),
             transcript=self._transcript,
             expensive=self._stop_asking,
@@ -357,9 +361,9 @@ class DecodeAttempt(Attempt):
             error = WireError(WireFault.RESET, "the stream is empty", sent=True, answered=True)
             self.stream_broken(error)
 
-    def stream_error(self, message: str) -> None:
+    def stream_error(self, message: str, *, cut: bool = False) -> None:
         """End a stream in which the engine reported an error of its own."""
-        self._session.finished(message)
+        self._session.finished(message, cut=cut)
 
     def stream_error_first(self, event: bytes) -> None:
         """Fail when the first event is an error, or is not what the client has."""
@@ -414,6 +418,18 @@ class DecodeAttempt(Attempt):
     def stream_broken(self, error: WireError) -> None:
         """Fail, or end the answer truthfully."""
         self._session.failed(self, breakage(error))
+
+    def stream_cut(self, error: WireError) -> None:
+        """Finish the answer, of which nothing is missing; the engine failed nevertheless."""
+        self.stream_ended()
+        self._session.host.report(LegFailed(self.engine.target, fault_of(error), str(error)))
+
+    def finish(self) -> bool:
+        """End the answer, if nothing of it is missing but its end; return whether that is so."""
+        if self.stream is None or not self.stream.complete():
+            return False
+        self.stream_ended()
+        return True
 
 
 def _make_reader(

@@ -73,6 +73,10 @@ class Holding:
         del target
         return False
 
+    def finish(self) -> bool:
+        """End the answer, if nothing of it is missing but its end; return whether that is so."""
+        return False
+
     def hand_over(self) -> None:
         """Have another rank go on with the stream; only if `continuable`."""
 
@@ -135,7 +139,7 @@ class AttemptOwner(Protocol):
     def answered(self, headers: "Headers", body: bytes, served: "LegSucceeded") -> None:
         """Pass on a whole answer."""
 
-    def finished(self, error: str = "") -> None:
+    def finished(self, error: str = "", *, cut: bool = False) -> None:
         """End the stream, in which the engine may have reported an error of its own."""
 
     def recomputed(self, *, elsewhere: bool) -> None:

@@ -40,11 +40,14 @@ class StreamEvents(Protocol):
     def stream_ended(self) -> None:
         """The engine ended the stream as it should."""
 
-    def stream_error(self, message: str) -> None:
-        """The engine sent an error event, which was forwarded, and ended."""
+    def stream_error(self, message: str, *, cut: bool = False) -> None:
+        """The engine sent an error event, which was forwarded, and ended; `cut`: not in order."""
 
     def stream_broken(self, error: WireError) -> None:
         """The stream broke off before its end."""
+
+    def stream_cut(self, error: WireError) -> None:
+        """The stream broke off behind the answer; what it lacked has been written."""
 
 
 class Relay:
@@ -189,12 +192,29 @@ class Relay:
     def _break_off(self, error: WireError) -> None:
         if self.started:
             self._flush()
+        if self.complete():
+            self._owner.stream_cut(error)
+            return
         self._over = True
         self._plain = False
         if self.reader.handed_back:
             self._owner.stream_recomputed()
+        elif self.reader.error:
+            self._owner.stream_error(self.reader.error, cut=True)
         else:
             self._owner.stream_broken(error)
+
+    def complete(self) -> bool:
+        """Write what the stream lacks, if all of the answer has come; return whether it has."""
+        lacking = self.reader.ending() if self.started and not self._over else None
+        if lacking is None:
+            return False
+        self._flush()
+        self._over = True
+        self._plain = False
+        if lacking:
+            self._write(lacking)
+        return True
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
         if status == 200 and self._resumes:

@@ -254,7 +254,7 @@ class Session:
             self.host.feed(self._kv_lost() if self._held.bound else self._prefiller_lost())
         elif self._held.continuable:
             self._held.hand_over()
-        elif not gently:
+        elif not self._held.finish() and not gently:
             self.fail(502, "the engine was removed")
 
     def engine_lost(self, target: Target) -> None:
@@ -320,10 +320,13 @@ class Session:
             self.answer.reply.release_body()
         self._kv = None
 
-    def finished(self, error: str = "") -> None:
+    def finished(self, error: str = "", *, cut: bool = False) -> None:
         """End the stream, in which the engine may have reported an error of its own."""
         self._enter(_ENDED)
-        self.answer.reply.end()
+        if cut:
+            self.answer.reply.abort()
+        else:
+            self.answer.reply.end()
         if error:
             reason = f"the engine reported: {error}"
             self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)

@@ -9,13 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.live.stream_client import (
+    ALL,
     DONE,
+    ERROR,
     GONE,
     LAST,
     OPENING,
+    TOTAL,
     Client,
     chat,
+    chunk,
+    counts,
     in_pieces,
+    total,
+    usage,
 )
 
 from balanceroute.proxy.wire.messages import WireFault
@@ -199,6 +206,75 @@ def test_a_connection_that_breaks_is_told_once() -> None:
     client.leg.on_data(chat())
     assert client.errors == [GONE]
     assert client.received == chat()
+
+
+@pytest.mark.parametrize("behind", [b"", DONE, b": ping\n\n", b"data: [DO"])
+def test_a_break_behind_the_last_token_leaves_nothing_out(behind: bytes) -> None:
+    client = Client().answer(OPENING, chat(), LAST + behind)
+    client.leg.on_error(GONE)
+    client.leg.on_error(GONE)
+    assert client.turns[-1] == "cut"
+    whole = behind if behind.endswith(b"\n\n") else b""
+    assert client.received == OPENING + chat() + LAST + whole.removesuffix(DONE) + DONE
+
+
+def test_a_break_before_the_last_sequence_has_ended_is_one() -> None:
+    client = Client(sequences=2).answer(OPENING, LAST)
+    client.leg.on_error(GONE)
+    assert client.turns[-1] == "broken"
+    assert client.received == OPENING + LAST
+
+
+@pytest.mark.parametrize(
+    ("last", "told", "ending"),
+    [
+        (chunk("z", "stop", **usage(7)), b"", total(7) + DONE),
+        # As the prefiller and earlier ranks have counted.
+        (chunk("z", "stop", **usage(7)), total(7), DONE),
+        (chunk("z", "stop"), b"", None),
+        (chunk("z", "stop", usage={"prompt_tokens": -1}), b"", None),
+        (chunk("z", "stop"), total(7), DONE),
+    ],
+)
+def test_a_total_that_did_not_come_is_told_if_the_last_token_tells_it(
+    last: bytes, told: bytes, ending: bytes | None
+) -> None:
+    client = Client(counts=counts(TOTAL), asks_total=True).answer(chunk(**usage(6)), last + told)
+    before = client.received
+    client.leg.on_error(GONE)
+    assert client.turns[-1] == ("broken" if ending is None else "cut")
+    assert client.received == before + (ending or b"")
+
+
+def test_the_total_of_a_continued_answer_is_that_of_the_whole() -> None:
+    client = Client(counts=counts(ALL), asks_total=True, cached_tokens=2, resumed_tokens=3).answer(
+        chunk("z", "stop", **usage(4))
+    )
+    client.leg.on_error(GONE)
+    assert b'"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":2}' in client.pieces[-1]
+    assert b'"prompt_tokens":6,"total_tokens":13' in client.pieces[-1]
+
+
+def test_an_end_that_was_held_comes_before_what_the_stream_lacks() -> None:
+    client = Client(counts=counts()).answer(chunk(**usage(1)), chunk("z", "stop", **usage(2)))
+    assert client.received == chunk()
+    client.leg.on_error(GONE)
+    assert client.received == chunk() + chunk("z", "stop") + DONE
+
+
+def test_an_error_that_the_engine_reported_is_not_told_again_when_it_breaks_off() -> None:
+    client = Client().answer(OPENING, chat(), ERROR)
+    client.leg.on_error(GONE)
+    assert client.turns[-1] == "error cut: Internal server error"
+    assert client.received == OPENING + chat() + ERROR
+
+
+def test_a_stream_of_named_events_is_complete_with_its_final_one() -> None:
+    start, stop = (b"event: message_%s\ndata: {}\n\n" % one for one in (b"start", b"stop"))
+    for events, turn in ([start], "broken"), ([start, stop], "cut"):
+        client = Client(openai=False).answer(*events)
+        client.leg.on_error(GONE)
+        assert (client.turns[-1], client.received) == (turn, b"".join(events))
 
 
 @pytest.mark.parametrize("started", [True, False])

@@ -18,7 +18,7 @@ from tests.live.request.session_site import (
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.engines.instances import Role, Status, Target
 from balanceroute.proxy.live.request.failures import RULES, Blame, Next, What
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome
@@ -276,6 +276,54 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event_and_a_cut_body() -> N
     assert site.client.over == "aborted"
     assert kinds(site)[-1] == "RequestFailed"
     assert site.session.record.output_tokens == 1
+
+
+def ends_late(site: Site) -> "Callable[[], None]":
+    leg = site.to_rank()
+    leg.begin(token("x"), LAST)
+    return leg.break_off
+
+
+def stands_still(site: Site) -> "Callable[[], None]":
+    ends_late(site)
+    site.now_s += site.legs.idle_stream_timeout_s + 1
+    return lambda: site.session.check_deadline(site.now_s)
+
+
+def is_lost_with_its_rank(site: Site) -> "Callable[[], None]":
+    ends_late(site)
+    site.ranks[0].status = Status.QUARANTINED
+    site.now_s += 2.0
+    return lambda: site.session.check_deadline(site.now_s)
+
+
+def loses_its_rank(site: Site) -> "Callable[[], None]":
+    ends_late(site)
+    return lambda: site.session.instance_removed(site.ranks[0].target)
+
+
+@pytest.mark.parametrize(
+    ("how", "blamed"),
+    [
+        (ends_late, Fault.RESET),
+        (stands_still, Fault.TIMEOUT),
+        (is_lost_with_its_rank, Fault.TIMEOUT),
+        (loses_its_rank, None),
+    ],
+)
+def test_a_stream_that_breaks_off_behind_its_last_token_ends_as_it_should(
+    how: "Callable[[Site], Callable[[], None]]", blamed: Fault | None
+) -> None:
+    site = Site()
+    act = how(site)
+    act()
+    assert site.client.body == token("x") + LAST + DONE
+    assert site.client.over == "ended"
+    record = site.session.record
+    assert (record.outcome, record.output_tokens, record.retries) == (Outcome.OK, 2, 0)
+    assert kinds(site)[-1] == "RequestFinished"
+    assert [fault for _, fault in site.blamed] == ([] if blamed is None else [blamed])
+    assert site.at_rest
 
 
 def test_an_error_that_the_engine_reports_in_a_stream_ends_it_in_order() -> None:
