@@ -72,6 +72,7 @@ class Faults:
         hang: Requests are accepted and never answered.
         refuse: Connections are refused; answers in progress continue.
         unhealthy: GET /health answers 503.
+        stopping: The engine was told to stop: it aborts what is in progress, and what comes at once.
         delay_s: Emulated time that a request waits before it is processed.
         reset_after_tokens: The connection is reset after so many tokens of a choice; with 0 after
             the headers. An answer that ends sooner has no fault. Likewise the next four.
@@ -105,6 +106,7 @@ class Faults:
     hang: bool = False
     refuse: bool = False
     unhealthy: bool = False
+    stopping: bool = False
     delay_s: float = 0.0
     reset_after_tokens: int | None = None
     end_after_tokens: int | None = None
@@ -180,7 +182,8 @@ _WORDS: Mapping[str, type[Enum]] = {
     "malformed_answer": MalformedAnswer,
     "malformed_scrape": MalformedScrape,
 }
-_NEEDED = {"hang": bool, "refuse": bool, "unhealthy": bool} | dict.fromkeys(TOKEN_FAULTS, int)
+_SWITCHES = ("hang", "refuse", "unhealthy", "stopping")
+_NEEDED: Mapping[str, type] = dict.fromkeys(_SWITCHES, bool) | dict.fromkeys(TOKEN_FAULTS, int)
 
 
 def _read(name: str, value: Any) -> Any:

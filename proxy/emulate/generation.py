@@ -194,7 +194,9 @@ class Generation:
         )
         engine.add(exchange, call)
         exchange.start(stream_headers(hub.date()))
-        if not exchange.over:
+        if faults.stopping and not exchange.over:
+            exchange.abort()
+        elif not exchange.over:
             engine.work.serve(call)
 
     def _respond(self, exchange: Exchange, status: int, body: bytes) -> None:

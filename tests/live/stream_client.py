@@ -37,6 +37,7 @@ class Client:
         asks_total: bool = False,
     ) -> None:
         self.now_s = 100.0
+        self.may_abort = False
         self.gaps: list[float] = []
         self.turns: list[str] = []
         self.pieces: list[bytes] = []
@@ -55,6 +56,7 @@ class Client:
                 asks_total=asks_total,
                 counts=counts,
                 transcript=self.transcript if keep_text else None,
+                may_abort=lambda: self.may_abort,
                 expensive=lambda: self.turns.append("expensive"),
             )
         else:
@@ -122,6 +124,9 @@ class Client:
     def stream_error_first(self, event: bytes) -> None:
         self.turns.append("error first")
         self.first_errors.append(event)
+
+    def stream_aborted(self) -> None:
+        self.turns.append("aborted")
 
     def stream_recomputed(self) -> None:
         self.turns.append("recomputed")

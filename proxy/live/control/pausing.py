@@ -179,10 +179,14 @@ class Pausing:
             for site in self._sites()
             for number, one in site.driver.sessions.items()
         ]
-        for driver, number, _ in asked:
+        for driver, number, one in asked:
             request = driver.scheduler.requests.get(number)
             if request is None or request.state in _ON_NO_ENGINE:
                 _end(driver, number)
+            else:
+                one.expect_abort()
+        # Relays have to know before engines answer: what an engine aborts by itself is done elsewhere.
+        await asyncio.sleep(_STEP_S)
         answers = await self._ask(path, timeout_s=timeout_s)
         clock = asyncio.get_running_loop().time
         end_s = clock() + _GRACE_S

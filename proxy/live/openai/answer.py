@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 _MAX_ERROR_BYTES = 65_536
 _MAX_WORDS = 200
+# The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
+ABORT = "abort"
+_ABORTED = re.compile(rb'"finish_reason":\s*"abort"')
 _RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
 # A count of more digits cannot be true.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
@@ -64,6 +67,11 @@ def is_whole(body: bytes) -> bool:
 def is_recomputed(body: bytes) -> bool:
     """Return whether the rank gave the request back instead of finishing it."""
     return b'"recomputed"' in body and _RECOMPUTED.search(body) is not None
+
+
+def is_aborted(body: bytes) -> bool:
+    """Return whether the engine gave the request up, with whatever it had by then."""
+    return b'"abort"' in body and _ABORTED.search(body) is not None
 
 
 def stops_at_recomputed(body: "RequestBody") -> bool:

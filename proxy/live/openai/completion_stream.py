@@ -12,6 +12,7 @@ object at the end, if the client asked for one, then corrects the count.
 from collections.abc import Callable
 from typing import Any
 
+from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.held_end import HeldEnd
 from balanceroute.proxy.live.openai.stream_event import choices_of, is_opening, parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
@@ -47,10 +48,11 @@ class CompletionStream(StreamReader):
         transcript: Keeps the text; None if no rank can hand the request back.
         ids: Keeps the ids of the tokens; None if they were not asked for.
         expensive: Called if the engine's counts cost it more the longer the answer.
+        may_abort: Returns whether the engine was told to give the answer up.
     """
 
     __slots__ = (
-        "_asks_total",
+        "_awaits_total",
         "_counts",
         "_expensive",
         "_has_begun",
@@ -58,9 +60,9 @@ class CompletionStream(StreamReader):
         "_ids",
         "_is_done",
         "_last",
+        "_may_abort",
         "_sequences",
         "_shows_each",
-        "_total_told",
         "_transcript",
         "_usage",
         "finished",
@@ -77,6 +79,7 @@ class CompletionStream(StreamReader):
         transcript: Transcript | None,
         ids: TokenIds | None = None,
         expensive: Callable[[], None],
+        may_abort: Callable[[], bool],
     ) -> None:
         super().__init__(resumes=resumes)
         self._sequences = sequences
@@ -88,9 +91,10 @@ class CompletionStream(StreamReader):
         self._transcript = transcript
         self._ids = ids
         self._expensive = expensive
+        self._may_abort = may_abort
         self._has_begun = False  # Nothing but openings came so far.
-        self._asks_total = asks_total
-        self._total_told = self._is_done = False
+        self._awaits_total = asks_total
+        self._is_done = False
         self._last: dict[str, Any] = {}  # The event that ended the last sequence.
         self.finished = 0
 
@@ -160,7 +164,7 @@ class CompletionStream(StreamReader):
         if self._is_done:
             return b""
         total: bytes | None = b""
-        if self._asks_total and not self._total_told:
+        if self._awaits_total:
             total = None if self._sequences > 1 else self._usage.total(self._last)
         return None if total is None else total + _DONE
 
@@ -196,6 +200,9 @@ class CompletionStream(StreamReader):
         error = message.get("error")
         if error is not None:
             return self._read_error(event, error)
+        if not self._may_abort() and any(map(_is_aborted, choices_of(message))):
+            self.aborted = self.over = True
+            return b""
         return self._read_message(event, message)
 
     def _count(self, event: bytes) -> bytes:
@@ -241,7 +248,7 @@ class CompletionStream(StreamReader):
             self._ids.note(event, message)
         if is_total(message) or self.finished == self._sequences == 1:
             self._take_usage(message.get("usage"))
-        self._total_told |= is_total(message)
+        self._awaits_total &= not is_total(message)
         if self.complete and message.get("choices"):
             self._last = message
         counts = self._counts if message.get("choices") else None
@@ -295,3 +302,7 @@ class CompletionStream(StreamReader):
             if message is not None and is_total(message):
                 self._take_usage(message["usage"])
             self.over = True
+
+
+def _is_aborted(choice: dict[str, Any]) -> bool:
+    return choice.get("finish_reason") == ABORT

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.body import is_deep, may_be_deep
 from balanceroute.proxy.live.openai.json_value import decode
 
@@ -34,6 +35,7 @@ class PrefillAnswer(Struct, frozen=True):
     Attributes:
         prompt_tokens: The prompt's length, s_i.
         cached_tokens: Of these, found in the prefix cache; None if the engine does not say.
+        aborted: Whether the engine gave the request up.
         complete: Whether the one token ended the answer, by a stop condition.
         kv_transfer_params: For the decoder, as returned; None if absent.
         params_text: The same as it was written; empty if the answer is no strict JSON.
@@ -42,6 +44,7 @@ class PrefillAnswer(Struct, frozen=True):
 
     prompt_tokens: int
     cached_tokens: int | None
+    aborted: bool
     complete: bool
     kv_transfer_params: object
     params_text: bytes
@@ -68,7 +71,8 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
         raise BadPrefillAnswerError("the prefill answer has no usage.prompt_tokens")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise BadPrefillAnswerError("the prefill answer has no choices")
-    complete = choices[0].get("finish_reason") not in (None, "length")
+    reason = choices[0].get("finish_reason")
+    complete = reason not in (None, "length")
     # Only what may be encoded again.
     if may_be_deep(body) and is_deep(decode(body) if complete else params):
         raise BadPrefillAnswerError("the prefill answer is nested too deeply")
@@ -77,6 +81,7 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     return PrefillAnswer(
         prompt_tokens=tokens,
         cached_tokens=cached if type(cached) is int and 0 <= cached <= tokens else None,
+        aborted=reason == ABORT,
         complete=complete,
         kv_transfer_params=params,
         params_text=params_text,

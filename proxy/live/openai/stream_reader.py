@@ -13,7 +13,8 @@ class StreamReader:
         resumes: Whether the client's stream began on an earlier binding.
 
     Attributes:
-        over: Whether nothing that follows matters: `first_error` or `handed_back` say why.
+        over: Whether nothing that follows matters: `first_error`, `aborted` or `handed_back` say why.
+        aborted: Whether the engine gave the answer up, though nobody had told it to.
         differs: Whether it says something else than the client has of it.
         handed_back: Whether the rank hands the request back.
         error: What the engine reported to the client as an error; empty if nothing.
@@ -22,14 +23,15 @@ class StreamReader:
     """
 
     __slots__ = (
-        *("_events", "_opening", "differs", "error", "handed_back", "over", "prompt_tokens"),
-        "usage_tokens",
+        *("_events", "_opening", "aborted", "differs", "error", "handed_back", "over"),
+        *("prompt_tokens", "usage_tokens"),
     )
 
     def __init__(self, *, resumes: bool) -> None:
         self._opening = StreamOpening(resumes=resumes)
         self._events = 0  # With tokens, as far as they are counted by events.
         self.over = False
+        self.aborted = False
         self.differs = False
         self.handed_back = False
         self.error = ""

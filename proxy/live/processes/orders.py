@@ -97,6 +97,8 @@ def _obey(session: "Session", message: Any) -> None:
             session.prefill_again()
         case to_relay.Expire(_, reason):
             session.expire(reason)
+        case to_relay.ExpectAbort():
+            session.expect_abort()
         case to_relay.GiveUp(_, reason):
             session.give_up(reason)
         case to_relay.EngineLost(_, role, url):

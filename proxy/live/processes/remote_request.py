@@ -197,6 +197,10 @@ class RemoteRequest:
         """Give the request up: it waited too long."""
         self._send(to_relay.Expire(self.theirs, reason))
 
+    def expect_abort(self) -> None:
+        """Say that engines are told to abort it."""
+        self._send(to_relay.ExpectAbort(self.theirs))
+
     def give_up(self, reason: str) -> None:
         """End the request, which somebody else may serve later."""
         self._send(to_relay.GiveUp(self.theirs, reason))

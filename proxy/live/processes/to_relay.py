@@ -250,6 +250,12 @@ class LogLevel(Struct, frozen=True, array_like=True, tag=124):
     level: str
 
 
+class ExpectAbort(Struct, frozen=True, array_like=True, tag=125):
+    """Engines are told to abort the request; see `Session.expect_abort`."""
+
+    number: int
+
+
 ToRelay = (
     Welcome
     | Unwelcome
@@ -275,4 +281,5 @@ ToRelay = (
     | Drain
     | AloneAnswered
     | LogLevel
+    | ExpectAbort
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.events import DecodeStarted
@@ -9,6 +10,7 @@ from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
+    is_aborted,
     is_recomputed,
     is_whole,
     stops_at_recomputed,
@@ -28,7 +30,7 @@ from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite, asks_total, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
-from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
+from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
@@ -228,17 +230,8 @@ class DecodeAttempt(Attempt):
             self._session.context.hand_offs.pop(self._transfer, None)
             self._remote = None
         if self.stream is not None:
-            self._count(self.stream)
+            _count_stream(self._session, self.stream)
             self.stream = None
-
-    def _count(self, stream: Relay) -> None:
-        session, record = self._session, self._session.record
-        if session.answer.opened:
-            before = int(record.early_first_token)  # What came since may have been that again.
-            record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
-            record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
-            if stream.second_s is not None:
-                record.second_token_came(round(stream.second_s * 1e9))
 
     def _make_stream(self, asked: CountsAsked | None) -> Relay:
         session = self._session
@@ -250,7 +243,8 @@ class DecodeAttempt(Attempt):
             asks_total=asks_total(self._asked[1].values),
             counts=None if asked is None else TokenCounts(asked),
             transcript=self._transcript,
-            expensive=self._stop_asking,
+            expensive=partial(_stop_asking, self.engine),
+            may_abort=lambda: session.abort_ordered,
         )
         return Relay(
             self,
@@ -261,13 +255,6 @@ class DecodeAttempt(Attempt):
             resumes=session.answer.opened,
             before=session.emitted.tokens,
         )
-
-    def _stop_asking(self) -> None:
-        """Ask this engine no more for its counts in every event."""
-        if not self.engine.continuous_usage_is_expensive:
-            self.engine.continuous_usage_is_expensive = True
-            fields = {"engine": self.engine.name}
-            _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
     # The prefill that the rank calls for.
 
@@ -319,17 +306,14 @@ class DecodeAttempt(Attempt):
             self._session.failed(self, refusal(status, headers, body))
         elif self.hands_back and is_recomputed(body):
             self.stream_recomputed()
+        elif is_aborted(body) and not self._session.abort_ordered:
+            self._session.failed(self, ABORTED)
         elif not is_whole(body):
             reason = "the engine's answer is no JSON object"
             self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
         else:
             served = self._served()
-            record = self._session.record
-            prompt_tokens, record.output_tokens = counts_of(body)
-            _count_prompt(self._session, prompt_tokens)
-            record.prompt_tokens = record.prompt_tokens or prompt_tokens
-            if record.cached_tokens is not None:
-                body = with_cached_tokens(body, record.cached_tokens)
+            body = _count_whole(self._session, body)
             self._session.answered(headers, body, served)
 
     def stream_started(self, status: int, headers: "Headers") -> None:
@@ -379,6 +363,10 @@ class DecodeAttempt(Attempt):
             session.recomputed(elsewhere=True)
             return
         session.failed(self, _reported(event, opened=session.answer.opened))
+
+    def stream_aborted(self) -> None:
+        """Fail: the engine gave the answer up, as one that is told to stop does."""
+        self._session.failed(self, ABORTED)
 
     def stream_recomputed(self) -> None:
         """Go on elsewhere: the rank hands the request back."""
@@ -457,6 +445,33 @@ def _make_reader(
         resumes=resumes,
         **options,
     )
+
+
+def _stop_asking(engine: "Prefiller | Rank") -> None:
+    """Ask an engine no more for its counts in every event."""
+    if not engine.continuous_usage_is_expensive:
+        engine.continuous_usage_is_expensive = True
+        fields = {"engine": engine.name}
+        _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
+
+
+def _count_stream(session: "AttemptOwner", stream: Relay) -> None:
+    record = session.record
+    if session.answer.opened:
+        before = int(record.early_first_token)  # What came since may have been that again.
+        record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
+        record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
+        if stream.second_s is not None:
+            record.second_token_came(round(stream.second_s * 1e9))
+
+
+def _count_whole(session: "AttemptOwner", body: bytes) -> bytes:
+    """Take the counts of a whole answer; return it with the cached tokens of the prefill."""
+    record = session.record
+    prompt_tokens, record.output_tokens = counts_of(body)
+    _count_prompt(session, prompt_tokens)
+    record.prompt_tokens = record.prompt_tokens or prompt_tokens
+    return body if record.cached_tokens is None else with_cached_tokens(body, record.cached_tokens)
 
 
 def _count_prompt(session: "AttemptOwner", tokens: int) -> None:

@@ -39,6 +39,7 @@ class What(Enum):
     UNREADABLE = "an unreadable answer"
     NO_KV = "no usable KV parameters"
     ERROR_EVENT = "the first event is an error of 5xx"
+    ABORTED = "the engine aborted the request, as one that is told to stop does"
     NOT_SENT = "no connection"
     TOO_LATE = "not sent before the end of the lease"
     BROKEN = "connection lost after the request was sent"
@@ -115,6 +116,7 @@ RULES = {
     (Leg.PREFILL, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NO_ANSWER): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
+    (Leg.PREFILL, What.ABORTED): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NO_KV): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
@@ -127,6 +129,7 @@ RULES = {
     (Leg.DECODE, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.NEW_KV),
     # What vLLM does when it cannot pull the KV cache.
     (Leg.DECODE, What.ERROR_EVENT): Rule(Blame.PULL, False, Next.OTHERS_KV),
+    (Leg.DECODE, What.ABORTED): Rule(Blame.ENGINE, False, Next.NEW_KV),
     (Leg.DECODE, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_RANK),
     (Leg.DECODE, What.TOO_LATE): Rule(Blame.NOBODY, False, Next.NEW_KV),
     (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
@@ -139,6 +142,7 @@ RULES = {
     (Leg.DIRECT, What.NO_ANSWER): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.UNREADABLE): Rule(Blame.ENGINE, True, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.ERROR_EVENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
+    (Leg.DIRECT, What.ABORTED): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
@@ -179,6 +183,9 @@ def triage(
     elif then is Next.OTHER_RANK and offers > 1:
         then = Next.NEW_KV
     return Rule(blame, rule.close_idle, then)
+
+
+ABORTED = Failure(What.ABORTED, Fault.SERVER_ERROR, "the engine aborted the request")
 
 
 def refusal(status: int, headers: "Headers", body: bytes) -> Failure:

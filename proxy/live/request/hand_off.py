@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.openai.answer import is_aborted
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
@@ -138,11 +139,11 @@ class HandOff:
         del headers
         assert self._prefiller is not None
         self._done()
-        if status == 200:
+        if status == 200 and not is_aborted(body):
             self._host.report(LegSucceeded(self._prefiller.target))
             self._prefilled(body)
             return
-        if status >= 500 and status != 503:
+        if status == 200 or (status >= 500 and status != 503):
             target, reason = self._prefiller.target, f"status {status}"
             self._host.report(LegFailed(target, Fault.SERVER_ERROR, reason))
         self._again(Fault.SERVER_ERROR)

@@ -109,6 +109,7 @@ class AttemptOwner(Protocol):
     host: "Host"
     context: "SessionContext"
     hung: "Prefiller | None"
+    abort_ordered: bool
 
     @property
     def body(self) -> "RequestBody": ...  # noqa: D102

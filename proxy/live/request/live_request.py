@@ -68,6 +68,9 @@ class LiveRequest(Protocol):
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""
 
+    def expect_abort(self) -> None:
+        """Note that engines are told to abort it: what they answer then is the answer."""
+
     def give_up(self, reason: str) -> None:
         """End the request, which somebody else may serve later."""
 

@@ -24,7 +24,7 @@ from balanceroute.proxy.live.openai.token_shape import PROMPT, SAMPLING
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFrom
-from balanceroute.proxy.live.request.failures import Failure, What, breakage, refusal
+from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.kv_handle import KvHandle
 from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded, PromptCounted
@@ -109,6 +109,9 @@ class PrefillAttempt(Attempt):
             answer = read_prefill_answer(body)
         except BadPrefillAnswerError as error:
             session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
+            return
+        if answer.aborted and not session.abort_ordered:
+            session.failed(self, ABORTED)
             return
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)

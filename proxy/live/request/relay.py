@@ -37,6 +37,9 @@ class StreamEvents(Protocol):
     def stream_recomputed(self) -> None:
         """The rank hands the request back; nothing of this event was sent."""
 
+    def stream_aborted(self) -> None:
+        """The engine gave the answer up; nothing of this event was sent."""
+
     def stream_ended(self) -> None:
         """The engine ended the stream as it should."""
 
@@ -255,6 +258,8 @@ class Relay:
             if kept:
                 passed.append(kept)
         self._over = reader.over
+        if reader.aborted and not self.started:
+            passed.clear()  # Whose turn it is: vLLM says that with whatever comes first.
         if self.second_s is None and self._before + reader.read_tokens() > 1:
             self.second_s = now_s
         self._plain = reader.plain and self.second_s is not None
@@ -263,6 +268,8 @@ class Relay:
         if self._over:
             if reader.handed_back:
                 self._owner.stream_recomputed()
+            elif reader.aborted:
+                self._owner.stream_aborted()
             else:
                 self._owner.stream_error_first(reader.first_error)
 

@@ -61,6 +61,7 @@ class Session:
         record: What is known of it, kept up to date.
 
     Attributes:
+        abort_ordered: Whether engines were told to abort it, so that what they have of it is the answer.
         answer: The client's side of it.
         decodes: Whether a rank decodes it; else a prefiller does the whole request.
         emitted: What earlier bindings emitted.
@@ -70,9 +71,9 @@ class Session:
     """
 
     __slots__ = (
-        *("_body", "_held", "_kv", "_pooled_s", "_recovery", "answer", "context", "decodes"),
-        *("emitted", "headers", "host", "hung", "number", "offset", "phase", "record", "shape"),
-        "ticket",
+        *("_body", "_held", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
+        *("context", "decodes", "emitted", "headers", "host", "hung", "number", "offset"),
+        *("phase", "record", "shape", "ticket"),
     )
 
     def __init__(
@@ -95,6 +96,7 @@ class Session:
         self.host = host
         self.context = host.context
         self.offset = 0
+        self.abort_ordered = False
         self.decodes = ticket.decode
         self.emitted = Emitted()
         self.hung: Prefiller | None = None
@@ -214,6 +216,10 @@ class Session:
         self.answer.fail(status, reason, retry_after_s=retry_after_s)
         self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)
 
+    def expect_abort(self) -> None:
+        """Note that engines are told to abort it: what they answer then is the answer."""
+        self.abort_ordered = True
+
     def give_up(self, reason: str) -> None:
         """End the request, which somebody else may serve later."""
         self.fail(503, reason, retry_after_s=1)
@@ -284,10 +290,8 @@ class Session:
         # It may have had the whole answer, only not the last bytes of the stream.
         complete = self.phase is Phase.STREAMING and self._held.complete
         self._enter(Phase.ENDED)
-        if complete:
-            self._end(events.RequestFinished(self.number), Outcome.OK)
-        else:
-            self._end(events.RequestCancelled(self.number), Outcome.CANCELLED)
+        ends = events.RequestFinished if complete else events.RequestCancelled
+        self._end(ends(self.number), Outcome.OK if complete else Outcome.CANCELLED)
 
     # What a prefiller answers.
 
@@ -323,10 +327,7 @@ class Session:
     def finished(self, error: str = "", *, cut: bool = False) -> None:
         """End the stream, in which the engine may have reported an error of its own."""
         self._enter(_ENDED)
-        if cut:
-            self.answer.reply.abort()
-        else:
-            self.answer.reply.end()
+        (self.answer.reply.abort if cut else self.answer.reply.end)()
         if error:
             reason = f"the engine reported: {error}"
             self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)

@@ -158,6 +158,14 @@ def test_a_leg_out_of_turn_is_an_error_and_sends_nothing(begin: Callable[[Site],
 
 # Failures: what each rule says is what is done.
 
+
+def abort(site: Site, sent: Sent) -> None:
+    if site.is_in(Phase.PREFILLING):
+        sent.answer(200, prefill_answer(None, finish_reason="abort"))
+    else:
+        sent.begin(token("", finish_reason="abort"))
+
+
 FAIL: dict[What, Callable[[Site, Sent], None]] = {
     What.REFUSED: lambda _, sent: sent.answer(400, ERROR),
     What.BUSY: lambda _, sent: sent.answer(503, ERROR),
@@ -167,6 +175,7 @@ FAIL: dict[What, Callable[[Site, Sent], None]] = {
     What.UNREADABLE: lambda _, sent: sent.answer(200, b"<html>"),
     What.NO_KV: lambda _, sent: sent.answer(200, prefill_answer(None)),
     What.ERROR_EVENT: lambda _, sent: sent.begin(b'data: {"error":{"code":500}}\n\n'),
+    What.ABORTED: abort,
     What.NOT_SENT: lambda _, sent: sent.break_off(sent=False),
     What.TOO_LATE: lambda _, sent: sent.break_off(WireFault.TOO_LATE, sent=False),
     What.BROKEN: lambda _, sent: sent.break_off(),

@@ -284,13 +284,15 @@ def a_task_is_left_behind(patch: Patch) -> None:
 
 @bug("tokens were logged as")
 def tokens_are_counted_twice(patch: Patch) -> None:
-    count = DecodeAttempt._count
+    close = DecodeAttempt.close
 
-    def twice(self: DecodeAttempt, stream: Relay) -> None:
-        count(self, stream)
-        self._session.record.output_tokens *= 2
+    def twice(self: DecodeAttempt) -> None:
+        counts = self.stream is not None
+        close(self)
+        if counts:
+            self._session.record.output_tokens *= 2
 
-    patch.setattr(DecodeAttempt, "_count", twice)
+    patch.setattr(DecodeAttempt, "close", twice)
 
 
 @bug("retries: ", seed=39)
