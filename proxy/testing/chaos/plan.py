@@ -30,6 +30,13 @@ from balanceroute.topologies import CONNECTORS
 
 MODEL = "emulated"
 _POLICIES = tuple(POLICIES)
+_CONNECTOR_WEIGHTS = {
+    "nixl": 50,
+    "mooncake": 15,
+    "mooncake-ascend": 14,
+    "mooncake-hybrid": 6,
+    "mooncake-layerwise": 15,
+}
 _BATCH_LIMITS = (1, 2, 4, 8)
 _TIMEOUTS = (
     "prefill_timeout_s",
@@ -220,7 +227,7 @@ def _injections(
 
 
 def _engines(rng: random.Random, *, long: bool) -> EmulationSettings:
-    connector = rng.choices(list(CONNECTORS), weights=[50, 15, 20, 15])[0]
+    connector = rng.choices(list(CONNECTORS), [_CONNECTOR_WEIGHTS[one] for one in CONNECTORS])[0]
     recomputes = CONNECTORS[connector].recomputes
     engines = EmulationSettings(
         prefillers=rng.randint(1, 3),
