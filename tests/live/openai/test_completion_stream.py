@@ -62,7 +62,21 @@ def test_sequences_that_end_in_one_event_are_both_counted() -> None:
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "abort", "content_filter"])
 def test_any_finish_reason_finishes(reason: str) -> None:
-    assert Client().answer(chat("", reason)).end().turns[-1] == "ended"
+    client = Client()
+    client.may_abort = True
+    assert client.answer(chat("", reason)).end().turns[-1] == "ended"
+
+
+@pytest.mark.parametrize("before", [[], [OPENING], [OPENING, chat()]])
+def test_an_abort_that_nobody_ordered_is_no_end(before: list[bytes]) -> None:
+    client = Client().answer(*before, chat("z", "abort")).end()
+    assert client.turns[-1] == "aborted"
+    assert client.received == b"".join(before)
+
+
+def test_an_abort_that_comes_with_the_opening_leaves_the_answer_unopened() -> None:
+    client = Client().answer(OPENING + chat("", "abort"))
+    assert client.turns == ["aborted"]
 
 
 # Nonsense.
