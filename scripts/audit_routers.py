@@ -240,7 +240,7 @@ def _table(found: dict[str, list[Found]]) -> Table:
         table.add_column(heading, justify="left" if heading == "router" else "right")
     table.add_column("BR-H's gain predicted", justify="right")
     table.add_column("measured", justify="right")
-    table.add_column("less", justify="right")
+    table.add_column("difference", justify="right")
     for name, of_loads in found.items():
         audited, emitted = (
             fmean(one.audit["output_tokens_per_s"] for one in of_loads),
@@ -260,12 +260,13 @@ def _gains(before: list[Found], after: list[Found]) -> list[str]:
     """Return BR-H's gain as predicted and as measured, and the difference of the two."""
     predicted = [one.predicted for one in before]
     measured = [_measured(*pair) for pair in zip(before, after, strict=True)]
-    if len(before) == 1:
-        return [_percent(*predicted[0]), _percent(*measured[0]), ""]
     gains = [[gain for gain, _ in pairs] for pairs in (predicted, measured)]
-    less = [told - true for told, true in zip(*gains, strict=True)]
+    differences = [told - true for told, true in zip(*gains, strict=True)]
+    if len(before) == 1:
+        return [_percent(*predicted[0]), _percent(*measured[0]), f"{100 * differences[0]:+.1f} %"]
     return [
-        _percent(fmean(values), stdev(values) / len(values) ** 0.5) for values in (*gains, less)
+        _percent(fmean(values), stdev(values) / len(values) ** 0.5)
+        for values in (*gains, differences)
     ]
 
 

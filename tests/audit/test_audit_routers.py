@@ -22,8 +22,10 @@ def counted(tokens_per_s: float, swing: float, *, offset_s: float) -> list[Any]:
     return readings
 
 
-def found(tokens_per_s: float, swing: float, *, offset_s: float) -> Any:
-    return AUDITED.Found({}, counted(tokens_per_s, swing, offset_s=offset_s))
+def found(tokens_per_s: float, swing: float, *, offset_s: float, predicted: float = 0.0) -> Any:
+    prediction = {"policy": "br-h", "gain": predicted, "error": 0.02}
+    audit = {"recovery": {"predictions": [prediction]}}
+    return AUDITED.Found(audit, counted(tokens_per_s, swing, offset_s=offset_s))
 
 
 def test_the_gain_is_of_the_same_tokens() -> None:
@@ -39,3 +41,10 @@ def test_a_gain_that_is_not_the_same_everywhere_has_an_error() -> None:
     before, after = found(290.0, 0.3, offset_s=20.0), found(350.0, 0.0, offset_s=20.0)
     _, error = AUDITED._measured(before, after)
     assert error > 0.03
+
+
+def test_several_loads_tell_the_error_of_the_difference() -> None:
+    before = [found(200.0, 0.0, offset_s=20.0, predicted=told) for told in (0.20, 0.24)]
+    after = [found(rate, 0.0, offset_s=20.0) for rate in (240.0, 250.0)]
+    assert AUDITED._gains(before[:1], after[:1]) == ["+20.0 +- 2.0 %", "+20.0 +- 0.0 %", "+0.0 %"]
+    assert AUDITED._gains(before, after) == ["+22.0 +- 2.0 %", "+22.5 +- 2.5 %", "-0.5 +- 0.5 %"]
