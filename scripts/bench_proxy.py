@@ -61,6 +61,7 @@ def main() -> int:
             workers=arguments.workers,
             apart=arguments.apart,
             traces=arguments.traces,
+            pythons=arguments.python,
         ) as all_targets,
         on_cores(others),
     ):
@@ -107,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--traces", action="store_true", help="balanceroute with a trace of every request too"
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="balanceroute run by another interpreter too, which has the packages that it needs; "
+        "may be given more than once",
     )
     parser.add_argument(
         "--against",

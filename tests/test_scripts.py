@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import platform
 import re
 import shlex
 import sys
@@ -163,6 +164,7 @@ def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
     [
         (("--no-router", "--pin"), "direct"),
         (("--against", str(ROOT)), f"proxy of {ROOT.name}"),
+        (("--no-router", "--python", sys.executable), f"Python {platform.python_version()}"),
         (
             (
                 "--router",

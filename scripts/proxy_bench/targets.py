@@ -139,6 +139,7 @@ def targets(
     workers: Sequence[int] = (),
     apart: Sequence[int] = (),
     traces: bool = False,
+    pythons: Sequence[Path] = (),
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own; yield them and the engine.
 
@@ -151,6 +152,7 @@ def targets(
         workers: This proxy again as several processes, with so many relays each time.
         apart: This proxy again so many times, which share the load and nothing else.
         traces: Whether to run this proxy again, with a trace of every request.
+        pythons: This proxy again, run by each of these interpreters.
     """
     with ExitStack() as stack:
         ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
@@ -172,6 +174,11 @@ def targets(
                 for number in range(count)
             ]
             found.append(Target(f"{count} apart", first.port, first.process, tuple(others)))
+        for python in pythons:
+            again = balanceroute(
+                version(python), engine, flags, ROOT / ".src", logs / python.name, python=python
+            )
+            found.append(stack.enter_context(again))
         if traces:
             url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
             traced = [*flags, "--otlp-traces-endpoint", url]
@@ -206,10 +213,17 @@ def collector() -> Iterator[int]:
 
 @contextmanager
 def balanceroute(
-    name: str, engine: Engine, flags: list[str], source: Path, log: Path
+    name: str,
+    engine: Engine,
+    flags: list[str],
+    source: Path,
+    log: Path,
+    *,
+    python: Path | None = None,
 ) -> Iterator[Target]:
-    """Run the proxy of a checkout."""
-    command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0", "--no-admin"]
+    """Run the proxy of a checkout, by this interpreter or by another one."""
+    command = [str(python or sys.executable), "-m", "balanceroute.proxy", "serve"]
+    command += ["--port", "0", "--no-admin"]
     command += ["--log", str(log), *flags]
     command += ["--prefill", engine.urls[0], "--decode", engine.urls[1]]
     environment = os.environ | {"PYTHONPATH": str(source)}
@@ -219,6 +233,12 @@ def balanceroute(
         assert process.stdout is not None
         port = int(process.stdout.readline().rsplit(":", 1)[1])
         yield Target(name, port, process)
+
+
+def version(python: Path) -> str:
+    """Return what an interpreter says it is."""
+    said = subprocess.run([python, "-V"], capture_output=True, text=True, check=True)
+    return said.stdout.strip()
 
 
 @contextmanager
