@@ -8,7 +8,7 @@ from balanceroute.proxy.emulate.answer import DONE, TOKEN_TEXTS_JSON, AnswerForm
 from balanceroute.proxy.emulate.api_error import ApiError, internal_error
 from balanceroute.proxy.emulate.choice import Choice, Delta
 from balanceroute.proxy.emulate.faults import Faults
-from balanceroute.proxy.emulate.malformed import malformed_write
+from balanceroute.proxy.emulate.malformed import keep_alive, malformed_write
 from balanceroute.proxy.emulate.request import GenerationRequest, Prompt
 from balanceroute.proxy.emulate.sampler import EOS
 from balanceroute.proxy.emulate.tokens import TOKEN_TEXTS
@@ -142,6 +142,8 @@ class Exchange:
         """Start the answer, before the first token."""
         if self.streams:
             self.reply.start(200, headers)
+            if self.faults.keep_alive_s is not None:
+                keep_alive(self.reply, self.faults.keep_alive_s)
         for sequence in self.sequences:
             if self.over:
                 return
@@ -234,6 +236,9 @@ class Exchange:
         choices = [sequence.choice for sequence in self.sequences]
         if not self.streams:
             self._respond(self, 200, self.format.whole(choices, self.kv_transfer_params))
+            return
+        if self.faults.lose_end:
+            self.reply.abort()
             return
         if self.request.include_usage:
             self.write(self.format.usage_event(choices))

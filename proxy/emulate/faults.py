@@ -46,6 +46,7 @@ class MalformedAnswer(Enum):
     CUT_JSON = "cut_json"  # Half of the JSON, framed as the whole body.
     GZIP = "gzip"  # Compressed, without `Accept-Encoding`.
     TRICKLE = "trickle"  # A byte every `trickle_s`.
+    ENDLESS = "endless"  # White space behind it, without end.
 
 
 class MalformedScrape(Enum):
@@ -80,6 +81,8 @@ class Faults:
         stall_after_tokens: No further token is emitted, and the slot stays taken.
         error_event_after_tokens: The engine fails as vLLM does.
         recomputed_after_tokens: The choice ends with `stop_reason` "recomputed".
+        lose_end: Streams are reset behind their last token: no usage, no `[DONE]`.
+        keep_alive_s: Loop time between two comments in streams, however little else comes; None for none.
         eos_first: Probability that the first token ends the text, whatever `min_tokens` says.
         drop_kv_params: Probability that a prefill answer has no `kv_transfer_params`.
         alien_kv_params: Probability that it has those of another request.
@@ -113,6 +116,8 @@ class Faults:
     stall_after_tokens: int | None = None
     error_event_after_tokens: int | None = None
     recomputed_after_tokens: int | None = None
+    lose_end: bool = False
+    keep_alive_s: float | None = None
     eos_first: float = 0.0
     drop_kv_params: float = 0.0
     alien_kv_params: float = 0.0
@@ -134,8 +139,10 @@ class Faults:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1e9:
                 raise ConfigError(f"{name} is {value}, must be from 0 to 1e+09")
-        if self.lease_s is not None and not 0 < self.lease_s <= 1e9:
-            raise ConfigError(f"lease_s is {self.lease_s}, must be above 0, up to 1e+09")
+        for name in _ABOVE_ZERO:
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1e9:
+                raise ConfigError(f"{name} is {value}, must be above 0, up to 1e+09")
 
     @property
     def by_token(self) -> bool:
@@ -175,6 +182,7 @@ _PROBABILITIES = (
     "drop_kv_params",
     "alien_kv_params",
 )
+_ABOVE_ZERO = ("lease_s", "keep_alive_s")
 _TIMES = ("retry_after_s", "delay_s", "after_pull_s", "trickle_s", "slow_scrape_s")
 _WORDS: Mapping[str, type[Enum]] = {
     "after_pull": AfterPull,
@@ -182,7 +190,7 @@ _WORDS: Mapping[str, type[Enum]] = {
     "malformed_answer": MalformedAnswer,
     "malformed_scrape": MalformedScrape,
 }
-_SWITCHES = ("hang", "refuse", "unhealthy", "stopping")
+_SWITCHES = ("hang", "refuse", "unhealthy", "stopping", "lose_end")
 _NEEDED: Mapping[str, type] = dict.fromkeys(_SWITCHES, bool) | dict.fromkeys(TOKEN_FAULTS, int)
 
 
@@ -198,7 +206,7 @@ def _read(name: str, value: Any) -> Any:
             words = ", ".join(str(member.value) for member in kind)
             raise ConfigError(f"{name} is {value!r}, must be one of {words}") from None
     needed = _NEEDED.get(name, int | float)
-    if value is None and (name in TOKEN_FAULTS or name == "lease_s"):
+    if value is None and name in (*TOKEN_FAULTS, *_ABOVE_ZERO):
         return None
     if not isinstance(value, needed) or (isinstance(value, bool) and needed is not bool):
         raise ConfigError(f"{name} is {value!r}, of the wrong type")

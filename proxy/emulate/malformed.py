@@ -10,6 +10,8 @@ from balanceroute.proxy.wire.messages import Headers
 
 _HUGE_BYTES = 20 << 20
 _JOINED_BYTES = 20_000
+_NOTHING = b" " * 65_536
+_NOTHING_S = 0.005
 
 Write = Callable[[bytes], None]
 
@@ -53,6 +55,10 @@ def send_malformed(reply: Reply, headers: Headers, body: bytes, faults: Faults) 
         case MalformedAnswer.TRICKLE:
             reply.start(200, headers)
             _trickle(reply, body, 0, faults.trickle_s)
+        case MalformedAnswer.ENDLESS:
+            reply.start(200, headers)
+            reply.write(body)
+            _go_on(reply)
         case None:
             reply.send(200, headers, body)
 
@@ -65,6 +71,24 @@ def _trickle(reply: Reply, body: bytes, begin: int, gap_s: float) -> None:
         return
     reply.write(body[begin : begin + 1])
     asyncio.get_running_loop().call_later(gap_s, _trickle, reply, body, begin + 1, gap_s)
+
+
+def keep_alive(reply: Reply, gap_s: float) -> None:
+    """Write a comment into a stream again and again, as vLLM does on request while nothing comes."""
+    if not reply.closed:
+        asyncio.get_running_loop().call_later(gap_s, _say_nothing, reply, gap_s)
+
+
+def _say_nothing(reply: Reply, gap_s: float) -> None:
+    if not reply.closed:
+        reply.write(b": keep-alive\n\n")
+        keep_alive(reply, gap_s)
+
+
+def _go_on(reply: Reply) -> None:
+    if not reply.closed:
+        reply.write(_NOTHING)
+        asyncio.get_running_loop().call_later(_NOTHING_S, _go_on, reply)
 
 
 class _Bytewise:

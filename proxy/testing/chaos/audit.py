@@ -1,10 +1,8 @@
 """What must hold after a run: nothing is held, every request ended once, every client has a true end."""
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -23,9 +21,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 _CALL_BACK = "/v1/metaserver/"
-_CENSUS_SAMPLES = 20
-_CENSUSES = 20
-_CENSUS_GAP_S = 0.05
 # What the proxy's retry budget promises.
 _RETRY_SHARE = 0.2
 _RETRY_RESERVE = 10
@@ -36,47 +31,6 @@ _PULL_FAILURE_LINE = re.compile(
 _FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
 SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
 """Faults by which a KV cache may be gone when its engine asks for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """How many tasks and timers there are when little happens."""
-
-    tasks: int
-    timers: int
-
-    def beyond(self, before: "Census") -> list[str]:
-        """Return what is more than before."""
-        found = []
-        for name in ("tasks", "timers"):
-            was, there_are = getattr(before, name), getattr(self, name)
-            if there_are > was:
-                found.append(f"leak: {there_are} {name}, there were {was} before the first request")
-        return found
-
-
-async def take_census(world: World) -> Census:
-    """Count tasks and timers a few times; the least counts, for the proxy probes its engines."""
-    tasks: list[int] = []
-    timers: list[int] = []
-    for _ in range(_CENSUS_SAMPLES):
-        await asyncio.sleep(_CENSUS_GAP_S)
-        tasks.append(len(world.loop.pending_tasks()))
-        timers.append(world.loop.pending_timers)
-    return Census(min(tasks), min(timers))
-
-
-async def audit_census(world: World, before: Census) -> list[str]:
-    """Return of what there is more than before.
-
-    A probe that was under way before makes that count too low, so it is counted again until one is.
-    """
-    found: list[str] = []
-    for _ in range(_CENSUSES):
-        found = (await take_census(world)).beyond(before)
-        if not found:
-            break
-    return found
 
 
 def audit_deployment(part: Part) -> list[str]:

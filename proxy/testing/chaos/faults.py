@@ -148,6 +148,18 @@ _DECODE: tuple[tuple[str, Draw], ...] = (
     # Twice: the KV cache is gone by then, and nothing that the proxy sees says so.
     *2 * (("fails after the pull", _after_pull),),
 )
+# Drawn apart, for either role.
+_ENDINGS: tuple[tuple[str, Draw], ...] = (
+    ("is told to stop", _always(stopping=True)),
+    ("is told to stop", _always(stopping=True)),
+    ("loses the ends of streams", _always(lose_end=True)),
+    ("keeps streams alive", lambda rng: {"keep_alive_s": rng.choice([0.01, 0.2])}),
+    (
+        "says nothing but comments",
+        lambda rng: {"keep_alive_s": 0.5, "stall_after_tokens": rng.choice([0, 1, 3])},
+    ),
+    ("answers without end", _always(malformed_answer=MalformedAnswer.ENDLESS)),
+)
 _RECOMPUTED = ("hands requests back", _after_tokens("recomputed_after_tokens"))
 
 
@@ -261,6 +273,21 @@ def correlated(
         Injection("is killed", Act.KILL, Role.DECODE, victim, start_s + 0.2, start_s + 2.0)
     )
     return outage
+
+
+def draw_endings(
+    rng: random.Random, *, prefillers: int, decoders: int, span_s: float
+) -> list[Injection]:
+    """Return faults of how answers end, or do not, which all begin within `span_s`; often none."""
+    endings = []
+    for _ in range(rng.choice([0, 0, 1, 2, 4])):
+        role = Role.PREFILL if rng.random() < 0.3 else Role.DECODE
+        kind, draw = rng.choice(_ENDINGS)
+        start_s, changes = rng.uniform(0.0, span_s), draw(rng)
+        engine = rng.randrange(prefillers if role is Role.PREFILL else decoders)
+        when = _When(role, engine, start_s, start_s + rng.uniform(0.2, 3.0))
+        endings.append(Injection(kind, Act.BOARD, *when, changes=changes))
+    return endings
 
 
 def draw_lapses(rng: random.Random, *, span_s: float) -> list[Injection]:

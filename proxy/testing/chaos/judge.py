@@ -95,6 +95,8 @@ class Judge:
         self._oracle = oracle
         changes: list[Mapping[str, Any]] = [one.changes for one in plan.injections]
         self._spoilt = {one["malformed"] for one in changes if "malformed" in one} - set(_WHOLE)
+        if any(one.get("keep_alive_s") for one in changes):
+            self._spoilt.add(MalformedStream.COMMENTS)
         self._statuses = {
             status
             for status in (400, 413, 429, 500, 503)
@@ -171,6 +173,7 @@ class Judge:
             spoilt=self._spoilt,
             reworded=reworded,
             cached_known=self._cached_known,
+            completed=self._plan.weather is not Weather.CALM,
         )
         wrong = [] if not request.forbidden else ["it was served, and must not be"]
         if self.tenants is not None:

@@ -11,6 +11,7 @@ from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, 
 from balanceroute.proxy.testing.chaos.faults import (
     Injection,
     correlated,
+    draw_endings,
     draw_injections,
     draw_lapses,
 )
@@ -219,6 +220,12 @@ def _injections(
             rng, prefillers=engines.prefillers, decoders=decoders, start_s=storm_s - 0.1
         )
     if weather is not Weather.CALM:
+        injections += draw_endings(
+            random.Random(f"endings {seed}"),
+            prefillers=engines.prefillers,
+            decoders=decoders,
+            span_s=span_s,
+        )
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
     if near:
         injections = with_updates(seed, injections)
@@ -329,6 +336,7 @@ def _flags(rng: random.Random, engines: EmulationSettings) -> dict[str, object]:
         "first_token_timeout_s": 8.0,
         "idle_stream_timeout_s": 4.0,
         "answer_timeout_s": 12.0,
+        "answer_limit_bytes": 2 << 20,
         "drain_timeout_s": 2.0,
         "retry_attempts": rng.choice([1, 3, 3]),
         "health_interval_s": 1.0,

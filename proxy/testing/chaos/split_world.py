@@ -208,6 +208,7 @@ class SplitWorld(World):
         renew: list[Callable[[], object]] = [partial(one.renew, read) for one in up]
         if not self._alone:
             renew.append(self.app.reload)
+        renew = renew or [read]  # Every process is killed just now.
         refused = [error for error in map(_refusal, renew) if error is not None]
         assert len(refused) in (0, len(renew)), "some processes take what others refuse"
         if refused:

@@ -21,9 +21,7 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.testing.chaos.audit import (
-    Census,
     audit_answers,
-    audit_census,
     audit_decisions,
     audit_lapses,
     audit_leases,
@@ -34,8 +32,8 @@ from balanceroute.proxy.testing.chaos.audit import (
     audit_rest,
     audit_retries,
     excused_names,
-    take_census,
 )
+from balanceroute.proxy.testing.chaos.census import Census, audit_census, take_census
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging
 from balanceroute.proxy.testing.chaos.kills import Kill, draw_kills

@@ -155,6 +155,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     @property
+    def timers(self) -> list[VirtualTimer]:
+        """Those that are set and not cancelled."""
+        return [handle for _, _, handle in self._timers if not handle._cancelled]
+
+    @property
     def pending_timers(self) -> int:
         """How many timers are set and not cancelled."""
         return len(self._timers) - self._timers_cancelled
