@@ -18,7 +18,7 @@ from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather, draw_gro
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
 
 # Settings of the whole proxy; every group may have its own of the others.
-_OF_ALL = ("drain_timeout_s", "write_timeout_s", "write_buffer_bytes")
+_OF_ALL = ("answer_limit_bytes", "drain_timeout_s", "write_timeout_s", "write_buffer_bytes")
 _NAMES = ("small", "medium", "large")
 _TASKS = ("chat", "code")
 _SEEDS_APART = 1_000_003
