@@ -44,8 +44,8 @@ def test_a_stream_that_ends_with_its_last_token_is_whole() -> None:
 def test_a_stream_that_breaks_off_after_its_last_token_has_that() -> None:
     client = Client(counts=counts()).answer(chunk(**usage(1)), chunk("b", "stop", **usage(2)))
     client.leg.on_error(GONE)
-    assert client.received == chunk() + chunk("b", "stop")
-    assert client.turns[-1] == "broken"
+    assert client.received == chunk() + chunk("b", "stop") + DONE
+    assert client.turns[-1] == "cut"
 
 
 def test_a_sole_token_that_breaks_off_before_its_total_can_be_asked_for_again() -> None:

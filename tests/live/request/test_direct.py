@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "messages": (MESSAGES, {"model": "tiny", "messages": TALK, "max_tokens": 12}, None),
     "chat": (CHAT, {"model": "tiny", "messages": TALK, "max_tokens": 12, "n": 3}, "n"),
 }
-ASCEND = ("mooncake-ascend", "mooncake-layerwise")
+ASCEND = ("mooncake-ascend", "mooncake-hybrid", "mooncake-layerwise")
 
 
 async def alone(site: "Site", path: str, values: dict[str, Any]) -> "Exchanged":
