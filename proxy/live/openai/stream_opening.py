@@ -5,6 +5,8 @@ first event that says something: it would also hide from the first-token deadlin
 And if that event is an error, nothing is sent, and the request may be tried elsewhere.
 """
 
+from balanceroute.proxy.wire.sse import event_data
+
 # Comments of many minutes; an engine that sends more of them says nothing by that.
 _MOST_HELD_BYTES = 65_536
 
@@ -14,7 +16,7 @@ class StreamOpening:
 
     Args:
         resumes: Whether the client's stream began on an earlier binding: then an error is the
-            client's, whenever it comes, and what says nothing is left out until something is said.
+            client's, whenever it comes, and comments are left out until something is said.
 
     Attributes:
         error: The first event, if it is an error and not the client's.
@@ -37,11 +39,12 @@ class StreamOpening:
         return b"".join([*self._held, event])
 
     def pass_empty(self, event: bytes) -> bytes:
-        """Return an event that says nothing; empty if it is held or left out."""
+        """Return an event that says nothing, or nothing readable; empty if it is held or left out."""
         if self._begun:
             return event
         self._room -= len(event)
-        if self._room >= 0 and not self.resumes:
+        # What nobody can read may have been text, and is judged by who compares what comes again.
+        if self._room >= 0 and not (self.resumes and not event_data(event)):
             self._held.append(event)
         return b""
 
