@@ -326,6 +326,7 @@ class Deployment:
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,
+            max_model_len=self.models.max_model_len,
             counts=self._counts,
         )
 

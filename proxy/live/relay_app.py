@@ -74,6 +74,7 @@ class RelayApp:
             unique=UniqueTokens(environment.rng),
             stalls=StallWatch(SWEEP_S, loop.time),
             observe_gap=counts.observe_gap,
+            max_model_len=self.mirror.models.max_model_len,
             hand_offs={},
         )
         failures = DecisionFailures(RelayFailures(out.send), loop.time)

@@ -1,5 +1,6 @@
 """Streams whose first token the client gets when the prefill ends (`--first-token prefill`)."""
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -308,6 +309,41 @@ def test_what_only_a_rank_refuses_has_no_early_token(play: "Play", path: str) ->
         exchange = await site.post(path, values)
         assert (exchange.status, len(site.received("prefill"))) == (400, 1)
         assert site.world.ended[0].outcome is Outcome.CLIENT_ERROR
+
+    play(scenario, flags=EARLY)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("relays", [0, 2])
+def test_an_answer_that_may_exceed_the_context_has_no_early_token(
+    play: "Play", path: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(2.0)  # By then the length of the context is known.
+        longest = site.fleet.settings.max_model_len
+        exchange = await site.post(path, STREAMS[path] | {"max_tokens": longest})
+        assert exchange.status == 400
+        assert "maximum context length" in exchange.json["error"]["message"]
+        assert site.received("prefill")
+
+    play(scenario, flags=EARLY, relays=relays)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_where_no_engine_tells_its_context_the_rank_says_the_first_token(
+    play: "Play", path: str
+) -> None:
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        reply.send(404, [], b"")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/models"] = answer
+        await asyncio.sleep(70.0)  # Lists are read again every minute.
+        same(
+            await site.post(path, STREAMS[path], headers=ID),
+            await alone(site, path, STREAMS[path]),
+        )
+        assert not site.world.ended[-1].early_first_token
 
     play(scenario, flags=EARLY)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.wire.messages import Headers, WireError
 
+_DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
 _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _PREFILL = Leg.PREFILL
@@ -149,8 +150,10 @@ class PrefillAttempt(Attempt):
         return emitted.early
 
     def _give(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
-        """Begin the client's stream with the answer's token."""
+        """Begin the client's stream with the answer's token, unless a rank may refuse the request."""
         session, record = self._session, self._session.record
+        if not self._fits(answer.prompt_tokens):
+            return
         if session.shape.api is Api.GENERATE:
             prompt = bytes(session.body.value_text(PROMPT))
             early.said = read_first_id(answer.message, prompt)
@@ -163,6 +166,13 @@ class PrefillAttempt(Attempt):
         record.early_first_token, record.output_tokens = True, 1
         session.answer.open(200, STREAM_HEADERS)
         session.answer.reply.write(early.said.events)
+
+    def _fits(self, prompt_tokens: int) -> bool:
+        """Return whether the context surely has room for all that was asked for; this leg's is one token."""
+        shape = self._session.shape
+        longest = self._session.context.max_model_len(shape.model)
+        asked = shape.max_tokens or _DEFAULT_MAX_TOKENS
+        return longest is not None and prompt_tokens + asked <= longest
 
     def _params(self, answer: PrefillAnswer) -> bytes:
         """Return how a rank pulls the KV cache that this leg left behind, as JSON.

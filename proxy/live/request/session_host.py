@@ -33,6 +33,7 @@ class SessionContext:
         unique: Returns a token that no other leg has.
         stalls: Tells what is new from what waited while the process stood still.
         observe_gap: Called with the seconds between two pieces of a stream.
+        max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         hand_offs: Called with what a decode rank posts when it calls for a prefill, by transfer.
     """
 
@@ -44,6 +45,7 @@ class SessionContext:
     unique: Callable[[], str]
     stalls: "StallWatch"
     observe_gap: Callable[[float], None]
+    max_model_len: Callable[[str], int | None]
     hand_offs: dict[str, Callable[[Mapping[str, Any]], None]]
 
 

@@ -97,6 +97,7 @@ class Driver:
         admission: Asked before a request is let in.
         rng: Makes tokens that name transfers.
         stopwatch: Real seconds, for the cost of decisions.
+        max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         counts: How far streams are; None to ask the sessions.
 
     Attributes:
@@ -126,10 +127,11 @@ class Driver:
         settings: DriverSettings,
         rng: random.Random,
         stopwatch: Callable[[], float],
+        max_model_len: Callable[[str], int | None],
         counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
-        self.context = _context(connector, settings, metrics, rng)
+        self.context = _context(connector, settings, metrics, rng, max_model_len)
         self.draining, self.changed, self.uses_keys = False, _nothing, predictors.uses_keys
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)
@@ -403,7 +405,11 @@ def _nothing() -> None:
 
 
 def _context(
-    connector: "Connector", settings: DriverSettings, metrics: "Metrics", rng: random.Random
+    connector: "Connector",
+    settings: DriverSettings,
+    metrics: "Metrics",
+    rng: random.Random,
+    max_model_len: Callable[[str], int | None],
 ) -> SessionContext:
     loop = asyncio.get_running_loop()
     return SessionContext(
@@ -415,5 +421,6 @@ def _context(
         unique=UniqueTokens(rng),
         stalls=StallWatch(SWEEP_S, loop.time),
         observe_gap=metrics.legs.observe_itl,
+        max_model_len=max_model_len,
         hand_offs={},
     )

@@ -251,6 +251,7 @@ class Site:
         self.answers: deque[Callable[[], None]] = deque()
         self.stalled_since_s: float | None = None
         self.budget = budget
+        self.max_model_len: int | None = 131_072
         self.sent: list[Sent] = []
         self.fed: list[events.Event] = []
         self.replies: dict[type, Callable[[], object]] = {}
@@ -269,6 +270,7 @@ class Site:
             unique=lambda: "1234",
             stalls=cast("StallWatch", self),
             observe_gap=self.observe_gap,
+            max_model_len=lambda _: self.max_model_len,
             hand_offs={},
         )
         self.engines: dict[str, Engine] = {}
