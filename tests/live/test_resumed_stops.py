@@ -201,10 +201,12 @@ def test_candidates_that_cannot_be_told_end_the_stream() -> None:
             logprobs=Logprobs(0, candidates),
             resumes=True,
             usage=UsageRewrite(None, 3),
+            asks_total=False,
             counts=None,
             transcript=None,
             ids=TokenIds(),
             expensive=lambda: None,
+            may_abort=lambda: False,
         )
         assert (stream.read(event) == b"", stream.over) == (candidates == 2, candidates == 2)
         assert (b"log-probabilities" in stream.first_error) == (candidates == 2)

@@ -156,12 +156,12 @@ def test_the_status_is_that_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", *ENGINES, "--decode", "http://u:hunter2@e"], "must not carry credentials"),
         (["serve", "--topology", "emulated-2p8"], "did you mean 'emulated-2p8d'?"),
         (["serve", "--topology", "emulated-2p8d"], "start them with `balanceroute up`"),
-        (["serve", "--topology", "absent.toml"], "No such file or directory: 'absent.toml'"),
+        (["serve", "--topology", "absent.toml"], "absent.toml: No such file or directory"),
         (["serve", *ENGINES, "--polcy", "br-0"], "unrecognized arguments: --polcy"),
         (["serve", *ENGINES, "--pol", "br-0"], "unrecognized arguments: --pol"),
         (["up"], "the following arguments are required: TOPOLOGY"),
         (["up", "x", "--prefill", "http://p"], "unrecognized arguments: --prefill"),
-        (["up", "absent.toml"], "No such file or directory: 'absent.toml'"),
+        (["up", "absent.toml"], "absent.toml: No such file or directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -215,7 +215,7 @@ def test_the_shipped_fleet_is_emulated_as_it_says() -> None:
     assert command == [
         *[sys.executable, "-m", "balanceroute.proxy", "emulate"],
         *["--port=0", "--prefillers=2", "--ranks=8", "--batch=16"],
-        *["--step-base-ms=30.0", "--step-us-per-token=0.2"],
+        *["--step-base-ms=30.0", "--step-us-per-token=0.2", "--kv-capacity=3000000"],
         *["--prefill-base-ms=20.0", "--prefill-us-per-token=50.0"],
         *["--lease-s=30.0", "--dp-mode=ports"],
         *["--connector=nixl", "--model=emulated"],
