@@ -22,7 +22,7 @@ proxy.cli: advise audit drain emulate engine_flags engine_parser evaluate evalua
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses others outside pace placement policies pool prediction prefill
     prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
-    step_model subset switching time_limits timers trajectories turnover
+    step_model subset switching time_limits timers trajectories triples turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
