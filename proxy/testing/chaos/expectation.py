@@ -8,7 +8,7 @@ the comparison is told which kinds of spoiling there were.
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from balanceroute.proxy.emulate.faults import MalformedStream
@@ -122,6 +122,15 @@ class Expectation:
             if wrong := progress.take(self._comparable(event)):
                 return wrong
         return ""
+
+    def stops_sooner(self, body: bytes) -> bool:
+        """Return whether a whole stream of one choice says a beginning of the answer, and stops there."""
+        said, wanted = (_said(_messages(events_of(one))) for one in (body, self._body))
+        if list(said) != [0] or list(wanted) != [0] or said[0].finish_reason != "stop":
+            return False
+        # The end of the text has an id, too.
+        begun = replace(said[0], finish_reason=None, ids=said[0].ids[:-1])
+        return wanted[0].begins(begun)
 
     def _comparable(self, body: bytes) -> bytes:
         body = comparable(body, self._request.request_id)

@@ -188,6 +188,10 @@ class Judge:
         if verdict.wrong and self._eos:
             again = await self._compare_with_one_token(client, request, received, seed)
             verdict = again or verdict
+            # Where it went on elsewhere, the prefiller may have ended it behind what had come.
+            whole = reworded and received.ending is Ending.COMPLETE
+            if verdict.wrong and whole and expected.stops_sooner(bytes(received.body)):
+                verdict = Verdict("ended by the prefiller", [])
         verdict.wrong += wrong
         return verdict
 
