@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
 from loads import Load, loads, measure
 from processes import on_cores
 from table import report
-from targets import KNOWN, Engine, Target, checkout, engine, router, targets
+from targets import KNOWN, Engine, Target, checkout, engine, interpreter, router, several, targets
 
 __all__ = ["Load", "loads", "main"]
 
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-router", action="store_true", help="without any other router")
     parser.add_argument(
         "--workers",
-        type=int,
+        type=several,
         action="append",
         default=[],
         metavar="N",
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--apart",
-        type=int,
+        type=several,
         action="append",
         default=[],
         metavar="N",
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--python",
-        type=Path,
+        type=interpreter,
         action="append",
         default=[],
         metavar="PATH",

@@ -117,6 +117,22 @@ def checkout(text: str) -> Path:
     return source
 
 
+def interpreter(text: str) -> Path:
+    """Return the path of a Python that can be run."""
+    try:
+        version(Path(text))
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is no interpreter: {error}") from None
+    return Path(text)
+
+
+def several(text: str) -> int:
+    """Return a number of processes above one."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 2")
+    return int(text)
+
+
 @contextmanager
 def engine(step_ms: float) -> Iterator[Engine]:
     """Run the engine."""
