@@ -1,6 +1,7 @@
-"""The tables of live runs in README.md and docs/predictors.md, as Markdown.
+"""The tables of live runs in README.md, docs/live.md and docs/predictors.md, as Markdown.
 
-    python scripts/live_tables.py policies      # README.md, "Live, through the proxy": 9 minutes
+    python scripts/live_tables.py repeated      # README.md, "Live, through the proxy": 22 minutes
+    python scripts/live_tables.py policies      # docs/live.md, "Other runs": 9 minutes
     python scripts/live_tables.py predictors    # docs/predictors.md, "Live": 6 minutes
 
 Runs scripts/demo.py, a policy or a predictor after the other, and prints a table of what it measured and
@@ -11,7 +12,9 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from balanceroute.proxy.replay.body import Api
@@ -23,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 TRACE = ROOT / "traces" / "public" / "mooncake_conversation.jsonl.gz"
 SKIP = 5000  # The demo's: what comes before is known to a trained predictor.
 POLICIES = "jsq,least-kv,fifo,br-0,br-h"
+# What single runs do not tell apart: these so often.
+REPEATED, RUNS = "jsq,fifo,br-h", 5
 PREDICTORS = ("none", "survival", "exact-match", "gbdt")
 # Heading, where the figure is, scale, digits; beside it the simulation's, where there is one.
 FIGURES: tuple[tuple[str, str, str | None, float, int], ...] = (
@@ -57,21 +62,31 @@ def train_gbdt(out: Path) -> Path:
     return model
 
 
-def markdown(heading: str, rows: dict[str, dict[str, Any]]) -> str:
-    """Return a table with a row for each name."""
+def markdown(heading: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return a table with a row for each name, of all its runs; the first one was simulated best."""
     headings = [heading]
     for title, _, simulated, _, _ in FIGURES:
         headings += [title] if simulated is None else [title, "simulated"]
     lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * (len(headings) - 1)}"]
-    for name, row in rows.items():
+    for name, runs in rows.items():
         cells = [f"`{name}`"]
         for _, live, simulated, scale, digits in FIGURES:
-            cells.append(f"{scale * row['live'][live]:,.{digits}f}")
+            values = [scale * run["live"][live] for run in runs]
+            error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+            cells.append(cell(fmean(values), error, digits))
             if simulated is not None:
-                mean, spread = scale * row["simulated"][simulated], scale * row["spread"][simulated]
-                cells.append(f"{mean:,.{digits}f} ±{spread:,.{digits}f}")
+                mean, spread = (
+                    scale * runs[0][kind][simulated] for kind in ("simulated", "spread")
+                )
+                cells.append(cell(mean, spread, digits))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def cell(mean: float, plus_minus: float | None, digits: int) -> str:
+    """Return a mean, and by how much it may be wrong, if that is known."""
+    text = f"{mean:,.{digits}f}"
+    return text if plus_minus is None else f"{text} ±{plus_minus:,.{digits}f}"
 
 
 def main() -> int:
@@ -79,21 +94,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=("policies", "predictors"), help="which one")
+    parser.add_argument("table", choices=("repeated", "policies", "predictors"), help="which one")
     parser.add_argument("--out", type=Path, default=Path("build/live_tables"), help="for the runs")
     arguments = parser.parse_args()
     out: Path = arguments.out / arguments.table
     out.mkdir(parents=True, exist_ok=True)
-    if arguments.table == "policies":
-        rows = {row["policy"]: row for row in demo(out, "--policy", POLICIES)}
-        (rows[" ".join(EARLY[1:])],) = demo(out / "early", *EARLY)
+    if arguments.table == "repeated":
+        # The simulation is the same each time.
+        simulations = ["10", *["1"] * (RUNS - 1)]
+        runs = [
+            demo(out / str(number), "--policy", REPEATED, "--simulations", count)
+            for number, count in enumerate(simulations)
+        ]
+        table = markdown(
+            "policy", {several[0]["policy"]: several for several in zip(*runs, strict=True)}
+        )
+    elif arguments.table == "policies":
+        rows = {row["policy"]: [row] for row in demo(out, "--policy", POLICIES)}
+        rows[" ".join(EARLY[1:])] = demo(out / "early", *EARLY)
         table = markdown("policy", rows)
     else:
         files = {"gbdt": str(train_gbdt(out))}
         rows = {}
         for name in PREDICTORS:
             flags = ("--policy", "br-h", "--predictor", files.get(name, name), "--simulations", "4")
-            (rows[name],) = demo(out / name, *flags)
+            rows[name] = demo(out / name, *flags)
         table = markdown("`--predictor`", rows)
     (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
     print(table)

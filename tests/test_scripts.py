@@ -280,6 +280,38 @@ def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
     assert module.SKIP == 5000
 
 
+def test_a_repeated_live_table_has_means_and_their_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("live_tables")
+    simulations: list[str] = []
+
+    def demo(out: Path, *flags: str) -> list[dict[str, object]]:
+        number = int(out.name)
+        simulations.append(flags[flags.index("--simulations") + 1])
+        live = {name: 1000.0 * number for _, name, *_ in module.FIGURES}
+        # Only the first is simulated more than once.
+        twin = dict.fromkeys(("idle_fraction", "output_tokens_per_s"), 7.0 if number == 0 else 9.0)
+        spread = dict.fromkeys(twin, 0.5)
+        return [
+            {"policy": policy, "live": live, "simulated": twin, "spread": spread}
+            for policy in flags[flags.index("--policy") + 1].split(",")
+        ]
+
+    monkeypatch.setattr(module, "demo", demo)
+    monkeypatch.setattr(sys, "argv", ["live_tables", "repeated", "--out", str(tmp_path)])
+    assert module.main() == 0
+    rows = capsys.readouterr().out.splitlines()
+    error = stdev(range(5)) / 5**0.5
+    seconds = f"2.0 ±{error:.1f}"
+    cells = (
+        f"| 7 ±0 | 2,000.0 ±{1000 * error:.1f} | {seconds} | {seconds} | {seconds} | {seconds} |"
+    )
+    assert [row.split(" | ", 3)[0] for row in rows[2:]] == ["| `jsq`", "| `fifo`", "| `br-h`"]
+    assert all(row.endswith(cells) for row in rows[2:])
+    assert simulations == ["10", "1", "1", "1", "1"]
+
+
 def test_cuts_of_one_trace_have_the_mean_and_the_error_of_all_their_segments() -> None:
     module = script("reproduce_results")
     samples = [[1.0, 3.0], [2.0, 4.0, 9.0]]
