@@ -33,6 +33,7 @@ ENGINES = (
     "emulate --prefillers 1 --ranks 2 --time-scale 200 --port 0 --json-ready --exit-with-stdin"
 )
 REPLAYED = "6"
+LOGGED = "200"  # What docs/serving.md replays for the log that it then simulates.
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def proxy(folder: Path) -> Iterator[ProxyProcess]:
         with running_proxy(flags, engines=known, folder=folder) as process:
             (folder / "req.log").symlink_to(process.log)
             load = f"--target http://127.0.0.1:{process.port} --emulation {urls['decode'][0]}"
-            trace = f"--trace {folder}/my.jsonl --concurrency 32"
+            trace = f"--trace {folder}/my.jsonl --requests {LOGGED} --concurrency 32"
             assert command_line.main(["replay", *load.split(), *trace.split()]) == 0
             with pytest.MonkeyPatch.context() as environment:
                 environment.setenv("DECODE_URL", urls["decode"][0])
@@ -122,6 +123,8 @@ def parse(words: list[str], block: Block) -> None:
     named = [word for word in words if word.startswith(("scripts/", "topologies/", "traces/"))]
     for name in named:
         assert (ROOT / name).exists(), f"{block.place}: no {name}"
+    if command.startswith("scripts/"):
+        assert os.access(ROOT / command, os.X_OK), f"{block.place}: {command} is not executable"
     if command == "make":
         targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(rest) <= set(targets), block.place
@@ -193,6 +196,7 @@ def test_a_wrong_command_is_found(
         "    make dance\n",
         "<!-- not run: far away -->\n\n    balanceroute serve --bach 7\n",
         "    python scripts/absent.py\n",
+        "<!-- not run: slow -->\n\n    scripts/chaos.py\n",
     ):
         page.write_text(f"Look:\n\n{text}")
         (block,) = blocks(page)
