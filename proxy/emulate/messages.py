@@ -295,6 +295,8 @@ def _message_head(chunk: Mapping[str, Any]) -> dict[str, object]:
 def _stop(finish: str | None, matched: object, *, called: bool) -> dict[str, object]:
     if finish == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if finish == "abort":
+        return {"stop_reason": None, "stop_sequence": None}
     if called:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(matched, str):

@@ -60,7 +60,7 @@ class Client:
                 expensive=lambda: self.turns.append("expensive"),
             )
         else:
-            self.reader = NamedEventStream(resumes=resumes)
+            self.reader = NamedEventStream(resumes=resumes, may_abort=lambda: True)
         self.leg = Relay(
             self,
             cast("Reply", self),

@@ -2,9 +2,14 @@
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
 
 from balanceroute.proxy.live.openai.body import BodyError
+from balanceroute.proxy.live.openai.json_value import decode
+from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -17,13 +22,26 @@ _MAX_ERROR_BYTES = 65_536
 _MAX_WORDS = 200
 # The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
 ABORT = "abort"
-_ABORTED = re.compile(rb'"finish_reason":\s*"abort"')
-_RECOMPUTED = re.compile(rb'"stop_reason":\s*"recomputed"')
+_RECOMPUTED = "recomputed"
+# Of a response of the Responses API that was given up, where vLLM tells it: of models in harmony format.
+CANCELLED = "cancelled"
 # A count of more digits cannot be true.
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d{1,9})\b')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s*(\d{1,9})\b')
 # Of a prompt; /v1/messages counts them apart from `input_tokens`.
 _CACHE_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens":\s*(\d{1,9})\b')
+
+
+class _Ending(Struct):
+    """The members of an answer that say how it ended; the rest is passed over."""
+
+    choices: Any = None
+    status: Any = None
+    stop_reason: Any = None
+    type: Any = None
+
+
+_decode_ending = msgspec.json.Decoder(_Ending).decode
 
 
 def passable_headers(headers: "Headers") -> "Headers":
@@ -66,12 +84,38 @@ def is_whole(body: bytes) -> bool:
 
 def is_recomputed(body: bytes) -> bool:
     """Return whether the rank gave the request back instead of finishing it."""
-    return b'"recomputed"' in body and _RECOMPUTED.search(body) is not None
+    return b'"recomputed"' in body and _RECOMPUTED in _reasons(body, "stop_reason")
 
 
-def is_aborted(body: bytes) -> bool:
-    """Return whether the engine gave the request up, with whatever it had by then."""
-    return b'"abort"' in body and _ABORTED.search(body) is not None
+def is_aborted(api: Api, body: bytes) -> bool:
+    """Return whether the engine gave the request up, with whatever it had by then.
+
+    Its own members alone say so: others are the client's words (`metadata`) or the model's.
+    """
+    if api is Api.MESSAGES:
+        ending = _ending(body)
+        return ending.type == "message" and ending.stop_reason is None  # It has no word for it.
+    if api is Api.RESPONSES:
+        return b'"cancelled"' in body and _ending(body).status == CANCELLED
+    return b'"abort"' in body and ABORT in _reasons(body, "finish_reason")
+
+
+def _reasons(body: bytes, name: str) -> list[object]:
+    choices = _ending(body).choices
+    if not isinstance(choices, list):
+        return []
+    return [choice.get(name) for choice in choices if isinstance(choice, dict)]
+
+
+def _ending(body: bytes) -> _Ending:
+    try:
+        return _decode_ending(body)
+    except msgspec.DecodeError:
+        pass  # It may be JSON that is less strict.
+    try:
+        return msgspec.convert(decode(body), _Ending)
+    except (msgspec.ValidationError, ValueError, RecursionError):
+        return _Ending()
 
 
 def stops_at_recomputed(body: "RequestBody") -> bool:
@@ -83,7 +127,7 @@ def stops_at_recomputed(body: "RequestBody") -> bool:
             stop = sampling.get("stop", stop)
     except BodyError:
         return True  # Too large to read, so it may.
-    return stop == "recomputed" or (isinstance(stop, list) and "recomputed" in stop)
+    return stop == _RECOMPUTED or (isinstance(stop, list) and _RECOMPUTED in stop)
 
 
 def counts_of(body: bytes) -> tuple[int, int]:

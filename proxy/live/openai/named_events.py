@@ -6,9 +6,11 @@ first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so those e
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from balanceroute.proxy.live.openai.answer import CANCELLED
 from balanceroute.proxy.live.openai.stream_event import parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.usage import token_count
@@ -31,12 +33,14 @@ class Turn:
         final: Whether the answer is complete with it.
         is_answer: Whether its data is an error as an answer without a stream would have it.
         output_tokens: The engine's count of the answer's tokens; None if it tells none.
+        aborted: Whether the engine gave the answer up: it has no reason for its end, or another status.
     """
 
     final: bool
     error: str
     is_answer: bool
     output_tokens: int | None
+    aborted: bool = False
 
 
 def read_turn(event: bytes) -> Turn | None:
@@ -52,8 +56,10 @@ def read_turn(event: bytes) -> Turn | None:
     if name in _FAILED:
         said = _object(message, "error") or _object(response, "error") or message
         error = str(said.get("message") or "error")
+    delta = _object(message, "delta")
     return Turn(
         final=name in _FINAL,
+        aborted=delta.get("stop_reason", "") is None or response.get("status") == CANCELLED,
         error=error,
         is_answer=bool(_object(message, "error")),
         output_tokens=token_count(usage, "output_tokens"),
@@ -66,13 +72,19 @@ def _object(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 class NamedEventStream(StreamReader):
-    """Reads one stream of named events. Each with data is counted as a token."""
+    """Reads one stream of named events. Each with data is counted as a token.
 
-    __slots__ = ("_complete",)
+    Args:
+        resumes: As for `StreamReader`.
+        may_abort: Returns whether the engine was told to give the answer up.
+    """
 
-    def __init__(self, *, resumes: bool) -> None:
+    __slots__ = ("_complete", "_may_abort")
+
+    def __init__(self, *, resumes: bool, may_abort: Callable[[], bool]) -> None:
         super().__init__(resumes=resumes)
         self._complete = False
+        self._may_abort = may_abort
 
     @property
     def complete(self) -> bool:
@@ -90,6 +102,9 @@ class NamedEventStream(StreamReader):
         turn = read_turn(event)
         if turn is None:
             return event
+        if turn.aborted and not self._may_abort():
+            self.aborted = self.over = True
+            return b""
         if turn.output_tokens is not None:
             self.usage_tokens = turn.output_tokens
         self._complete = self._complete or turn.final

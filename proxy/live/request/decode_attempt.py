@@ -306,7 +306,7 @@ class DecodeAttempt(Attempt):
             self._session.failed(self, refusal(status, headers, body))
         elif self.hands_back and is_recomputed(body):
             self.stream_recomputed()
-        elif is_aborted(body) and not self._session.abort_ordered:
+        elif not self._session.abort_ordered and is_aborted(self._session.shape.api, body):
             self._session.failed(self, ABORTED)
         elif not is_whole(body):
             reason = "the engine's answer is no JSON object"
@@ -433,7 +433,7 @@ def _make_reader(
             shape.sequences, before=before, again=again, resumes=resumes, **options
         )
     if shape.api not in (_CHAT, _COMPLETIONS):
-        return NamedEventStream(resumes=resumes)
+        return NamedEventStream(resumes=resumes, may_abort=options["may_abort"])
     if emitted.continued is None and not emitted.overlap:
         return CompletionStream(shape.sequences, resumes=resumes, **options)
     completes_chat = emitted.continued is not None and shape.api is _CHAT

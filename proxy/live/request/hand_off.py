@@ -139,7 +139,7 @@ class HandOff:
         del headers
         assert self._prefiller is not None
         self._done()
-        if status == 200 and not is_aborted(body):
+        if status == 200 and not is_aborted(self._api, body):
             self._host.report(LegSucceeded(self._prefiller.target))
             self._prefilled(body)
             return

@@ -8,11 +8,13 @@ import pytest
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
     error_words,
+    is_aborted,
     is_recomputed,
     passable_headers,
     stops_at_recomputed,
 )
 from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.shape import Api
 
 DETAILED = (
     b'{"choices":[{"message":{"content":"\\"usage\\":{\\"cached_tokens\\":1}"}}],'
@@ -51,11 +53,42 @@ def test_only_headers_that_concern_the_client_pass() -> None:
         (b'{"choices":[{"stop_reason" : 1}, {"stop_reason": \n"recomputed"}]}', True),
         (b'{"choices":[{"stop_reason":null,"text":"recomputed"}]}', False),
         (b'{"choices":[{"text":"\\"stop_reason\\":\\"recomputed\\""}]}', False),
+        (b'{"content":[{"input":{"stop_reason":"recomputed"}}]}', False),
+        (b'{"choices":[{"stop_reason":"recomputed","x":NaN}]}', True),
+        (b'{"choices":[1,{"stop_reason":["recomputed"]}]}', False),
+        (b'{"choices":"recomputed"}', False),
+        (b"recomputed", False),
+        (b'"recomputed"', False),
         (b"", False),
     ],
 )
 def test_a_request_that_a_rank_gave_back_is_told(body: bytes, recomputed: bool) -> None:
     assert is_recomputed(body) is recomputed
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "aborted"),
+    [
+        (Api.CHAT, b'{"choices":[{"finish_reason":"abort"}]}', True),
+        (
+            Api.COMPLETIONS,
+            b'{"choices":[{"finish_reason":"stop"},{"finish_reason":"abort"}]}',
+            True,
+        ),
+        (Api.GENERATE, b'{"choices":[{"finish_reason":"length","x":"abort"}]}', False),
+        (Api.CHAT, b'{"choices":[{"message":{"finish_reason":"abort"}}]}', False),
+        (Api.MESSAGES, b'{"type":"message","content":[],"stop_reason":null}', True),
+        (Api.MESSAGES, b'{"type":"message","content":[]}', True),
+        (Api.MESSAGES, b'{"type":"message","stop_reason":"end_turn"}', False),
+        (Api.MESSAGES, b'{"type":"error"}', False),
+        (Api.MESSAGES, b"<html>", False),
+        (Api.RESPONSES, b'{"status":"cancelled"}', True),
+        (Api.RESPONSES, b'{"status":"completed","metadata":{"status":"cancelled"}}', False),
+        (Api.RESPONSES, b'{"metadata":{"finish_reason":"abort"}}', False),
+    ],
+)
+def test_what_an_engine_gave_up_is_told(api: Api, body: bytes, aborted: bool) -> None:
+    assert is_aborted(api, body) is aborted
 
 
 @pytest.mark.parametrize(

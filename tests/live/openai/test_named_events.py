@@ -47,6 +47,12 @@ FINAL = {
         (event("message_delta", usage={"output_tokens": -3}), Turn(False, "", False, None)),
         (event("message_delta", usage={"output_tokens": True}), Turn(False, "", False, None)),
         (event("message_delta", usage=[]), Turn(False, "", False, None)),
+        (event("message_delta", delta={"stop_reason": "end_turn"}), Turn(False, "", False, None)),
+        (event("message_delta", delta={"stop_reason": None}), Turn(False, "", False, None, True)),
+        (
+            event("response.completed", response={"status": "cancelled"}),
+            Turn(True, "", False, None, True),
+        ),
         (event("error", error={"message": "no"}), Turn(False, "no", True, None)),
         (event("error", message="no"), Turn(False, "no", False, None)),
         (b"event: error\ndata: oops\n\n", Turn(False, "error", False, None)),

@@ -1,0 +1,182 @@
+"""What an engine gave up, in the words of each API; and answers that only hold such words.
+
+A body holds words of its client (`metadata`) and of the model (a tool's input) unescaped.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.reply import Reply
+
+pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TALK: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "t1 t2 t3"}],
+    "max_tokens": 60,
+}
+ASKED: dict[str, Any] = {"model": "tiny", "input": "t1 t2 t3"}
+WORDS = {"finish_reason": "abort", "stop_reason": "recomputed", "status": "cancelled"}
+CALL = {"type": "tool_use", "id": "1", "name": "note", "input": WORDS}
+SAID = "the engine aborted the request"
+
+
+def response(status: str) -> dict[str, Any]:
+    """Return an answer of the Responses API, which repeats what its client calls metadata."""
+    return {
+        "id": "resp_1",
+        "metadata": WORDS,
+        "object": "response",
+        "output": [],
+        "status": status,
+        "usage": {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5},
+    }
+
+
+def message(content: list[dict[str, Any]], stop_reason: str) -> dict[str, Any]:
+    return {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "content": content,
+        "model": "tiny",
+        "stop_reason": stop_reason,
+        "usage": {"input_tokens": 3, "output_tokens": 2},
+    }
+
+
+def events(*values: dict[str, Any]) -> bytes:
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (value["type"].encode(), json.dumps(value).encode())
+        for value in values
+    )
+
+
+def sends(body: bytes, kind: bytes) -> Any:
+    """Return what has an engine answer always the same."""
+
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [(b"content-type", kind)], body)
+
+    return answer
+
+
+COMPLETED = {"type": "response.completed", "response": response("completed")}
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "answer"),
+    [
+        (RESPONSES, ASKED | {"metadata": WORDS}, json.dumps(response("completed")).encode()),
+        (MESSAGES, TALK, json.dumps(message([CALL], "tool_use")).encode()),
+        (RESPONSES, ASKED | {"metadata": WORDS, "stream": True}, events(COMPLETED)),
+    ],
+    ids=["metadata", "tool input", "streamed metadata"],
+)
+@pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
+def test_words_of_a_client_or_a_model_are_no_sign_of_an_abort(
+    play: "Play", path: str, values: dict[str, Any], answer: bytes, connector: str
+) -> None:
+    """They would have an answer repeated, and engines called faulty that are not."""
+
+    async def scenario(site: "Site") -> None:
+        kind = b"text/event-stream" if values.get("stream") else b"application/json"
+        site.handlers[path.encode()] = sends(answer, kind)
+        for number in range(1, 5):
+            exchange = await site.post(path, values)
+            assert (exchange.status, exchange.body) == (200, answer)
+            record = (await site.ended(number))[-1]
+            assert (record.outcome, record.retries, record.recomputes) == (Outcome.OK, 0, 0)
+        state = await site.state()
+        assert {one["status"] for one in state["ranks"] + state["prefillers"]} == {"up"}
+
+    play(scenario, flags={"direct": "decode"}, connector=connector)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_that_was_given_up_is_done_by_another_engine(
+    play: "Play", *, stream: bool
+) -> None:
+    """Engines write it without a reason for its end: the client took it for a whole answer."""
+
+    async def scenario(site: "Site") -> None:
+        values = TALK | {"stream": stream}
+        right = await site.ask("prefill/1", MESSAGES, values)
+        site.fleet.faults.set("prefill/0", stopping=True)
+        for number in range(1, 4):
+            exchange = await site.post(MESSAGES, values)
+            assert exchange.status == 200
+            if stream:
+                said = [one.get("delta") for one in exchange.chunks]
+                assert said == [one.get("delta") for one in right.chunks]
+            else:
+                assert exchange.json["content"] == right.json["content"]
+                assert exchange.json["stop_reason"] == "max_tokens"
+            assert (await site.ended(number))[-1].outcome is Outcome.OK
+        assert sum(record.retries for record in site.world.ended) >= 1
+
+    play(scenario, flags={"direct": "prefill"})
+
+
+def test_a_message_that_has_begun_says_that_it_was_given_up(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = await site.send(MESSAGES, TALK | {"stream": True}).until_events(9)
+        busy = next(i for i in (0, 1) if site.fleet.engine(f"prefill/{i}").exchanges)
+        site.fleet.faults.set(f"prefill/{busy}", stopping=True)
+        await exchange.end()
+        assert exchange.chunks[-1]["type"] == "error"
+        assert SAID in exchange.chunks[-1]["error"]["message"]
+        (record,) = await site.ended()
+        assert record.outcome is Outcome.UPSTREAM_ERROR
+
+    play(scenario, flags={"direct": "prefill"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_was_given_up_is_asked_of_another_engine(
+    play: "Play", *, stream: bool
+) -> None:
+    """Engines tell it of models in harmony format alone, by the status."""
+    last = {"type": "response.completed", "response": response("cancelled")}
+    given_up = events(last) if stream else json.dumps(response("cancelled")).encode()
+    whole = events(COMPLETED) if stream else json.dumps(response("completed")).encode()
+    kind = b"text/event-stream" if stream else b"application/json"
+
+    async def scenario(site: "Site") -> None:
+        asked: list[str] = []
+
+        def answer(engine: str, request: "Request", reply: "Reply") -> None:
+            asked.append(engine)
+            sends(given_up if len(asked) == 1 else whole, kind)(engine, request, reply)
+
+        site.handlers[RESPONSES.encode()] = answer
+        exchange = await site.post(RESPONSES, ASKED | {"stream": stream})
+        assert (exchange.status, exchange.body) == (200, whole)
+        assert len(set(asked)) == 2
+
+    play(scenario, flags={"direct": "prefill"})
+
+
+def test_a_message_that_is_aborted_by_order_ends_with_what_it_had(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        stream = await site.send(MESSAGES, TALK | {"stream": True}).until_events(9)
+        whole = site.send(MESSAGES, TALK)
+        await site.until(lambda: len(site.received("prefill", MESSAGES)) == 2)
+        assert (await site.admin("/abort_requests", b"{}")).status == 200
+        await stream.end()
+        await whole.end()
+        assert stream.chunks[-1]["type"] == "message_stop"
+        assert (whole.status, whole.json.get("stop_reason")) == (200, None)
+        assert {record.outcome for record in await site.ended(2)} == {Outcome.OK}
+
+    play(scenario, flags={"direct": "prefill"})
