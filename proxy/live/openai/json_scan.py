@@ -29,14 +29,16 @@ _STRING_BYTE = 3
 _PLAIN_BYTE = 1
 _NUMBER_BYTE = 40
 _SPACE_BYTE = 5
-# Bytes that are read in one step.
-_WINDOW = 65_536
+# Bytes that are read in one step. Those of a string stay in a core's cache, as they are read some times.
+_STRING_WINDOW = 262_144
+_SPACES_WINDOW = 65_536
 _NUMBERS_WINDOW = 16_384
 
 _SPACES = b" \t\n\r"
 _QUOTE, _COMMA, _COLON, _BACKSLASH = b'",:\\'
 _ARRAY, _OBJECT, _ARRAY_END, _OBJECT_END = b"[{]}"
 _plain_key = re.compile(rb'"([^"\\\x00-\x1f]{0,255}+)"[ \t\n\r]{0,255}+:').match
+_spaces = re.compile(rb"[ \t\n\r]*+").match
 _SEPARATOR = rb"[ \t\n\r]*+,[ \t\n\r]*+"
 _NUMBER = rb"-?+(?:0|[1-9][0-9]{0,4000}+)(?:\.[0-9]{1,4000}+)?+(?:[eE][+-]?+[0-9]{1,4000}+)?+"
 _INTEGERS = rb"(?:-?+(?:0|[1-9][0-9]{0,18}+)" + _SEPARATOR + rb")++"
@@ -260,9 +262,11 @@ class JsonScanner:
         return self._data[self._at] if self._at < len(self._data) else 0
 
     def _skip_spaces(self) -> int:
-        window = self._data[self._at : self._at + _WINDOW]
-        self._at += len(window) - len(window.lstrip(_SPACES))
-        return _STEP + _SPACE_BYTE * len(window)
+        begin = self._at
+        found = _spaces(self._data, begin, begin + _SPACES_WINDOW)
+        assert found is not None, "it may be empty"
+        self._at = found.end()
+        return _STEP + _SPACE_BYTE * (self._at - begin)
 
     def _open(self, bracket: int) -> None:
         self._containers += 1
@@ -386,7 +390,7 @@ def decoded_beginning(text: bytes) -> str:
 
 def _piece_end(data: bytes, begin: int) -> int:
     """Return where a piece of a string can end: behind its quote, or as far as a step may go."""
-    limit = min(begin + _WINDOW, len(data))
+    limit = min(begin + _STRING_WINDOW, len(data))
     # An escaped one is passed over; if the backslash before it is escaped, `json` will see that.
     quote = find_quote(data, begin, limit)
     return _whole(data, begin, limit) if quote < 0 else quote + 1

@@ -272,7 +272,8 @@ def test_no_deep_value_has_few_brackets(levels: int, objects: bool) -> None:
 @pytest.fixture(autouse=True)
 def _narrow_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     # So that short texts are read in pieces too.
-    monkeypatch.setattr(json_scan, "_WINDOW", 16)
+    monkeypatch.setattr(json_scan, "_STRING_WINDOW", 16)
+    monkeypatch.setattr(json_scan, "_SPACES_WINDOW", 16)
     monkeypatch.setattr(json_scan, "_NUMBERS_WINDOW", 24)
 
 

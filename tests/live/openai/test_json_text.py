@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.live.openai.json_text import find_quote, plain_characters
 
-LONG = b"text " * 200
+LONG = b"text " * 2_500
 ESCAPES = (b'\\"', b"\\n", b"\\/", b"\\\\", b"\\u00e9", b"\\x", b"\\")
 BYTES = (
     b"t",
@@ -41,7 +41,7 @@ def test_a_string_has_the_characters_that_json_reads_or_is_left_to_json(
 
 @pytest.mark.parametrize("text", ["plain", 'He said: "well",\n and\tso \\ on', "Größe", "中文"])
 def test_ordinary_text_is_not_left_to_json(text: str) -> None:
-    text = text.replace("\\", "/") * 200
+    text = text.replace("\\", "/") * 600
     data = json.dumps(text, ensure_ascii=False).encode()
     assert plain_characters(data, 1, len(data) - 1) == len(text)
 
