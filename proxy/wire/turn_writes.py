@@ -39,11 +39,16 @@ class WriteTurn:
 
 
 class TurnTransport:
-    """A transport whose writes wait for the end of the turn, or for whatever else is asked of it."""
+    """A transport whose writes wait for the end of the turn, or for whatever else is asked of it.
 
-    __slots__ = ("_pending", "_transport", "_turn")
+    Attributes:
+        is_closing: Returns whether it is closed or about to be.
+    """
+
+    __slots__ = ("_pending", "_transport", "_turn", "is_closing")
 
     def __init__(self, transport: asyncio.Transport, turn: WriteTurn) -> None:
+        self.is_closing = transport.is_closing
         self._transport = transport
         self._turn = turn
         self._pending = b""
@@ -65,14 +70,18 @@ class TurnTransport:
         """Send data, behind what waits, without waiting for the end of the turn."""
         if self._pending:
             self.flush()
-        if not self._transport.is_closing():
+        if not self.is_closing():
             self._transport.write(data)
 
     def flush(self) -> None:
         """Send what waits."""
         pending, self._pending = self._pending, b""
-        if pending and not self._transport.is_closing():
+        if pending and not self.is_closing():
             self._transport.write(pending)
+
+    def is_busy(self) -> bool:
+        """Return whether the socket has not taken all that was written."""
+        return bool(self._pending or self._transport.get_write_buffer_size())
 
     def get_write_buffer_size(self) -> int:
         """Return the bytes that the socket has not taken."""
@@ -97,10 +106,6 @@ class TurnTransport:
         """Close at once."""
         self.flush()
         self._transport.abort()
-
-    def is_closing(self) -> bool:
-        """Return whether it is closed or about to be."""
-        return self._transport.is_closing()
 
     def get_extra_info(self, name: str) -> Any:
         """See asyncio."""

@@ -43,8 +43,8 @@ class Connector(ABC):
     callback: str = ""
 
     @abstractmethod
-    def prefill_params(self, transfer: str) -> Mapping[str, object]:
-        """Return the prefill leg's parameters. `transfer` is unique per leg."""
+    def prefill_params(self, transfer: str) -> bytes:
+        """Return the prefill leg's parameters as JSON. `transfer` is unique per leg."""
 
     @abstractmethod
     def decode_params(

@@ -16,7 +16,7 @@ METASERVER_PATH = b"/v1/metaserver/"
 class LayerwiseConnector(Connector):
     """MooncakeLayerwiseConnector of vllm-ascend."""
 
-    def prefill_params(self, transfer: str) -> Mapping[str, object]:
+    def prefill_params(self, transfer: str) -> bytes:
         """Refuse: the decode rank makes the prefill leg's parameters."""
         raise AssertionError(f"{transfer}: the prefill leg is started by a hand-off")
 

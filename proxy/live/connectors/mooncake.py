@@ -4,6 +4,7 @@ The prefill answer carries no parameters. Keys as in real requests to vLLM 0.32;
 from `GET <bootstrap>/query`, keyed by data-parallel rank.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,10 @@ from balanceroute.proxy.live.connectors.base import BootstrapIdentity, Connector
 class MooncakeConnector(Connector):
     """MooncakeConnector of vLLM."""
 
-    def prefill_params(self, transfer: str) -> Mapping[str, object]:
+    def prefill_params(self, transfer: str) -> bytes:
         """Return the parameters that name the transfer."""
-        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
+        return json.dumps(params).encode()
 
     def decode_params(
         self, transfer: str, returned: object, identity: BootstrapIdentity | None

@@ -5,25 +5,35 @@ NIXL (vLLM): https://docs.vllm.ai/en/latest/features/nixl_connector_usage.html. 
 recompute scheduler, which hands requests back under KV pressure.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from balanceroute.proxy.live.connectors.base import BootstrapIdentity, Connector, MissingKvError
 
-_PREFILL_PARAMS: Mapping[str, object] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+_PREFILL_PARAMS = json.dumps(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+).encode()
+# What every pull needs.
+_PULLED: tuple[tuple[str, type], ...] = (
+    ("remote_block_ids", list),
+    ("remote_engine_id", str),
+    ("remote_host", str),
+    ("remote_port", int),
+)
 
 
 class PullConnector(Connector):
     """NIXL in pull mode, and MooncakeConnectorV1 of vllm-ascend."""
 
-    def prefill_params(self, transfer: str) -> Mapping[str, object]:
+    def prefill_params(self, transfer: str) -> bytes:
         """Return the parameters that make the prefiller keep the KV cache for a decoder."""
         del transfer
         return _PREFILL_PARAMS
@@ -41,13 +51,9 @@ class PullConnector(Connector):
             raise MissingKvError("the prefill answer has no kv_transfer_params")
         if returned.get("do_remote_prefill") is not True:
             raise MissingKvError("kv_transfer_params of the prefill answer do not ask for a pull")
-        for key, kind in (
-            ("remote_block_ids", list),
-            ("remote_engine_id", str),
-            ("remote_host", str),
-            ("remote_port", int),
-        ):
+        for key, kind in _PULLED:
+            value = returned.get(key)
             # Not isinstance: true is no port.
-            if type(returned.get(key)) is not kind or returned[key] in ("", 0):
+            if type(value) is not kind or not (value or kind is list):
                 raise MissingKvError(f"kv_transfer_params of the prefill answer lack {key}")
         return returned

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from balanceroute.proxy.live.frontend.clients import allowance_headers
@@ -63,43 +64,26 @@ class LateRefusals:
 
     def tell_allowances(self, reply: "Reply", record: "RequestRecord") -> None:
         """Have the answer say what is left of a tenant's rates."""
-        tenancy = self._groups.first.tenancy
-        reply.more_headers = allowance_headers(tenancy.allowances(record.tenant))
+        allowances = self._groups.first.tenancy.allowances(record.tenant)
+        reply.more_headers = allowance_headers(allowances) if allowances else []
 
 
-class Asking:
+class Asking(Struct, eq=False):
     """One request that is to be generated.
 
     Attributes:
         headers: The client's.
     """
 
-    __slots__ = (
-        *("api", "body", "headers", "record", "refusals", "reply", "shape", "tenant", "urgency"),
-    )
-
-    def __init__(
-        self,
-        refusals: LateRefusals,
-        tenant: "Tenant",
-        api: "Api",
-        shape: "Shape",
-        urgency: "Urgency",
-        *,
-        headers: "Headers",
-        body: "RequestBody",
-        reply: "Reply",
-        record: "RequestRecord",
-    ) -> None:
-        self.refusals = refusals
-        self.tenant = tenant
-        self.api = api
-        self.shape = shape
-        self.urgency = urgency
-        self.headers = headers
-        self.body = body
-        self.reply = reply
-        self.record = record
+    refusals: LateRefusals
+    tenant: "Tenant"
+    api: "Api"
+    shape: "Shape"
+    urgency: "Urgency"
+    headers: "Headers"
+    body: "RequestBody"
+    reply: "Reply"
+    record: "RequestRecord"
 
     def for_model(self, model: str) -> "Asking":
         """Have engines asked for another model than the client named; return itself."""
@@ -109,14 +93,7 @@ class Asking:
 
     def attempt(self, model: str, reply: "Reply", record: "RequestRecord") -> "Asking":
         """Return the same for engines that are asked for this model, with an answer of its own."""
-        asking = Asking(
-            *(self.refusals, self.tenant, self.api, self.shape, self.urgency),
-            headers=self.headers,
-            body=self.body,
-            reply=reply,
-            record=record,
-        )
-        return asking.for_model(model)
+        return replace(self, reply=reply, record=record).for_model(model)
 
     def deny(
         self, status: int, reason: str, *, param: str | None = None, retry_s: int | None = None

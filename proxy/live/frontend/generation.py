@@ -44,8 +44,8 @@ class Generation:
         aliases: Names that stand for several models.
         refusals: Refuse requests.
         max_sequences: The most answers that one request may ask for.
-        engine_headers: Returns the headers of every engine leg, given the client's and what the engines
-            are to call the request.
+        engine_lines: Returns the header lines of every engine leg, given the client's headers and what
+            the engines are to call the request.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Generation:
         refusals: LateRefusals,
         *,
         max_sequences: int,
-        engine_headers: "Callable[[Headers, str], Headers]",
+        engine_lines: "Callable[[Headers, str], bytes]",
     ) -> None:
         self._groups = groups
         self._aliases = aliases
         self._refusals = refusals
         self._max_sequences = max_sequences
-        self._engine_headers = engine_headers
+        self._engine_lines = engine_lines
 
     def take(
         self,
@@ -74,23 +74,16 @@ class Generation:
         tenant: "Tenant",
     ) -> None:
         """Submit a request whose body was read, or refuse it."""
-        refuse = partial(self._refusals.refuse, reply, record)
         try:
             if isinstance(body, BodyError):
                 raise body
             shape = self._shape(api, body, record)
             urgency = urgency_of(tenant, api, headers, body, record.arrived_ns)
         except BodyError as error:
-            refuse(400, str(error), param=error.param)
+            self._refusals.refuse(reply, record, 400, str(error), param=error.param)
             return
-        asking = Asking(
-            *(self._refusals, tenant, api, shape, urgency),
-            headers=headers,
-            body=body,
-            reply=reply,
-            record=record,
-        )
-        unknown = refuse_model(tenant, shape.model)
+        asking = Asking(self._refusals, tenant, api, shape, urgency, headers, body, reply, record)
+        unknown = refuse_model(tenant, shape.model) if tenant.models else None
         if unknown is not None:
             asking.deny(*unknown, param="model")
         elif shape.model in self._aliases:
@@ -106,7 +99,7 @@ class Generation:
         if group is None:
             asking.deny(*unknown_model(model), param="model")
             return
-        unlisted = refuse_unlisted(model, group.models)
+        unlisted = refuse_unlisted(model, group.models) if group.models else None
         if unlisted is not None:
             asking.deny(*unlisted, param="model")
             return
@@ -137,16 +130,19 @@ class Generation:
         """Give a request to a group, or refuse it."""
         shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
         record.group, given = group.name, dict(headers)
-        eligible = group.routes.eligible(shape.model)
-        refused = group.routes.refuse(shape.model, eligible)
+        eligible = group.routes.eligible(shape.model) if group.routes.differ else None
+        refused = None if eligible is None else group.routes.refuse(shape.model, eligible)
         if refused is not None:
             deny_model(asking.deny, *refused)
             return
+        longest = group.served.max_model_len(shape.model)
         try:
-            check_direct(shape, group.intake.context.legs.direct)
+            if shape.direct:
+                check_direct(shape, group.intake.context.legs.direct)
             hinted = b"x-expected-output-tokens" in given
             expected_tokens = expected_output_tokens(headers) if hinted else None
-            refuse_if_too_long(asking.api, asking.body, group.served.max_model_len(shape.model))
+            if longest is not None:
+                refuse_if_too_long(asking.api, asking.body, longest)
         except BadHintError as error:
             asking.deny(400, str(error))
             return
@@ -159,7 +155,7 @@ class Generation:
             Arrival(
                 Asked(shape, eligible, expected_tokens, asking.urgency, name, session),
                 asking.body,
-                partial(self._engine_headers, headers),
+                partial(self._engine_lines, headers),
                 asking.reply,
                 record,
                 asking.limit,

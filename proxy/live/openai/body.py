@@ -11,7 +11,8 @@ asked for, and a request that waits keeps its bytes alone.
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from hashlib import blake2b
 from json.encoder import (  # type: ignore[attr-defined]  # typeshed leaves the first out.
     c_make_encoder,
@@ -106,7 +107,11 @@ class RequestBody:
         return Members(self._data, self._places, len(self._data))
 
     def encode(
-        self, overrides: Mapping[str, object], drop: Collection[str] = (), *, last: bytes = b""
+        self,
+        overrides: Mapping[str, object],
+        drop: AbstractSet[str] = frozenset(),
+        *,
+        last: bytes = b"",
     ) -> bytes:
         """Return the object without `drop`, with `overrides` behind its members, and then `last`.
 
@@ -119,19 +124,19 @@ class RequestBody:
             overrides = {"model": self.model, **overrides}
         # Pieces of a large body itself, so that a prompt of megabytes is copied once.
         data = self._data if len(self._data) <= SMALL_BYTES else memoryview(self._data)
-        parts: list[bytes | memoryview] = []
-        for key, (begin, _, end) in self._places.items():
-            if key not in overrides and key not in drop:
-                parts += (b", ", data[begin:end])
+        gone = drop | overrides.keys() if overrides else drop
+        parts: list[bytes | memoryview] = [
+            data[begin:end] for key, (begin, _, end) in self._places.items() if key not in gone
+        ]
         if overrides:
-            parts += (b", ", dump(overrides)[1:-1])
+            parts.append(dump(overrides)[1:-1])
         if last:
-            parts += (b", ", last)
+            parts.append(last)
         if not parts:
             return b"{}"
-        parts[0] = b"{"
-        parts.append(b"}")
-        return b"".join(parts)
+        parts[0] = b"{" + parts[0]
+        parts[-1] = b"".join((parts[-1], b"}"))
+        return b", ".join(parts)
 
     def member(self, key: str) -> memoryview:
         """Return a member as it stands in the body, key and value; empty if it is absent."""
@@ -280,6 +285,9 @@ def read_object(data: bytes) -> tuple[dict[str, Any], Places]:
         values, in_text = _parse_text(text)
     except json.JSONDecodeError as error:
         raise BodyError(f"the body is not valid JSON: {error.msg} at {error.pos}") from None
+    except StopIteration as error:  # How a scanner says that no value begins there.
+        text_at = f"Expecting value at {error.value}"
+        raise BodyError(f"the body is not valid JSON: {text_at}") from None
     except RecursionError:
         raise BodyError("the body is nested too deeply") from None
     except ValueError as error:
@@ -302,9 +310,9 @@ def _parse_text(text: str) -> tuple[dict[str, Any], dict[str, tuple[int, int, in
         key = member[1]
         begin = member.start(1) - 1
         if "\\" in key:
-            key, _ = _decode(text, begin)
+            key, _ = _scan(text, begin)
         value_begin = member.end()
-        value, end = _decode(text, value_begin)
+        value, end = _scan(text, value_begin)
         if key in values:
             raise _twice(key)
         if len(values) == MAX_MEMBERS:
@@ -362,7 +370,10 @@ def dump(value: object) -> bytes:
     return "".join(_dump_in_pieces(value, 0)).encode()
 
 
-_decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+_decode = _decoder.raw_decode
+# Behind it; typeshed leaves it out. A body has a dozen members, and the way there costs more than most.
+_scan: Callable[[str, int], tuple[Any, int]] = _decoder.scan_once  # type: ignore[attr-defined]
 # What `JSONEncoder.encode` makes anew for each call, at more than the cost of the call.
 _dump_in_pieces: Callable[[object, int], Iterable[str]] = c_make_encoder(
     *(None, json.JSONEncoder().default, encode_basestring_ascii, None, ": ", ", "),

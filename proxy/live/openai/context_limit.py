@@ -13,18 +13,18 @@ from balanceroute.proxy.live.openai.shape import Api
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 
 
-def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int | None) -> None:
+def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int) -> None:
     """Refuse a request whose answer, or whose prompt of token ids, exceeds the context by itself.
 
     Args:
         api: The endpoint; only chats and completions are judged.
         body: The client's.
-        max_model_len: A context that no engine exceeds; None if that is not known.
+        max_model_len: A context that no engine exceeds.
 
     Raises:
         BodyError: It does.
     """
-    if max_model_len is None or api not in (_CHAT, _COMPLETIONS):
+    if api not in (_CHAT, _COMPLETIONS):
         return
     values = body.values
     name = "max_tokens"

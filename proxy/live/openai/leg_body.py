@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api, refuse_internal
 from balanceroute.proxy.live.openai.token_shape import SAMPLING, one_token
 
@@ -44,7 +43,7 @@ def _prefill_drop(drop: frozenset[str]) -> frozenset[str]:
 def prefill_body(
     body: "RequestBody",
     members: Mapping[str, object],
-    params: Mapping[str, object],
+    params: bytes,
     *,
     api: Api = Api.COMPLETIONS,
     drop: frozenset[str] = INTERNAL_FIELDS,
@@ -55,7 +54,7 @@ def prefill_body(
     Args:
         body: The client's.
         members: Changed by an earlier binding; see `resumed_members`.
-        params: The connector's.
+        params: The connector's, as JSON.
         api: The endpoint, which says where the limits stand.
         drop: Members of the client's that no engine gets.
         min_tokens: 0 if the answer may end without a token.
@@ -65,9 +64,10 @@ def prefill_body(
         assert isinstance(sampling, Mapping)
         members = {**members, SAMPLING: one_token(sampling, min_tokens)}
     limit = _NEWER_LIMIT if "max_completion_tokens" in body.values else b""
-    last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN % min_tokens, limit, dump(params))
-    kept = {name: value for name, value in members.items() if name not in _REPLACED}
-    return body.encode(kept, drop=_prefill_drop(drop), last=last)
+    last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN % min_tokens, limit, params)
+    if members:
+        members = {name: value for name, value in members.items() if name not in _REPLACED}
+    return body.encode(members, drop=_prefill_drop(drop), last=last)
 
 
 def decode_body(
@@ -87,11 +87,10 @@ def decode_body(
         asked: Which counts the engine is asked for.
         drop: Members of the client's that no engine gets.
     """
-    overrides: dict[str, object] = dict(members)
     if asked is not None:
-        overrides["stream_options"] = asked.options
+        members = {**members, "stream_options": asked.options}
     last = b"" if params is None else b'"kv_transfer_params": ' + params
-    return body.encode(overrides, drop=drop, last=last)
+    return body.encode(members, drop=drop, last=last)
 
 
 def engine_body(data: bytes, body: "RequestBody") -> bytes:

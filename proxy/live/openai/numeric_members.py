@@ -8,8 +8,6 @@ before anything was computed. vLLM ignores `best_of`; so does the proxy.
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from balanceroute.proxy.live.openai.body import BodyError
 
@@ -55,15 +53,13 @@ def count(value: object, least: int) -> int | None:
     return min(number, MOST_TOKENS)
 
 
-def check_priority(values: Mapping[str, Any]) -> None:
+def check_priority(value: object) -> None:
     """Refuse a `priority` that vLLM refuses: engines do not get it, so they cannot.
 
     Raises:
         BodyError: It is not an integer of 64 bits. The words are vLLM's.
     """
-    if "priority" not in values:
-        return
-    number = integer(values["priority"])
+    number = integer(value)
     if number is None:
         raise BodyError("priority: Input should be a valid integer", "priority")
     if number > _MOST_INT64:

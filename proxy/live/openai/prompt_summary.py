@@ -1,7 +1,8 @@
 """What a prompt consists of: counts that routing and charging need, without its text."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 # Members of a message's parts that hold data or where it is, in the words of the endpoints: images,
 # sound and files in base64, which say nothing about the number of tokens.
@@ -21,8 +22,7 @@ DATA_MEMBERS = frozenset(
 HEADS = 4
 
 
-@dataclass(slots=True)
-class PromptSummary:
+class PromptSummary(Struct):
     """Counts of one member's value.
 
     Attributes:
@@ -47,7 +47,7 @@ class PromptSummary:
     inner: int = 0
     characters: int = 0
     data_strings: int = 0
-    heads: list[tuple[int, int]] = field(default_factory=list)
+    heads: list[tuple[int, int]] = []
     last: int = 0
 
     @property

@@ -1,7 +1,9 @@
 """What an engine says again, and the client has."""
 
+from msgspec import Struct
 
-class RepeatedText:
+
+class RepeatedText(Struct, eq=False):
     """What comes first in an answer, and is left out.
 
     Attributes:
@@ -9,11 +11,8 @@ class RepeatedText:
         tokens: Of how many tokens the log-probabilities have.
     """
 
-    __slots__ = ("left", "tokens")
-
-    def __init__(self, text: str = "", tokens: int = 0) -> None:
-        self.left = text
-        self.tokens = tokens
+    left: str = ""
+    tokens: int = 0
 
     @property
     def over(self) -> bool:

@@ -104,15 +104,18 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     model = values.get("model")
     if model is not None and not isinstance(model, str):
         raise BodyError("model must be a string", "model")
-    stream = False if values.get("stream") is None else flag(values["stream"])
+    stream = values.get("stream")
+    stream = False if stream is None else flag(stream)
     if stream is None:
         raise BodyError("stream must be true or false", "stream")
-    if api is not _MESSAGES:  # Anthropic's has none, and ignores what it does not know.
-        check_priority(values)
+    # Anthropic's has none, and ignores what it does not know.
+    if "priority" in values and api is not _MESSAGES:
+        check_priority(values["priority"])
     member = PROMPT_MEMBER[api]
     prompt = body.summary(member)
     prompts, tokens = _prompts(prompt) if api is _COMPLETIONS else (1, None)
-    sequences = _answers(values.get("n"), max_sequences) * prompts
+    n = values.get("n")
+    sequences = prompts if n is None else _answers(n, max_sequences) * prompts
     if sequences > max_sequences:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     # vLLM would merge them with its own parameters for KV transfer.
@@ -126,7 +129,7 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         sequences=sequences,
         direct=_needs_one_engine(api, body, sequences, member=member, limit=limit),
         prompt_tokens=tokens,
-        prompt_characters=max(prompt.characters // prompts, 1),
+        prompt_characters=prompt.characters // prompts or 1,
         prompt_data=prompt.data_strings,
         max_tokens=limit,
     )
@@ -144,8 +147,6 @@ TAKES_IDS = frozenset({Api.COMPLETIONS, Api.GENERATE})
 
 
 def _answers(n: object, most: int) -> int:
-    if n is None:
-        return 1
     number = integer(n)
     if number is None or not 1 <= number <= most:
         raise BodyError(f"n must be an integer from 1 to {most}", "n")
@@ -195,7 +196,8 @@ def _needs_one_engine(
             return rare
     # The prefill leg replaces these, so a bad value would be found out only after a prefill.
     for name, least in _REPLACED:
-        if values.get(name) is not None and count(values[name], least) is None:
+        value = values.get(name)
+        if value is not None and count(value, least) is None:
             return name
     return ""
 

@@ -37,7 +37,8 @@ def read_token_shape(body: "RequestBody", *, max_sequences: int) -> Shape:
     stream = False if values.get("stream") is None else flag(values["stream"])
     if stream is None:
         raise BodyError("stream must be true or false", "stream")
-    check_priority(values)
+    if "priority" in values:
+        check_priority(values["priority"])
     prompt = body.summary(PROMPT)
     given: Mapping[str, Any] = sampling if isinstance(sampling, dict) else {}
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")

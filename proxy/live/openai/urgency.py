@@ -5,7 +5,9 @@ the level is the urgency of the `Priority` header less 3, so that RFC 9218's def
 """
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.numeric_members import integer
@@ -37,7 +39,7 @@ _URGENCY = re.compile(rb"[0-7]")
 _MOST_BYTES = 1024
 
 
-class Urgency(NamedTuple):
+class Urgency(Struct, frozen=True):
     """How urgent a request is, and its share; see `Ticket`."""
 
     level: int = 0

@@ -157,7 +157,7 @@ class RemoteHost:
             ticket=asked.ticket(0, self.context),
             shape=shape,
             body=arrival.body,
-            headers=[],
+            headers=b"",
             reply=arrival.reply,
             record=record,
         )

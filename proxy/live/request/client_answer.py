@@ -1,7 +1,6 @@
 """The client's side of one request: the answer as it goes out, and what slows or ends it."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.openai.answer import error_words, is_error, passable_headers
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
@@ -16,6 +15,27 @@ if TYPE_CHECKING:
 _OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
 
 
+class Source(Protocol):
+    """Where an answer comes from."""
+
+    def pause(self) -> None:
+        """Read no further: the client reads too slowly."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+
+class AnswerOwner(Protocol):
+    """Who is told what the client does."""
+
+    @property
+    def held(self) -> Source:
+        """Where the answer comes from at present."""
+
+    def left(self) -> None:
+        """Take note that the client is gone."""
+
+
 class ClientAnswer:
     """One answer; it keeps the record's status.
 
@@ -23,24 +43,15 @@ class ClientAnswer:
         is_paused: Whether the client reads too slowly at present.
     """
 
-    __slots__ = ("_paused", "_record", "_resumed", "is_paused", "opened", "reply")
+    __slots__ = ("_owner", "_record", "is_paused", "opened", "reply")
 
-    def __init__(
-        self,
-        reply: "Reply",
-        record: "RequestRecord",
-        *,
-        left: Callable[[], None],
-        paused: Callable[[], None],
-        resumed: Callable[[], None],
-    ) -> None:
+    def __init__(self, owner: AnswerOwner, reply: "Reply", record: "RequestRecord") -> None:
         self.reply = reply
         self.opened = False
         self.is_paused = False
         self._record = record
-        self._paused = paused
-        self._resumed = resumed
-        reply.on_closed = left
+        self._owner: AnswerOwner | None = owner
+        reply.on_closed = owner.left
 
     def open(self, status: int, headers: "Headers") -> None:
         """Begin a stream."""
@@ -79,22 +90,20 @@ class ClientAnswer:
     def forget(self) -> None:
         """Listen to the client no more."""
         self.reply.on_closed = self.reply.on_pause = self.reply.on_resume = None
-        self._paused = self._resumed = _do_nothing  # Leave no cycle behind.
+        self._owner = None  # Leave no cycle behind.
 
     def _pause(self) -> None:
         self.is_paused = True
-        self._paused()
+        if self._owner is not None:
+            self._owner.held.pause()
 
     def _resume(self) -> None:
         self.is_paused = False
-        self._resumed()
+        if self._owner is not None:
+            self._owner.held.resume()
 
     def _headers(self, headers: "Headers") -> "Headers":
         return [
             *passable_headers(headers),
             (b"x-request-id", self._record.request_id.encode()),
         ]
-
-
-def _do_nothing() -> None:
-    """Stand for what is not called any more."""

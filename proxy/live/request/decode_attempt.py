@@ -89,12 +89,14 @@ class DecodeAttempt(Attempt):
         able = session.context.connector.facts.recomputes and self._rank is not None
         self.hands_back = able and not stops_at_recomputed(session.body)
         self.stream: Relay | None = None
-        self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
+        self._usage: UsageRewrite | None = None  # Of a stream.
+        if session.shape.stream:
+            self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
         self._repeated = session.emitted.repeated
         self._ids: TokenIds | None = None
         resume = session.context.legs.resume
-        if self._rank is not None and resume is not _OFF:
+        if self._rank is not None and session.shape.stream and resume is not _OFF:
             parses = engine.continuous_usage_is_expensive
             self._ids = session.emitted.ids_to_keep(
                 session.shape,
@@ -171,13 +173,11 @@ class DecodeAttempt(Attempt):
             if params is None:
                 timeout_s += legs.prefill_timeout_s
         else:
-            handler = BufferedLeg(
-                self.decode_refused, self.stream_broken, max_bytes=legs.answer_limit_bytes
-            )
+            handler = BufferedLeg(self.decode_refused, self.stream_broken, legs.answer_limit_bytes)
             timeout_s = legs.answer_timeout_s
         headers = session.headers
         if self._rank is not None and self._rank.header is not None:
-            headers = [*headers, (b"x-data-parallel-rank", self._rank.header)]
+            headers += b"x-data-parallel-rank: %b\r\n" % self._rank.header
         expires_s = None if self._kv is None else self._kv.expires_s
         self._post(api, headers, body, handler, timeout_s=timeout_s, expires_s=expires_s)
 
@@ -290,7 +290,7 @@ class DecodeAttempt(Attempt):
             remote.prefiller.endpoint.close_idle()
             return  # The rank has the KV cache; only the counts are missing.
         record.prompt_tokens, record.cached_tokens = answer.prompt_tokens, answer.cached_tokens
-        if answer.cached_tokens is not None:
+        if answer.cached_tokens is not None and self._usage is not None:
             self._usage.correct_cached_tokens(answer.cached_tokens)
         session.host.report(PromptCounted(session.number, answer.prompt_tokens))
 

@@ -27,12 +27,12 @@ _REFUSE = Direct.REFUSE
 
 
 def check_direct(shape: "Shape", direct: Direct) -> None:
-    """Reject what this deployment does not serve.
+    """Reject a request that one engine has to do whole, if none is to.
 
     Raises:
-        BodyError: One engine would have to do the whole request, and none is to.
+        BodyError: None is to.
     """
-    if direct is not _REFUSE or not shape.direct:
+    if direct is not _REFUSE:
         return
     why = "one engine would have to do the whole request, which this deployment does not serve"
     if shape.direct == shape.api.value:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, asks_logprobs, care_of
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import continuable, continued_body, is_greedy
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.early_token import EarlyToken
 
 
-class Emitted:
+class Emitted(Struct, eq=False):
     """All that the client has of an answer which its rank did not end.
 
     Attributes:
@@ -39,22 +41,17 @@ class Emitted:
         head: Of the client's first event, all that stands before the choices.
     """
 
-    __slots__ = (
-        *("_text", "continued", "drawn", "early", "head", "kept", "members", "overlap"),
-        *("overlap_tokens", "text_offset", "tokens"),
-    )
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.early: EarlyToken | None = None
-        self.drawn: Mapping[str, object] = {}
-        self.members: Mapping[str, object] = {}
-        self.kept: Mapping[str, Any] | None = None
-        self.continued: RequestBody | None = None
-        self.overlap = ""
-        self.overlap_tokens = self.text_offset = 0
-        self.head = b""
-        self._text = ""
+    tokens: int = 0
+    early: "EarlyToken | None" = None
+    drawn: "Mapping[str, object]" = {}
+    members: "Mapping[str, object]" = {}
+    kept: "Mapping[str, Any] | None" = None
+    continued: RequestBody | None = None
+    overlap: str = ""
+    overlap_tokens: int = 0
+    text_offset: int = 0
+    head: bytes = b""
+    _text: str = ""
 
     @property
     def repeated(self) -> RepeatedText:

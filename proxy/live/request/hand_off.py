@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
+from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
@@ -62,7 +63,7 @@ class HandOff:
         api: "Api",
         body: "RequestBody",
         members: Mapping[str, object],
-        headers: "Headers",
+        headers: bytes,
         *,
         number: "RequestId",
         other_than: "Prefiller | None",
@@ -127,9 +128,9 @@ class HandOff:
         self._tries += 1
         self._prefiller = prefiller
         legs = self._host.context.legs
-        leg = BufferedLeg(self._answered, self._broken, max_bytes=legs.answer_limit_bytes)
+        leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes)
         body = prefill_body(
-            *(self._body, self._members, self._params), api=self._api, drop=legs.drop
+            *(self._body, self._members, dump(self._params)), api=self._api, drop=legs.drop
         )
         self._call = prefiller.endpoint.request(
             b"POST", self._api.value.encode(), self._headers, body, leg, crashed=self._crashed

@@ -102,7 +102,7 @@ class AttemptOwner(Protocol):
     number: "RequestId"
     shape: "Shape"
     decodes: bool
-    headers: "Headers"
+    headers: bytes
     record: "RequestRecord"
     emitted: "Emitted"
     answer: "ClientAnswer"
@@ -206,7 +206,7 @@ class Attempt(Holding):
     def _post(
         self,
         api: "Api",
-        headers: "Headers",
+        headers: bytes,
         body: bytes,
         handler: "ResponseHandler",
         *,

@@ -1,6 +1,6 @@
 """A prefiller that was asked for a prompt's KV cache."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.events import PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
@@ -31,8 +31,6 @@ from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded, Pr
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.wire.messages import Headers, WireError
@@ -42,21 +40,6 @@ _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _PREFILL = Leg.PREFILL
 _DECODE = FirstTokenFrom.DECODE
-
-
-class PrefillLeg(BufferedLeg):
-    """The answer to a prefill leg; `began` is called when its head comes: the prefill is done then."""
-
-    __slots__ = ("_began",)
-
-    def __init__(self, *answers: Any, began: "Callable[[], None]", max_bytes: int) -> None:
-        super().__init__(*answers, max_bytes=max_bytes)
-        self._began = began
-
-    def on_head(self, status: int, headers: "Headers") -> None:
-        """Take the response head."""
-        self._began()
-        super().on_head(status, headers)
 
 
 class PrefillAttempt(Attempt):
@@ -85,9 +68,8 @@ class PrefillAttempt(Attempt):
         if early is not None:
             members, least = {**members, **early.members}, early.min_tokens
         api, asked = self._asked
-        body = prefill_body(*(asked, members, params), api=api, drop=legs.drop, min_tokens=least)
-        answers = self._answered, self._broken
-        leg = PrefillLeg(*answers, began=self._begin, max_bytes=legs.answer_limit_bytes)
+        body = prefill_body(asked, members, params, api=api, drop=legs.drop, min_tokens=least)
+        leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes, self._begin)
         self._post(api, session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
     def check_deadline(self, now_s: float) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from balanceroute.proxy.live.request.failures import Blame, Failure, Next, What, triage
 from balanceroute.proxy.live.request.reports import LegFailed, PullFailed
 from balanceroute.proxy.live.telemetry.record import Leg
@@ -29,17 +31,14 @@ class Retry:
     delay_s: float
 
 
-class Recovery:
+class Recovery(Struct, eq=False):
     """What one request has been through."""
 
-    __slots__ = ("_deaths", "_host", "_legs", "_number", "_tries")
-
-    def __init__(self, number: "RequestId", host: "Host", legs: "LegSettings") -> None:
-        self._number = number
-        self._host = host
-        self._legs = legs
-        self._tries: dict[Leg, int] = {}
-        self._deaths = 0  # Engines that broke off under it, and brought nothing.
+    _number: "RequestId"
+    _host: "Host"
+    _legs: "LegSettings"
+    _tries: dict[Leg, int] = {}
+    _deaths: int = 0  # Engines that broke off under it, and brought nothing.
 
     def begin(self, leg: Leg) -> None:
         """Count an attempt."""

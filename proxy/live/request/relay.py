@@ -137,9 +137,7 @@ class Relay:
         self._headers = headers
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         if status != 200 or not kind.lower().startswith(b"text/event-stream"):
-            self._whole = BufferedLeg(
-                self._answered, self._owner.stream_broken, max_bytes=_ANSWER_BYTES
-            )
+            self._whole = BufferedLeg(self._answered, self._owner.stream_broken, _ANSWER_BYTES)
             self._whole.on_head(status, headers)
 
     def on_data(self, data: bytes) -> None:

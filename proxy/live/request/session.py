@@ -21,7 +21,7 @@ from balanceroute.proxy.live.request.emitted import Emitted
 from balanceroute.proxy.live.request.failures import Failure, Next
 from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Holding
 from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.phases import Phase, check_move
+from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase, impossible
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.recovery import Recovery, Retry
 from balanceroute.proxy.live.request.reports import KvAbandoned, LegSucceeded, SessionEnded
@@ -56,7 +56,7 @@ class Session:
 
     Args:
         ticket: What the scheduler knows of it.
-        headers: For every engine leg.
+        headers: The lines of every engine leg.
         reply: The client.
         record: What is known of it, kept up to date.
 
@@ -65,14 +65,15 @@ class Session:
         answer: The client's side of it.
         decodes: Whether a rank decodes it; else a prefiller does the whole request.
         emitted: What earlier bindings emitted.
+        held: What it holds in its phase.
         hung: The prefiller that left a decode rank's call unanswered, to be asked last.
         offset: The step clock's.
         phase: Where it stands.
     """
 
     __slots__ = (
-        *("_body", "_held", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
-        *("context", "decodes", "emitted", "headers", "host", "hung", "number", "offset"),
+        *("_body", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
+        *("context", "decodes", "emitted", "headers", "held", "host", "hung", "number", "offset"),
         *("phase", "record", "shape", "ticket"),
     )
 
@@ -84,7 +85,7 @@ class Session:
         ticket: events.Ticket,
         shape: Shape,
         body: "RequestBody",
-        headers: "Headers",
+        headers: bytes,
         reply: "Reply",
         record: RequestRecord,
     ) -> None:
@@ -101,15 +102,9 @@ class Session:
         self.emitted = Emitted()
         self.hung: Prefiller | None = None
         self.phase = _QUEUED
-        self.answer = ClientAnswer(
-            reply,
-            record,
-            left=partial(_run, self, "client left", self.client_left),
-            paused=lambda: self._held.pause(),  # noqa: PLW0108 - it changes.
-            resumed=lambda: self._held.resume(),  # noqa: PLW0108
-        )
+        self.answer = ClientAnswer(self, reply, record)
         self._body: RequestBody | None = body
-        self._held: Holding = NOTHING
+        self.held: Holding = NOTHING
         self._kv: KvHandle | None = None  # Until a rank has it.
         self._pooled_s = 0.0
         self._recovery = Recovery(number, host, host.context.legs)
@@ -123,18 +118,18 @@ class Session:
     @property
     def rounds(self) -> int | None:
         """Tokens that each sequence has emitted on this binding; None if it is not streamed."""
-        tokens = self._held.tokens
+        tokens = self.held.tokens
         return None if tokens is None else tokens // self.shape.sequences
 
     @property
     def emitted_tokens(self) -> int:
         """Tokens emitted so far, as far as a stream tells."""
-        return self.emitted.tokens + (self._held.tokens or 0)
+        return self.emitted.tokens + (self.held.tokens or 0)
 
     @property
     def pair(self) -> "tuple[Prefiller, Rank] | None":
         """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
-        return self._held.pair
+        return self.held.pair
 
     @property
     def pullable(self) -> bool:
@@ -144,21 +139,22 @@ class Session:
     def is_on(self, target: Target) -> bool:
         """Return whether an instance works for this request, or holds its KV cache."""
         has_kv = self._kv is not None and self._kv.prefiller.target == target
-        return has_kv or self._held.leg_at(target) is not None
+        return has_kv or self.held.leg_at(target) is not None
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""
-        self._held.check_deadline(now_s)
+        self.held.check_deadline(now_s)
 
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
         """Leave the phase that it is in, with what it holds there."""
-        check_move(self.number, self.phase, phase)
+        if phase not in TRANSITIONS[self.phase]:
+            raise impossible(self.number, self.phase, phase)
         record = self.record
         if record.trace is not None and (phase in MAY_REPEAT or record.trace.steps):
             trace_move(record, self.phase, phase, self.context.clock(), decodes=self.decodes)
         self.phase = phase
-        before, self._held = self._held, held
-        if before is not held:
+        before, self.held = self.held, held
+        if before is not held and before is not NOTHING:
             before.close()
 
     # What the driver says.
@@ -188,7 +184,7 @@ class Session:
 
     def drop_leg(self) -> None:
         """Stop the leg in flight, if any; nothing more comes of it."""
-        self._held.close()
+        self.held.close()
 
     def prefill_again(self) -> None:
         """Note that the scheduler has the prompt computed anew, if a prefiller does that at all."""
@@ -252,28 +248,28 @@ class Session:
 
     def instance_removed(self, target: Target, *, gently: bool = False) -> None:
         """Go on without an instance that this request was on; `gently` if it may end its answer."""
-        if self._held.move(target):
+        if self.held.move(target):
             return
         if self.phase is not Phase.STREAMING:
             self.record.retries += 1
             # Of a KV cache that a rank was offered nobody knows whether it has been pulled.
-            self.host.feed(self._kv_lost() if self._held.bound else self._prefiller_lost())
-        elif self._held.continuable:
-            self._held.hand_over()
-        elif not self._held.finish() and not gently:
+            self.host.feed(self._kv_lost() if self.held.bound else self._prefiller_lost())
+        elif self.held.continuable:
+            self.held.hand_over()
+        elif not self.held.finish() and not gently:
             self.fail(502, "the engine was removed")
 
     def engine_lost(self, target: Target) -> None:
         """Leave an engine that does not answer any more, unless its answer has begun."""
-        leg = self._held.leg_at(target)
+        leg = self.held.leg_at(target)
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
         waits = self.phase is Phase.BACKOFF  # For its next attempt, so it leaves anyway.
         if leg is not None and not begun and not waits and self._recovery.may_try_again(leg):
-            leave = partial(self._leave, target, (self.phase, self._held))
+            leave = partial(self._leave, target, (self.phase, self.held))
             self.host.ask_retry(leg.value, Fault.CONNECT, leave)
 
     def _leave(self, target: Target, asked_in: tuple[Phase, Holding], may_retry: bool) -> None:
-        if may_retry and asked_in == (self.phase, self._held):
+        if may_retry and asked_in == (self.phase, self.held):
             self.instance_removed(target)
 
     def drop_lost_kv(self) -> None:
@@ -283,12 +279,16 @@ class Session:
 
     # What the client does.
 
+    def left(self) -> None:
+        """Take note that the client is gone, and end the request if that fails."""
+        _run(self, "client left", self.client_left)
+
     def client_left(self) -> None:
         """Stop everything: nobody reads the answer any more."""
         if self.phase is Phase.ENDED:
             return
         # It may have had the whole answer, only not the last bytes of the stream.
-        complete = self.phase is Phase.STREAMING and self._held.complete
+        complete = self.phase is Phase.STREAMING and self.held.complete
         self._enter(Phase.ENDED)
         ends = events.RequestFinished if complete else events.RequestCancelled
         self._end(ends(self.number), Outcome.OK if complete else Outcome.CANCELLED)

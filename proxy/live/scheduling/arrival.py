@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session_host import SessionContext
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
 
 
 class Asked(Struct, frozen=True):
@@ -64,14 +63,14 @@ class Arrival(Struct, frozen=True):
     """One request.
 
     Attributes:
-        headers: Returns those of every engine leg, given what the engines are to call the request.
+        headers: Returns the lines of every engine leg, given what the engines are to call the request.
         record: What is known of it.
         refuse: Answers the client that it is refused.
     """
 
     asked: Asked
     body: "RequestBody"
-    headers: "Callable[[str], Headers]"
+    headers: "Callable[[str], bytes]"
     reply: "Reply"
     record: "RequestRecord"
     refuse: "Callable[[Refusal], None]"

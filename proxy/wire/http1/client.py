@@ -98,7 +98,7 @@ class Endpoint:
         self,
         method: bytes,
         target: bytes,
-        headers: Headers,
+        headers: Headers | bytes,
         body: bytes,
         handler: ResponseHandler,
         *,
@@ -110,7 +110,8 @@ class Endpoint:
         Args:
             method: In upper case.
             target: In origin form, encoded.
-            headers: Without Host. The endpoint frames the message itself and drops framing headers.
+            headers: Without Host. The endpoint frames the message itself and drops framing headers. What
+                several requests have in common may be given as lines of `encode_fields`.
             body: Possibly empty.
             handler: Receives the response, never before this returns.
             crashed: Called with what the handler raised, after which the call is over; None lets the

@@ -400,17 +400,21 @@ class ClientConnection(asyncio.Protocol):
         if call.head_only or head.status in WITHOUT_BODY or head.content_length == 0:
             self._finish(rest)
             return
+        read: Callable[[bytes], None]
         if head.chunked:
             self._decoder = ChunkedDecoder()
             self._stage = _CHUNKED
+            read = self._read_chunked
         elif head.content_length is not None:
             self._left = head.content_length
             self._stage = _LENGTH
+            read = self._read_length
         else:
             self._keep_alive = False
             self._stage = _Stage.UNTIL_CLOSE
+            read = self._on_data
         if rest:
-            self.data_received(rest)
+            read(rest)
 
     # Ending.
 
@@ -423,7 +427,7 @@ class ClientConnection(asyncio.Protocol):
         if (
             not self._keep_alive
             or rest
-            or transport.get_write_buffer_size()  # It answered before it had read all of the request.
+            or transport.is_busy()  # It answered before it had read all of the request.
             or transport.is_closing()
         ):
             transport.abort()

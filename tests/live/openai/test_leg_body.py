@@ -74,7 +74,7 @@ def test_numbers_and_escapes_reach_both_legs_as_they_were_written() -> None:
         '"top_p": 0.10',
     ]
     sent = RequestBody(("{" + ",".join(texts) + "}").encode())
-    for made in (prefill_body(sent, {}, PARAMS), decode_body(sent, {}, dump(PARAMS))):
+    for made in (prefill_body(sent, {}, dump(PARAMS)), decode_body(sent, {}, dump(PARAMS))):
         assert all(text.encode() in made for text in texts)
 
 
@@ -84,7 +84,7 @@ def test_an_internal_field_never_reaches_a_leg(field: str) -> None:
     for key in (f'"{field}"', escaped):
         sent = RequestBody(f'{{"prompt": "a", {key}: {json.dumps(EVIL)}}}'.encode())
         for made in (
-            prefill_body(sent, {}, PARAMS),
+            prefill_body(sent, {}, dump(PARAMS)),
             decode_body(sent, {}, dump(PARAMS)),
             decode_body(sent, {}, None),
         ):
@@ -109,7 +109,7 @@ def test_the_prefill_leg_asks_for_one_token_of_one_sequence_at_once() -> None:
         min_tokens=100,
         stop=["x"],
     )
-    assert json.loads(prefill_body(sent, {}, PARAMS)) == {
+    assert json.loads(prefill_body(sent, {}, dump(PARAMS))) == {
         "prompt": "a",
         "n": 1,
         "stream": False,
@@ -122,15 +122,15 @@ def test_the_prefill_leg_asks_for_one_token_of_one_sequence_at_once() -> None:
 
 @pytest.mark.parametrize("limit", [50, None])
 def test_the_newer_limit_is_overridden_where_it_stands_and_only_there(limit: int | None) -> None:
-    given_limit = json.loads(prefill_body(body(max_completion_tokens=limit), {}, PARAMS))
+    given_limit = json.loads(prefill_body(body(max_completion_tokens=limit), {}, dump(PARAMS)))
     assert given_limit["max_completion_tokens"] == given_limit["max_tokens"] == 1
-    assert "max_completion_tokens" not in json.loads(prefill_body(body(), {}, PARAMS))
+    assert "max_completion_tokens" not in json.loads(prefill_body(body(), {}, dump(PARAMS)))
 
 
 def test_both_legs_of_a_resumed_answer_have_the_same_prompt() -> None:
     sent = body(prompt="once", max_tokens=10, temperature=0)
     members = {"prompt": "once upon", "max_tokens": 8}
-    prefill = json.loads(prefill_body(sent, members, PARAMS))
+    prefill = json.loads(prefill_body(sent, members, dump(PARAMS)))
     decode = json.loads(decode_body(sent, members, dump(PARAMS)))
     assert prefill["prompt"] == decode["prompt"] == "once upon"
     assert (prefill["max_tokens"], decode["max_tokens"]) == (1, 8)

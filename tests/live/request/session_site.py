@@ -89,7 +89,7 @@ class Sent:
     """One request to an engine, which answers by hand."""
 
     def __init__(
-        self, engine: str, headers: Headers, body: bytes, handler: Any, expires_s: float | None
+        self, engine: str, headers: bytes, body: bytes, handler: Any, expires_s: float | None
     ) -> None:
         self.engine = engine
         self.expires_s = expires_s
@@ -149,7 +149,7 @@ class Engine:
         self,
         method: bytes,
         path: bytes,
-        headers: Headers,
+        headers: bytes,
         body: bytes,
         handler: Any,
         *,
@@ -301,7 +301,7 @@ class Site:
             ticket=Ticket(2, shape.sequences, split or not decode, decode),
             shape=shape,
             body=body,
-            headers=[(b"x-request-id", b"r")],
+            headers=b"x-request-id: r\r\n",
             reply=cast("Reply", self.client),
             record=RequestRecord("r", "/v1/completions", 0, 0.0),
         )

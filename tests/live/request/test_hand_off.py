@@ -27,7 +27,6 @@ from balanceroute.proxy.wire.messages import WireError, WireFault
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session_host import Host
     from balanceroute.proxy.wire.http1.client import Endpoint, ResponseHandler
-    from balanceroute.proxy.wire.messages import Headers
 
 PARAMS = {"do_remote_decode": True, "remote_engine_id": "d0", "remote_block_ids": [[1, 2]]}
 RESET = WireError(WireFault.RESET, "gone", sent=True, answered=False)
@@ -36,7 +35,7 @@ RESET = WireError(WireFault.RESET, "gone", sent=True, answered=False)
 class Sent:
     """One request to a prefiller."""
 
-    def __init__(self, engine: int, path: bytes, headers: "Headers", body: bytes) -> None:
+    def __init__(self, engine: int, path: bytes, headers: bytes, body: bytes) -> None:
         self.engine = engine
         self.path = path
         self.headers = headers
@@ -126,7 +125,7 @@ class Site:
             Api.COMPLETIONS,
             body,
             {},
-            [(b"x-request-id", b"r")],
+            b"x-request-id: r\r\n",
             number=RequestId(3),
             other_than=other_than,
             prefilled=self.told.append,
@@ -145,7 +144,7 @@ class _Endpoint:
         self._sent = sent
 
     def request(
-        self, method: bytes, path: bytes, headers: "Headers", body: bytes, handler: Any, **_: object
+        self, method: bytes, path: bytes, headers: bytes, body: bytes, handler: Any, **_: object
     ) -> Sent:
         assert method == b"POST"
         sent = Sent(self._engine, path, headers, body)
@@ -174,7 +173,7 @@ def test_a_call_becomes_a_prefill_with_what_the_rank_posted() -> None:
     hand_off = site.hand_off()
     hand_off.take(PARAMS)
     (sent,) = site.sent
-    assert (sent.path, sent.headers) == (b"/v1/completions", [(b"x-request-id", b"r")])
+    assert (sent.path, sent.headers) == (b"/v1/completions", b"x-request-id: r\r\n")
     assert sent.values == {
         "prompt": "a",
         "max_tokens": 1,

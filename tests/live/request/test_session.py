@@ -52,7 +52,7 @@ def test_a_streamed_request_goes_through_its_phases_and_leaves_nothing() -> None
     assert site.is_in(Phase.DECODING)
     assert session.pair == (site.prefillers[0], site.ranks[1])
     assert leg.values["kv_transfer_params"] == KV
-    assert leg.headers == [(b"x-request-id", b"r"), (b"x-data-parallel-rank", b"1")]
+    assert leg.headers == b"x-request-id: r\r\nx-data-parallel-rank: 1\r\n"
     leg.begin(token("x"))
     assert site.is_in(Phase.STREAMING)
     assert site.session.pair is None

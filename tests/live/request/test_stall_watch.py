@@ -74,7 +74,7 @@ def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "P
         stalls._stalled_s, stalls._over_s = site.loop.time() - 40.0, site.loop.time() + 0.2
         session = next(iter(site.world.proxy.deployment.driver.sessions.values()))
         assert isinstance(session, Session)
-        attempt = session._held
+        attempt = session.held
         assert isinstance(attempt, PrefillAttempt)
         attempt.sent_s -= 40.0
         await exchange.end()
