@@ -43,7 +43,8 @@ proxy.live.control: admin answers drain_deadlines engine_orders errors group_pag
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources
     watched_file
-proxy.live.engines: bootstrap engine_facts engine_gauges engine_url faults fetcher health instances kv_event_batch kv_feed
+proxy.live.engines: bootstrap engine_facts engine_gauges engine_url faults fetcher first_tokens health instances
+    kv_event_batch kv_feed
     kv_subscriber kv_transfers model_list pairing
     scrape served_models
 proxy.live.frontend: aliases asking body_queue clients cors fall_back gateway generation groups hand_offs intake model_pages model_routes own_pages

@@ -46,6 +46,11 @@ class Connector(ABC):
     def prefill_params(self, transfer: str) -> bytes:
         """Return the prefill leg's parameters as JSON. `transfer` is unique per leg."""
 
+    def computes_part(self, returned: object, prompt_tokens: int) -> bool:
+        """Return whether a prefiller told that it left the end of the prompt to the rank."""
+        del returned, prompt_tokens
+        return False
+
     @abstractmethod
     def decode_params(
         self, transfer: str, returned: object, identity: BootstrapIdentity | None

@@ -38,6 +38,11 @@ class PullConnector(Connector):
         del transfer
         return _PREFILL_PARAMS
 
+    def computes_part(self, returned: object, prompt_tokens: int) -> bool:
+        """Return whether a prefiller told that it left the end of the prompt to the rank: NIXL does."""
+        computed = returned.get("remote_num_tokens") if isinstance(returned, dict) else None
+        return type(computed) is int and 0 < computed < prompt_tokens
+
     def decode_params(
         self, transfer: str, returned: object, identity: BootstrapIdentity | None
     ) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
+from balanceroute.proxy.live.engines.first_tokens import FirstTokens
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
@@ -70,6 +71,7 @@ class Prefiller:
         unfit: Why it fits no rank that is up; empty if it fits one, or if that is not known.
         ranks: The only ranks that it fits; None for all.
         continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
+        first_tokens: Whether its token is the first of the answer.
     """
 
     id: PrefillerId
@@ -90,6 +92,7 @@ class Prefiller:
     unfit: str = ""
     ranks: frozenset[RankId] | None = None
     continuous_usage_is_expensive: bool = False
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)
 
     @property
     def usable(self) -> bool:

@@ -14,6 +14,7 @@ from balanceroute.proxy.live.openai.continuation import sampling_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.openai.first_token import FirstToken
 
 
@@ -34,7 +35,7 @@ class EarlyToken:
         said: What the client has; None if it has nothing.
     """
 
-    __slots__ = ("kept", "members", "min_tokens", "said")
+    __slots__ = ("_giver", "kept", "members", "min_tokens", "said")
 
     def __init__(self, kept: "Mapping[str, Any]") -> None:
         sampling = sampling_of(kept)
@@ -44,3 +45,14 @@ class EarlyToken:
         # An answer may be empty, and then the prefiller has to say so, too.
         self.min_tokens = 1 if sampling.get("min_tokens") else 0
         self.said: FirstToken | None = None
+        self._giver: Prefiller | None = None
+
+    def give(self, prefiller: "Prefiller") -> None:
+        """Note that the client has the token of a prefiller."""
+        self._giver = prefiller
+        prefiller.first_tokens.give()
+
+    def take_back(self) -> None:
+        """Note that the rank said another one."""
+        if self._giver is not None:
+            self._giver.first_tokens.take_back(self._giver.name)

@@ -152,6 +152,7 @@ class Emitted(Struct, eq=False):
         """Take in the first token, behind which a rank said something else than the client has."""
         assert self.early is not None
         assert self.early.said is not None
+        self.early.take_back()
         self.kept, said = self.early.kept, self.early.said
         self.tokens, self.overlap, self.head = 1, "", said.head
         self._continue(said.ids, shape)

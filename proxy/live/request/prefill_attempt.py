@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from balanceroute.proxy.core.events import PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
@@ -96,6 +98,11 @@ class PrefillAttempt(Attempt):
         if answer.aborted and not session.abort_ordered:
             session.failed(self, ABORTED)
             return
+        firsts, kv_params = self.prefiller.first_tokens, answer.kv_transfer_params
+        partial = session.context.connector.computes_part(kv_params, answer.prompt_tokens)
+        firsts.note(self.prefiller.name, partial=partial)
+        if partial:  # What ends there is no answer: it is to another prompt.
+            answer = replace(answer, complete=False)
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)
         if session.emitted.tokens == 0:
@@ -108,7 +115,7 @@ class PrefillAttempt(Attempt):
             self._go_on_without_kv(answer, str(error))
         else:
             early = session.emitted.early
-            if early is not None and early.said is None:
+            if early is not None and early.said is None and firsts.trusted:
                 self._give(early, answer, body)
             self._pool(kv, answer, lease_ns)
 
@@ -117,7 +124,7 @@ class PrefillAttempt(Attempt):
         session, emitted = self._session, self._session.emitted
         if session.context.legs.first_token is _DECODE or emitted.early is not None:
             return emitted.early
-        if session.answer.opened or emitted.members:
+        if session.answer.opened or emitted.members or not self.prefiller.first_tokens.trusted:
             return None
         kept = may_begin_early(session.shape, session.body.values)
         if kept is None:
@@ -143,6 +150,7 @@ class PrefillAttempt(Attempt):
             early.said = read_first_token(session.shape.api, answer.message, body)
         if early.said is None:
             return
+        early.give(self.prefiller)
         session.emitted.overlap = early.said.text
         record.first_token_ns = record.prefilled_ns
         record.early_first_token, record.output_tokens = True, 1

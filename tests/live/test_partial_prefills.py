@@ -1,0 +1,101 @@
+"""Prefillers that leave the end of a prompt to the rank, as vLLM's do for hybrid models.
+
+What they say follows a shorter prompt, so it is not the first token of the answer.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_early_tokens import EARLY, SAID, say
+from tests.live.test_proxy_connectors import PULL_KEYS
+
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
+
+pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
+
+COMPLETIONS = "/v1/completions"
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": [1, 2],
+    "max_tokens": 20,
+    "temperature": 0,
+    "stream": True,
+}
+
+
+def play_with(
+    play: "Play", scenario: Any, *, finish: str = "length", computed: int | None, **changes: Any
+) -> None:
+    """Play before prefillers that say "a", and ranks that say "bc"."""
+
+    async def main(site: "Site") -> None:
+        def prefill(engine: str, request: "Request", reply: "Reply") -> None:
+            del engine, request
+            kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")
+            kv |= {"do_remote_prefill": True, "remote_port": 1, "remote_block_ids": [1]}
+            if computed is not None:
+                kv["remote_num_tokens"] = computed
+            choice = SAID | {"finish_reason": finish}
+            done = {"choices": [choice], "usage": {"prompt_tokens": 2}, "kv_transfer_params": kv}
+            reply.send(200, [(b"content-type", b"application/json")], json.dumps(done).encode())
+
+        def decode(engine: str, request: "Request", reply: "Reply") -> None:
+            del engine, request
+            say(reply, "b", "c", finish="stop")
+
+        site.handlers[COMPLETIONS.encode()] = prefill
+        site.rank_handlers[COMPLETIONS.encode()] = decode
+        await scenario(site)
+
+    play(main, flags=EARLY, **changes)
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_the_first_token_of_a_shorter_prompt_is_not_the_clients(play: "Play", finish: str) -> None:
+    async def scenario(site: "Site") -> None:
+        for number in (1, 2, 3):
+            exchange = await site.post(COMPLETIONS, ASKED)
+            assert (exchange.done, exchange.text) == (True, "bc")
+            record = (await site.ended(number))[-1]
+            assert (record.outcome, record.early_first_token) == (Outcome.OK, False)
+            assert (record.first_token_differences, record.retries) == (0, 0)
+        legs = [leg.values for leg in site.received("prefill", COMPLETIONS)]
+        # Two prefillers were asked what only the first token of an answer needs, once each.
+        assert sorted("return_token_ids" in leg for leg in legs) == [False, True, True]
+
+    play_with(play, scenario, finish=finish, computed=1)
+
+
+def test_one_that_computes_whole_prompts_is_trusted(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = await site.post(COMPLETIONS, ASKED)
+        assert exchange.text == "abc"
+        (record,) = await site.ended()
+        assert (record.early_first_token, record.first_token_differences) == (True, 1)
+
+    play_with(play, scenario, computed=2)
+
+
+def test_where_nothing_is_told_ever_differing_tokens_are_not_given(
+    play: "Play", relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        early: list[bool] = []
+        for number in range(1, 61):
+            exchange = await site.post(COMPLETIONS, ASKED)
+            assert exchange.done
+            record = (await site.ended(number))[-1]
+            early.append(record.early_first_token)
+            assert exchange.text == ("abc" if record.early_first_token else "bc")
+        assert not early[-1]
+        # Each process learns it of both prefillers.
+        assert sum(early) <= 8 * 2 * max(1, relays)
+
+    play_with(play, scenario, computed=None, connector="mooncake-hybrid")
