@@ -26,7 +26,7 @@ from balanceroute.proxy.wire.http1.reply import Http1Reply
 from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
 from balanceroute.proxy.wire.turn_writes import TurnTransport
-from balanceroute.proxy.wire.write_progress import WriteProgress
+from balanceroute.proxy.wire.write_progress import WriteProgress, held_by_kernel
 
 _LOG = logging.getLogger(__name__)
 
@@ -402,7 +402,8 @@ class ServerConnection(asyncio.Protocol):
         """Disconnect a client that has read nothing for `write_timeout_s` while data waits."""
         written = 0 if self._reply is None else self._reply.written
         waiting = self._transport.get_write_buffer_size()
-        if self._writes.has_stalled(now_s, written=written, waiting=waiting):
+        held = held_by_kernel(self._transport.get_extra_info("socket")) if waiting else 0
+        if self._writes.has_stalled(now_s, written=written, waiting=waiting, held=held):
             self.drop()
         else:
             self.deadline_s = now_s + self._writes.check_s

@@ -1,13 +1,17 @@
 """Clients that leave, stop reading or shut half of their connection; and the server's own end."""
 
 import asyncio
-from collections.abc import Callable
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.write_progress import held_by_kernel
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -21,6 +25,13 @@ PARTIAL = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\npart"
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 (What is waited for sets no event.)
         await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def _client() -> AsyncIterator[socket.socket]:
+    """Give a socket, and close it before its server is."""
+    with socket.socket() as client:
+        yield client
 
 
 class Desk:
@@ -195,6 +206,44 @@ def test_a_client_that_stops_reading_pauses_its_reply_at_the_limit(
             assert len((await answer).body) == pieces * len(piece)
             assert desk.paused == desk.resumed >= 1
             assert desk.closed == 0
+
+    run(main())
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system does not tell what a peer has taken"
+)
+def test_a_client_that_reads_slowly_is_not_taken_for_one_that_does_not(
+    run: "Run", serving: "Serving"
+) -> None:
+    """The kernel takes no more of an answer until a third of its megabytes has gone."""
+
+    async def main() -> None:
+        loop, desk = asyncio.get_running_loop(), Desk()
+        async with serving(desk, write_timeout_s=8.0) as server, _client() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, GET)
+            reply = await desk.reply()
+            connection: Any = next(iter(server._service.connections))  # type: ignore[union-attr]
+            transport = connection._transport
+            reply.send(200, [], bytes(20_000_000))
+            waiting = transport.get_write_buffer_size()
+            held = held_by_kernel(transport.get_extra_info("socket"))
+            assert min(waiting, held) > 0
+            now_s = loop.time()
+            for _ in range(5):
+                connection.expire(now_s)
+                now_s += 10.0
+                before = held_by_kernel(transport.get_extra_info("socket"))
+                while held_by_kernel(transport.get_extra_info("socket")) == before:
+                    await loop.sock_recv(client, 4_096)
+            assert transport.get_write_buffer_size() == waiting
+            assert not transport.is_closing()
+            connection.expire(now_s)
+            connection.expire(now_s + 10.0)
+            assert transport.is_closing()
 
     run(main())
 
