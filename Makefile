@@ -34,7 +34,7 @@ types: $(INSTALLED) ## mypy --strict
 test: $(INSTALLED) ## the tests
 	@$(BIN)/pytest
 
-test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (5 minutes, and 6 GB once)
+test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 20 minutes, and 6 GB once)
 	@$(BIN)/python scripts/check_engines
 	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
 
