@@ -97,10 +97,11 @@ class Balance:
         self._target = target
         # float64[G, H + 1]; None until somebody asks for those of all ranks.
         self._margins: NDArray[np.float64] | None = None
-        self._safe_margins: NDArray[np.float64] = np.zeros(0)
-        # float64[G], the tokens of each rank, summed over the steps, and float64[H + 1], the weights in
-        # that sum; None until somebody asks for the best rank.
-        self._filled: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+        self._safe_margins: NDArray[np.float64] | None = None
+        # None until somebody asks for them.
+        self._filled: NDArray[np.float64] | None = None
+        self._rounding: float | None = None
+        self._room_weights: NDArray[np.float64] = np.zeros(0)
         # The latest rank's F, which it asks for several times before it admits anything.
         self._curve_of: tuple[int, FCurve] | None = None
         if target is None:
@@ -115,8 +116,8 @@ class Balance:
 
         Another array once the envelope has risen. Paper: §4.2, (ii).
         """
-        if self._margins is None:
-            self._margins_of_all()
+        if self._safe_margins is None:
+            self._safe_margins = self._margins_of_all().min(axis=1)
         return self._safe_margins
 
     def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -158,16 +159,35 @@ class Balance:
         each = (one.take(places, axis=1) for one in (to_target, to_envelope, overflow))
         return [*map(Outlook, *each)]
 
+    @property
+    def filled(self) -> NDArray[np.float64]:
+        """float64[G], the tokens of each rank, summed over the steps: the fewest leave most room. Read-only.
+
+        As if all ranks were equally fast. Kept up to date for ranks that are not full.
+        """
+        if self._filled is None:
+            self._room_weights = self._steps * self._stretch
+            self._filled = self._ahead.dot(self._room_weights)
+        return self._filled
+
+    @property
+    def rounding(self) -> float:
+        """The difference of two of `filled` up to which they count as equal."""
+        if self._rounding is None:
+            # Room is what the envelope has more than a rank: both have the rounding of the larger.
+            self._rounding = _ROUNDING * float(self._envelope.dot(self._room_weights))
+        return self._rounding
+
+    def has_margin(self, rank: int, total: int) -> bool:
+        """Return whether `total` tokens on `rank` overflow at no step."""
+        return not np.count_nonzero(self._margins_of(rank) < total)
+
     def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
 
         If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
-        At least one rank must be open. O(G x H), or O(G) if nothing overflows there.
+        At least one rank must be open. O(G x H).
         """
-        # NumPy's `any`, `min` and `flatnonzero` wrap the same in Python code, and this runs per admission.
-        roomiest = self._roomiest(open_ranks)
-        if roomiest is not None and not np.count_nonzero(self._margins_of(roomiest) < total):
-            return roomiest
         # The reward is the same on every rank, so the least overflow is the best score.
         margins = self._margins_of_all()
         overflow = np.maximum(total - margins, 0.0) @ self._steps
@@ -188,7 +208,7 @@ class Balance:
         Args:
             rank: Which.
             contribution: What it adds.
-            full: Whether nobody asks for this rank again: its margin is then not kept.
+            full: Whether nobody asks for this rank again: what is kept of it is then not updated.
 
         Returns:
             Whether the envelope rose. If not, only this rank's margin changed.
@@ -196,33 +216,19 @@ class Balance:
         self._curve_of = None
         ahead = self._ahead[rank]
         ahead += contribution
-        if self._filled is not None:
-            filled, weights = self._filled
-            filled[rank] = ahead @ weights
+        if self._filled is not None and not full:
+            self._filled[rank] = ahead.dot(self._room_weights)
         level = ahead if self._speeds is None else ahead / self._speeds[rank]
         if np.count_nonzero(level > self._envelope):
             np.maximum(self._envelope, level, out=self._envelope)
             # A higher envelope widens every rank's margins.
-            self._margins = None
+            self._margins = self._safe_margins = self._rounding = None
             return True
         if not full and self._margins is not None:
             margins = self._margins[rank] = self._margin(rank, ahead)
-            self._safe_margins[rank] = margins.min()
+            if self._safe_margins is not None:
+                self._safe_margins[rank] = margins[margins.argmin()]
         return False
-
-    def _roomiest(self, open_ranks: NDArray[np.bool_]) -> int | None:
-        """Return the open rank with most room; None if others have as much, or other speeds."""
-        if self._speeds is not None:
-            return None
-        if self._filled is None:
-            weights = self._steps * self._stretch
-            self._filled = self._ahead @ weights, weights
-        of_all, weights = self._filled
-        filled = np.where(open_ranks, of_all, np.inf)
-        rank = int(filled.argmin())
-        # Room is what the envelope has more than a rank: both have the rounding of the larger.
-        as_much = filled.item(rank) + _ROUNDING * float(self._envelope @ weights)
-        return rank if np.count_nonzero(filled <= as_much) == 1 else None
 
     def _margins_of(self, ranks: "int | list[int]") -> NDArray[np.float64]:
         """Return the margins of some ranks, float64[n, H + 1], or of one."""
@@ -234,7 +240,6 @@ class Balance:
     def _margins_of_all(self) -> NDArray[np.float64]:
         if self._margins is None:
             self._margins = self._margin(slice(None), self._ahead)
-            self._safe_margins = self._margins.min(axis=1)
         return self._margins
 
     def _margin(

@@ -15,6 +15,7 @@ from balanceroute.proxy.core.policies.two_stage.candidates import (
     Oldest,
     candidates_of,
 )
+from balanceroute.proxy.core.policies.two_stage.roomiest import Roomiest
 from balanceroute.proxy.core.policies.two_stage.settings import TwoStageSettings
 from balanceroute.proxy.core.policies.two_stage.target import target_tokens
 from balanceroute.proxy.core.pool import Pool, PoolEntry
@@ -146,22 +147,28 @@ class Round:
 
         Args:
             entries: In the order in which they choose; no rank has chosen yet.
-            is_held: Whether an entry waits, given its best rank after the admissions before it.
+            is_held: Whether an entry waits, given its best rank after the admissions before it. Not
+                asked where it overflows nowhere.
 
         Returns:
             Those that wait.
         """
+        if not entries:
+            return []
         fleet = self.fleet
+        roomiest = Roomiest(fleet, self.balance)
         held: list[PoolEntry] = []
         placed: list[RequestId] = []
         for number, entry in enumerate(entries):
-            open_ranks = fleet.open_to(entry)
-            if not np.count_nonzero(open_ranks):
-                continue
-            rank = self.balance.best_rank(entry.kv_tokens, open_ranks)
-            if is_held is not None and is_held(entry, rank):
-                held.append(entry)
-                continue
+            rank = roomiest.rank_for(entry)
+            if rank is None:
+                open_ranks = fleet.open_to(entry)
+                if not np.count_nonzero(open_ranks):
+                    continue
+                rank = self.balance.best_rank(entry.kv_tokens, open_ranks)
+                if is_held is not None and is_held(entry, rank):
+                    held.append(entry)
+                    continue
             if entry.overflow_limit < inf:
                 overflow = fleet.loads[rank] + entry.kv_tokens - fleet.loads.max()
                 if overflow > entry.overflow_limit:
@@ -170,6 +177,7 @@ class Round:
                 self._ask_unknown(entries[number : number + _MOST_ASKED])
             placed.append(entry.request)
             self._charge(entry, rank, is_last=len(placed) == len(self.pool))
+            roomiest.charged(rank)
         # Together: one by one the large ones, which go first, would overtake thousands each.
         self.pool.admit_all(placed)
         return held
