@@ -17,6 +17,32 @@ Headers = list[tuple[bytes, bytes]]
 """Names in lower case, values without surrounding white space, in order of arrival."""
 
 
+class Pieces:
+    """A large body to send, as it lies in memory: put together it would be copied.
+
+    Attributes:
+        parts: Its bytes, in order.
+    """
+
+    __slots__ = ("_size", "parts")
+
+    def __init__(self, parts: list[bytes | memoryview]) -> None:
+        self.parts = parts
+        self._size = sum(map(len, parts))
+
+    def __len__(self) -> int:
+        """Return the number of bytes."""
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        """Put it together."""
+        return b"".join(self.parts)
+
+
+Payload = bytes | Pieces
+"""A body to send."""
+
+
 class Request(Struct):
     """A complete request.
 

@@ -66,6 +66,12 @@ class TurnTransport:
             self._pending = data
             self._turn.add(self)
 
+    def write_pieces(self, pieces: list[bytes | memoryview]) -> None:
+        """Send what is large, behind what waits: at once, and without copying it together."""
+        self.flush()
+        if not self._transport.is_closing():
+            self._transport.writelines(pieces)
+
     def write_at_once(self, data: bytes) -> None:
         """Send data, behind what waits, without waiting for the end of the turn."""
         if self._pending:

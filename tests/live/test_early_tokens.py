@@ -448,7 +448,7 @@ def test_a_chat_goes_on_behind_its_first_token_too(
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (record.prompt_tokens, 20)
 
     def otherwise(body: Any, members: Any, *rest: Any, **more: Any) -> bytes:
-        return decode_body(body, {**members, "seed": 77}, *rest, **more)
+        return bytes(decode_body(body, {**members, "seed": 77}, *rest, **more))
 
     monkeypatch.setattr(decode_attempt, "decode_body", otherwise)
     play(scenario, flags=EARLY)

@@ -37,6 +37,10 @@ class Recorder:
         assert not self.closed
         self.asked.append(data)
 
+    def writelines(self, pieces: list[bytes | memoryview]) -> None:
+        assert not self.closed
+        self.asked += pieces
+
     def is_closing(self) -> bool:
         return self.closed
 
@@ -94,6 +98,18 @@ def test_the_size_of_the_buffer_is_that_of_what_the_socket_did_not_take() -> Non
     bench.transports[0].write(b"a")
     assert bench.transports[0].get_write_buffer_size() == 1
     assert bench.asked == [b"a"]
+
+
+def test_pieces_go_at_once_behind_what_waits_and_as_they_are() -> None:
+    bench = Bench()
+    large = memoryview(b"b" * 100_000)
+    bench.transports[0].write(b"a")
+    bench.transports[0].write_pieces([b"head", large])
+    assert bench.asked == [b"a", b"head", large]
+    assert bench.asked[2] is large
+    bench.recorders[0].closed = True
+    bench.transports[0].write_pieces([b"head", large])
+    assert len(bench.asked) == 3
 
 
 def test_no_more_than_some_connections_wait() -> None:

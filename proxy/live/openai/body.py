@@ -28,6 +28,7 @@ from balanceroute.proxy.live.openai.json_scan import (
     ScanError,
 )
 from balanceroute.proxy.live.openai.prompt_summary import PromptSummary, summarise
+from balanceroute.proxy.wire.messages import Payload, Pieces
 
 # Bytes of a body that is decoded at once, and of a member that is decoded at all: the worst of that
 # size takes some 15 ms and 4 MB.
@@ -36,6 +37,8 @@ SMALL_BYTES = 131_072
 _PROMPTS = frozenset({"input", "messages", "prompt", "token_ids"})
 # One slice of reading a large body.
 _SLICE_NS = 4_000_000
+# Of a large body, pieces that are put together: to write one more costs as much as to copy it.
+_SHORT_PIECE = 65_536
 _HASH_SLICE = 1 << 20
 _HASH_BYTES = 16
 # Characters of a refused key that the error shows.
@@ -112,7 +115,7 @@ class RequestBody:
         drop: AbstractSet[str] = frozenset(),
         *,
         last: bytes = b"",
-    ) -> bytes:
+    ) -> Payload:
         """Return the object without `drop`, with `overrides` behind its members, and then `last`.
 
         Args:
@@ -122,8 +125,8 @@ class RequestBody:
         """
         if self.model is not None:
             overrides = {"model": self.model, **overrides}
-        # Pieces of a large body itself, so that a prompt of megabytes is copied once.
-        data = self._data if len(self._data) <= SMALL_BYTES else memoryview(self._data)
+        is_small = len(self._data) <= SMALL_BYTES
+        data = self._data if is_small else memoryview(self._data)
         gone = drop | overrides.keys() if overrides else drop
         parts: list[bytes | memoryview] = [
             data[begin:end] for key, (begin, _, end) in self._places.items() if key not in gone
@@ -134,6 +137,8 @@ class RequestBody:
             parts.append(last)
         if not parts:
             return b"{}"
+        if not is_small:
+            return _in_pieces(parts)
         parts[0] = b"{" + parts[0]
         parts[-1] = b"".join((parts[-1], b"}"))
         return b", ".join(parts)
@@ -235,6 +240,23 @@ class Members(Mapping[str, Any]):
     def __len__(self) -> int:
         """Return the number of members."""
         return len(self._places)
+
+
+def _in_pieces(members: Iterable[bytes | memoryview]) -> Pieces:
+    """Return an object of these members, of which only the short ones are copied."""
+    pieces: list[bytes | memoryview] = []
+    short: list[bytes | memoryview] = [b"{"]
+    for number, member in enumerate(members):
+        if number:
+            short.append(b", ")
+        if len(member) < _SHORT_PIECE:
+            short.append(member)
+        else:
+            pieces += (b"".join(short), member)
+            short.clear()
+    short.append(b"}")
+    pieces.append(b"".join(short))
+    return Pieces(pieces)
 
 
 def read_in_slices(data: bytes, *, hashed: bool = False) -> Generator[None, None, RequestBody]:

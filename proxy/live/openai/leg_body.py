@@ -15,6 +15,7 @@ from balanceroute.proxy.live.openai.token_shape import SAMPLING, one_token
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.token_counts import CountsAsked
+    from balanceroute.proxy.wire.messages import Payload
 
 # A text: to encode the members costs more than all the rest of the body.
 _ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": %d, "n": 1, '
@@ -48,7 +49,7 @@ def prefill_body(
     api: Api = Api.COMPLETIONS,
     drop: frozenset[str] = INTERNAL_FIELDS,
     min_tokens: int = 1,
-) -> bytes:
+) -> "Payload":
     """Return the prefill leg's body.
 
     Args:
@@ -77,7 +78,7 @@ def decode_body(
     asked: "CountsAsked | None" = None,
     *,
     drop: frozenset[str] = INTERNAL_FIELDS,
-) -> bytes:
+) -> "Payload":
     """Return the decode leg's body.
 
     Args:
@@ -105,4 +106,4 @@ def engine_body(data: bytes, body: "RequestBody") -> bytes:
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     if INTERNAL_FIELDS.isdisjoint(values):
         return data
-    return body.encode({}, drop=INTERNAL_FIELDS)
+    return bytes(body.encode({}, drop=INTERNAL_FIELDS))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session_host import Host, SessionContext
     from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
-    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.messages import Headers, Payload
 
 _TARGETS = {api: api.value.encode() for api in Api}
 
@@ -207,7 +207,7 @@ class Attempt(Holding):
         self,
         api: "Api",
         headers: bytes,
-        body: bytes,
+        body: "Payload",
         handler: "ResponseHandler",
         *,
         timeout_s: float,

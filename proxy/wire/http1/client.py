@@ -9,7 +9,7 @@ from balanceroute.proxy.wire.addresses import Addresses, Resolve, bracketed
 from balanceroute.proxy.wire.caller import ResponseHandler
 from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
 from balanceroute.proxy.wire.http1.heads import encode_request_head
-from balanceroute.proxy.wire.messages import Headers, WireFault
+from balanceroute.proxy.wire.messages import Headers, Payload, WireFault
 from balanceroute.proxy.wire.tcp_timeout import end_if_silent
 from balanceroute.proxy.wire.turn_writes import WriteTurn
 
@@ -99,7 +99,7 @@ class Endpoint:
         method: bytes,
         target: bytes,
         headers: Headers | bytes,
-        body: bytes,
+        body: Payload,
         handler: ResponseHandler,
         *,
         crashed: Callable[[Exception], None] | None = None,

@@ -24,12 +24,12 @@ from balanceroute.proxy.wire.http1.heads import (
     check_partial_head,
     parse_response_head,
 )
-from balanceroute.proxy.wire.messages import MalformedError, WireError, WireFault
+from balanceroute.proxy.wire.messages import MalformedError, Payload, Pieces, WireError, WireFault
 from balanceroute.proxy.wire.turn_writes import TurnTransport, WriteTurn
 
 _VERSION = b"HTTP/1."
 _SWITCHING_PROTOCOLS = 101
-# A larger body is written separately: copying it behind its head would cost more than a second write.
+# A larger body is a piece of its own: to copy it behind its head would cost more.
 _JOIN_BYTES = 65_536
 
 
@@ -80,7 +80,7 @@ class Call:
     def __init__(
         self,
         head: bytes,
-        body: bytes,
+        body: Payload,
         handler: ResponseHandler,
         *,
         head_only: bool,
@@ -259,13 +259,15 @@ class ClientConnection(asyncio.Protocol):
         self._stage = _HEAD
         self._checked = self._head_bytes = 0
         call.sent = True
-        # The process may be stopped before the end of the turn, and its time be over then.
-        write = self._transport.write if call.expires_s is None else self._transport.write_at_once
-        if len(call.body) > _JOIN_BYTES:
-            write(call.head)
-            write(call.body)
+        if isinstance(call.body, Pieces):
+            self._transport.write_pieces([call.head, *call.body.parts])
+        elif len(call.body) > _JOIN_BYTES:
+            self._transport.write_pieces([call.head, call.body])
+        elif call.expires_s is None:
+            self._transport.write(call.head + call.body)
         else:
-            write(call.head + call.body)
+            # The process may be stopped before the end of the turn, and its time be over then.
+            self._transport.write_at_once(call.head + call.body)
         if not call.repeatable:
             call.head = call.body = b""  # Frees them: they may be large, and are not sent again.
         if call.paused:

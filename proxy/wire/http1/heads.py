@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
-from balanceroute.proxy.wire.messages import Headers, MalformedError, UnsafeHeaderError
+from balanceroute.proxy.wire.messages import Headers, MalformedError, Payload, UnsafeHeaderError
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _FIELDS = rb"((?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n)*+)\r\n"
@@ -201,7 +201,7 @@ def encode_fields(headers: Headers) -> bytes:
 
 
 def encode_request_head(
-    method: bytes, target: bytes, host: bytes, headers: Headers | bytes, body: bytes
+    method: bytes, target: bytes, host: bytes, headers: Headers | bytes, body: Payload
 ) -> bytes:
     """Return a request's head to send, with the headers that frame it.
 

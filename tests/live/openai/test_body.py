@@ -20,6 +20,7 @@ from balanceroute.proxy.live.openai.body import (
 )
 from balanceroute.proxy.live.openai.json_scan import JsonScanner, ScanError
 from balanceroute.proxy.live.openai.prompt_summary import summarise
+from balanceroute.proxy.wire.messages import Pieces
 
 spaces = st.text(" \t\n\r", max_size=2)
 numbers = st.sampled_from(
@@ -96,7 +97,7 @@ def test_what_is_kept_keeps_its_order_and_the_overrides_come_last(
     chosen = st.sets(st.sampled_from(sorted(members))) if members else st.just(set[str]())
     overrides = new | dict.fromkeys(data.draw(chosen), 0)
     drop = data.draw(chosen)
-    encoded = RequestBody(text.encode()).encode(overrides, drop=drop)
+    encoded = bytes(RequestBody(text.encode()).encode(overrides, drop=drop))
     kept = {
         key: member for key, member in members.items() if key not in overrides and key not in drop
     }
@@ -224,7 +225,7 @@ def test_a_lone_surrogate_goes_through_as_it_was_escaped() -> None:
     text = b'{"prompt": "\\ud800", "\\udfff": 1}'
     body = RequestBody(text)
     assert body.encode({}) == text
-    assert json.loads(body.encode({"prompt": body.values["prompt"]})) == json.loads(text)
+    assert json.loads(bytes(body.encode({"prompt": body.values["prompt"]}))) == json.loads(text)
 
 
 def test_a_text_in_other_scripts_keeps_its_bytes() -> None:
@@ -234,7 +235,7 @@ def test_a_text_in_other_scripts_keeps_its_bytes() -> None:
 
 @pytest.mark.parametrize("text", [b"{}", b" {\n} ", b'{"a": {}}'])
 def test_an_empty_object_is_an_object(text: bytes) -> None:
-    encoded = RequestBody(text).encode({"b": None}, drop={"a"})
+    encoded = bytes(RequestBody(text).encode({"b": None}, drop={"a"}))
     assert json.loads(encoded) == {"b": None}
 
 
@@ -426,7 +427,19 @@ def test_many_strings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_byte_order_mark_is_no_part_of_a_large_body() -> None:
     data = large("1")
     for body in (RequestBody(b"\xef\xbb\xbf" + data), sliced(b"\xef\xbb\xbf" + data)):
-        assert body.encode({}) == data
+        assert bytes(body.encode({})) == data
+
+
+def test_of_a_large_body_only_what_is_short_is_copied() -> None:
+    text = '"' + "t" * SMALL_BYTES + '"'
+    data = f'{{"a": 1, "prompt": {text}, "b": 2, "suffix": {text}, "n": 3}}'.encode()
+    made = RequestBody(data).encode({"n": 1}, last=b'"x": {}')
+    assert isinstance(made, Pieces)
+    assert bytes(made) == data.replace(b'"n": 3', b'"n": 1, "x": {}')
+    assert len(made) == len(bytes(made))
+    large = [part for part in made.parts if len(part) > 100]
+    assert [isinstance(part, memoryview) and part.obj is data for part in large] == [True, True]
+    assert len(made.parts) == 5
 
 
 def sliced(data: bytes) -> RequestBody:

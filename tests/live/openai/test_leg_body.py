@@ -43,7 +43,7 @@ def test_the_prefill_leg_is_the_one_that_worked_with_a_real_engine(
     worked = json.loads(body_of(f"{name}_prefill.req"))
     connector = make_connector(name.partition("_")[0])
     params = connector.prefill_params(worked["kv_transfer_params"].get("transfer_id", ""))
-    made = json.loads(prefill_body(RequestBody(client_body(decode)), {}, params))
+    made = json.loads(bytes(prefill_body(RequestBody(client_body(decode)), {}, params)))
     # Ours makes sure of one token and one sequence.
     assert made == {"n": 1, "min_tokens": 1} | worked
 
@@ -60,7 +60,7 @@ def test_the_decode_leg_is_the_clients_bytes_and_the_parameters(
 @given(st.dictionaries(st.text(max_size=4), st.recursive(st.integers(), st.lists), max_size=4))
 def test_the_decode_leg_differs_by_the_parameters_only(members: dict[str, Any]) -> None:
     sent = json.dumps(members).encode()
-    made = decode_body(RequestBody(sent), {}, dump(PARAMS))
+    made = bytes(decode_body(RequestBody(sent), {}, dump(PARAMS)))
     tail = b'"kv_transfer_params": ' + json.dumps(PARAMS).encode() + b"}"
     kept = {key: value for key, value in members.items() if key not in INTERNAL_FIELDS}
     assert made == (json.dumps(kept).encode()[:-1] + b", " if kept else b"{") + tail
@@ -74,7 +74,10 @@ def test_numbers_and_escapes_reach_both_legs_as_they_were_written() -> None:
         '"top_p": 0.10',
     ]
     sent = RequestBody(("{" + ",".join(texts) + "}").encode())
-    for made in (prefill_body(sent, {}, dump(PARAMS)), decode_body(sent, {}, dump(PARAMS))):
+    for made in (
+        bytes(prefill_body(sent, {}, dump(PARAMS))),
+        bytes(decode_body(sent, {}, dump(PARAMS))),
+    ):
         assert all(text.encode() in made for text in texts)
 
 
@@ -84,9 +87,9 @@ def test_an_internal_field_never_reaches_a_leg(field: str) -> None:
     for key in (f'"{field}"', escaped):
         sent = RequestBody(f'{{"prompt": "a", {key}: {json.dumps(EVIL)}}}'.encode())
         for made in (
-            prefill_body(sent, {}, dump(PARAMS)),
-            decode_body(sent, {}, dump(PARAMS)),
-            decode_body(sent, {}, None),
+            bytes(prefill_body(sent, {}, dump(PARAMS))),
+            bytes(decode_body(sent, {}, dump(PARAMS))),
+            bytes(decode_body(sent, {}, None)),
         ):
             assert b"169.254" not in made
             ours = PARAMS if b"do_remote_decode" in made else None
@@ -109,7 +112,7 @@ def test_the_prefill_leg_asks_for_one_token_of_one_sequence_at_once() -> None:
         min_tokens=100,
         stop=["x"],
     )
-    assert json.loads(prefill_body(sent, {}, dump(PARAMS))) == {
+    assert json.loads(bytes(prefill_body(sent, {}, dump(PARAMS)))) == {
         "prompt": "a",
         "n": 1,
         "stream": False,
@@ -122,15 +125,17 @@ def test_the_prefill_leg_asks_for_one_token_of_one_sequence_at_once() -> None:
 
 @pytest.mark.parametrize("limit", [50, None])
 def test_the_newer_limit_is_overridden_where_it_stands_and_only_there(limit: int | None) -> None:
-    given_limit = json.loads(prefill_body(body(max_completion_tokens=limit), {}, dump(PARAMS)))
+    given_limit = json.loads(
+        bytes(prefill_body(body(max_completion_tokens=limit), {}, dump(PARAMS)))
+    )
     assert given_limit["max_completion_tokens"] == given_limit["max_tokens"] == 1
-    assert "max_completion_tokens" not in json.loads(prefill_body(body(), {}, dump(PARAMS)))
+    assert "max_completion_tokens" not in json.loads(bytes(prefill_body(body(), {}, dump(PARAMS))))
 
 
 def test_both_legs_of_a_resumed_answer_have_the_same_prompt() -> None:
     sent = body(prompt="once", max_tokens=10, temperature=0)
     members = {"prompt": "once upon", "max_tokens": 8}
-    prefill = json.loads(prefill_body(sent, members, dump(PARAMS)))
-    decode = json.loads(decode_body(sent, members, dump(PARAMS)))
+    prefill = json.loads(bytes(prefill_body(sent, members, dump(PARAMS))))
+    decode = json.loads(bytes(decode_body(sent, members, dump(PARAMS))))
     assert prefill["prompt"] == decode["prompt"] == "once upon"
     assert (prefill["max_tokens"], decode["max_tokens"]) == (1, 8)

@@ -35,7 +35,7 @@ def test_deep_options_are_written_again_or_left_alone() -> None:
         if frames:  # A leg may be sent from further down than its request was read.
             return encode(body, frames - 1)
         wanted = ask_for_counts(read_shape(Api.CHAT, body, max_sequences=8), body.values)
-        return decode_body(body, {}, None, wanted)
+        return bytes(decode_body(body, {}, None, wanted))
 
     encoded = 0
     for levels in range(1, 1_000, 7):

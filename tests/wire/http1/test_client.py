@@ -10,7 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.http1.client import Call, Endpoint
-from balanceroute.proxy.wire.messages import Headers, UnsafeHeaderError, WireError, WireFault
+from balanceroute.proxy.wire.messages import (
+    Headers,
+    Payload,
+    Pieces,
+    UnsafeHeaderError,
+    WireError,
+    WireFault,
+)
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Engine, RawConnection, Run, Script
@@ -67,7 +74,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def begin(endpoint: Endpoint, body: bytes = b"", method: bytes = b"POST") -> tuple[Handler, Call]:
+def begin(endpoint: Endpoint, body: Payload = b"", method: bytes = b"POST") -> tuple[Handler, Call]:
     handler = Handler()
     call = endpoint.request(method, b"/x?y", [(b"x-id", b"1")], body, handler)
     assert not handler.over
@@ -75,7 +82,7 @@ def begin(endpoint: Endpoint, body: bytes = b"", method: bytes = b"POST") -> tup
     return handler, call
 
 
-async def exchange(endpoint: Endpoint, body: bytes = b"", method: bytes = b"POST") -> Handler:
+async def exchange(endpoint: Endpoint, body: Payload = b"", method: bytes = b"POST") -> Handler:
     handler, call = begin(endpoint, body, method)
     await until(lambda: handler.over)
     assert call.done
@@ -624,8 +631,8 @@ def test_large_bodies_go_both_ways(run: "Run", engine: "Engine") -> None:
 
     async def main() -> None:
         async with engine(script) as raw:
-            for _ in range(2):
-                assert (await exchange(raw.endpoint, body)).body == body
+            for sent in (body, Pieces([body[:9], memoryview(body)[9:-1], body[-1:]])):
+                assert (await exchange(raw.endpoint, sent)).body == body
             assert raw.accepted == 1
 
     run(main())
