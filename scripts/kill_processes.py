@@ -3,9 +3,11 @@
     python scripts/kill_processes.py [--kills 200] [--workers 2] [--seed 0] [--spare scheduler]
 
 Starts emulated engines and the proxy, sends requests without a pause, and ends a relay or the scheduler
-process with SIGKILL every now and then. A connection of a relay that was killed may break; what came
-over it until then, and every whole answer, is compared with that of an engine which nothing is wrong
-with. When the kills are over, what the proxy still holds 5 s later is an error, and what the engines hold
+process with SIGKILL whenever so many requests have ended since all processes were there; sometimes sooner,
+while a process that was killed is not back. There are more clients than slots, so that kills hit requests
+in every phase; the table says how many in which, and none in one of them is an error. A connection of a
+relay that was killed may break; what came over it until then, and every whole answer, is compared with
+that of an engine which nothing is wrong with. When the kills are over, what the proxy still holds 5 s later is an error, and what the engines hold
 5 s after their leases: nobody can release a KV cache whose relay was killed before that. Prints a table;
 exits 1 if anything is wrong.
 """
@@ -19,38 +21,48 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.emulate.settings import EmulationSettings
-from balanceroute.proxy.testing.chaos.answer_reader import Ending
+from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Weather
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.soak.audit import held_by_engines, held_by_proxy
-from balanceroute.proxy.testing.soak.control import Control
+from balanceroute.proxy.testing.soak.control import Control, ControlError
+from balanceroute.proxy.testing.soak.kill_hits import PHASES, Kill, hits_of, phases_in
 from balanceroute.proxy.testing.soak.load import Load
 from balanceroute.proxy.testing.soak.plan import draw_plan
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 from balanceroute.proxy.testing.soak.report import Report
 from balanceroute.proxy.wire.messages import WireError
 
-PREFILLERS, RANKS, BATCH = 2, 4, 16
-TIME_SCALE = 10.0
+# Two prefillers are a little faster than the ranks, of which all slots are taken: requests wait in the
+# pool, and before its limit.
+PREFILLERS, RANKS, BATCH, POOL = 2, 4, 4, 8
+PREFILL_MS = 120.0
+TIME_SCALE = 3.0
 MEAN_OUTPUT = 60.0
-CLIENTS = 32
-REQUESTS_PER_LOAD = 200
-PAUSE_S = (0.5, 2.5)
+# Several loads at a time: each has fewer requests towards its end.
+LOADS, CLIENTS_OF_LOAD = 3, 16
+REQUESTS_PER_LOAD = 120
+BETWEEN = (2, 40)
+HASTY, HASTY_S = 0.2, (0.05, 1.0)
+LOOK_S = 0.02
+TELL_S = 0.3
 LEFT_S = 5.0
 LEASE_S = 10.0
-BACK_S = 30.0
+BACK_S = 60.0
 SERVE = (
-    f"--port 0 --admin-port 0 --batch {BATCH} --lease-s {LEASE_S:g} --lease-margin-s 3 "
-    "--queue-ttl-s 20 --health-interval-s 0.5"
+    f"--port 0 --admin-port 0 --batch {BATCH} --pool-limit {POOL} --lease-s {LEASE_S:g} "
+    "--lease-margin-s 3 --queue-ttl-s 20 --health-interval-s 0.5"
 )
 
 
@@ -86,16 +98,21 @@ class Run:
         )
         self._world = WorldSettings(engines, {})
         self._loads: list[Load] = []
-        self._killed: Counter[str] = Counter()
+        self._kills: list[Kill] = []
         self._over = False
 
     async def run(self) -> None:
         """Kill under load, look at what is left, and compare the answers."""
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as group:
+            for _ in range(LOADS):
+                group.create_task(self._send())
             group.create_task(self._kill())
-            group.create_task(self._send())
-        self.report.note("killed", dict(self._killed))
+        relays = sum(kill.relay for kill in self._kills)
+        killed = f"{relays} relays, {len(self._kills) - relays} scheduler processes"
+        self.report.note("killed", killed)
+        early = sum(kill.phases is None for kill in self._kills)
+        self.report.note("of these before a scheduler process served again", early)
         self.report.note("seconds", f"{time.monotonic() - began_s:.0f}")
         await self._look_at_what_is_left()
         await self._judge()
@@ -105,14 +122,53 @@ class Run:
     async def _kill(self) -> None:
         rng = random.Random(self._options.seed)
         for _ in range(self._options.kills):
-            await asyncio.sleep(rng.uniform(*PAUSE_S))
-            while not (running := self._killable()):  # noqa: ASYNC110 - none tells.
-                await asyncio.sleep(PAUSE_S[0])
+            hasty = rng.random() < HASTY
+            if hasty:
+                await asyncio.sleep(rng.uniform(*HASTY_S))
+            else:
+                await self._until("all processes", self._is_whole)
+                await self._phases(BACK_S)  # Then the scheduler process serves.
+                enough = self._done + rng.randint(*BETWEEN)
+                await self._until("answers", partial(self._is_done, enough))
+            phases = await self._phases(TELL_S if hasty else BACK_S)
+            await self._until("a process to kill", self._killable)
+            running = self._killable()
             name = rng.choice(sorted(running))
-            self._killed[name.split()[0]] += 1
             with suppress(ProcessLookupError):
                 os.kill(running[name], signal.SIGKILL)
+                at_s = asyncio.get_running_loop().time()
+                self._kills.append(Kill(at_s, relay=name != "scheduler", phases=phases))
         self._over = True
+
+    async def _until(self, what: str, is_so: Callable[[], object]) -> None:
+        end_s = time.monotonic() + BACK_S
+        while not is_so():
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"not within {BACK_S:g} s: {what}")
+            await asyncio.sleep(LOOK_S)
+
+    def _is_whole(self) -> bool:
+        workers: int = self._options.workers
+        return len(processes(self._proxy.pid)) == workers + 1
+
+    def _is_done(self, count: int) -> bool:
+        return self._done >= count
+
+    @property
+    def _done(self) -> int:
+        return sum(load.done for load in self._loads)
+
+    async def _phases(self, within_s: float) -> dict[str, str] | None:
+        """Return where each live request is; None if the scheduler process does not serve in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while True:
+                    with suppress(WireError, ControlError):
+                        return phases_in(
+                            (await self._admin.get("/admin/state?requests=1"))["state"]
+                        )
+                    await asyncio.sleep(LOOK_S)
+        return None
 
     def _killable(self) -> dict[str, int]:
         running = processes(self._proxy.pid)
@@ -120,7 +176,7 @@ class Run:
         return {name: pid for name, pid in running.items() if name.split()[0] != spare}
 
     async def _send(self) -> None:
-        while not self._over or not self._loads:
+        while not self._over:
             first = REQUESTS_PER_LOAD * len(self._loads)
             numbers = range(first, first + REQUESTS_PER_LOAD)
             plan = draw_plan(self._options.seed, numbers, self._world, calm=True)
@@ -128,7 +184,7 @@ class Run:
             plan = replace(plan, weather=Weather.FAULTS)
             load = Load(plan, self._proxy.host, self._proxy.port)
             self._loads.append(load)
-            await load.run(CLIENTS)
+            await load.run(CLIENTS_OF_LOAD)
 
     async def _look_at_what_is_left(self) -> None:
         end_s = time.monotonic() + BACK_S
@@ -160,6 +216,7 @@ class Run:
         endings: Counter[str] = Counter()
         wrong: list[str] = []
         lost: list[str] = []
+        seen: list[tuple[str, Received]] = []
         for load in self._loads:
             await oracle.learn(load.plan.requests)
             judge = Judge(load.plan, oracle)
@@ -169,6 +226,7 @@ class Run:
                 for request, received in answers[: client.sent]:
                     # Its relay may have been killed: what came must be a beginning of the answer.
                     # The end of an answer by HTTP/1.0 is the end of its connection.
+                    seen.append((request.request_id, received))
                     cut = received.ending is not Ending.COMPLETE or client.visit.http_1_0
                     client.left = cut
                     verdict = await judge.judge(
@@ -177,6 +235,10 @@ class Run:
                     endings[verdict.ending] += 1
                     wrong += [f"{request.request_id}: {one}" for one in verdict.wrong]
         await oracle.close()
+        hits = hits_of(self._kills, seen)
+        for phase in PHASES:
+            self.report.check(f"  hit while {phase}", hits[phase], hits[phase] > 0)
+        self.report.note("answers", len(seen))
         for ending, count in endings.most_common():
             self.report.note("  " + ending, count)
         self.report.faults("wrong or doubled", wrong)
@@ -199,7 +261,8 @@ def main() -> int:
     command = [sys.executable, "-m", "balanceroute.proxy", "emulate", "--port=0"]
     command += [f"--prefillers={PREFILLERS}", f"--ranks={RANKS}", f"--batch={BATCH}"]
     command += [f"--time-scale={TIME_SCALE}", f"--lease-s={LEASE_S * TIME_SCALE}"]
-    command += [f"--mean-output={MEAN_OUTPUT}", "--json-ready", "--exit-with-stdin"]
+    command += [f"--mean-output={MEAN_OUTPUT}", f"--prefill-base-ms={PREFILL_MS}"]
+    command += ["--json-ready", "--exit-with-stdin"]
     with tempfile.TemporaryDirectory() as scratch, emulated_engines(command) as engines:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

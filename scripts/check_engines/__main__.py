@@ -144,7 +144,7 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
                 begin_s = time.monotonic()
                 try:
                     seen, wrong = str(getattr(group, name)()), None
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # Of a process that did not start, too.
                     seen, wrong = "", f"{type(error).__name__}: {error}"
                 yield title, f"{seen}, {time.monotonic() - begin_s:.0f} s", wrong
 

@@ -16,7 +16,8 @@ from client import CLIENT
 from engines import Engine
 
 _READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
-_READY_S = 30.0
+# A start is half a second of one core; beside engines that compute it is many times that.
+_READY_S = 120.0
 # Requests that an engine has answered.
 SUCCESSES = "vllm:request_success_total"
 # KV caches that a NIXL prefiller handed out after their lease.
@@ -109,7 +110,8 @@ class Fleet:
             readable = select.select([process.stdout], [], [], _READY_S)[0]
             ready = _READY.fullmatch(process.stdout.readline().decode()) if readable else None
             if ready is None:
-                raise SystemExit(f"the proxy {name} did not start: {log.read_text()[-1000:]}")
+                told = log.read_text()[-1000:] if log.exists() else "it has no log"
+                raise SystemExit(f"the proxy {name} did not start: {told}")
             yield Proxy(ready[1], ready[2], log)
         finally:
             process.terminate()

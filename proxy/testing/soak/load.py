@@ -17,16 +17,17 @@ class Load:
 
     Attributes:
         lost: Requests that had no end in time, or no connection.
+        done: How many requests were sent and have ended.
     """
 
     def __init__(self, plan: Plan, host: str, port: int) -> None:
         self.plan = plan
         self.clients: list[Client] = []
         self.lost: list[str] = []
+        self.done = 0
         self._host = host
         self._port = port
         self._visits = list(reversed(plan.visits))
-        self._sent = 0
         self._waiting: list[tuple[float, asyncio.Event]] = []
 
     async def run(self, clients: int) -> None:
@@ -44,7 +45,7 @@ class Load:
 
     @property
     def _now_s(self) -> float:
-        return self.plan.calm_s * self._sent / len(self.plan.requests)
+        return self.plan.calm_s * self.done / len(self.plan.requests)
 
     async def _work(self) -> None:
         while self._visits:
@@ -58,17 +59,17 @@ class Load:
                 self.lost += [request.request_id for request in visit.requests]
             if not client.sent:
                 self.lost.append(visit.requests[0].request_id)
-            done = max(1, client.sent)
-            if rest := visit.requests[done:]:
+            ended = max(1, client.sent)
+            if rest := visit.requests[ended:]:
                 # The proxy closed the connection behind an answer.
                 self._visits.append(replace(visit, requests=rest))
-            self._advance(done)
+            self._advance(ended)
             if client.answers[0].status in (429, 503):
                 await asyncio.sleep(_LATER_S)
 
     def _advance(self, count: int) -> None:
-        self._sent += count
+        self.done += count
         now_s = self._now_s
         for plan_s, event in self._waiting:
-            if plan_s <= now_s or self._sent == len(self.plan.requests):
+            if plan_s <= now_s or self.done == len(self.plan.requests):
                 event.set()

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 
-_READY_S = 30.0
+# A start is half a second of one core; on a machine that others use it is many times that.
+_READY_S = 120.0
+_GONE_S = 30.0
 _READY = re.compile(r"listening on http://(\S+):(\d+), admin on http://\S+:(\d+)\n")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
 # A socket's state in /proc/net/tcp (https://docs.kernel.org/networking/proc_net_tcp.html).
@@ -116,7 +118,7 @@ def running_proxy(
     finally:
         process.terminate()
         try:
-            process.wait(_READY_S)
+            process.wait(_GONE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
