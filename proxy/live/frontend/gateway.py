@@ -31,6 +31,7 @@ from balanceroute.proxy.live.frontend.request_head import (
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
 from balanceroute.proxy.live.openai.shape import Api
@@ -212,6 +213,8 @@ class Gateway:
             if isinstance(read, RequestBody):
                 model = read.values.get("model")
                 body = engine_body(body, read) if route.generates else body
+            elif route.media is Media.FORM:
+                refuse_internal_parts(request.headers, body)
             elif read is not None and route.generates:
                 raise read
         except BodyError as error:
