@@ -35,9 +35,10 @@ _SPACES_WINDOW = 65_536
 _NUMBERS_WINDOW = 16_384
 
 _SPACES = b" \t\n\r"
-_QUOTE, _COMMA, _COLON, _BACKSLASH = b'",:\\'
+_QUOTE, _COMMA, _COLON, _BACKSLASH, _SPACE = b'",:\\ '
 _ARRAY, _OBJECT, _ARRAY_END, _OBJECT_END = b"[{]}"
-_plain_key = re.compile(rb'"([^"\\\x00-\x1f]{0,255}+)"[ \t\n\r]{0,255}+:').match
+# One space as programs write it behind a colon or a comma is read with that: a step costs far more.
+_plain_key = re.compile(rb'"([^"\\\x00-\x1f]{0,255}+)"[ \t\n\r]{0,255}+: ?+').match
 _spaces = re.compile(rb"[ \t\n\r]*+").match
 _SEPARATOR = rb"[ \t\n\r]*+,[ \t\n\r]*+"
 _NUMBER = rb"-?+(?:0|[1-9][0-9]{0,4000}+)(?:\.[0-9]{1,4000}+)?+(?:[eE][+-]?+[0-9]{1,4000}+)?+"
@@ -189,6 +190,8 @@ class JsonScanner:
         is_array = self._stack[-1] == _ARRAY
         if byte == _COMMA:
             self._at += 1
+            if self._peek() == _SPACE:
+                self._at += 1
             self._first = False
             self._next = JsonScanner._value if is_array else JsonScanner._key
         elif byte == (_ARRAY_END if is_array else _OBJECT_END):

@@ -485,6 +485,15 @@ def test_what_waits_holds_little_more_than_its_bytes(size: int, element: bytes) 
     assert size < SMALL_BYTES or peak < 2.2 * len(data)
 
 
+@pytest.mark.parametrize("value", [{"a": {"b": [1, "c", {}]}}, {"a": ["d", ["e"], {"f": 1}]}])
+def test_a_space_behind_a_comma_or_a_colon_is_no_step_of_its_own(value: object) -> None:
+    def steps(separators: tuple[str, str]) -> int:
+        scan = JsonScanner(json.dumps(value, separators=separators).encode())
+        return next(number for number in range(1_000) if scan.advance(1))
+
+    assert steps((", ", ": ")) == steps((",", ":")) < steps((",  ", ":  "))
+
+
 def test_a_large_body_is_read_in_slices() -> None:
     reading = read_in_slices(large("[" + "[]," * 50_000 + "1]"))
     assert sum(1 for _ in reading) > 30
