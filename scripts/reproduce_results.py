@@ -43,6 +43,7 @@ LEASES = (
     "--transfer-base-ms 2 --transfer-us-per-token 1 --segments 6"
 )
 MANY = LEASES.replace("192", "256")
+SLOW = LEASES.replace("token 5 ", "token 25 ")
 SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
 DERIVED = "DERIVED"  # Stands for the folder that `derive` writes to.
 # Ranks and slots, each with 12 turnovers in two segments.
@@ -70,7 +71,11 @@ UNEQUAL = "--rank-speeds 1,0.6667"
 # What the scheduler knows of it.
 KNOWLEDGE = {"": "", "_learned": "--learn-speeds", "_unknown": "--speeds-unknown"}
 
-REASONING = f"--trace {TRACES}/servegen_reasoning.jsonl.gz --backlog 64 --segments 6"
+SERVEGEN = f"--trace {TRACES}/servegen_reasoning.jsonl.gz --backlog 64"
+REASONING = f"{SERVEGEN} --segments 6"
+# Ranks with little memory, which compute a preempted request again themselves.
+MEMORY = f"{SERVEGEN} --skip 1500 --known 1500 --requests 5500 --ranks 4 --policy br-h"
+LITTLE = "--recompute-us-per-token 50 --kv-capacity"
 AZURE_LONG = f"--trace {TRACES}/azure_2023_conv.csv.gz --output-scale 40 --backlog 64 --segments 6"
 
 # Prefill choices with prefix caches. A load of 1 keeps the prefillers busy with what a cache of all
@@ -144,10 +149,39 @@ EXPERIMENTS = (
         "deep_pool_256": f"{MANY} --lease-s 30 --policy br-0",
         "deep_pool_256_65": f"{MANY} --lease-s 30 --policy br-0 --pool-limit 65",
         "deep_pool_256_96": f"{MANY} --lease-s 30 --policy br-0 --pool-limit 96",
+        "leases_slow": f"{SLOW} --lease-s 30 --policy br-0",
+        "leases_slow_forced": f"{SLOW} --lease-s 30 --pool-limit 64 --deadline 18.75 --policy br-0",
         "leases_15": f"{LEASES} --lease-s 15 --policy br-0",
         "leases_60": f"{LEASES} --lease-s 60 --policy br-0",
         "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",
         "prefill_rate_1.3": f"{MOONCAKE} --rate 1.3 --segments 6 --prefill-servers 12",
+    }
+    | {
+        f"leases_pool_{limit}": f"{LEASES} --lease-s 30 --policy br-0 --pool-limit {limit}"
+        for limit in (12, 18, 36, 48, 64)
+    }
+    | {
+        f"memory{suffix}": f"{SATURATED} --policy fifo,br-h {LITTLE} 120000 {options}"
+        for suffix, options in {"": "", "_0.999": "--kv-peak-quantile 0.999"}.items()
+    }
+    | {
+        f"memory_reasoning{suffix}": f"{MEMORY} --batch 64 {LITTLE} 60000 {options}"
+        for suffix, options in {
+            "": "",
+            "_0.5": "--kv-peak-quantile 0.5",
+            "_0.7": "--kv-peak-quantile 0.7",
+            "_0.9": "--kv-peak-quantile 0.9",
+            "_0.99": "--kv-peak-quantile 0.99",
+            "_0.99_oracle": "--kv-peak-quantile 0.99 --predictor oracle",
+        }.items()
+    }
+    | {
+        f"memory_reasoning_{name}": f"{MEMORY} --batch {options}"
+        for name, options in {
+            "29_slots": "29",
+            "25_slots": "25",
+            "29_slots_oracle": "29 --predictor oracle",
+        }.items()
     }
     | {
         "long_outputs": f"{REASONING} --policy fifo,br-0,br-h",
