@@ -54,6 +54,7 @@ class Deposits:
         # M zeros follow each row, so that what is left of a deposit is a window of W columns.
         self._padded: NDArray[np.int32] = np.zeros((places, width + longest), np.int32)
         self.expected = self._padded[:, :width]
+        self._windows = self._all_windows()
         self._free = list(range(places))
 
     def add(
@@ -121,7 +122,7 @@ class Deposits:
     def rests(self, begins: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return what was left of deposits, int32[n, W], from where `advance` says that it begins."""
         # Each row is copied as a whole, which costs a fortieth of an index for every column.
-        return np.asarray(sliding_window_view(self._padded.ravel(), self._width)[begins])
+        return np.asarray(self._windows[begins])
 
     def _grow(self) -> None:
         """Double the number of places, so that binding is amortised O(1)."""
@@ -137,3 +138,16 @@ class Deposits:
         self.due = np.concatenate([self.due, np.full_like(self.due, -1)])
         self._padded = np.concatenate([self._padded, np.zeros_like(self._padded)])
         self.expected = self._padded[:, : self._width]
+        self._windows = self._all_windows()
+
+    def _all_windows(self) -> NDArray[np.int32]:
+        """Return a view of the W columns that begin at each place of the padded rows."""
+        return np.asarray(sliding_window_view(self._padded.ravel(), self._width))
+
+
+def first_of_each(values: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return the place of the first of each run of equal values."""
+    # `np.diff` is Python code, which takes longer than this.
+    is_first = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=is_first[1:])
+    return is_first.nonzero()[0]

@@ -8,7 +8,6 @@ the subset solvers rely on nothing else.
 Paper: §3.1, Eq. 1 (one step); §4.1, Eq. 2 (horizon).
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from math import exp, inf
 
@@ -124,19 +123,22 @@ class FCurve:
         kinks, penalties = kinks[order], penalties[order]
         passed = penalties.cumsum()
         self._reward = reward
-        self._kinks: list[float] = kinks.tolist()
-        self._penalties: list[float] = [0.0, *passed.tolist()]
-        self._moments: list[float] = [0.0, *(penalties * kinks).cumsum().tolist()]
+        # Arrays: a few totals are scored, and lists of all kinks would cost more than that.
+        self._kinks = kinks
+        self._passed: NDArray[np.float64] = passed
+        self._moments: NDArray[np.float64] = (penalties * kinks).cumsum()
         # Right of s the slope of F is the reward minus the penalties of the kinks <= s. It only falls,
         # so F peaks where it first turns negative: at a weighted quantile of the kinks. A slope that
         # is 0 but for rounding is 0, in whatever order the penalties were summed.
         kink = int(passed.searchsorted(reward * (1.0 + _ROUNDING), side="right"))
-        self.peak = self._kinks[kink] if kink < len(kinks) else inf
+        self.peak = kinks.item(kink) if kink < len(kinks) else inf
 
     def score(self, total: float) -> float:
         """Return F of `total` KV tokens."""
-        below = bisect_left(self._kinks, total)
-        return self._reward * total - (self._penalties[below] * total - self._moments[below])
+        last = int(self._kinks.searchsorted(total)) - 1
+        if last < 0:
+            return self._reward * total
+        return self._reward * total - (self._passed.item(last) * total - self._moments.item(last))
 
 
 def excess(
@@ -160,9 +162,11 @@ def excess(
     first = totals.searchsorted(kinks)
     first += np.arange(0, rows * places, places)[:, None]
     counted = first.ravel()
+    of_kinks = np.empty_like(kinks)
+    of_kinks[:] = weights
     sums = [
         np.bincount(counted, values.ravel(), rows * places).reshape(rows, places)[:, :-1]
-        for values in (np.broadcast_to(weights, kinks.shape), kinks * weights)
+        for values in (of_kinks, kinks * weights)
     ]
     slopes, moments = (one.cumsum(axis=1) for one in sums)
     slopes *= totals

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.curves import LONGEST, Curves
-from balanceroute.proxy.core.deposits import Deposits
+from balanceroute.proxy.core.deposits import Deposits, first_of_each
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.trajectories import HORIZON_OUTPUTS, POINTS
 
@@ -204,7 +204,7 @@ class PeakRoom:
         self._sums[stale] = 0.0
         order = np.argsort(running.ranks, kind="stable")
         sorted_ranks = running.ranks[order]
-        starts = np.flatnonzero(np.diff(sorted_ranks, prepend=-1))
+        starts = first_of_each(sorted_ranks)
         if len(starts):
             self._sums[sorted_ranks[starts]] = np.add.reduceat(sums[order], starts, axis=0)
         self._made_at[stale] = residents.now

@@ -155,9 +155,10 @@ class Pool:
 
     def admit(self, request: RequestId) -> PoolEntry:
         """Remove an entry that goes to decode; it overtakes every entry ahead of it."""
+        entries = self._entries
         # Before the removal, while the entry still has its place.
         for ahead in self._order.ahead_of(request):
-            self._entries[ahead].overtaken += 1
+            entries[ahead].overtaken += 1
         return self._take_out(request)
 
     def admit_all(self, requests: Sequence[RequestId]) -> None:

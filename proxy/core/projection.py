@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.deposits import Deposits, Running
+from balanceroute.proxy.core.deposits import Deposits, Running, first_of_each
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
 
@@ -334,7 +334,7 @@ class Projection:
                 change -= rests
             # One sum per rank, so that the rows are written once each.
             of_rank = ranks[block]
-            starts = np.flatnonzero(np.diff(of_rank, prepend=-1))
+            starts = first_of_each(of_rank)
             window[of_rank[starts]] += np.add.reduceat(change, starts, axis=0)
 
     def _restart(self, place: int, *, grown: int) -> None:

@@ -24,10 +24,10 @@ class Candidates(NamedTuple):
     Attributes:
         entries: n entries, also such as have left.
         is_left: bool[n], whether each still waits.
-        sizes: float64[n], the load of each on the rank that admits it.
+        sizes: float64[n], the load of each on the rank that admits it; inf once it has left.
         overtaken: float64[n], how often each was overtaken.
         beyond_turn: float64[n], the admissions beyond its turn: first come, first served, the entries
-            ahead would be admitted before it.
+            ahead would be admitted before it. -inf once it has left.
         are_oldest: Whether they are the first of `Oldest`.
     """
 
@@ -75,7 +75,8 @@ class Oldest:
     def __init__(self, entries: list[PoolEntry], window: int, spare: int) -> None:
         self.spare = spare
         of_all = candidates_of(entries)
-        self.sizes = of_all.sizes
+        self.sizes = of_all.sizes.copy()
+        self._sizes_left = of_all.sizes
         self._entries = entries
         self._is_left = of_all.is_left
         self._overtaken = of_all.overtaken
@@ -99,7 +100,7 @@ class Oldest:
         return Candidates(
             self._entries[:end],
             self._is_left[:end],
-            self.sizes[:end],
+            self._sizes_left[:end],
             self._overtaken[:end],
             self._beyond_turn[:end],
             are_oldest=True,
@@ -116,6 +117,8 @@ class Oldest:
             return
         self._overtaken[:place] += 1.0
         self._is_left[place] = False
+        # Then what is late, and what fits, needs no look at who has left.
+        self._sizes_left[place], self._beyond_turn[place] = np.inf, -np.inf
         if place < self._end < len(self._entries):
             self._end += 1
             while self._end < len(self._entries) and not self._is_left[self._end - 1]:

@@ -156,7 +156,6 @@ class _View:
         self.reserved = reserved
         # Admissions beyond the turn, in lengths of the pool.
         self.is_late = candidates.beyond_turn >= _LATE * len(work.pool)
-        self.is_late &= candidates.is_left
         self._outlook = outlook
         count = len(reserved)
         self._to_envelope = outlook.to_envelope[:count]
@@ -174,7 +173,7 @@ class _View:
 
     def fits(self) -> "NDArray[np.bool_]":
         """Return bool[n], which still wait and fit."""
-        return np.asarray((self.candidates.sizes <= self.room) & self.candidates.is_left)
+        return np.asarray(self.candidates.sizes <= self.room)
 
     def free_of_others(self) -> "NDArray[np.bool_]":
         """Return bool[n], which of those have no rank reserved."""
