@@ -11,12 +11,10 @@ from typing import Any
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.body import is_deep
 from balanceroute.proxy.live.openai.numeric_members import integer
-from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.shape import COMPLETION_TOKENS, Api
 
 # With the least value that an engine takes.
 _LIMITS = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
-# vLLM's limit of a completion that names none; a chat's is what the context leaves.
-_COMPLETION_TOKENS = 16
 # The engine would begin such an answer again from its first token.
 _GRAMMARS = (
     "structured_outputs",
@@ -87,7 +85,7 @@ def remaining_limits(api: Api, values: Mapping[str, Any], emitted_tokens: int) -
     for name, least in _LIMITS:
         limit = values.get(name)
         if name == "max_tokens" and name not in values and api is Api.COMPLETIONS:
-            limit = _COMPLETION_TOKENS
+            limit = COMPLETION_TOKENS
         if limit is None:
             continue
         number = integer(limit)

@@ -44,6 +44,8 @@ _RARE = frozenset(
         "use_beam_search",
     }
 )
+COMPLETION_TOKENS = 16
+"""vLLM's limit of a completion that names none; a chat's is what the context leaves."""
 # With the least value that is good.
 _REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
 
@@ -120,14 +122,16 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     # vLLM would merge them with its own parameters for KV transfer.
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
-    values.get("stream_options")  # Read later, when it cannot be refused any more.
+    options = values.get("stream_options")
     limit = count(_limit(values), 1)
+    # The prefill leg has none, so a bad one would be found out only after a prefill.
+    spoils = "" if options is None or _are_good(options, stream=stream) else "stream_options"
     return Shape(
         api=api,
         model=model or "",
         stream=stream,
         sequences=sequences,
-        direct=_needs_one_engine(api, body, sequences, member=member, limit=limit),
+        direct=_needs_one_engine(api, body, sequences, member=member, limit=limit) or spoils,
         prompt_tokens=tokens,
         prompt_characters=prompt.characters // prompts or 1,
         prompt_data=prompt.data_strings,
@@ -170,6 +174,16 @@ def _prompts(prompt: PromptSummary) -> tuple[int, int | None]:
     return prompt.elements, None
 
 
+def _are_good(options: object, *, stream: bool) -> bool:
+    """Return whether engines take these `stream_options`."""
+    if not stream:
+        return not options
+    if not isinstance(options, dict):
+        return False
+    wishes = options.get("include_usage"), options.get("continuous_usage_stats")
+    return all(wish is None or flag(wish) is not None for wish in wishes)
+
+
 def _limit(values: Mapping[str, Any]) -> object:
     limit = values.get("max_completion_tokens")
     return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
@@ -191,7 +205,7 @@ def _needs_one_engine(
     if sequences > 1:
         return "prompt" if integer(values.get("n")) in (None, 1) else "n"
     if not _RARE.isdisjoint(values):
-        rare = _rare_member(body, limit)
+        rare = _rare_member(api, body, limit)
         if rare:
             return rare
     # The prefill leg replaces these, so a bad value would be found out only after a prefill.
@@ -202,7 +216,7 @@ def _needs_one_engine(
     return ""
 
 
-def _rare_member(body: RequestBody, limit: int | None) -> str:
+def _rare_member(api: Api, body: RequestBody, limit: int | None) -> str:
     """Return a member for which one engine has to do the whole request, of those few clients give."""
     values = body.values
     # Log-probabilities of the prompt exist only where the prompt is computed. An echo of the prompt
@@ -219,6 +233,8 @@ def _rare_member(body: RequestBody, limit: int | None) -> str:
     if truncate is not None and count(truncate, 0) is None:
         return "truncate_prompt_tokens"
     least_wanted = count(values.get("min_tokens"), 0)
+    if api is _COMPLETIONS and "max_tokens" not in values:
+        limit = COMPLETION_TOKENS
     if limit is not None and least_wanted is not None and least_wanted > limit:
         return "min_tokens"
     return ""

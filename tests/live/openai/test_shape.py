@@ -60,6 +60,12 @@ def test_an_ordinary_request_takes_the_pd_path() -> None:
         {"seed": 123456789012345678901234567890},
         {"vllm_xargs": {"mine": 1}},
         {"unheard_of": {"kv_transfer_params": 1}},
+        {"min_tokens": 17},
+        {"stream_options": None},
+        {"stream_options": {}},
+        {"stream": True, "stream_options": {}},
+        {"stream": True, "stream_options": {"include_usage": "yes", "other": 1}},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": None}},
     ],
     ids=json.dumps,
 )
@@ -89,6 +95,13 @@ def test_what_one_kv_cache_can_carry_takes_the_pd_path(members: dict[str, object
         {"min_tokens": -1},
         {"min_tokens": "a"},
         {"min_tokens": 6, "max_tokens": 5},
+        {"min_tokens": 17},  # A completion that names no limit has 16.
+        {"stream_options": {"include_usage": True}},
+        {"stream": False, "stream_options": {"include_usage": False}},
+        {"stream": True, "stream_options": "include_usage"},
+        {"stream": True, "stream_options": []},
+        {"stream": True, "stream_options": {"include_usage": "often"}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": 2}},
         # Cut to what max_tokens leaves, which is not the same on both legs.
         {"truncate_prompt_tokens": -1},
         {"truncate_prompt_tokens": "-1"},
