@@ -86,7 +86,7 @@ proxy.validate: barrier errors fit load_log matching mirror plots timeline valid
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout
     turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch heads incoming_body
-    incoming_request reply server server_connection service
+    incoming_request repeated_head reply server server_connection service
 proxy.wire.http3: client control_frames framing heads leaky_bucket reply server_connection server_stream
     stream_numbers
 proxy.wire.quic: carrier connection endpoint stream_orders

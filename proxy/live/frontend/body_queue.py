@@ -1,4 +1,4 @@
-"""The bodies that are being read: a large one a slice at a time, and all of them in turn.
+"""The large bodies that are being read: a slice at a time, and all of them in turn.
 
 Neither one body of many megabytes nor many of them at a time may hold the event loop for long: it also
 relays every stream.
@@ -25,6 +25,14 @@ class Waiting(Protocol):
     closed: bool
 
 
+def read_at_once(data: bytes) -> RequestBody | BodyError:
+    """Read a body that is small."""
+    try:
+        return RequestBody(data)
+    except BodyError as error:
+        return error
+
+
 class BodyQueue:
     """Reads bodies."""
 
@@ -36,12 +44,8 @@ class BodyQueue:
         """Read a body; call `done`, at once if it is small, and not if the client is gone."""
         if len(data) > SMALL_BYTES:
             self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
-            return
-        try:
-            body: RequestBody | BodyError = RequestBody(data)
-        except BodyError as error:
-            body = error
-        done(body)
+        else:
+            done(read_at_once(data))
 
     def _read_on(self, reading: _Reading, waiting: Waiting, done: Done) -> None:
         result: RequestBody | BodyError

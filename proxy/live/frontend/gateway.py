@@ -14,7 +14,7 @@ from msgspec import structs
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
 from balanceroute.proxy.live.frontend.asking import LateRefusals
-from balanceroute.proxy.live.frontend.body_queue import BodyQueue
+from balanceroute.proxy.live.frontend.body_queue import BodyQueue, read_at_once
 from balanceroute.proxy.live.frontend.clients import EVERYBODY, KEY_IS_GONE, Clients, refuse_route
 from balanceroute.proxy.live.frontend.generation import Generation, deny_model
 from balanceroute.proxy.live.frontend.groups import unknown_alone
@@ -27,10 +27,11 @@ from balanceroute.proxy.live.frontend.request_head import (
     check_json_body,
     client_request_id,
     engine_headers,
+    engine_lines,
     user_agent,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.live.openai.body import SMALL_BYTES, BodyError, RequestBody
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
@@ -39,7 +40,6 @@ from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.live.telemetry.trace_context import read_parent
-from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -249,9 +249,13 @@ class Gateway:
         group.tenancy.offer_alone(record.tenant, offered)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
-        # Not the request itself: it would keep the bytes of its body.
-        take = partial(self._take, _GENERATION[request.path], request.headers, reply, record)
-        self._bodies.read(request.body, reply, take, hashed=self._groups.uses_keys)
+        api, headers, body = _GENERATION[request.path], request.headers, request.body
+        if len(body) > SMALL_BYTES:
+            # Not the request itself: it would keep the bytes of its body.
+            take = partial(self._take, api, headers, reply, record)
+            self._bodies.read(body, reply, take, hashed=self._groups.uses_keys)
+        else:
+            self._take(api, headers, reply, record, read_at_once(body))
 
     def _go_on(
         self,
@@ -303,9 +307,14 @@ class Gateway:
 
     def _lines(self, headers: "Headers", request_id: str) -> bytes:
         """Return the header lines of every engine leg, written once for all of them."""
-        return encode_fields(self._headers(headers, request_id))
+        return engine_lines(
+            headers,
+            request_id,
+            engine_key=self._settings.engine_key,
+            keep_key=self._settings.pass_authorization,
+        )
 
-    def _headers(self, headers: "Headers", request_id: str, media: Media = Media.JSON) -> "Headers":
+    def _headers(self, headers: "Headers", request_id: str, media: Media) -> "Headers":
         return engine_headers(
             headers,
             request_id=request_id,

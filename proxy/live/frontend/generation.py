@@ -89,21 +89,14 @@ class Generation:
         elif shape.model in self._aliases:
             self._choose(asking, self._aliases[shape.model])
         else:
-            self._find(asking)
+            group = self._groups.find(shape.model)
+            if group is None:
+                asking.deny(*unknown_model(shape.model), param="model")
+            elif group.models and (unlisted := refuse_unlisted(shape.model, group.models)):
+                asking.deny(*unlisted, param="model")
+            else:
+                self._submit(asking, group)
         body.forget_values()
-
-    def _find(self, asking: Asking) -> None:
-        """Give a request to the group of its model, or refuse it."""
-        model = asking.shape.model
-        group = self._groups.find(model)
-        if group is None:
-            asking.deny(*unknown_model(model), param="model")
-            return
-        unlisted = refuse_unlisted(model, group.models) if group.models else None
-        if unlisted is not None:
-            asking.deny(*unlisted, param="model")
-            return
-        self._submit(asking, group)
 
     def _choose(self, asking: Asking, alias: "Alias") -> None:
         """Give a request to one of an alias's groups, or refuse it."""

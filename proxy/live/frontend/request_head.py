@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import Media
 from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _PASSED = frozenset(
 )
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
 _KEYS = frozenset({b"authorization", b"x-api-key"})
+_WITH_KEYS = _PASSED | _KEYS
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _FORM = Media.FORM
 
@@ -163,9 +165,28 @@ def engine_headers(
         made += [(name, value) for name, value in headers if name == b"content-type"]
     else:
         made.insert(0, (b"content-type", b"application/json"))
+    return made + _passed(headers, engine_key=engine_key, keep_key=keep_key)
+
+
+def engine_lines(
+    headers: "Sequence[tuple[bytes, bytes]]",
+    request_id: str,
+    *,
+    engine_key: Secret | None,
+    keep_key: bool,
+) -> bytes:
+    """Return the same for a body of JSON, as lines."""
+    lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % request_id.encode()
+    passed = _passed(headers, engine_key=engine_key, keep_key=keep_key)
+    return lines + encode_fields(passed) if passed else lines
+
+
+def _passed(
+    headers: "Sequence[tuple[bytes, bytes]]", *, engine_key: Secret | None, keep_key: bool
+) -> "Headers":
+    """Return the client's headers that are for engines, behind the engines' own key."""
+    passed = _WITH_KEYS if keep_key and engine_key is None else _PASSED
+    made = [field for field in headers if field[0] in passed]
     if engine_key is not None:
-        made.append((b"authorization", b"Bearer " + engine_key.value))
-    for name, value in headers:
-        if name in _PASSED or (name in _KEYS and keep_key and engine_key is None):
-            made.append((name, value))
+        made.insert(0, (b"authorization", b"Bearer " + engine_key.value))
     return made

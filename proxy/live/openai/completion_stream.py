@@ -14,7 +14,7 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.held_end import HeldEnd
-from balanceroute.proxy.live.openai.stream_event import choices_of, is_opening, parsed
+from balanceroute.proxy.live.openai.stream_event import choices_of, decoded, is_opening
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.token_counts import TokenCounts
 from balanceroute.proxy.live.openai.token_ids import TokenIds
@@ -170,9 +170,10 @@ class CompletionStream(StreamReader):
 
     def _read_behind(self, held_end: HeldEnd, event: bytes) -> bytes:
         """Read an event behind the one that ended the sequence, which may be held for it."""
-        if not event_data(event):
+        data = event_data(event)
+        if not data:
             return event  # A comment, for example.
-        message = parsed(event)
+        message = decoded(data)
         end, hidden = held_end.release(message)
         end = self._opening.begin(end)
         if hidden:
@@ -190,9 +191,9 @@ class CompletionStream(StreamReader):
                 self._transcript.keep(event)
             event = self._usage.apply(self._count(event))
             return event if ids is None else ids.take(event)
-        message = parsed(event)
+        data = event_data(event)
+        message = decoded(data)
         if message is None:
-            data = event_data(event)
             if ids is not None and data:
                 ids.lost = True
             self._is_done |= data == b"[DONE]"
@@ -297,8 +298,9 @@ class CompletionStream(StreamReader):
         self.over = self._counts is None or self._counts.asked.each
 
     def _look_for_total(self, event: bytes) -> None:
-        if event_data(event):  # No comment, for example.
-            message = parsed(event)
+        data = event_data(event)
+        if data:  # No comment, for example.
+            message = decoded(data)
             if message is not None and is_total(message):
                 self._take_usage(message["usage"])
             self.over = True

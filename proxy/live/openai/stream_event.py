@@ -8,7 +8,11 @@ from balanceroute.proxy.wire.sse import event_data
 
 def parsed(event: bytes) -> dict[str, Any] | None:
     """Return the object that an event carries, if it carries one."""
-    data = event_data(event)
+    return decoded(event_data(event))
+
+
+def decoded(data: bytes) -> dict[str, Any] | None:
+    """Return the object that the data of an event is, if it is one."""
     if not data.lstrip().startswith(b"{"):
         return None  # [DONE], a comment, a heartbeat: quicker than the exception for it.
     try:

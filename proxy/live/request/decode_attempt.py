@@ -93,14 +93,14 @@ class DecodeAttempt(Attempt):
         if session.shape.stream:
             self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
-        self._repeated = session.emitted.repeated
+        self._repeated = session.emitted.repeated()
         self._ids: TokenIds | None = None
         resume = session.context.legs.resume
         if self._rank is not None and session.shape.stream and resume is not _OFF:
             parses = engine.continuous_usage_is_expensive
             self._ids = session.emitted.ids_to_keep(
                 session.shape,
-                self._asked[1],
+                self._asked()[1],
                 resume,
                 self._repeated,
                 parses=parses,
@@ -157,7 +157,7 @@ class DecodeAttempt(Attempt):
             params = self._kv.params
         elif context.connector.facts.decode_first and not session.shape.direct:
             params = self._expect_prefill()
-        asked, (api, asking) = None, self._asked
+        asked, (api, asking) = None, self._asked()
         # With the ids too: only usage shows that an engine has a parser of reasoning.
         if legs.count_tokens == "usage" or self._ids is not None:
             each = not self.engine.continuous_usage_is_expensive
@@ -240,7 +240,7 @@ class DecodeAttempt(Attempt):
             self._repeated,
             ids=self._ids,
             usage=self._usage,
-            asks_total=asks_total(self._asked[1].values),
+            asks_total=asks_total(self._asked()[1].values),
             counts=None if asked is None else TokenCounts(asked),
             transcript=self._transcript,
             expensive=partial(_stop_asking, self.engine),
@@ -263,7 +263,7 @@ class DecodeAttempt(Attempt):
         self._transfer = context.unique()
         self._remote = HandOff(
             session.host,
-            *self._asked,
+            *self._asked(),
             session.emitted.members,
             session.headers,
             number=session.number,

@@ -53,9 +53,8 @@ class Emitted(Struct, eq=False):
     head: bytes = b""
     _text: str = ""
 
-    @property
     def repeated(self) -> RepeatedText:
-        """What the client has, and that the next rank says again."""
+        """Return what the client has, and that the next rank says again."""
         return RepeatedText(self.overlap, self.overlap_tokens)
 
     @property

@@ -164,9 +164,8 @@ class Attempt(Holding):
         """How many ranks its KV cache was offered to."""
         return 0
 
-    @property
     def _asked(self) -> "tuple[Api, RequestBody]":
-        """The endpoint that is asked, and for what."""
+        """Return the endpoint that is asked, and for what."""
         session = self._session
         continued = session.emitted.continued
         if continued is None:

@@ -69,7 +69,7 @@ class PrefillAttempt(Attempt):
         members = session.emitted.members
         if early is not None:
             members, least = {**members, **early.members}, early.min_tokens
-        api, asked = self._asked
+        api, asked = self._asked()
         body = prefill_body(asked, members, params, api=api, drop=legs.drop, min_tokens=least)
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes, self._begin)
         self._post(api, session.headers, body, leg, timeout_s=legs.prefill_timeout_s)

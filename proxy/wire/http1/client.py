@@ -202,7 +202,7 @@ class Endpoint:
             connection, since_s = self._idle.popitem()
             if self._loop.time() - since_s >= self._idle_timeout_s:
                 connection.drop()  # The others are older still, so the loop drops them too.
-            elif connection.reusable:
+            elif connection.is_reusable():
                 return connection
             else:
                 connection.drop()

@@ -225,9 +225,8 @@ class ClientConnection(asyncio.Protocol):
         """Whether an exchange can begin."""
         return not self._transport.is_closing()
 
-    @property
-    def reusable(self) -> bool:
-        """Whether a further exchange can begin: the kernel has received nothing since the last one.
+    def is_reusable(self) -> bool:
+        """Return whether a further exchange can begin: the kernel has received nothing since the last.
 
         The engine may have closed the connection and the loop not have read that yet. Polling the
         kernel costs half a microsecond and avoids a lost request.

@@ -35,7 +35,8 @@ class IncomingBody:
 
     def check_length(self, length: int) -> None:
         """Raise MalformedError if a body of `length` bytes cannot be accepted."""
-        self._check_limit(length)
+        if length > self._limit:
+            raise _too_large()
         self._budget.check(length)
 
     def begin(self, head: RequestHead) -> None:
@@ -56,7 +57,8 @@ class IncomingBody:
             self._keep(data[:missing])
             return None if len(data) < missing else data[missing:]
         payload = decoder.feed(data)
-        self._check_limit(self.size + len(payload) + decoder.expected)
+        if self.size + len(payload) + decoder.expected > self._limit:
+            raise _too_large()
         self._keep(payload)
         return decoder.rest if decoder.finished else None
 
@@ -66,7 +68,8 @@ class IncomingBody:
         Raises:
             MalformedError: The body is too large.
         """
-        self._check_limit(self.size + len(data))
+        if self.size + len(data) > self._limit:
+            raise _too_large()
         self._keep(data)
 
     def take(self) -> bytes:
@@ -90,11 +93,11 @@ class IncomingBody:
         self._buffer = BytesIO()
         self._decoder = None
 
-    def _check_limit(self, length: int) -> None:
-        if length > self._limit:
-            raise MalformedError("the request's body is too large", 413)
-
     def _keep(self, data: bytes) -> None:
         self._budget.check(len(data))
         self.hold(len(data))
         self._buffer.write(data)
+
+
+def _too_large() -> MalformedError:
+    return MalformedError("the request's body is too large", 413)

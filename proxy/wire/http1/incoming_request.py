@@ -3,12 +3,9 @@
 from collections.abc import Callable
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
-from balanceroute.proxy.wire.http1.heads import (
-    RequestHead,
-    check_partial_head,
-    parse_request_head,
-)
+from balanceroute.proxy.wire.http1.heads import RequestHead, check_partial_head
 from balanceroute.proxy.wire.http1.incoming_body import IncomingBody
+from balanceroute.proxy.wire.http1.repeated_head import RepeatedHead
 from balanceroute.proxy.wire.messages import MalformedError, ServerLimits
 
 # The request line without the target: method, spaces and version.
@@ -37,6 +34,7 @@ class IncomingRequest:
         "_budget",
         "_checked",
         "_clock",
+        "_heads",
         "_limits",
         "_skip_blank",
         "begun",
@@ -51,6 +49,7 @@ class IncomingRequest:
         self.buffer = b""
         self.begun = True
         self.head: RequestHead | None = None
+        self._heads = RepeatedHead()
         self._limits = limits
         self._clock = clock
         self._budget = bodies
@@ -93,7 +92,7 @@ class IncomingRequest:
             return None
         if end > limits.header_limit_bytes:
             raise MalformedError("the request's head is too long", 431)
-        self.head = parse_request_head(
+        self.head = self._heads.parse(
             buffer[:end],
             max_target_bytes=limits.target_limit_bytes,
             max_headers=limits.header_limit,

@@ -6,9 +6,11 @@ from balanceroute.proxy.live.frontend.request_head import (
     BadRequestIdError,
     client_request_id,
     engine_headers,
+    engine_lines,
     session_of,
 )
 from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Headers
 
 KEY = Secret(b"sk-client")
@@ -20,7 +22,10 @@ def fields(*headers: tuple[bytes, bytes]) -> Headers:
 
 
 def made(headers: Headers, *, engine_key: Secret | None = None, keep: bool = False) -> Headers:
-    return engine_headers(headers, request_id="r-1", engine_key=engine_key, keep_key=keep)
+    found = engine_headers(headers, request_id="r-1", engine_key=engine_key, keep_key=keep)
+    lines = engine_lines(headers, "r-1", engine_key=engine_key, keep_key=keep)
+    assert lines == encode_fields(found), "the same, as lines"
+    return found
 
 
 OURS = [(b"content-type", b"application/json"), (b"x-request-id", b"r-1")]
