@@ -73,8 +73,6 @@ class Intake:
 
     def room(self, room: int, in_flight: int, ranks: Ranks) -> int:
         """Return how many of `room` requests may start."""
-        if self.held:
-            return 0
         return room if self.budget is None else min(room, self.budget.room(in_flight, ranks.open))
 
     def next_ns(self, waiting: int) -> int | None:

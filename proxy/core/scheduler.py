@@ -273,6 +273,8 @@ class Scheduler:
             return []
         # A tick may come too late for this.
         actions = self._expire(self.prefill_queue.take_due(now_ns))
+        if self.intake.held:
+            return actions
         # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         held = self.prefillers.prefilling + len(self.pool)

@@ -139,6 +139,23 @@ def test_while_it_is_paused_who_comes_waits(play: "Play") -> None:
     play(scenario)
 
 
+def test_what_one_prefiller_does_as_a_whole_waits_too(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        Engines(site)
+        await order(site, "/pause")
+        site.seen.clear()
+        several = [site.send(CHAT, TALK | {"n": 2}) for _ in range(2)]
+        await asyncio.sleep(5.0)
+        assert not site.received("prefill", CHAT)
+        # None of them keeps an order to wait from its end.
+        assert (await order(site, "/pause?mode=wait&timeout_s=1")).status == 200
+        await order(site, "/resume")
+        for one in several:
+            assert (await one.end()).status == 200
+
+    play(scenario, flags={"direct": "prefill"})
+
+
 def test_who_waits_is_aborted_too(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         Engines(site)
