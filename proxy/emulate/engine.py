@@ -145,6 +145,7 @@ class Engine:
         """
         hub, ranks = self._hub, self.role.ranks
         self.host = host
+        self.paused = self.asleep = False
         self.engine_id = hub.uuid()
         size = f"dp{len(ranks)}-" if len(ranks) > 1 else ""
         self.fingerprint = f"vllm-{self.version}-{size}{hub.hexadecimal(8)}"

@@ -17,6 +17,8 @@ from balanceroute.proxy.testing.chaos.requests import ClientRequest
 from balanceroute.proxy.wire.messages import Response
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
+ABORT = "abort"
+"""The finish reason of an answer that an engine aborted."""
 _DONE = b"[DONE]"
 _MAX_EVENT_BYTES = 64 << 20
 _CACHED = re.compile(rb'"cached_tokens":\d+')
@@ -131,6 +133,23 @@ class Expectation:
         # The end of the text has an id, too.
         begun = replace(said[0], finish_reason=None, ids=said[0].ids[:-1])
         return wanted[0].begins(begun)
+
+    def strays_until_aborted(self, body: bytes) -> str:
+        """Return how a whole answer that an engine aborted by order is wrong; empty if it is a beginning."""
+        stream = self._request.stream
+        wanted, said = (
+            _said(_messages(events_of(one)) if stream else [json.loads(one)])
+            for one in (self._body, self._comparable(body))
+        )
+        for index, speech in said.items():
+            if speech.finish_reason == ABORT:
+                speech.finish_reason = None
+            # A call that is cut off is told as the text that it was to be.
+            if index in wanted and wanted[index].call and speech.finish_reason is None:
+                continue
+            if index not in wanted or not wanted[index].begins(speech):
+                return f"{speech} where {wanted.get(index)} belongs"
+        return ""
 
     def _comparable(self, body: bytes) -> bytes:
         body = comparable(body, self._request.request_id)

@@ -14,7 +14,14 @@ from balanceroute.proxy.model_choice.double_dqn import inputs_of
 from balanceroute.proxy.model_choice.q_network import QNetwork
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings
-from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather, draw_group, draw_plan
+from balanceroute.proxy.testing.chaos.plan import (
+    MODEL,
+    Plan,
+    Weather,
+    draw_group,
+    draw_plan,
+    with_orders,
+)
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
 
 # Settings of the whole proxy; every group may have its own of the others.
@@ -122,6 +129,8 @@ class GroupPlan:
 def draw_groups(seed: int, *, requests: int) -> GroupPlan:
     """Return the plan of a seed; see `draw_plan`."""
     whole = draw_plan(seed, requests=requests)
+    ordered = with_orders(replace(whole, injections=(), orders=()), of_all=True)
+    whole = replace(whole, orders=ordered.orders, calm_s=max(whole.calm_s, ordered.calm_s))
     rng = random.Random(f"groups {seed}")
     names = _NAMES[: rng.randint(2, len(_NAMES))]
     groups = {

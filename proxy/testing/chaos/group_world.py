@@ -1,6 +1,5 @@
 """A proxy before several groups of engines in one virtual-time loop."""
 
-import json
 import random
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +16,11 @@ from balanceroute.proxy.live.settings.configure import make_config, make_group, 
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.chaos.world import EPOCH_S, Part, World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import Response
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.deployment import Deployment
-
-_ORDER_TIMEOUT_S = 60.0
-_ORDER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +131,12 @@ class GroupWorld(World):
             lines += ["[[model]]", f'name = "{name}"', group.table]
             lines.append(f'connector = "{group.engines.connector}"')
             for place, url in enumerate(fleet.prefill_urls):
-                lines += ["[[model.prefill]]", f'url = "{self._known(url)}"']
+                lines += ["[[model.prefill]]", f'url = "{self.known(url)}"']
                 if fleet.bootstrap_urls:
                     lines.append(f'bootstrap = "{fleet.bootstrap_urls[place]}"')
             for url in fleet.decode_urls:
                 base, _, rank = url.partition("@")
-                lines += ["[[model.decode]]", f'url = "{self._known(base)}"']
+                lines += ["[[model.decode]]", f'url = "{self.known(base)}"']
                 if rank:
                     lines.append(f"rank_ids = [{rank}]")
             if group.proxy:
@@ -179,17 +173,4 @@ class GroupWorld(World):
         return await self._order("/remove", {"group": name, "force": force})
 
     async def _order(self, path: str, order: Mapping[str, object]) -> Response:
-        assert self.plane.admin is not None
-        endpoint = Endpoint("127.0.0.1", self.plane.admin.port)
-        try:
-            return await fetch(
-                endpoint,
-                b"POST",
-                f"/admin/groups{path}".encode(),
-                [(b"content-type", b"application/json")],
-                json.dumps(order).encode(),
-                timeout_s=_ORDER_TIMEOUT_S,
-                max_bytes=_ORDER_BYTES,
-            )
-        finally:
-            endpoint.close()
+        return await self.ask("POST", f"/admin/groups{path}", order)

@@ -10,9 +10,15 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
 from balanceroute.proxy.testing.chaos.clients import Client
-from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
+from balanceroute.proxy.testing.chaos.expectation import (
+    ABORT,
+    Expectation,
+    error_of,
+    events_of,
+)
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.orders import ABORTING
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
 from balanceroute.proxy.testing.chaos.tenants import OVERLOADED, TenantPlan
@@ -26,6 +32,7 @@ _WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED)
 _GIVEN_UP = b"the engine dropped the request"
 # What nobody can decide about while the scheduler process is killed.
 _ALONE = b"the scheduler process is not there"
+_ABORTED = b'"finish_reason":"%b"' % ABORT.encode()
 # What one engine would have to do whole, where none is to.
 _TOO_LATE = b"the first token is expected in"
 _NOT_SERVED = b"which this deployment does not serve"
@@ -104,6 +111,7 @@ class Judge:
         }
         if any(one.act is Act.MEDDLE for one in plan.injections):
             self._statuses.add(413)
+        self._aborts = any(one.kind in ABORTING for one in plan.orders)
         self._refuses = plan.world.flags.get("direct") == "refuse"
         self._eos = any(
             "eos_first" in one.changes and one.role is Role.PREFILL for one in plan.injections
@@ -184,6 +192,9 @@ class Judge:
         if answer.status != 200:
             wrong.append(f"it was served, and an engine answers {answer.status}")
             return Verdict("wrong", wrong)
+        if self._aborts and _ABORTED in received.body and received.ending is Ending.COMPLETE:
+            wrong.append(expected.strays_until_aborted(bytes(received.body)))
+            return Verdict("aborted", [one for one in wrong if one])
         verdict = self._compare(client, request, received, expected)
         if verdict.wrong and self._eos:
             again = await self._compare_with_one_token(client, request, received, seed)
@@ -330,6 +341,7 @@ def contradictions(
     fits = {
         "exact": (Outcome.OK,),
         "ended by the prefiller": (Outcome.OK,),
+        "aborted": (Outcome.OK,),
         # One that was handed back in the middle of its answer may wait for too long.
         "error event": (Outcome.UPSTREAM_ERROR, Outcome.EXPIRED),
         "left": (*Outcome,),

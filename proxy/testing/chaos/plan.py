@@ -9,6 +9,7 @@ from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
 from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, Visit
 from balanceroute.proxy.testing.chaos.faults import (
+    Act,
     Injection,
     correlated,
     draw_endings,
@@ -21,6 +22,7 @@ from balanceroute.proxy.testing.chaos.locality import (
     with_talks,
     with_updates,
 )
+from balanceroute.proxy.testing.chaos.orders import ADMIN, Order, draw_orders, ordered_drains
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.tenants import TenantPlan, draw_tenants, with_keys
 from balanceroute.proxy.testing.chaos.traces import FLAGS as TRACING
@@ -72,6 +74,7 @@ class Plan:
         shutdown_s: When the proxy is told to stop; None for not before the end.
         tenants: None for none.
         collector: What the collector of traces answers, see `traces`; empty for no tracing.
+        orders: What an administrator orders, in the order of their beginnings.
     """
 
     seed: int
@@ -84,6 +87,7 @@ class Plan:
     shutdown_s: float | None
     tenants: TenantPlan | None = None
     collector: tuple[int, ...] = ()
+    orders: tuple[Order, ...] = ()
 
     @property
     def requests(self) -> list[ClientRequest]:
@@ -100,7 +104,7 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
         long: Whether answers take so long that streams outlive a process.
         near: Whether all that decides by where KV caches are is on, see `locality`.
     """
-    plan = _draw_plan(seed, requests, long=long, near=near)
+    plan = with_orders(_draw_plan(seed, requests, long=long, near=near))
     if collector := draw_collector(seed):
         world = replace(plan.world, flags={**plan.world.flags, **TRACING})
         plan = replace(plan, world=world, collector=collector)
@@ -112,6 +116,33 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
     )
     visits = tuple(with_keys(seed, tenants, plan.visits))
     return replace(plan, world=world, visits=visits, tenants=tenants)
+
+
+def with_orders(plan: Plan, *, of_all: bool = False) -> Plan:
+    """Return a plan with the orders of its seed; `of_all` as in `draw_orders`."""
+    if plan.weather is Weather.CALM:
+        return plan
+    engines, span_s = plan.world.engines, plan.visits[-1].start_s
+    decoders = engines.ranks if engines.dp_mode is DpMode.PORTS else 1
+    orders = draw_orders(
+        plan.seed,
+        engines=(engines.prefillers, decoders),
+        faults=plan.injections,
+        span_s=span_s,
+        of_all=of_all,
+    )
+    if not orders:
+        return plan
+    # Who holds the proxy to its answers has to give all orders about engines.
+    orders += ordered_drains(plan.injections)
+    kept = tuple(one for one in plan.injections if one.act is not Act.DRAIN)
+    return replace(
+        plan,
+        world=replace(plan.world, flags={**plan.world.flags, **ADMIN}),
+        injections=kept,
+        orders=tuple(sorted(orders, key=lambda one: (one.start_s, one.end_s))),
+        calm_s=max(plan.calm_s, *(one.end_s + 0.1 for one in orders)),
+    )
 
 
 def draw_group(seed: int, whole: Plan, model: str) -> Plan:
@@ -132,6 +163,7 @@ def draw_group(seed: int, whole: Plan, model: str) -> Plan:
         world=WorldSettings(replace(engines, model=model), flags),
         shutdown_s=whole.shutdown_s,
         tenants=whole.tenants,
+        orders=whole.orders,
     )
 
 

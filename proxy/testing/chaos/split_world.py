@@ -91,6 +91,8 @@ class SplitWorld(World):
         scheduler_kills: How often it was killed.
     """
 
+    lag_s = 1.5  # Of frames there and back.
+
     def __init__(
         self,
         settings: WorldSettings,
@@ -218,6 +220,16 @@ class SplitWorld(World):
     def is_whole(self) -> bool:
         """Whether no process is missing."""
         return not (self._alone or self._down)
+
+    @property
+    def decides(self) -> bool:
+        """Whether there is a scheduler process just now."""
+        return not self._alone
+
+    @property
+    def lives(self) -> int:
+        """How often it was killed."""
+        return self.scheduler_kills
 
     def is_up(self, port: int) -> bool:
         """Return whether a relay listens there."""

@@ -20,6 +20,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     TokensEmitted,
 )
+from balanceroute.proxy.testing.chaos.administrator import Administrator
 from balanceroute.proxy.testing.chaos.audit import (
     audit_answers,
     audit_decisions,
@@ -34,6 +35,7 @@ from balanceroute.proxy.testing.chaos.audit import (
     excused_names,
 )
 from balanceroute.proxy.testing.chaos.census import Census, audit_census, take_census
+from balanceroute.proxy.testing.chaos.client_faults import client_faults, is_shared
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging
 from balanceroute.proxy.testing.chaos.kills import Kill, draw_kills
@@ -63,7 +65,6 @@ _WARM_UP_S = 2.5
 # An engine stops work for a client that left within this time.
 _ABORT_S = 0.1
 _STORM_SPAN_S = 0.5
-_BIG_BYTES = 20_000
 # What a relay has to tell it has told after this time.
 _UNTOLD_S = 2.0
 
@@ -152,17 +153,20 @@ class Trial:
             Saboteur(self._world, part, self._plan_of(part).injections)
             for part in self._world.parts
         ]
+        self._has_bad_wires = any(
+            one.link or one.meddling
+            for part in self._world.parts
+            for one in self._plan_of(part).injections
+        )
+        self._administrator = Administrator(
+            self._world, self._world.parts[0], plan.orders, clean=not self._has_bad_wires
+        )
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
         self._ports: dict[Client, int] = {}
         self._kills = kills
         self._next_link: Link | None = None
         self._begin_s = 0.0
-        self._has_bad_wires = any(
-            one.link or one.meddling
-            for part in self._world.parts
-            for one in self._plan_of(part).injections
-        )
 
     def _make_world(self, relays: int) -> World:
         settings = self._plan.world
@@ -207,8 +211,9 @@ class Trial:
             self._loop.network.rule("127.0.0.1", front.server.port, self._link)
         for saboteur in self._saboteurs:
             saboteur.begin(self._begin_s)
+        self._administrator.begin(self._begin_s)
         self._begin_more()
-        self._report.faults += _client_faults(plan)
+        self._report.faults += client_faults(plan)
         self._plan_kills()
         self._watch_ledger()
         visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
@@ -217,13 +222,11 @@ class Trial:
         if plan.tenants is not None:
             self._loop.call_at(self._begin_s + plan.tenants.reload_s, self._change_tenants)
         if plan.shutdown_s is not None:
-            await self._until(plan.shutdown_s)
-            world.journal.write("shutdown")
-            await world.drain()
-            await world.close_proxy()
+            await self._shut_down(plan.shutdown_s)
         await self._until(plan.calm_s)
         for saboteur in self._saboteurs:
             await saboteur.stop()
+        await self._administrator.stop()
         await self._end_more()
         world.journal.write("calm")
         await self._await_end(visits)
@@ -245,6 +248,13 @@ class Trial:
         for saboteur in self._saboteurs:
             saboteur.close()
         self._sum_up()
+
+    async def _shut_down(self, planned_s: float) -> None:
+        await self._until(planned_s)
+        self._world.journal.write("shutdown")
+        await self._world.drain()
+        self._administrator.closing = True
+        await self._world.close_proxy()
 
     async def _judge_answers(self) -> None:
         """Compare what the clients got with what reference engines answer."""
@@ -331,7 +341,7 @@ class Trial:
         departure = client.visit.departure
         if departure is not None:
             self._report.faults[f"client: leaves {departure.phase.value}"] += 1
-        if not self._has_bad_wires and not _is_shared(self._plan, names[0]):
+        if not self._has_bad_wires and not is_shared(self._plan, names[0]):
             self._loop.call_later(_ABORT_S, self._check_aborted, names[0])
 
     def _check_aborted(self, name: str) -> None:
@@ -406,6 +416,7 @@ class Trial:
     # The scheduler.
 
     def _saw(self, step: Step) -> None:
+        self._administrator.saw(step)
         event = step.event
         if isinstance(event, StepCompleted | TokensEmitted) or (
             isinstance(event, Tick) and not step.actions
@@ -439,6 +450,8 @@ class Trial:
         world, report = self._world, self._report
         for saboteur in self._saboteurs:
             report.faults.update(saboteur.done)
+        report.faults.update(self._administrator.done)
+        report.violations += self._administrator.promises.found
         counters = report.counters
         for record in world.ended:
             assert record.outcome is not None
@@ -470,25 +483,3 @@ class Trial:
             world.journal.write("VIOLATION", violation)
         report.lines = world.journal.lines
         report.digest = world.journal.digest
-
-
-def _client_faults(plan: Plan) -> Counter[str]:
-    """Count what clients do that is out of the ordinary, besides leaving."""
-    counts: Counter[str] = Counter()
-    for visit in plan.visits:
-        counts["client: pipelines"] += visit.pipelined
-        counts["client: speaks HTTP/1.0"] += visit.http_1_0
-        counts["client: stops reading for a while"] += bool(visit.pauses)
-        counts["client: has a bad wire"] += visit.link is not None and not visit.pauses
-        counts["client: sends a big prompt"] += any(
-            len(request.body) > _BIG_BYTES for request in visit.requests
-        )
-    names = Counter(request.request_id for request in plan.requests)
-    counts["client: repeats a request id"] += sum(count - 1 for count in names.values())
-    starts = Counter(visit.start_s for visit in plan.visits)
-    counts["client: comes in a herd"] += sum(count for count in starts.values() if count > 1)
-    return +counts
-
-
-def _is_shared(plan: Plan, name: str) -> bool:
-    return sum(request.request_id == name for request in plan.requests) > 1

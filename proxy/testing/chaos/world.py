@@ -1,5 +1,6 @@
 """A proxy and its engines in one virtual-time loop."""
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,14 @@ from balanceroute.proxy.testing.chaos.kv_link import KvLink
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http1.server import Server
+from balanceroute.proxy.wire.messages import Response
 
 EPOCH_S = 1_795_000_000.0
+# An engine that is silent takes two minutes to be told to sleep.
+_ORDER_TIMEOUT_S = 200.0
+_ORDER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,10 @@ class World:
         ended: The requests that ended, in order.
         versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
         deployments_made: How many the proxy has made so far.
+        lag_s: What is ordered holds everywhere within this time.
     """
+
+    lag_s = 0.2
 
     def __init__(
         self,
@@ -137,15 +146,15 @@ class World:
             "tenants": self._write_tenants(self._settings.tenants),
             **_kv_addresses(self._settings.engines),
             **self._settings.flags,
-            "prefill": [self._known(url) for url in self.fleet.prefill_urls],
-            "decode": [self._known(url) for url in self.fleet.decode_urls],
+            "prefill": [self.known(url) for url in self.fleet.prefill_urls],
+            "decode": [self.known(url) for url in self.fleet.decode_urls],
             "bootstrap": self.fleet.bootstrap_urls or None,
             "connector": self._settings.engines.connector,
         }
         environment = self._make_environment(partial(read_credentials, None, flags))
         await self._start(make_config(None, flags), environment)
 
-    def _known(self, url: str) -> str:
+    def known(self, url: str) -> str:
         """Return the URL under which the proxy is to know an engine."""
         base, mark, rank = url.partition("@")
         return f"{self._front.get(base, base)}{mark}{rank}"
@@ -200,6 +209,16 @@ class World:
             active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
 
     @property
+    def decides(self) -> bool:
+        """Whether there is a process just now that decides."""
+        return True
+
+    @property
+    def lives(self) -> int:
+        """How often the process that decides was replaced."""
+        return 0
+
+    @property
     def plane(self) -> ControlPlane:
         """What decides."""
         return self.proxy
@@ -224,6 +243,22 @@ class World:
         """The listeners for clients."""
         server, deployments = self.proxy.server, self.proxy.deployments.values()
         return [Front(server, one.pass_through, one.roster.endpoints) for one in deployments]
+
+    async def ask(self, method: str, path: str, order: object = None) -> Response:
+        """Ask for a page of the admin listener, or give an order. Raises WireError."""
+        endpoint = Endpoint("127.0.0.1", 0 if self.plane.admin is None else self.plane.admin.port)
+        try:
+            return await fetch(
+                endpoint,
+                method.encode(),
+                path.encode(),
+                [(b"content-type", b"application/json")],
+                b"" if order is None else json.dumps(order).encode(),
+                timeout_s=_ORDER_TIMEOUT_S,
+                max_bytes=_ORDER_BYTES,
+            )
+        finally:
+            endpoint.close()
 
     async def drain(self) -> None:
         """Take nothing new, and wait for what runs."""
