@@ -42,5 +42,6 @@ class RelaySweep:
     def _sweep(self, now_s: float, late_s: float) -> None:
         isolation = self._isolation
         isolation.run("timer", self._stalls.tick)
-        isolation.check_deadlines(now_s)
+        if not self._stalls.woke:
+            isolation.check_deadlines(now_s)
         isolation.run("timer", self._tell, late_s)

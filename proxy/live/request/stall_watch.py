@@ -13,11 +13,16 @@ class StallWatch:
     Args:
         interval_s: Time between two calls of `tick`, in seconds of the clock.
         clock: The loop's time.
+
+    Attributes:
+        woke: Whether the last tick was the first after a standstill: what came meanwhile has yet to be
+            read, so nothing is overdue. Not twice in a row: a loop may be late for ever.
     """
 
     def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
         self._late_s = 2 * interval_s
         self._clock = clock
+        self.woke = False
         self._ticked_s = self._stalled_s = self._over_s = clock()
 
     def begin(self) -> None:
@@ -27,7 +32,9 @@ class StallWatch:
     def tick(self) -> None:
         """Note that this process runs."""
         now_s = self._clock()
-        if now_s - self._ticked_s > self._late_s:
+        stood_still = now_s - self._ticked_s > self._late_s
+        self.woke = stood_still and not self.woke
+        if stood_still:
             # What waited is read after the timers that came due: for a while nothing counts as new.
             self._stalled_s, self._over_s = self._ticked_s, now_s + self._late_s
         self._ticked_s = now_s

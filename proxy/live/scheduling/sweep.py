@@ -60,7 +60,7 @@ class Sweep:
     def _sweep(self, now_s: float, late_s: float) -> None:
         isolation, progress = self._isolation, self._decisions.progress
         isolation.run("timer", self._look_after, late_s)
-        if self._has_deadlines:
+        if self._has_deadlines and not self._stalls.woke:
             isolation.check_deadlines(now_s)
         isolation.run("predictor", self._predictors.score, progress.started, progress.age)
         isolation.run("timer", self._give_up_stranded, now_s)

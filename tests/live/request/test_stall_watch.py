@@ -86,3 +86,12 @@ def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "P
         assert site.fleet.misreads == []
 
     play(scenario)
+
+
+def test_the_first_tick_after_a_standstill_is_known_and_never_two_in_a_row() -> None:
+    woke = []
+    stalls, clock = watched(100.25)
+    for clock.now_s in (100.5, 131.0, 131.25, 161.0, 191.0, 221.0, 221.25):
+        stalls.tick()
+        woke.append(stalls.woke)
+    assert woke == [False, True, False, True, False, True, False]
