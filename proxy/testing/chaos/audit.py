@@ -154,8 +154,11 @@ def _counted(page: bytes, pattern: re.Pattern[str]) -> Counter[str]:
     return counted
 
 
-def audit_retries(plan: Plan, world: World) -> list[str]:
-    """Return whether legs were sent again more often than they may be."""
+def audit_retries(plan: Plan, world: World, *, moved: int = 0) -> list[str]:
+    """Return whether legs were sent again more often than they may be.
+
+    `moved` are those that left an engine by order, which no budget limits.
+    """
     retries = sum(record.retries for record in world.ended)
     if plan.weather is Weather.CALM and retries:
         return [f"retries: {retries} though all was well"]
@@ -163,7 +166,7 @@ def audit_retries(plan: Plan, world: World) -> list[str]:
     free = _counted(world.plane.metrics.render(), _PULL_FAILURE_LINE).total()
     reserve = _RETRY_RESERVE * world.deployments_made
     attempts = sum(1 + len(record.fall_backs) for record in world.ended)
-    allowed = reserve + _RETRY_SHARE * attempts + free
+    allowed = reserve + _RETRY_SHARE * attempts + free + moved
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
 
 

@@ -42,6 +42,11 @@ class Act(Enum):
     DRAIN = "drain"
     POLICY = "policy"
     DECISION = "decision"  # The proxy's own policy or predictor fails.
+    STANDSTILL = "standstill"  # The proxy does not run for a while, and the rest goes on.
+    WALL_CLOCK = "wall clock"  # It jumps, and jumps back.
+
+
+_OF_PROXY = frozenset({Act.DECISION, Act.STANDSTILL, Act.WALL_CLOCK})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Injection:
         role: Of the engine.
         start_s: When it begins, from the beginning of the run.
         end_s: When it ends.
+        jump_s: By how much a clock jumps.
         version: The one with which a killed engine comes back; empty for its own.
     """
 
@@ -66,6 +72,7 @@ class Injection:
     meddling: Meddling | None = None
     policy: str = ""
     lapse: Lapse | None = None
+    jump_s: float = 0.0
     version: str = ""
 
     @property
@@ -76,7 +83,7 @@ class Injection:
     @property
     def name(self) -> str:
         """The kind with whose it is."""
-        return f"{'proxy' if self.lapse else self.role.value}: {self.kind}"
+        return f"{'proxy' if self.act in _OF_PROXY else self.role.value}: {self.kind}"
 
 
 # Of all but the decisions, which are drawn apart.
@@ -256,8 +263,8 @@ def _draw(rng: random.Random, when: _When, connector: str, policies: tuple[str, 
             return Injection("goes silent", act, *when)
         case Act.DRAIN:
             return Injection("is drained", act, *when)
-        case Act.DECISION:
-            raise AssertionError("decisions are drawn apart")
+        case Act.DECISION | Act.STANDSTILL | Act.WALL_CLOCK:
+            raise AssertionError("what the proxy meets itself is drawn apart")
 
 
 def correlated(
@@ -298,3 +305,20 @@ def draw_lapses(rng: random.Random, *, span_s: float) -> list[Injection]:
         when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.2, 4.0))
         lapses.append(Injection(lapse.fault.value, Act.DECISION, *when, lapse=lapse))
     return lapses
+
+
+def draw_clocks(rng: random.Random, *, span_s: float) -> list[Injection]:
+    """Return stops of the proxy and jumps of its wall clock, all within `span_s`; often none."""
+    faults = []
+    for _ in range(rng.choice([0, 0, 0, 1, 2])):
+        start_s = rng.uniform(0.0, span_s)
+        if rng.random() < 0.7:
+            when = _When(Role.DECODE, 0, start_s, start_s + rng.choice([0.4, 2.0, 5.0, 10.0]))
+            faults.append(Injection("stands still", Act.STANDSTILL, *when))
+        else:
+            when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.1, 3.0))
+            jump_s = rng.choice([-86_400.0, -3_600.0, -1.0, 1.0, 3_600.0, 86_400.0])
+            word = "back" if jump_s < 0 else "forward"
+            kind = f"its wall clock jumps {word}"
+            faults.append(Injection(kind, Act.WALL_CLOCK, *when, jump_s=jump_s))
+    return faults

@@ -120,7 +120,7 @@ class GroupWorld(World):
             orders=self._orders,
             group_observers=self._observers,
         )
-        await self._start(make_config(topology, flags), environment)
+        await self._begin(make_config(topology, flags), environment)
         self._latest |= self.plane.deployments
 
     def topology(self) -> str:

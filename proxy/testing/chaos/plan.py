@@ -12,6 +12,7 @@ from balanceroute.proxy.testing.chaos.faults import (
     Act,
     Injection,
     correlated,
+    draw_clocks,
     draw_endings,
     draw_injections,
     draw_lapses,
@@ -88,6 +89,11 @@ class Plan:
     tenants: TenantPlan | None = None
     collector: tuple[int, ...] = ()
     orders: tuple[Order, ...] = ()
+
+    @property
+    def has_bad_wires(self) -> bool:
+        """Whether what is sent to an engine may arrive late or not at all."""
+        return any(one.link or one.meddling for one in self.injections)
 
     @property
     def requests(self) -> list[ClientRequest]:
@@ -259,6 +265,7 @@ def _injections(
             span_s=span_s,
         )
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
+    injections += draw_clocks(random.Random(f"clocks {seed}"), span_s=span_s)
     if near:
         injections = with_updates(seed, injections)
     injections.sort(key=lambda one: (one.start_s, one.end_s))

@@ -173,11 +173,15 @@ class Promises:
             words = sorted(one.value for one in statuses)
             self.broken(f"{name} was said to be {said.value}, and is {words}")
             orders.said = None
-        on_it = frozenset(int(one.number) for one in self.roster.sessions_on(target))
+        on_it = self.on(target)
         if said in _CLOSED and orders.sessions is not None and not on_it <= orders.sessions:
             late = sorted(on_it - orders.sessions)
             self.broken(f"requests {late} came to {name}, which is closed")
         orders.sessions = on_it
+
+    def on(self, target: Target) -> frozenset[int]:
+        """Return the requests that an engine has now."""
+        return frozenset(int(one.number) for one in self.roster.sessions_on(target))
 
     def _look_at_pause(self) -> None:
         orders, is_paused = self.of_all, self.world.plane.pausing.paused

@@ -74,6 +74,8 @@ class Saboteur:
         network = world.loop.network
         world.journal.write("fault", injection.name, engine.name, injection.changes or "")
         self.done[injection.name] += 1
+        if self._begin_in_proxy(injection):
+            return
         match injection.act:
             case Act.BOARD:
                 fleet.faults.set(engine.name, **injection.changes)
@@ -90,12 +92,26 @@ class Saboteur:
             case Act.DRAIN:
                 if self._part.is_there:
                     self._part.deployment.roster.drain(injection.role, self._known(engine))
+            case _:
+                pass
+
+    def _begin_in_proxy(self, injection: Injection) -> bool:
+        """Let a fault begin if it is one of the proxy itself; return whether it is."""
+        world = self._world
+        match injection.act:
             case Act.POLICY:
                 if self._part.is_there:
                     self._part.deployment.set_policy(injection.policy)
             case Act.DECISION:
                 assert injection.lapse is not None
                 world.decision_faults.begin(injection.lapse)
+            case Act.STANDSTILL:
+                world.stand_still(injection.end_s - injection.start_s)
+            case Act.WALL_CLOCK:
+                world.wall_s += injection.jump_s
+            case _:
+                return False
+        return True
 
     def _end(self, injection: Injection) -> None:
         world, fleet, engine = self._world, self._part.fleet, self._engine(injection)
@@ -121,7 +137,9 @@ class Saboteur:
             case Act.DECISION:
                 assert injection.lapse is not None
                 world.decision_faults.end(injection.lapse)
-            case Act.POLICY | Act.PROCESS:
+            case Act.WALL_CLOCK:
+                world.wall_s -= injection.jump_s
+            case Act.POLICY | Act.PROCESS | Act.STANDSTILL:
                 pass
 
     async def _take_back(self, injection: Injection) -> None:

@@ -156,7 +156,7 @@ class SplitWorld(World):
         relay.cut()
         if not self._alone:
             self.loop.call_soon(desk.gone)
-        self.loop.call_later(down_s, self._begin_again, place, port)
+        self.loop.call_later(down_s, self._begin_again, place, port, context=self.context)
         return port
 
     def _begin_again(self, place: int, port: int) -> None:
@@ -178,7 +178,8 @@ class SplitWorld(World):
                 down.cut()
                 if place not in self._down:
                     self.loop.call_soon(self.relays[place].gone)
-            self._tasks.append(self.loop.create_task(self._schedule_anew(self.app, down_s)))
+            anew = self._schedule_anew(self.app, down_s)
+            self._tasks.append(self.loop.create_task(anew, context=self.context))
             return True
         return False
 

@@ -153,14 +153,10 @@ class Trial:
             Saboteur(self._world, part, self._plan_of(part).injections)
             for part in self._world.parts
         ]
-        self._has_bad_wires = any(
-            one.link or one.meddling
-            for part in self._world.parts
-            for one in self._plan_of(part).injections
-        )
-        self._administrator = Administrator(
-            self._world, self._world.parts[0], plan.orders, clean=not self._has_bad_wires
-        )
+        parts = self._world.parts
+        self._has_bad_wires = any(self._plan_of(part).has_bad_wires for part in parts)
+        clean = not self._has_bad_wires
+        self._administrator = Administrator(self._world, parts[0], plan.orders, clean=clean)
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
         self._ports: dict[Client, int] = {}
@@ -237,7 +233,7 @@ class Trial:
             # Else they count since the last of them.
             report.violations += audit_metrics(world.ended, world.plane.metrics.render())
             report.violations += audit_decisions(world)
-            report.violations += audit_retries(plan, world)
+            report.violations += audit_retries(plan, world, moved=self._administrator.moved)
         report.violations += audit_lapses(world.ended)
         report.violations += audit_pairs(plan, world)
         await self._look_at_the_rest(before)
@@ -346,6 +342,10 @@ class Trial:
 
     def _check_aborted(self, name: str) -> None:
         """Look whether an engine still works for a client that left."""
+        runs_s = self._loop.held_until_s + _ABORT_S
+        if self._loop.time() < runs_s:  # Nobody could notice that it left.
+            self._loop.call_at(runs_s, self._check_aborted, name)
+            return
         engines = [engine for part in self._world.parts for engine in part.fleet.engines]
         for engine in engines:
             for call in engine.exchanges.values():

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Response
 
+_HOST: ContextVar[str] = ContextVar("host", default="")
+_PROXY = "proxy"
 EPOCH_S = 1_795_000_000.0
 # An engine that is silent takes two minutes to be told to sleep.
 _ORDER_TIMEOUT_S = 200.0
@@ -99,6 +102,8 @@ class World:
         ended: The requests that ended, in order.
         versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
         deployments_made: How many the proxy has made so far.
+        wall_s: By how much the proxy's wall clock is wrong.
+        context: What the proxy's processes run in.
         lag_s: What is ordered holds everywhere within this time.
     """
 
@@ -114,9 +119,11 @@ class World:
     ) -> None:
         self.loop = loop
         self.journal = Journal(loop.time)
+        self.context = copy_context()
         self.ended: list[RequestRecord] = []
         self.deployments_made = 1
         self.decision_faults = DecisionFaults()
+        self.wall_s = 0.0
         self.versions = dict(settings.engines.engine_versions)
         self.fleet = EmulatedFleet(
             replace(settings.engines, engine_versions=self.versions),
@@ -152,7 +159,16 @@ class World:
             "connector": self._settings.engines.connector,
         }
         environment = self._make_environment(partial(read_credentials, None, flags))
-        await self._start(make_config(None, flags), environment)
+        await self._begin(make_config(None, flags), environment)
+
+    async def _begin(self, config: ProxyConfig, environment: Environment) -> None:
+        """Start what serves clients, as something that can stand still by itself."""
+        self.context.run(_HOST.set, _PROXY)
+        await self.loop.create_task(self._start(config, environment), context=self.context)
+
+    def stand_still(self, seconds: float) -> None:
+        """Let all processes of the proxy stand still, and the rest go on."""
+        self.loop.hold(lambda context: context.get(_HOST) == _PROXY, seconds)
 
     def known(self, url: str) -> str:
         """Return the URL under which the proxy is to know an engine."""
@@ -169,7 +185,7 @@ class World:
         return Environment(
             log=self,
             rng=self._rng,
-            unix_s=lambda: EPOCH_S + self.loop.time(),
+            unix_s=lambda: EPOCH_S + self.loop.time() + self.wall_s,
             stopwatch=self.loop.time,
             in_thread=_at_once,
             observer=self.observer,

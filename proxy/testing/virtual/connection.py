@@ -1,6 +1,7 @@
 """The two ends of one in-memory connection and the pipes between them."""
 
 from collections.abc import Callable
+from contextvars import Context
 
 from balanceroute.proxy.testing.virtual.address import Address
 from balanceroute.proxy.testing.virtual.link import Link
@@ -42,6 +43,7 @@ class Connection:
         local: Address,
         dialled: Address,
         listening: Address,
+        contexts: tuple[Context, Context],
         forget: Callable[["Connection"], None],
     ) -> None:
         self._forget = forget  # Called once both ends are shut.
@@ -70,6 +72,7 @@ class Connection:
             outgoing=self.upload,
             sockname=local,
             peername=dialled,
+            context=contexts[0],
         )
         self.server = MemoryTransport(
             traffic,
@@ -79,6 +82,7 @@ class Connection:
             outgoing=self.download,
             sockname=dialled,
             peername=local,
+            context=contexts[1],
         )
 
     def opposite(self, pipe: Pipe) -> Pipe:

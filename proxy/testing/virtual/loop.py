@@ -97,6 +97,15 @@ class VirtualTimer(asyncio.TimerHandle):
     _scheduled: bool
 
 
+def _nothing(_: Context) -> bool:
+    return False
+
+
+def _reads(handle: asyncio.Handle) -> bool:
+    """Return whether a handle is a pipe's, and gives a protocol what has arrived."""
+    return getattr(getattr(handle, "_callback", None), "__name__", "") == "_arrive"
+
+
 def _not_emulated(name: str) -> Any:
     def refuse(_loop: "VirtualLoop", *_args: object, **_options: object) -> Any:
         msg = (
@@ -114,6 +123,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         errors: Every unhandled exception and misuse reported to the loop, in order.
         callbacks_run: Callbacks run so far.
         datagrams: What create_datagram_endpoint works on; None for no datagrams.
+        held_until_s: When what stood still last ran again.
     """
 
     def __init__(
@@ -147,6 +157,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.errors: list[UnhandledError] = []
         self._network: Network | None = None
         self.datagrams: DatagramNetwork | None = None
+        self.held_until_s = -math.inf
+        self._holds: Callable[[Context], bool] = _nothing
+        self._parked: list[asyncio.Handle] = []
 
     # Time and callbacks
 
@@ -224,7 +237,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             )
         for _ in range(batch):
             handle_now = ready.popleft()
-            if not handle_now._cancelled:
+            if self._holds(getattr(handle_now, "_context")):  # noqa: B009 - typeshed hides it.
+                self._parked.append(handle_now)
+            elif not handle_now._cancelled:
                 handle_now._run()
 
     def _jump(self) -> None:
@@ -256,6 +271,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self.callbacks_run >= self._collect_at:
             self._collect_at = self.callbacks_run + CALLBACKS_PER_COLLECTION
             gc.collect(1)
+
+    def hold(self, holds: Callable[[Context], bool], seconds: float) -> None:
+        """Let nothing run in some contexts for so long, while the rest goes on and time passes.
+
+        Then what came due runs in its order, and behind it what has arrived meanwhile, as in a process
+        that was stopped.
+        """
+        self._holds, self.held_until_s = holds, max(self.held_until_s, self._now + seconds)
+        self.call_at(self.held_until_s, self._release, context=Context())
+
+    def _release(self) -> None:
+        if self._now >= self.held_until_s:
+            self._holds = _nothing
+            # As uvloop does: timers, and then what there is to read.
+            parked = sorted(self._parked, key=_reads)
+            self._ready.extendleft(reversed(parked))
+            self._parked.clear()
 
     def close(self) -> None:
         """Close the loop and forget its timers."""

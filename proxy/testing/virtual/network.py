@@ -8,6 +8,7 @@ import asyncio
 import errno
 import random
 from collections.abc import Callable
+from contextvars import copy_context
 from enum import Enum
 from typing import TypeVar
 
@@ -173,13 +174,16 @@ class Network:
             local=self._local(local_addr, dialled),
             dialled=dialled,
             listening=bound,
+            contexts=(copy_context(), server.context),
             forget=self._forget,
         )
         self._connections[connection.number] = connection
         self.traffic.record("connect", connection.number, "client")
         waiter: asyncio.Future[None] = self.loop.create_future()
         connection.client.start(stream, waiter=waiter)
-        self.loop.call_later(link.latency_s, self._accept, connection, server)
+        self.loop.call_later(
+            link.latency_s, self._accept, connection, server, context=server.context
+        )
         try:
             await waiter
         except BaseException:

@@ -6,6 +6,7 @@ returns it. A reset travels beside the queue, because it is felt by a writer who
 
 import math
 from collections import deque
+from contextvars import Context
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.testing.virtual.link import Link
@@ -19,7 +20,13 @@ FIN = b""
 
 
 class Source(Protocol):
-    """The end that writes to a pipe."""
+    """The end that writes to a pipe.
+
+    Attributes:
+        context: In which it is called.
+    """
+
+    context: Context
 
     def get_write_buffer_size(self) -> int:
         """Return how many bytes wait for the window."""
@@ -35,8 +42,10 @@ class Target(Protocol):
         name: "client" or "server".
         is_shut: The socket is closed.
         was_reset: The peer's reset has arrived.
+        context: In which it is called.
     """
 
+    context: Context
     name: str
     is_shut: bool
     was_reset: bool
@@ -186,7 +195,7 @@ class Pipe:
         if lose:
             self._keep(self._traffic.rng.randint(0, len(self._queue)))
         self._reset_due_s = self._due(0)
-        self._loop.call_at(self._reset_due_s, self._reset_arrives)
+        self._loop.call_at(self._reset_due_s, self._reset_arrives, context=self.target.context)
 
     def cut(self) -> None:
         """Reset both directions here and now: nothing that is still on its way arrives."""
@@ -237,7 +246,7 @@ class Pipe:
         self.arm()
         self._open_window()
         if self._reset_due_s is not None:
-            self._loop.call_at(self._reset_due_s, self._reset_arrives)
+            self._loop.call_at(self._reset_due_s, self._reset_arrives, context=self.target.context)
 
     # The target's side
 
@@ -256,7 +265,8 @@ class Pipe:
     def arm(self) -> None:
         """See to the next delivery, if the target wants one. Safe to call at any time."""
         if self._timer is None and self._queue and (self.target.wants_bytes or self.target.is_shut):
-            self._timer = self._loop.call_at(self._queue[0][0], self._arrive)
+            due_s, context = self._queue[0][0], self.target.context
+            self._timer = self._loop.call_at(due_s, self._arrive, context=context)
 
     def shut(self) -> None:
         """Forget what arrived, the target being closed; what comes later is answered by a reset."""
@@ -339,7 +349,9 @@ class Pipe:
     def _open_window(self) -> None:
         """Tell a source that waits for room; the news takes as long as bytes do."""
         if self._window_timer is None and self.source.get_write_buffer_size() and self.room > 0:
-            self._window_timer = self._loop.call_later(self._link.latency_s, self._window_opens)
+            self._window_timer = self._loop.call_later(
+                self._link.latency_s, self._window_opens, context=self.source.context
+            )
 
     def _window_opens(self) -> None:
         self._window_timer = None

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 from balanceroute.proxy.testing.virtual.address import Address, VirtualSocket
@@ -26,6 +27,7 @@ class VirtualServer(asyncio.Server):
         self._unlisten = unlisten
         self.addresses = addresses
         self.factory = factory
+        self.context = copy_context()  # Of who listens.
         self._bound = True
         self._accepting = False
         self._connections = 0

@@ -6,6 +6,7 @@ pair of pipes.
 """
 
 import asyncio
+from contextvars import Context
 from typing import Any
 
 from balanceroute.proxy.testing.virtual.address import Address, VirtualSocket
@@ -35,6 +36,7 @@ class MemoryTransport(asyncio.Transport):
         name: "client" or "server".
         is_shut: The socket is closed: connection_lost was called.
         was_reset: The peer's reset has arrived.
+        context: In which its protocol is called, as a socket is read in that of who opened it.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class MemoryTransport(asyncio.Transport):
         "_reading",
         "_server",
         "_traffic",
+        "context",
         "is_shut",
         "name",
         "was_reset",
@@ -69,6 +72,7 @@ class MemoryTransport(asyncio.Transport):
         outgoing: Pipe,
         sockname: Address,
         peername: Address,
+        context: Context,
     ) -> None:
         super().__init__(
             {
@@ -78,6 +82,7 @@ class MemoryTransport(asyncio.Transport):
             }
         )
         self.name = name
+        self.context = context
         self._traffic = traffic
         self._loop = traffic.loop
         self._connection = connection
@@ -120,8 +125,8 @@ class MemoryTransport(asyncio.Transport):
         if server is not None:
             server.attach()
         self._traffic.open_connections += 1
-        self._loop.call_soon(self._protocol.connection_made, self)
-        self._loop.call_soon(self._begin_reading)
+        self._loop.call_soon(self._protocol.connection_made, self, context=self.context)
+        self._loop.call_soon(self._begin_reading, context=self.context)
         if waiter is not None:
             self._loop.call_soon(_wake, waiter)
 
@@ -316,7 +321,7 @@ class MemoryTransport(asyncio.Transport):
         self._closing = True
         if not self._buffer:
             self._losing = True
-            self._loop.call_soon(self._lose, None)
+            self._loop.call_soon(self._lose, None, context=self.context)
 
     def abort(self) -> None:
         """Close at once and drop the buffer; see Traffic.abort_resets for what the peer sees."""
@@ -344,7 +349,7 @@ class MemoryTransport(asyncio.Transport):
             return
         self._losing = self._closing = True
         self._buffer.clear()
-        self._loop.call_soon(self._lose, error)
+        self._loop.call_soon(self._lose, error, context=self.context)
 
     def _lose(self, error: BaseException | None) -> None:
         try:

@@ -10,6 +10,7 @@ import pytest
 from balanceroute.proxy.emulate.faults import MalformedAnswer, MalformedScrape, MalformedStream
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.request.stall_watch import StallWatch
 from balanceroute.proxy.live.scheduling.step_clock import StepClock
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.decision_faults import DecisionFault, InjectedError, Lapse
@@ -55,7 +56,12 @@ def changed(link: Link) -> dict[str, object]:
     return {key: value for key, value in asdict(link).items() if value != usual[key]}
 
 
-def run_with(*injections: Injection, connector: str = "nixl", **flags: object) -> Report:
+def run_with(
+    *injections: Injection,
+    connector: str = "nixl",
+    engines: EmulationSettings = ENGINES,
+    **flags: object,
+) -> Report:
     """Send drawn requests while something is wrong, from before the first to after the last."""
     rng = random.Random("fault kinds")
     mix = RequestMix(MODEL, big=0.0, odd=0.0)
@@ -69,7 +75,7 @@ def run_with(*injections: Injection, connector: str = "nixl", **flags: object) -
     plan = Plan(
         seed=0,
         weather=Weather.FAULTS,
-        world=WorldSettings(replace(ENGINES, connector=connector), {**FLAGS, **flags}),
+        world=WorldSettings(replace(engines, connector=connector), {**FLAGS, **flags}),
         visits=tuple(visits),
         injections=injections,
         storm_s=None,
@@ -261,3 +267,37 @@ def test_an_error_that_nobody_injected_is_found_among_those_that_were(
     lapse = injection(Role.DECODE, Act.DECISION, lapse=Lapse(DecisionFault.RAISES, 0.5, 1))
     with pytest.raises(AssertionError):
         run_with(lapse)
+
+
+@pytest.mark.parametrize("seconds", [0.4, 2.0, 10.0])
+def test_a_proxy_that_stood_still_takes_nothing_for_overdue(seconds: float) -> None:
+    begin_s = 2.0
+    still = injection(Role.DECODE, Act.STANDSTILL, end_s=begin_s + seconds)
+    assert_nobody_noticed(run_with(replace(still, start_s=begin_s)))
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, 3_600.0])
+def test_nobody_notices_that_the_wall_clock_jumps(jump_s: float) -> None:
+    jump = injection(Role.DECODE, Act.WALL_CLOCK, end_s=SPAN_S / 2, jump_s=jump_s)
+    assert_nobody_noticed(run_with(replace(jump, start_s=1.0)))
+
+
+LONG_LEASES = replace(ENGINES, lease_s=8.0, prefill_base_ns=400_000_000)
+
+
+def run_with_a_stop() -> Report:
+    still = replace(injection(Role.DECODE, Act.STANDSTILL, end_s=13.0), start_s=3.0)
+    flags: dict[str, Any] = {"lease_s": 8.0, "lease_margin_s": 1.5, "prefill_timeout_s": 60.0}
+    return run_with(still, engines=LONG_LEASES, **flags)
+
+
+def test_a_lease_that_ended_in_a_standstill_is_not_used() -> None:
+    assert_nobody_noticed(run_with_a_stop())
+
+
+def test_a_lease_that_seems_young_after_a_standstill_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StallWatch, "waiting_since_s", lambda self: self._clock())
+    with pytest.raises(AssertionError, match="lease: "):
+        run_with_a_stop()
