@@ -29,14 +29,14 @@ whichever costs less rank time:
 So forcing costs less up to x = sqrt(2 r cost / (G b)).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.config import SchedulerConfig
-from balanceroute.proxy.core.events import Action, Event, RequestId, Tick
+from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.pace import Pace
 from balanceroute.proxy.core.policies.base import UNLIMITED
@@ -76,23 +76,31 @@ class Leases:
         if config.lease_ns is None:
             self.pace = None
         elif self.pace is None:
-            self.pace = Pace(self._requests, config.lease_ns)
+            self.pace = Pace(config.lease_ns)
         self.pool_limit = self._pool_limit()
 
-    def observe(
-        self,
-        event: Event,
-        actions: Sequence[Action],
-        loads: NDArray[np.int64],
-        now_ns: int,
-        *,
-        waiting: bool,
-    ) -> None:
-        """Measure; see `Pace.observe`."""
+    def step(self, duration_ns: int | None, loads: NDArray[np.int64]) -> None:
+        """Note a step; see `Pace.step`."""
         if self.pace is not None:
-            self.pace.observe(event, actions, loads, now_ns, waiting=waiting)
-            if type(event) is Tick:
-                self.pool_limit = self._pool_limit()
+            self.pace.step(duration_ns, loads)
+
+    def prefill_began(self, request: Request, now_ns: int, since_ns: int) -> None:
+        """Note that a prefiller has begun a request, which need not be a prefill alone."""
+        if self.pace is not None and request.decode:
+            assert request.prefiller is not None
+            tokens = request.prompt_tokens
+            self.pace.prefill_began(request.request, request.prefiller, tokens, now_ns, since_ns)
+
+    def prefill_ended(self, request: RequestId, now_ns: int, prompt_tokens: int = 0) -> None:
+        """Note that a prefill runs no longer, if it did; see `Pace.prefill_ended`."""
+        if self.pace is not None:
+            self.pace.prefill_ended(request, now_ns, prompt_tokens)
+
+    def tick(self, now_ns: int, *, waiting: bool) -> None:
+        """Note a tick, see `Pace.tick`, and derive the limit anew."""
+        if self.pace is not None:
+            self.pace.tick(now_ns, waiting=waiting)
+            self.pool_limit = self._pool_limit()
 
     def room(self, held: int) -> int:
         """Return how many prefills may start while `held` requests are in prefill or in the pool."""

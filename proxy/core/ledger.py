@@ -117,6 +117,9 @@ class Ledger:
         self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
         self.arriving: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        # The same memory: to change one number by way of it takes less than half the time.
+        self._loads, self._bound = self.loads.data, self.bound.data
+        self._started, self._arriving = self.started.data, self.arriving.data
         self.turnover = Turnover()
         self.projection = projection
         self._on_failure = on_failure
@@ -135,9 +138,9 @@ class Ledger:
         # Counted from its dispatch and not from its first step: the next decision has to see
         # requests whose KV cache is still in transfer.
         self._bindings[request] = _Binding(rank, slots, kv_tokens, kv_tokens - age * slots)
-        self.loads[rank] += kv_tokens
-        self.arriving[rank] += kv_tokens
-        self.bound[rank] += slots
+        self._loads[rank] += kv_tokens
+        self._arriving[rank] += kv_tokens
+        self._bound[rank] += slots
         if self.projection is not None:
             self._notify(self.projection.bind, request, rank, kv_tokens, age, slots)
 
@@ -147,8 +150,8 @@ class Ledger:
         binding = self._bindings[request]
         assert binding.since_step is None, f"request {request} started twice"
         binding.since_step = self._step
-        self.started[binding.rank] += binding.slots
-        self.arriving[binding.rank] -= binding.kv_tokens
+        self._started[binding.rank] += binding.slots
+        self._arriving[binding.rank] -= binding.kv_tokens
         if self.projection is not None:
             self._notify(self.projection.start, request)
 
@@ -166,8 +169,8 @@ class Ledger:
         # The steps assume one token per slot; speculative decoding emits more, a stalled slot none.
         binding = self._bindings[request]
         binding.kv_tokens += tokens
-        self.loads[binding.rank] += tokens
-        self.arriving[binding.rank] += tokens * (binding.since_step is None)
+        self._loads[binding.rank] += tokens
+        self._arriving[binding.rank] += tokens * (binding.since_step is None)
         if self.projection is not None:
             self._notify(self.projection.emit, request, tokens)
 
@@ -180,12 +183,12 @@ class Ledger:
         # Also for a request that never started, as its slots were reserved since the dispatch.
         binding = self._bindings.pop(request)
         tokens = self._tokens(binding)
-        self.loads[binding.rank] -= tokens
-        self.bound[binding.rank] -= binding.slots
+        self._loads[binding.rank] -= tokens
+        self._bound[binding.rank] -= binding.slots
         if binding.since_step is None:
-            self.arriving[binding.rank] -= tokens
+            self._arriving[binding.rank] -= tokens
         else:
-            self.started[binding.rank] -= binding.slots
+            self._started[binding.rank] -= binding.slots
             self.turnover.leave(binding.base, self._step - binding.since_step)
         if self.projection is not None:
             self._notify(self.projection.unbind, request)

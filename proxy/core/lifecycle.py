@@ -150,6 +150,13 @@ class Request(Struct, eq=False):
         """KV tokens that it adds to a prefiller: a prefill has one sequence, a direct request all."""
         return self.prompt_tokens if self.decode else self.kv_tokens
 
+    def begin_prefill(self, prefiller: PrefillerId) -> None:
+        """Note who computes its prompt, or answers all of it."""
+        self.move(Trigger.PREFILL)
+        self.prefiller = prefiller
+        # A direct request takes sequences of its prefiller and no place of a prefill.
+        self.prefilling = self.decode
+
     def prefilled(self, event: PrefillDone, now_ns: int) -> None:
         """Note what a prefill has computed."""
         self.prompt_tokens = event.prompt_tokens
@@ -185,8 +192,9 @@ def check_ticket(request: RequestId, ticket: Ticket) -> None:
     Raises:
         LifecycleError: It has no tokens or no sequences, or neither prefill nor decode.
     """
-    for name, value in (("prompt tokens", ticket.prompt_tokens), ("slots", ticket.slots)):
-        if value < 1:
-            raise LifecycleError(f"request {request} arrived with {value} {name}")
+    if ticket.prompt_tokens < 1:
+        raise LifecycleError(f"request {request} arrived with {ticket.prompt_tokens} prompt tokens")
+    if ticket.slots < 1:
+        raise LifecycleError(f"request {request} arrived with {ticket.slots} slots")
     if not (ticket.prefill or ticket.decode):
         raise LifecycleError(f"request {request} arrived with neither prefill nor decode")

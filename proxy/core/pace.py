@@ -1,32 +1,15 @@
 """The measured pace of a deployment: its steps, departures and prefills.
 
-The costs of a lapsed lease and the depth of the pool follow from it (`leases`). It watches the
-scheduler's events and actions, so that the live proxy and the simulator measure in the same way.
+The costs of a lapsed lease and the depth of the pool follow from it (`leases`). The scheduler tells
+it, so that the live proxy and the simulator measure in the same way.
 """
 
-from collections.abc import Mapping, Sequence
 from math import exp
-from typing import cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.events import (
-    Action,
-    Event,
-    OnPrefiller,
-    PrefillDone,
-    PrefillLost,
-    RequestAdopted,
-    RequestCancelled,
-    RequestFailed,
-    RequestFinished,
-    RequestId,
-    StartPrefill,
-    StepCompleted,
-    Tick,
-)
-from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.step_model import StepModel
 
 # Steps and prefills that the means cover: with 8 ranks x 16 slots on the Mooncake trace some 400
@@ -35,15 +18,12 @@ _WINDOW_STEPS = 1_024
 _WINDOW_PREFILLS = 128
 # The weights of a full window and of two: 1 - 1/e, 1 - 1/e^2.
 _FULL, _TWICE_FULL = 0.63, 0.86
-_End = PrefillDone | PrefillLost | RequestFinished | RequestFailed | RequestCancelled
-_ENDS = frozenset(get_args(_End))
 
 
 class Pace:
-    """Watches one scheduler.
+    """Measures one scheduler.
 
     Args:
-        requests: All requests of the scheduler, by id.
         window_ns: Time that the rate of departures covers: of that in which requests wait for a
             rank. In any other time it says what arrives, not what the ranks could serve.
 
@@ -51,9 +31,8 @@ class Pace:
         step_model: What a token costs in a step.
     """
 
-    def __init__(self, requests: Mapping[RequestId, Request], window_ns: int) -> None:
+    def __init__(self, window_ns: int) -> None:
         self.step_model = StepModel()
-        self._requests = requests
         self._window_ns = window_ns
         # Departures and the time that they took; both decay.
         self._left = self._span_ns = 0.0
@@ -61,9 +40,9 @@ class Pace:
         self._waiting = False
         self._steps = self._left_tokens = 0.0
         # Prefills that run, each with its prefiller, its tokens and its start.
-        self._running: dict[RequestId, tuple[int, int, int]] = {}
+        self._running: dict[RequestId, tuple[PrefillerId, int, int]] = {}
         # How many of them each prefiller has that has any.
-        self._running_on: dict[int, int] = {}
+        self._running_on: dict[PrefillerId, int] = {}
         self._prefilled_tokens = self._prefills = self._prefill_ns = 0.0
         # Time in which each prefiller was busy, summed, and the time that passed; both decay.
         self._busy_ns = self._passed_ns = 0.0
@@ -74,42 +53,58 @@ class Pace:
         self._left += self._waiting
         self._left_tokens += kv_tokens
 
-    def observe(
-        self,
-        event: Event,
-        actions: Sequence[Action],
-        loads: NDArray[np.int64],
-        now_ns: int,
-        *,
-        waiting: bool,
-    ) -> None:
-        """Note an event and the actions that it led to.
+    def step(self, duration_ns: int | None, loads: NDArray[np.int64]) -> None:
+        """Note a step of all ranks, and int64[G], their KV tokens after it."""
+        self._steps = (1 - 1 / _WINDOW_STEPS) * self._steps + 1
+        self._left_tokens *= 1 - 1 / _WINDOW_STEPS
+        if duration_ns is not None:
+            self.step_model.observe(int(loads.max()), duration_ns)
 
-        Args:
-            event: The event.
-            actions: Its actions.
-            loads: int64[G], KV tokens of the ranks after it.
-            now_ns: When it was.
-            waiting: Whether requests wait in the pool after it.
+    def tick(self, now_ns: int, *, waiting: bool) -> None:
+        """Note a tick; `waiting` is whether requests wait in the pool after it."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        passed_ns = now_ns - self._since_ns if self._waiting else 0
+        keep = exp(-passed_ns / self._window_ns)
+        self._left *= keep
+        # The integral of the weights, so that a steady rate is measured without bias.
+        self._span_ns = keep * self._span_ns + self._window_ns * (1 - keep)
+        self._since_ns = now_ns
+        self._waiting = waiting
+
+    def prefill_began(
+        self,
+        request: RequestId,
+        prefiller: PrefillerId,
+        prompt_tokens: int,
+        now_ns: int,
+        since_ns: int,
+    ) -> None:
+        """Note a prefill that runs since `since_ns`.
+
+        Not of a direct request: it holds its prefiller until it ends, which says nothing about prefills.
         """
-        # Not `isinstance`: a struct's class is asked for its instances by a call.
-        if type(event) is StepCompleted:
-            self._steps = (1 - 1 / _WINDOW_STEPS) * self._steps + 1
-            self._left_tokens *= 1 - 1 / _WINDOW_STEPS
-            if event.duration_ns is not None:
-                self.step_model.observe(int(loads.max()), event.duration_ns)
-        elif type(event) is Tick:
-            self._advance(now_ns)
-            self._waiting = waiting
-        elif type(event) in _ENDS:
-            self._end_prefill(cast("_End", event), now_ns)
-        elif type(event) is RequestAdopted and isinstance(event.phase, OnPrefiller):
-            prefiller, since_ns = event.phase.prefiller, event.phase.since_ns
-            self._begin_prefill(event.request, prefiller, event.prompt_tokens, since_ns, now_ns)
-        for action in actions:
-            if type(action) is StartPrefill:
-                number, prefiller, tokens = action.request, action.prefiller, action.prompt_tokens
-                self._begin_prefill(number, prefiller, tokens, now_ns, now_ns)
+        self._account(now_ns)
+        self._running[request] = prefiller, prompt_tokens, since_ns
+        self._running_on[prefiller] = self._running_on.get(prefiller, 0) + 1
+
+    def prefill_ended(self, request: RequestId, now_ns: int, prompt_tokens: int = 0) -> None:
+        """Note that a prefill runs no longer; it has computed `prompt_tokens`, 0 if it was lost."""
+        if request not in self._running:
+            return
+        self._account(now_ns)
+        prefiller, _, start_ns = self._running.pop(request)
+        others = self._running_on.pop(prefiller) - 1
+        if others:
+            self._running_on[prefiller] = others
+        if not prompt_tokens:
+            return
+        keep = 1 - 1 / _WINDOW_PREFILLS
+        self._prefilled_tokens = keep * self._prefilled_tokens + prompt_tokens
+        self._busy_ns *= keep
+        self._passed_ns *= keep
+        self._prefills = keep * self._prefills + 1
+        self._prefill_ns = keep * self._prefill_ns + now_ns - start_ns
 
     @property
     def departures_per_ns(self) -> float | None:
@@ -153,45 +148,9 @@ class Pace:
         known = self._span_ns > least_weight * self._window_ns
         return self._left / self._span_ns if known else None
 
-    def _advance(self, now_ns: int) -> None:
-        if self._since_ns is None:
-            self._since_ns = now_ns
-        passed_ns = now_ns - self._since_ns if self._waiting else 0
-        keep = exp(-passed_ns / self._window_ns)
-        self._left *= keep
-        # The integral of the weights, so that a steady rate is measured without bias.
-        self._span_ns = keep * self._span_ns + self._window_ns * (1 - keep)
-        self._since_ns = now_ns
-
     def _account(self, now_ns: int) -> None:
         """Count the time of the prefillers that were busy until now."""
         passed_ns = 0 if self._accounted_ns is None else now_ns - self._accounted_ns
         self._busy_ns += len(self._running_on) * passed_ns
         self._passed_ns += passed_ns
         self._accounted_ns = now_ns
-
-    def _begin_prefill(
-        self, request: RequestId, prefiller: int, prompt_tokens: int, since_ns: int, now_ns: int
-    ) -> None:
-        # A direct request holds its prefiller until it ends, which says nothing about prefills.
-        if self._requests[request].decode:
-            self._account(now_ns)
-            self._running[request] = prefiller, prompt_tokens, since_ns
-            self._running_on[prefiller] = self._running_on.get(prefiller, 0) + 1
-
-    def _end_prefill(self, event: _End, now_ns: int) -> None:
-        if event.request not in self._running:
-            return
-        self._account(now_ns)
-        prefiller, _, start_ns = self._running.pop(event.request)
-        others = self._running_on.pop(prefiller) - 1
-        if others:
-            self._running_on[prefiller] = others
-        if type(event) is not PrefillDone:
-            return
-        keep = 1 - 1 / _WINDOW_PREFILLS
-        self._prefilled_tokens = keep * self._prefilled_tokens + event.prompt_tokens
-        self._busy_ns *= keep
-        self._passed_ns *= keep
-        self._prefills = keep * self._prefills + 1
-        self._prefill_ns = keep * self._prefill_ns + now_ns - start_ns

@@ -81,7 +81,7 @@ class Pool:
         order: The order of the entries; empty at first.
 
     Attributes:
-        slots: Slots that all waiting requests need.
+        slots: Slots that all waiting requests need; 0 if none waits.
         mean_prompt_tokens: Running mean over the added entries.
     """
 

@@ -27,6 +27,7 @@ from balanceroute.proxy.core.events import (
     InBatch,
     InstanceEvent,
     Observer,
+    OnPrefiller,
     PrefillDone,
     PrefillLost,
     RequestAdopted,
@@ -69,8 +70,7 @@ _ENDINGS = {
 }
 
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILL, _PREFILLED, _ADMIT, _FINISH = (
-    Trigger.PREFILL,
+_PREFILLED, _ADMIT, _FINISH = (
     Trigger.PREFILLED,
     Trigger.ADMIT,
     Trigger.FINISH,
@@ -168,8 +168,6 @@ class Scheduler:
         if self.intake.follows_time:
             self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
         actions = self._handlers.get(type(event), self._switch)(event, now_ns)
-        waiting = len(self.pool) > 0
-        self.leases.observe(event, actions, self._holdings.ledger.loads, now_ns, waiting=waiting)
         for observe in self._observers:
             observe(event, actions, now_ns)
         return actions
@@ -181,7 +179,7 @@ class Scheduler:
         grow. It may be in the past. Deadlines in the pool do not count: they only decide which entry
         goes first once there is room.
         """
-        hold_ns = self.policy.next_decision_ns if len(self.pool) else None
+        hold_ns = self.policy.next_decision_ns if self.pool.slots else None
         queue, budget_ns = self.prefill_queue, self.intake.next_ns(len(self.prefill_queue))
         return earliest(self.pool.next_removal_ns(), queue.next_expiry_ns(), hold_ns, budget_ns)
 
@@ -246,12 +244,12 @@ class Scheduler:
         return self._start_prefills(now_ns)
 
     def _adopt(self, event: RequestAdopted, now_ns: int) -> list[Action]:
-        del now_ns
         self._check_new(event.request)
-        request = adopted(event, self.config)
-        self.requests[event.request] = request
+        request = self.requests[event.request] = adopted(event, self.config)
         emitted = event.phase.tokens if isinstance(event.phase, InBatch) else 0
         self._holdings.take(request, self.config, emitted=emitted)
+        if isinstance(event.phase, OnPrefiller):
+            self.leases.prefill_began(request, now_ns, event.phase.since_ns)
         # Others may be adopted yet: nothing starts before the next tick.
         return []
 
@@ -285,10 +283,8 @@ class Scheduler:
             if prefiller is None:
                 self._to_pool(request, now_ns)
                 continue
-            request.move(_PREFILL)
-            request.prefiller = prefiller
-            # A direct request takes sequences of its prefiller and no place of a prefill.
-            request.prefilling = request.decode
+            request.begin_prefill(prefiller)
+            self.leases.prefill_began(request, now_ns, now_ns)
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
 
@@ -302,6 +298,7 @@ class Scheduler:
             raise LifecycleError(f"request {request.request} is answered by its prefiller")
         request.move(_PREFILLED)
         self._holdings.end_prefill(request)
+        self.leases.prefill_ended(event.request, now_ns, event.prompt_tokens)
         assert request.prefiller is not None
         # It was charged with an estimate of its length, until the engine counted the tokens.
         charged, counted = request.prompt_tokens, event.prompt_tokens
@@ -323,6 +320,7 @@ class Scheduler:
 
     def _prefill_lost(self, event: PrefillLost, now_ns: int) -> list[Action]:
         actions = self._lose_prefill(self._get(event.request), event)
+        self.leases.prefill_ended(event.request, now_ns)
         return actions + self._start_prefills(now_ns)
 
     def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
@@ -348,6 +346,7 @@ class Scheduler:
 
     def _step(self, event: StepCompleted, now_ns: int) -> list[Action]:
         self.ledger.step()
+        self.leases.step(event.duration_ns, self.ledger.loads)
         self.ranks.step(event.duration_ns, self.ledger)
         self.intake.step(event.duration_ns, self.ledger.loads, now_ns)
         return []
@@ -382,6 +381,7 @@ class Scheduler:
     def _ended(
         self, event: RequestFinished | RequestFailed | RequestCancelled, now_ns: int
     ) -> list[Action]:
+        self.leases.prefill_ended(event.request, now_ns)
         actions = self._end(self._get(event.request), _ENDINGS[type(event)])
         return actions + self._start_prefills(now_ns)
 
@@ -426,10 +426,12 @@ class Scheduler:
         if self.intake.queues_all:
             # So that what needs no prefiller is in the pool when the policy decides.
             actions += self._start_prefills(now_ns)
-        if len(self.pool):
+        if self.pool.slots:
             actions += self._admit(now_ns)
         # Last: everything above made room, and so may `reconfigure` have done.
-        return actions + self._start_prefills(now_ns)
+        actions += self._start_prefills(now_ns)
+        self.leases.tick(now_ns, waiting=self.pool.slots > 0)
+        return actions
 
     def _admit(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []

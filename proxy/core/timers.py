@@ -20,7 +20,7 @@ class Timers:
     def set(self, request: RequestId, time_ns: int | None) -> None:
         """Set the one time at which `request` is due; None for never."""
         if time_ns is None:
-            self.clear(request)
+            self._times.pop(request, None)
             return
         self._times[request] = time_ns
         heapq.heappush(self._heap, (time_ns, request))
@@ -42,12 +42,14 @@ class Timers:
 
     def take_due(self, now_ns: int) -> list[RequestId]:
         """Return the requests that are due, the earliest first, and remove their times."""
-        if not self._heap:
+        if not self._heap or self._heap[0][0] > now_ns:  # Nearly always.
             return []
         return [request for _, request in self._pop(now_ns)]
 
     def due(self, now_ns: int) -> list[RequestId]:
         """Return the requests that are due, the earliest first; they stay due."""
+        if not self._heap or self._heap[0][0] > now_ns:
+            return []
         items = self._pop(now_ns)
         for time_ns, request in items:
             self.set(request, time_ns)

@@ -236,10 +236,9 @@ def test_the_pool_holds_what_the_ranks_admit_in_a_part_of_a_lease(
     fleet = Fleet(new_driver, **limits)
     leases, pace = fleet.scheduler.leases, fleet.scheduler.leases.pace
     assert pace is not None
-    loads = fleet.scheduler.ledger.loads
     for tick in range(400):  # A second each.
         assert leases.pool_limit == 24 or tick > 19
-        leases.observe(Tick(), [], loads, (1 + tick) * 10**9, waiting=True)
+        leases.tick((1 + tick) * 10**9, waiting=True)
         for _ in range(10):
             pace.left(300)
     assert leases.pool_limit == pytest.approx(10 * wait_s, abs=2)

@@ -122,10 +122,8 @@ class Turns:
         self, candidates: Sequence[PrefillerId], cost: Callable[[PrefillerId], float]
     ) -> PrefillerId:
         """Return the candidate of the lowest cost; of equal ones that chosen least recently."""
-        costs = [cost(prefiller) for prefiller in candidates]
-        lowest = min(costs)
-        equals = [one for one, its in zip(candidates, costs, strict=True) if its == lowest]
-        chosen = min(equals, key=lambda prefiller: self._last_choice.get(prefiller, 0))
+        last = self._last_choice
+        chosen = min(candidates, key=lambda one: (cost(one), last.get(one, 0)))
         self._choices += 1
         self._last_choice[chosen] = self._choices
         return chosen

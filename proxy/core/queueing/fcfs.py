@@ -58,14 +58,12 @@ class Fcfs:
 
     def __contains__(self, request: RequestId, /) -> bool:
         """Return whether `request` waits here."""
-        return self._find(request) is not None
+        # The list is sorted, so a bisection finds the request if it is there.
+        place = bisect_left(self._order, request)
+        return place < len(self._order) and self._order[place] == request
 
     def _place(self, request: RequestId) -> int:
-        place = self._find(request)
-        assert place is not None, f"request {request} does not wait here"
-        return place
-
-    def _find(self, request: RequestId) -> int | None:
         place = bisect_left(self._order, request)
-        # The list is sorted, so a bisection finds the request if it is there.
-        return place if place < len(self._order) and self._order[place] == request else None
+        waits = place < len(self._order) and self._order[place] == request
+        assert waits, f"request {request} does not wait here"
+        return place
