@@ -33,6 +33,7 @@ def view_of(
         "prefillers": state.prefillers,
         "engines": state.engines,
         "latencies": {
-            name: {"bounds": one.bounds, "counts": one.counts} for name, one in latencies.items()
+            name: {"bounds": one.bounds, "counts": one.counted()[0]}
+            for name, one in latencies.items()
         },
     }

@@ -2,8 +2,10 @@
 
 from balanceroute.proxy.live.telemetry.registry import (
     MAX_REASONS,
+    OTHER,
     WORK_BOUNDS_S,
     CappedLabel,
+    Histogram,
     Registry,
 )
 
@@ -21,6 +23,7 @@ class DecisionMetrics:
             "stage",
         )
         self._stage_label = CappedLabel(MAX_STAGES)
+        self._known: dict[str, Histogram] = {}  # By stage, unless labelled `other`.
         self._reason_label = CappedLabel(MAX_REASONS)
         self._failures = registry.counter(
             "decision_failures",
@@ -33,7 +36,13 @@ class DecisionMetrics:
 
     def dispatched(self, stage: str, seconds: float) -> None:
         """Count one dispatch decision and the time it took."""
-        self._stages.of(self._stage_label(stage)).observe(seconds)
+        histogram = self._known.get(stage)
+        if histogram is None:
+            label = self._stage_label(stage)
+            histogram = self._stages.of(label)
+            if label != OTHER:
+                self._known[stage] = histogram
+        histogram.observe(seconds)
 
     def failed(self, what: str) -> None:
         """Count one exception in a decision of the proxy's own."""

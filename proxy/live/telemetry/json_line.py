@@ -3,17 +3,18 @@
 import json
 
 import msgspec
+from msgspec import Struct
 
 _encode = msgspec.json.Encoder().encode
 _DELETE = 0x7F
 
 
-def json_line(fields: dict[str, object]) -> bytes:
+def json_line(fields: dict[str, object] | Struct) -> bytes:
     """Return an object as one line of ASCII without control characters, with its newline."""
     try:
         line = _encode(fields)
     except UnicodeEncodeError:  # A lone surrogate.
         line = b""
     if not line or not line.isascii() or _DELETE in line:
-        line = json.dumps(fields, separators=(",", ":")).encode("ascii")
+        line = json.dumps(msgspec.to_builtins(fields), separators=(",", ":")).encode("ascii")
     return line + b"\n"

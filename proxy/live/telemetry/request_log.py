@@ -67,6 +67,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 
+from msgspec import UNSET, Struct, UnsetType, structs
+
 from balanceroute.proxy.live.telemetry.json_line import json_line
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
@@ -94,69 +96,131 @@ class RequestLog:
 def line_of(record: RequestRecord) -> bytes:
     """Return the line of a request whose outcome is set, with its newline."""
     assert record.outcome is not None
-    return json_line(fields_of(record, record.ended_ns))
+    return json_line(_line(record, record.ended_ns))
 
 
 def fields_of(record: RequestRecord, now_ns: int) -> dict[str, object]:
     """Return the fields as they are now; of a request that lives, `outcome` is null."""
+    fields = structs.asdict(_line(record, now_ns))
+    return {name: value for name, value in fields.items() if value is not UNSET}
+
+
+class _Line(Struct):
+    # Not a dictionary: its names would be hashed and looked through for each line.
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    request_id: str
+    endpoint: str
+    model: str
+    stream: bool
+    choices: int
+    outcome: str | None
+    reason: str
+    status: int
+    cached_tokens: int | None
+    prefiller: str
+    rank: str
+    queue_s: float | None
+    prefill_s: float | None
+    pool_s: float | None
+    ttft_s: float | None
+    itl_max_s: float | None
+    duration_s: float
+    retries: int
+    recomputes: int
+    resumes: int
+    lease_lapses: int
+    cheaper_lapses: int
+    max_tokens: int | None
+    prompt_estimate: int
+    keys: list[str]
+    transfer_s: float | None
+    peer: str
+    api_key_id: str
+    user_agent: str
+    time: str
+    level: str
+    message: str
+    tenant: str
+    refused_for: str
+    expected_ttft_s: float | None
+    local_prefill: bool
+    time_to_second_token_s: float | None
+    early_first_token: bool
+    first_token_differences: int
+    seed: int | None
+    hint: int | None
+    hint_source: str
+    trace_id: str
+    event: str
+    # Most proxies have no groups.
+    group: str | UnsetType = UNSET
+    alias: str | UnsetType = UNSET
+    task: str | UnsetType = UNSET
+    fall_backs: list[str] | UnsetType = UNSET
+
+
+def _line(record: RequestRecord, now_ns: int) -> _Line:
     arrived_ns = record.arrived_ns
     started_ns = record.prefill_started_ns
     now_s = record.arrived_unix_s + (now_ns - arrived_ns) / _NS_PER_S
-    fields = {
-        "arrival_s": int(record.arrived_unix_s * 1e6 + 0.5) / 1e6,
-        "prompt_tokens": record.prompt_tokens,
-        "output_tokens": record.output_tokens,
-        "request_id": record.request_id[:MAX_TEXT],
-        "endpoint": record.endpoint[:MAX_TEXT],
-        "model": record.model[:MAX_TEXT],
-        "stream": record.stream,
-        "choices": record.choices,
-        "outcome": None if record.outcome is None else record.outcome.value,
-        "reason": record.reason[:MAX_TEXT],
-        "status": record.status,
-        "cached_tokens": record.cached_tokens,
-        "prefiller": record.prefiller,
-        "rank": record.rank,
-        "queue_s": _between(arrived_ns, started_ns),
-        "prefill_s": _between(started_ns, record.prefilled_ns),
-        "pool_s": None if record.admitted_ns is None else _seconds(record.pool_wait_ns),
-        "ttft_s": _between(arrived_ns, record.first_token_ns),
-        "itl_max_s": _seconds(record.itl_max_ns) if record.itl_max_ns else None,
-        "duration_s": _seconds(now_ns - arrived_ns),
-        "retries": record.retries,
-        "recomputes": record.recomputes,
-        "resumes": record.resumes,
-        "lease_lapses": record.lease_lapses,
-        "cheaper_lapses": record.cheaper_lapses,
-        "max_tokens": record.max_tokens,
-        "prompt_estimate": record.prompt_estimate,
-        "keys": [f"{key:016x}" for key in record.keys],
-        "transfer_s": None if record.transfer_ns is None else _seconds(record.transfer_ns),
-        "peer": record.peer,
-        "api_key_id": record.api_key_id,
-        "user_agent": record.user_agent,
-        "time": _utc(now_s),
-        "level": "warning" if record.outcome in _WARNINGS else "info",
-        "message": "request ended",
-        "tenant": record.tenant,
-        "refused_for": record.refused_for,
-        "expected_ttft_s": _between(0, record.expected_ttft_ns),
-        "local_prefill": record.local_prefill,
-        "time_to_second_token_s": _between(arrived_ns, record.second_token_ns),
-        "early_first_token": record.early_first_token,
-        "first_token_differences": record.first_token_differences,
-        "seed": record.seed,
-        "hint": record.hint,
-        "hint_source": record.hint_source,
-        "trace_id": record.trace_id,
-        "event": "request_ended",
-    }
-    if record.group:  # Most proxies have no groups.
-        fields["group"] = record.group
+    # By place: names would be looked for among all others.
+    line = _Line(
+        int(record.arrived_unix_s * 1e6 + 0.5) / 1e6,
+        record.prompt_tokens,
+        record.output_tokens,
+        record.request_id[:MAX_TEXT],
+        record.endpoint[:MAX_TEXT],
+        record.model[:MAX_TEXT],
+        record.stream,
+        record.choices,
+        None if record.outcome is None else record.outcome.value,
+        record.reason[:MAX_TEXT],
+        record.status,
+        record.cached_tokens,
+        record.prefiller,
+        record.rank,
+        _between(arrived_ns, started_ns),
+        _between(started_ns, record.prefilled_ns),
+        None if record.admitted_ns is None else _seconds(record.pool_wait_ns),
+        _between(arrived_ns, record.first_token_ns),
+        _seconds(record.itl_max_ns) if record.itl_max_ns else None,
+        _seconds(now_ns - arrived_ns),
+        record.retries,
+        record.recomputes,
+        record.resumes,
+        record.lease_lapses,
+        record.cheaper_lapses,
+        record.max_tokens,
+        record.prompt_estimate,
+        [f"{key:016x}" for key in record.keys],
+        None if record.transfer_ns is None else _seconds(record.transfer_ns),
+        record.peer,
+        record.api_key_id,
+        record.user_agent,
+        _utc(now_s),
+        "warning" if record.outcome in _WARNINGS else "info",
+        "request ended",
+        record.tenant,
+        record.refused_for,
+        _between(0, record.expected_ttft_ns),
+        record.local_prefill,
+        _between(arrived_ns, record.second_token_ns),
+        record.early_first_token,
+        record.first_token_differences,
+        record.seed,
+        record.hint,
+        record.hint_source,
+        record.trace_id,
+        "request_ended",
+    )
+    if record.group:
+        line.group = record.group
     if record.alias:
-        fields |= {"alias": record.alias, "task": record.task}
-        fields["fall_backs"] = [f"{group}: {why}" for group, why in record.fall_backs]
-    return fields
+        line.alias, line.task = record.alias, record.task
+        line.fall_backs = [f"{group}: {why}" for group, why in record.fall_backs]
+    return line
 
 
 def _utc(unix_s: float) -> str:

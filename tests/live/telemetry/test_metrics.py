@@ -283,14 +283,14 @@ def test_a_poisoned_value_spoils_no_sum(poison: float) -> None:
     assert value(subject, "refused_observations_total") == 3
 
 
-@given(st.lists(st.floats(0, 1e6), max_size=50))
-def test_the_histogram_counts_as_the_library_does(values: list[float]) -> None:
+@given(st.lists(st.floats(0, 1e6), max_size=50), st.integers(1, 6))
+def test_the_histogram_counts_as_the_library_does(values: list[float], times: int) -> None:
     bounds = (0.001, 0.01, 0.5, 1.0, 20.0, 1e5)
     histograms = Histograms("h", "Doc.", bounds)
     ours = histograms.of()
     registry = CollectorRegistry()
     theirs = LibraryHistogram("h", "Doc.", buckets=bounds, registry=registry)
-    for one in values:
+    for one in values * times:  # It counts some together.
         ours.observe(one)
         theirs.observe(one)
     expected = {
