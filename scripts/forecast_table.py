@@ -84,6 +84,8 @@ class Expected:
 class Witness:
     """Lets all in, and notes what was expected of each and what came of it."""
 
+    follows = True
+
     def __init__(self) -> None:
         self.seen: list[Expected] = []
         self._expected: dict[Ticket, list[float | None]] = {}

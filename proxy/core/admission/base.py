@@ -66,6 +66,11 @@ class Ending(Struct, frozen=True):
 class Admission(Protocol):
     """Decides whether a request is accepted."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether it learns from what is told of accepted requests; if not, nobody need tell."""
+        ...
+
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
         """Return why a request that arrives now is rejected, or None to accept it."""
         ...

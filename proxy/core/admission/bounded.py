@@ -14,6 +14,8 @@ class BoundedQueue:
         ConfigError: A bound is below 1.
     """
 
+    follows = False
+
     def __init__(self, limit: int, *, retry_after_s: int = 1) -> None:
         for name, value in (("limit", limit), ("retry_after_s", retry_after_s)):
             if value < 1:

@@ -22,6 +22,7 @@ class EarlyRefusal:
 
     def __init__(self, within: Admission) -> None:
         self._within = within
+        self.follows = within.follows
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
         """Reject a request whose first token is expected after its deadline."""

@@ -149,6 +149,8 @@ class Tenants:
             flight.
     """
 
+    follows = True
+
     def __init__(
         self,
         within: Admission,

@@ -157,17 +157,19 @@ class Decisions:
         return int(self._clock() * 1e9 + 0.5)  # `round` takes three times as long.
 
     def _handle(self, event: Event) -> None:
-        self._perform(self._scheduler.handle(event, now_ns=self._now_ns()))
-        kind = type(event)
-        if kind in _POOLING:
-            if len(self._scheduler.pool):
+        actions = self._scheduler.handle(event, now_ns=self._now_ns())
+        if actions:
+            self._perform(actions)
+        if self._scheduler.pool.slots:
+            kind = type(event)
+            if kind in _POOLING:
                 self._ticks.wake(0.0)
-        elif kind in _FREEING and len(self._scheduler.pool):
-            self._ticks.wake(self._settle_s)
+            elif kind in _FREEING:
+                self._ticks.wake(self._settle_s)
 
     def _tick(self) -> None:
         self._ticks.cancel()
-        decides = len(self._scheduler.pool) > 0
+        decides = self._scheduler.pool.slots > 0
         failures = self._isolation.failures
         failed_before = failures.rounds_failed
         well = self._isolation.run("follow", self.follow)
@@ -200,21 +202,23 @@ class Decisions:
             self._performing = False
 
     def _act(self, session: "LiveRequest", action: Action) -> None:
-        match action:  # Ordered by frequency; a pattern with arguments costs more than one without.
-            case StartPrefill():
-                self._began(session)
-                session.start_prefill(self._instances.prefillers[action.prefiller])
-            case Admit():
-                self._began(session)
-                self.progress.admitted(session)
-                session.start_decode(self._instances.ranks[action.rank])
-            case AbortPrefill() | AbortDecode():
-                session.drop_leg()
-            case ReleasePrefill(number, _, cheaper):
-                # No engine takes such a word over HTTP: the blocks stay until their lease ends.
-                if number in self._scheduler.requests:
-                    session.lease_ended(cheaper=cheaper)
-                else:
-                    self._metrics.legs.abandoned_lease("ended")
-            case Expire():
-                session.expire("the request waited longer than it may")
+        # Ordered by frequency. The two of every request are not found by `isinstance` or `match`: a struct's
+        # class is asked for its instances by a call.
+        if type(action) is StartPrefill:
+            self._began(session)
+            session.start_prefill(self._instances.prefillers[action.prefiller])
+        elif type(action) is Admit:
+            self._began(session)
+            self.progress.admitted(session)
+            session.start_decode(self._instances.ranks[action.rank])
+        elif isinstance(action, AbortPrefill | AbortDecode):
+            session.drop_leg()
+        elif isinstance(action, ReleasePrefill):
+            # No engine takes such a word over HTTP: the blocks stay until their lease ends.
+            if action.request in self._scheduler.requests:
+                session.lease_ended(cheaper=action.cheaper)
+            else:
+                self._metrics.legs.abandoned_lease("ended")
+        else:
+            assert isinstance(action, Expire)
+            session.expire("the request waited longer than it may")

@@ -110,6 +110,7 @@ class Driver:
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
         changed: Called after any instance changed, or what else other processes are told.
+        report: Takes note of something; see `Feedback.take`.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Driver:
             log=log,
             now_ns=self._now_ns,
         )
+        self.report = self._feedback.take
         self._sweep = self._make_sweep(metrics, has_deadlines=counts is None)
 
     def _make_sweep(self, metrics: "Metrics", *, has_deadlines: bool) -> Sweep:
@@ -285,7 +287,7 @@ class Driver:
         self.isolation.run_for(session, "arrival", self._take, session)
 
     def _began(self, session: LiveRequest) -> None:
-        if self.table.begin(session.number):
+        if self.table.begin(session.number) and self._admission.follows:
             self._admission.began(session.ticket, self._now_ns())
 
     def adopt(self, session: LiveRequest, event: Callable[[Ticket], RequestAdopted]) -> None:
@@ -368,10 +370,6 @@ class Driver:
         for report in implied:
             self.report(report)
         self.decisions.feed(event)
-
-    def report(self, report: Report) -> None:
-        """Take note of something; see `Feedback.take`."""
-        self._feedback.take(report)
 
     def ask_retry(
         self,

@@ -154,7 +154,8 @@ class Feedback:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
-        self._admission.ended(session.ticket, _ending(record, began=began), self._now_ns())
+        if self._admission.follows:
+            self._admission.ended(session.ticket, _ending(record, began=began), self._now_ns())
         if not record.superseded:
             self._metrics.requests.ended(record)
             self._log.request_ended(record)

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.events import RequestId
@@ -19,7 +18,7 @@ class SessionTable:
         self.live: dict[RequestId, LiveRequest] = {}
         self._rng = rng
         self._arrived = 0
-        self._ids: Counter[str] = Counter()  # Client request ids in use.
+        self._ids: dict[str, int] = {}  # Client request ids in use, and by how many.
         self._waiting: set[RequestId] = set()  # Those that no engine was given yet.
         self._empty = asyncio.Event()
         self._empty.set()
@@ -34,7 +33,8 @@ class SessionTable:
         """Take in a request."""
         self.live[session.number] = session
         self._waiting.add(session.number)
-        self._ids[session.record.request_id] += 1
+        request_id = session.record.request_id
+        self._ids[request_id] = self._ids.get(request_id, 0) + 1
         self._empty.clear()
 
     def begin(self, number: RequestId) -> bool:
@@ -46,9 +46,9 @@ class SessionTable:
     def remove(self, number: RequestId, record: "RequestRecord") -> bool:
         """Forget a request that is over; return whether an engine was given it."""
         del self.live[number]
-        self._ids[record.request_id] -= 1
-        if not self._ids[record.request_id]:
-            del self._ids[record.request_id]
+        others = self._ids.pop(record.request_id) - 1
+        if others:
+            self._ids[record.request_id] = others
         if not self.live:
             self._empty.set()
         return not self.begin(number)
