@@ -276,7 +276,7 @@ EVENTS = {
 }
 WHOLE = {
     RESPONSES: b'{"object":"response","output":[],"usage":{"input_tokens":3,"output_tokens":7}}',
-    MESSAGES: b'{"type":"message","content":[],"usage":{"input_tokens":3,"output_tokens":7}}',
+    MESSAGES: b'{"type":"message","content":[],"stop_reason":"end_turn","usage":{"input_tokens":3,"output_tokens":7}}',
 }
 
 
