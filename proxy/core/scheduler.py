@@ -419,9 +419,8 @@ class Scheduler:
         actions = self._expire(self.prefill_queue.take_expired(now_ns) + self.pool.expired(now_ns))
         # Before admissions: the prefiller may reuse blocks past their lease, and a rank that pulled
         # them would decode from another request's KV cache.
-        for number in dict.fromkeys(
-            self.pool.lapsed(now_ns) + unpaired(self.requests, self.prefillers.pairs)
-        ):
+        lost = self.pool.lapsed(now_ns) + unpaired(self.requests, self.prefillers.pairs)
+        for number in dict.fromkeys(lost):
             actions += self._lose_prefill(self.requests[number], PrefillLost(number))
         if self.intake.queues_all:
             # So that what needs no prefiller is in the pool when the policy decides.
@@ -445,9 +444,8 @@ class Scheduler:
         make_fleet = partial(self.ranks.fleet, self.ledger, self.config, policy.slots_beyond_batch)
         self.leases.judge(self.pool, now_ns)
         # These entries have left the pool, so each of them has to be bound.
-        for number, rank in decide(
-            policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail
-        ):
+        decided = decide(policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail)
+        for number, rank in decided:
             request = self.requests[number]
             request.move(_ADMIT)
             self._holdings.bind(request, rank)
