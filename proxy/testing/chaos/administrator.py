@@ -92,8 +92,8 @@ class Administrator:
     def begin(self, at_s: float) -> None:
         """Give all orders as planned; the plan's time 0 is `at_s` of the loop."""
         if self._orders:
-            for engine in self._part.fleet.engines:
-                self.promises.of(self._target(engine)).said = Said.PRESENT
+            for target in self._engines():
+                self.promises.of(target).said = Said.PRESENT
             loop = self._world.loop
             self._tasks = [loop.create_task(self._carry_out(one, at_s)) for one in self._orders]
             self._looking = loop.create_task(self._look())
@@ -111,6 +111,12 @@ class Administrator:
         """Hold the scheduler to the answered orders."""
         if self._orders and step.group == self._part.name and self._part.is_there:
             self.promises.saw(step)
+
+    def _engines(self) -> set[Target]:
+        """Return the engines about which nobody else gives orders; those of groups have others."""
+        if not any(one.kind in OF_ENGINES for one in self._orders):
+            return set()
+        return {self._target(one) for one in self._part.fleet.engines}
 
     async def _look(self) -> None:
         while True:
@@ -202,7 +208,7 @@ class Administrator:
 
     async def _take_all_back(self) -> None:
         """Have all engines there and awake, as they were before."""
-        engines = {self._target(one) for one in self._part.fleet.engines}
+        engines = self._engines()
         for _ in range(_TRIES):
             await self._begin_all("/wake_up")
             await self._begin_all("/resume")

@@ -107,7 +107,7 @@ def draw_orders(
     for _ in range(rng.choice([1, 2, 4, 8])):
         kind = rng.choice([one for one in OrderKind if not (of_all and one in OF_ENGINES)])
         role = rng.choice(list(Role))
-        engine = rng.randrange(engines[role is Role.DECODE])
+        engine = 0 if of_all else rng.randrange(engines[role is Role.DECODE])
         start_s = rng.uniform(0.0, span_s)
         if dying and rng.random() < _AT_FAULT:
             fault = rng.choice(dying)
