@@ -3,7 +3,8 @@
 Each part may be missing, and then costs nothing.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
 from balanceroute.proxy.core.events import Observer, Ticket
@@ -16,6 +17,8 @@ from balanceroute.proxy.core.ranks import Ranks
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+_Start = TypeVar("_Start")
 
 
 class Intake:
@@ -74,6 +77,10 @@ class Intake:
     def room(self, room: int, in_flight: int, ranks: Ranks) -> int:
         """Return how many of `room` requests may start."""
         return room if self.budget is None else min(room, self.budget.room(in_flight, ranks.open))
+
+    def let(self, starts: Iterable[_Start]) -> Iterable[_Start]:
+        """Return those of the starts that could be which may be."""
+        return () if self.held else starts
 
     def next_ns(self, waiting: int) -> int | None:
         """Return when a tick may let one of the waiting requests start; None for never."""

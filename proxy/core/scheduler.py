@@ -271,14 +271,12 @@ class Scheduler:
             return []
         # A tick may come too late for this.
         actions = self._expire(self.prefill_queue.take_due(now_ns))
-        if self.intake.held:
-            return actions
         # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         held = self.prefillers.prefilling + len(self.pool)
         self.prefillers.kv_capacity_tokens = self.leases.prefiller_kv_tokens
         room = self.intake.room(self.leases.room(held), held + len(self.ledger), self.ranks)
-        for request, prefiller in self.prefill_queue.start(room, now_ns):
+        for request, prefiller in self.intake.let(self.prefill_queue.start(room, now_ns)):
             self.intake.left_queue(request, now_ns)
             if prefiller is None:
                 self._to_pool(request, now_ns)
