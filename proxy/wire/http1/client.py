@@ -245,8 +245,7 @@ class Endpoint:
     async def _open_for(self, call: Call) -> None:
         addresses = self._addresses
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                connection = await self._connect_any()
+            connection = await self._connect_in_time()
         except TimeoutError:
             kind = WireFault.CONNECT_TIMEOUT if addresses.known else WireFault.NO_ADDRESS
             addresses.invalidate()
@@ -265,6 +264,22 @@ class Endpoint:
             self._begin(connection, call)
         else:
             call.fail(WireFault.RESET, f"{self.name} closed the connection at once")
+
+    async def _connect_in_time(self) -> ClientConnection:
+        """Connect; raise TimeoutError if that takes too long.
+
+        In two halves: timers come before what is to be read, so that after a standstill of this process
+        a connection that the engine took long ago would be overdue. Between the halves it is seen.
+        """
+        half_s = self._connect_timeout_s / 2
+        async with asyncio.timeout(None) as limit:
+            half = self._loop.call_later(
+                half_s, lambda: limit.reschedule(self._loop.time() + half_s)
+            )
+            try:
+                return await self._connect_any()
+            finally:
+                half.cancel()
 
     async def _connect_any(self) -> ClientConnection:
         """Connect to the first address that accepts."""

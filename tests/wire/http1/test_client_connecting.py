@@ -1,9 +1,10 @@
 """Connecting to engines: what comes of it before a request was sent."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from ssl import create_default_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -143,6 +144,39 @@ def test_a_call_aborted_while_its_connection_opens_is_forgotten(
             monkeypatch.setattr(ClientConnection, "connection_made", leave)
             await made.wait()
             await until(lambda: raw.endpoint.connections == 0)
+
+    run(main())
+
+
+def test_a_connection_that_was_taken_during_a_standstill_is_in_time(run: "Run") -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        connect, served = loop.create_connection, asyncio.Event()
+
+        async def connect_and_stand_still(*words: Any, **options: Any) -> Any:
+            connecting = loop.create_task(connect(*words, **options))
+            loop.call_soon(time.sleep, 0.3)  # In the turn in which it begins.
+            return await connecting
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(OK)
+            await reader.read()
+            writer.close()
+            served.set()
+
+        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        endpoint = Endpoint("127.0.0.1", port, connect_timeout_s=0.2)
+        loop.create_connection = connect_and_stand_still  # type: ignore[method-assign]
+        handler = await exchange(endpoint)
+        assert handler.error is None
+        assert handler.body == b"ok"
+        endpoint.close()
+        await until(lambda: endpoint.connections == 0)
+        await served.wait()
+        listener.close()
+        await listener.wait_closed()
 
     run(main())
 
