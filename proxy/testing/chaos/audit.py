@@ -201,6 +201,15 @@ def excused_names(plan: Plan, part: Part) -> set[str]:
     return {one.request_id.partition("-")[2] for one in misreads}
 
 
+def may_be_killed(told: "Sequence[RequestRecord]", *, sent: int) -> bool:
+    """Return whether the process of a request that was `sent` so often by its id may have been killed.
+
+    Nobody tells what came in between then, or which seed it had; and of several that repeat an id nobody
+    tells which one was killed.
+    """
+    return len(told) < sent or any(one.outcome is Outcome.INTERNAL_ERROR for one in told)
+
+
 async def audit_answers(
     judge: Judging,
     clients: Sequence[Client],
@@ -220,8 +229,7 @@ async def audit_answers(
         answers = zip(client.visit.requests, client.answers, strict=True)
         for request, received in islice(answers, client.sent):
             told = records.get(request.request_id, [])
-            # Of one whose process was killed nobody tells what came in between, or which seed it had.
-            killed = all(one.outcome is Outcome.INTERNAL_ERROR for one in told)
+            killed = may_be_killed(told, sent=names[request.request_id])
             reworded = killed or any(
                 one.recomputes
                 or one.resumes
