@@ -110,7 +110,7 @@ class Histogram:
         """Return the cumulated buckets, each with its upper end as text, and the sum."""
         counts, total, _ = self.counted()
         bounds = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
-        return list(zip(bounds, accumulate(map(float, counts)), strict=True)), total
+        return list(zip(bounds, accumulate(counts), strict=True)), total
 
 
 class Totals:
