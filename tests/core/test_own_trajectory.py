@@ -29,10 +29,10 @@ from balanceroute.traces import TraceRequest
 PROMPT = 100
 
 
-def build(outputs: dict[int, int]) -> OwnTrajectory:
-    """Return the policy of two ranks that knows these outputs."""
+def build(outputs: dict[int, int], *, ranks: int = 2) -> OwnTrajectory:
+    """Return the policy of some ranks that knows these outputs."""
     oracle = Oracle({RequestId(number): tokens for number, tokens in outputs.items()})
-    inputs = PolicyInputs(2, 4, PolicySettings(), random.Random(1), oracle)
+    inputs = PolicyInputs(ranks, 4, PolicySettings(), random.Random(1), oracle)
     policy = make_policy("br-h", inputs)
     assert isinstance(policy, OwnTrajectory)
     return policy
@@ -79,6 +79,18 @@ def test_without_skill_the_oldest_goes_first() -> None:
     see_leave(policy, 500)
     assignments = policy.dispatch(fleet([0, 0], [1, 1]), pooled(1, 2, 3), 0)
     assert [one.request for one in assignments] == [1, 2]
+
+
+def test_a_fleet_of_one_rank_is_asked_for_no_prediction_while_all_fits() -> None:
+    policy = build({1: 10, 2: 3_000, 3: 500}, ranks=1)
+    see_leave(policy, 500)
+    ask = Mock(wraps=policy._curves.ask)
+    policy._curves.ask = ask  # type: ignore[method-assign]
+    assignments = policy.dispatch(fleet([0], [3]), pooled(1, 2, 3), 0)
+    assert sorted(one.request for one in assignments) == [1, 2, 3]
+    ask.assert_not_called()
+    assert [one.request for one in policy.dispatch(fleet([0], [1]), pooled(1, 2, 3), 0)] == [1]
+    ask.assert_called_once()
 
 
 def test_a_rank_that_empties_soon_takes_the_long_request() -> None:

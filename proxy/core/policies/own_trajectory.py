@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from balanceroute.proxy.core.curves import Curves
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
+from balanceroute.proxy.core.policies.two_stage.only_rank import fill_only_rank
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.skill import Skill
@@ -92,6 +93,12 @@ class OwnTrajectory:
         free = fleet.free_slots > 0
         if not free.any():
             return []
+        if len(free) == 1:
+            # Nothing is chosen. Where ranks are, each admission shows what its prediction was worth.
+            forced = fill_only_rank(fleet, pool, now_ns)
+            if forced is not None:
+                self._on_stage("stage_1")
+                return forced
         factor = self.slots.fit()
         if factor != 1.0:
             self._made_at[:] = -1
