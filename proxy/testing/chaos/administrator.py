@@ -177,7 +177,8 @@ class Administrator:
 
     async def _abort_some(self, rng: random.Random) -> None:
         ids = [one.record.request_id for one in self._sessions().values()]
-        await self._abort(rng.sample(ids, min(len(ids), rng.randint(1, 3))))
+        if ids:  # No ids stand for all.
+            await self._abort(rng.sample(ids, min(len(ids), rng.randint(1, 3))))
 
     async def _contradict_pause(self, rng: random.Random) -> None:
         stops = [partial(self._stop_all, path) for path in ("/pause", "/sleep")]
@@ -263,7 +264,7 @@ class Administrator:
             sessions = {n: one for n, one in sessions.items() if one.record.request_id in ids}
         order = {} if ids is None else {"request_ids": ids}
         answer = await self._say("POST", "/abort_requests", order, frozenset({200, 502}))
-        if answer is not None and ids != []:
+        if answer is not None:
             self._must_go(sessions, driver)
 
     # Orders about one engine.
