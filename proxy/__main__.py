@@ -14,22 +14,22 @@ from balanceroute.topologies import TopologyError
 from balanceroute.traces import TraceError
 
 # Each is a module of `balanceroute.proxy.cli` with an `add_parser`, with _ for -; in the order of the
-# help.
+# help: to serve a fleet, to measure it, to try without engines, to learn.
 COMMANDS = (
-    "simulate",
-    "replay",
     "serve",
-    "up",
-    "drain",
     "topology",
+    "drain",
+    "hash-key",
+    "audit",
+    "advise",
+    "validate",
+    "up",
     "emulate",
+    "replay",
+    "simulate",
     "train",
     "evaluate",
     "model-router",
-    "validate",
-    "audit",
-    "advise",
-    "hash-key",
 )
 
 

@@ -70,6 +70,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "advise",
         help="what bounds a fleet, and how many engines of each role it needs",
+        usage="%(prog)s --decode URL [URL ...] --prefill URL [URL ...] [option ...]\n"
+        "       %(prog)s --proxy URL [option ...]\n"
+        "       %(prog)s --trace FILE [option ...]",
         description=f"{__doc__} From a running fleet (--decode and --prefill, or --proxy): how many its "
         "present load needs. From --trace, in simulation: likewise for --prefill-servers and --ranks, or "
         "with --ttft-p99 and --tpot-p95 the smallest fleet that keeps them. Nothing is sent to a model.",

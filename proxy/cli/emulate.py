@@ -174,6 +174,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "emulate",
         help="serve emulated engines: prefillers, and decode ranks with one barrier",
+        usage="%(prog)s [option ...]",
         description=__doc__,
     )
     parser.set_defaults(run=run)

@@ -130,6 +130,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "replay",
         help="replay a trace over HTTP against an OpenAI-compatible endpoint",
+        usage="%(prog)s --target URL (--trace FILE | --mix FILE) [option ...]",
         description=__doc__,
     )
     parser.set_defaults(run=run)

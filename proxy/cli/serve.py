@@ -22,9 +22,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "serve",
         help="route requests to prefill and decode engines",
+        usage="%(prog)s --prefill URL [URL ...] --decode URL [URL ...] [option ...]\n"
+        "       %(prog)s --discover SOURCE [SOURCE ...] [option ...]\n"
+        "       %(prog)s --topology FILE [option ...]",
         description=__doc__,
         epilog="Times are in seconds. A topology names the engines, the connector and the models; "
-        "every other flag can stand in its [proxy] table, with underscores. A flag goes before the "
+        "every other flag can stand in its [proxy] table, with underscores. A flag overrides the "
         "file.",
     )
     parser.set_defaults(run=run)

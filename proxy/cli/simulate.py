@@ -118,6 +118,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "simulate",
         help="replay a trace through the policies in virtual time",
+        usage="%(prog)s (--trace FILE | --mix FILE) [option ...]",
         description=__doc__,
     )
     parser.set_defaults(run=run)

@@ -38,6 +38,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "up",
         help="start a topology's emulated engines and serve in front of them",
+        usage="%(prog)s TOPOLOGY [option ...]",
         description=__doc__,
     )
     parser.set_defaults(run=run)
