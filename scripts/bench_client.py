@@ -6,6 +6,7 @@ Prints one JSON object: what was received, what was wrong, and how long it took.
 import argparse
 import asyncio
 import json
+import random
 import re
 import time
 from typing import Any, cast
@@ -19,21 +20,12 @@ class Load:
     """What all connections share."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.tokens = arguments.tokens
         self.left = arguments.requests
         self.stream = arguments.tokens > 0
-        body = {
-            "model": "bench",
-            "prompt": "t" * arguments.prompt_bytes,
-            "max_tokens": max(1, arguments.tokens),
-        }
-        if self.stream:
-            body["stream"] = True
-        payload = json.dumps(body).encode()
-        self.request = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%b" % (len(payload), payload)
-        )
+        self._tokens: int = arguments.tokens
+        self._mixed = random.Random(0) if arguments.mixed else None
+        self._prompt = "t" * arguments.prompt_bytes
+        self._requests: dict[int, bytes] = {}
         self.running = 0
         self.events = 0
         self.errors = 0
@@ -42,13 +34,29 @@ class Load:
         self.first_ns: list[int] = []
         self.done = asyncio.get_running_loop().create_future()
 
-    def next(self) -> bool:
-        """Take one request, if any is left."""
+    def next(self) -> int | None:
+        """Take one request, if any is left; return its tokens."""
         if self.left == 0:
-            return False
+            return None
         self.left -= 1
         self.running += 1
-        return True
+        if self._mixed is None:
+            return self._tokens
+        return self._mixed.randrange(1, 2 * self._tokens)
+
+    def request(self, tokens: int) -> bytes:
+        """Return what is sent for so many tokens."""
+        if tokens not in self._requests:
+            body = {"model": "bench", "prompt": self._prompt, "max_tokens": max(1, tokens)}
+            if self.stream:
+                body["stream"] = True
+            payload = json.dumps(body).encode()
+            self._requests[tokens] = (
+                b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+                b"content-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(payload), payload)
+            )
+        return self._requests[tokens]
 
     def ended(self, *, well: bool) -> None:
         """Count one request that is over."""
@@ -67,6 +75,7 @@ class Connection(asyncio.Protocol):
         self._head = b""
         self._tail = b""
         self._left = 0  # Of a body with a length.
+        self._tokens = 0
         self._seen = 0
         self._sent_ns = 0
         self._last_ns = 0  # When the last event came.
@@ -126,7 +135,7 @@ class Connection(asyncio.Protocol):
             place = match.end()
         self._tail = data[max(place, len(data) - 256) :]
         if self._tail.endswith(b"0\r\n\r\n"):
-            if self._seen != self._load.tokens or b"[DONE]" not in self._tail:
+            if self._seen != self._tokens or b"[DONE]" not in self._tail:
                 self._load.errors += 1
             self._end(now_ns)
 
@@ -139,13 +148,14 @@ class Connection(asyncio.Protocol):
 
     def _send(self) -> None:
         assert self._transport is not None
-        if not self._load.next():
+        tokens = self._load.next()
+        if tokens is None:
             self._transport.close()
             return
-        self._busy = True
+        self._busy, self._tokens = True, tokens
         self._head, self._tail, self._left, self._seen = b"", b"", 0, 0
         self._sent_ns = time.monotonic_ns()
-        self._transport.write(self._load.request)
+        self._transport.write(self._load.request(tokens))
 
 
 async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -198,6 +208,11 @@ def main() -> None:
     parser.add_argument("--opened-per-s", type=float, default=0.0, help="0: all at once")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=0, help="0: one token, not streamed")
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="lengths between 1 and twice --tokens, as many on average",
+    )
     parser.add_argument("--prompt-bytes", type=int, default=64)
     print(json.dumps(uvloop.run(_run(parser.parse_args()))), flush=True)
 

@@ -1,16 +1,19 @@
 """The cheapest engine that speaks the PD protocol, for benchmarks of proxies.
 
-One process is prefiller and decode engine. All streams emit one event per step, at the same time, as
-the ranks of a data-parallel fleet do; each event carries its number and the time it was sent
-(CLOCK_MONOTONIC, which all processes of a machine share), so that a client can check the order and
-measure the transit.
+One process is the prefiller and all decode ranks, each on a port of its own: it prints the prefiller's,
+then theirs. All streams emit one event per step, at the same time, as the ranks of a data-parallel fleet
+do; each event carries its number and the time it was sent (CLOCK_MONOTONIC, which all processes of a
+machine share), so that a client can check the order and measure the transit. A stream that finds no free
+slot on its rank waits for one.
 """
 
 import argparse
 import asyncio
 import json
 import time
-from typing import cast
+from collections import deque
+from functools import partial
+from typing import NamedTuple, cast
 
 import httptools
 import uvloop
@@ -63,49 +66,95 @@ _TOTAL = (
 _DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-class Engine:
-    """The streams, and the step that all of them share."""
+class Stream(NamedTuple):
+    """What a client wants.
 
-    def __init__(self, step_s: float) -> None:
+    Attributes:
+        connection: The client's.
+        tokens: As many events are sent.
+        usage: Whether each event tells of it.
+    """
+
+    connection: "Connection"
+    tokens: int
+    usage: bool
+
+
+class Rank:
+    """The streams of one rank."""
+
+    def __init__(self, slots: int | None) -> None:
+        self._slots = slots
+        self._waiting: deque[Stream] = deque()
+        self._running: dict[Connection, tuple[Stream, int]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no stream."""
+        return not self._running
+
+    def add(self, stream: Stream) -> None:
+        """Send the first event of a stream, the others step by step, once a slot is free."""
+        if len(self._running) == self._slots:
+            self._waiting.append(stream)
+            return
+        self._send(stream, 0)
+        if stream.tokens > 1:
+            self._running[stream.connection] = stream, 1
+
+    def remove(self, connection: "Connection") -> None:
+        """Stop streaming to a connection that is gone."""
+        if self._running.pop(connection, None) is not None:
+            self._fill()
+        elif self._waiting:
+            self._waiting = deque(one for one in self._waiting if one.connection != connection)
+
+    def step(self) -> None:
+        """Send one event of each stream."""
+        for connection, (stream, sent) in list(self._running.items()):
+            self._send(stream, sent)
+            if sent + 1 == stream.tokens:
+                del self._running[connection]
+            else:
+                self._running[connection] = stream, sent + 1
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) != self._slots:
+            self.add(self._waiting.popleft())
+
+    def _send(self, stream: Stream, number: int) -> None:
+        last = number + 1 == stream.tokens
+        told = _USAGE % (17 + number, 1 + number) if stream.usage else b""
+        finish = b'"length"' if last else b"null"
+        event = _EVENT % (number, time.monotonic_ns(), finish, told)
+        chunk = b"%x\r\n%b\r\n" % (len(event), event)
+        if last and stream.usage:
+            total = _TOTAL % (17 + number, 1 + number)
+            chunk += b"%x\r\n%b\r\n" % (len(total), total)
+        stream.connection.send(chunk + _DONE if last else chunk)
+
+
+class Engine:
+    """All ranks, and the step that they share."""
+
+    def __init__(self, step_s: float, ranks: int, slots: int | None) -> None:
         self.step_s = step_s
-        self._streams: dict[Connection, tuple[int, int, bool]] = {}
+        self.ranks = [Rank(slots) for _ in range(ranks)]
         self._stepping = False
 
-    def add(self, connection: "Connection", tokens: int, *, usage: bool) -> None:
-        """Stream `tokens` events to a connection, from the next step on, with usage in each or not."""
-        last = tokens == 1
-        self._send(connection, 0, last=last, usage=usage)
-        if last:
-            return
-        self._streams[connection] = (1, tokens, usage)
-        if not self._stepping:
+    def add(self, rank: Rank, stream: Stream) -> None:
+        """Have a rank send a stream."""
+        rank.add(stream)
+        if not self._stepping and not rank.idle:
             self._stepping = True
             loop = asyncio.get_running_loop()
             loop.call_later(self.step_s, self._step, loop.time() + self.step_s)
 
-    def remove(self, connection: "Connection") -> None:
-        """Stop streaming to a connection that is gone."""
-        self._streams.pop(connection, None)
-
-    def _send(self, connection: "Connection", number: int, *, last: bool, usage: bool) -> None:
-        told = _USAGE % (17 + number, 1 + number) if usage else b""
-        finish = b'"length"' if last else b"null"
-        event = _EVENT % (number, time.monotonic_ns(), finish, told)
-        chunk = b"%x\r\n%b\r\n" % (len(event), event)
-        if last and usage:
-            total = _TOTAL % (17 + number, 1 + number)
-            chunk += b"%x\r\n%b\r\n" % (len(total), total)
-        connection.send(chunk + _DONE if last else chunk)
-
     def _step(self, due_s: float) -> None:
-        for connection, (sent, tokens, usage) in list(self._streams.items()):
-            last = sent + 1 == tokens
-            self._send(connection, sent, last=last, usage=usage)
-            if last:
-                del self._streams[connection]
-            else:
-                self._streams[connection] = (sent + 1, tokens, usage)
-        self._stepping = bool(self._streams)
+        for rank in self.ranks:
+            rank.step()
+        self._stepping = not all(rank.idle for rank in self.ranks)
         if self._stepping:
             loop = asyncio.get_running_loop()
             due_s = max(loop.time(), due_s + self.step_s)
@@ -115,8 +164,9 @@ class Engine:
 class Connection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, rank: Rank) -> None:
         self._engine = engine
+        self._rank = rank
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
         self._path = b""
@@ -128,7 +178,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
-        self._engine.remove(self)
+        self._rank.remove(self)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -166,7 +216,8 @@ class Connection(asyncio.Protocol):
             digits = squeezed[begin : begin + 8]
             tokens = int(digits[: next(i for i, c in enumerate(digits) if c not in b"0123456789")])
             self.send(_HEAD)
-            self._engine.add(self, tokens, usage=b'"continuous_usage_stats":true' in squeezed)
+            usage = b'"continuous_usage_stats":true' in squeezed
+            self._engine.add(self._rank, Stream(self, tokens, usage))
         else:
             self._answer(_ANSWER)
 
@@ -179,10 +230,11 @@ class Connection(asyncio.Protocol):
 
 async def _serve(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
-    engine = Engine(arguments.step_ms / 1e3)
+    engine = Engine(arguments.step_ms / 1e3, arguments.ranks, arguments.slots)
+    # The prefiller answers at once, so it needs none of its own.
     servers = [
-        await loop.create_server(lambda: Connection(engine), "127.0.0.1", 0, backlog=4096)
-        for _ in range(2)
+        await loop.create_server(partial(Connection, engine, rank), "127.0.0.1", 0, backlog=4096)
+        for rank in (engine.ranks[0], *engine.ranks)
     ]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
     await asyncio.Event().wait()
@@ -191,4 +243,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="decode ranks")
+    parser.add_argument(
+        "--slots", type=int, metavar="N", help="streams at a time on each (default: no limit)"
+    )
     uvloop.run(_serve(parser.parse_args()))

@@ -23,7 +23,18 @@ sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
 from loads import Load, loads, measure
 from processes import on_cores
 from table import report
-from targets import KNOWN, Engine, Target, checkout, engine, interpreter, router, several, targets
+from targets import (
+    KNOWN,
+    Engine,
+    Target,
+    checkout,
+    engine,
+    interpreter,
+    positive,
+    router,
+    several,
+    targets,
+)
 
 __all__ = ["Load", "loads", "main"]
 
@@ -46,11 +57,11 @@ def main() -> int:
     if arguments.no_router or (arguments.against is not None and not arguments.router):
         routers = []
     flags = ["--policy", arguments.policy, "--predictor", arguments.predictor]
-    flags += ["--batch", "2048", "--pool-limit", "4096"]
+    flags += ["--batch", str(arguments.slots), "--pool-limit", "4096"]
     with (
         tempfile.TemporaryDirectory(prefix="bench-proxy-") as logs,
         on_cores(others),
-        engine(_STEP_MS) as behind,
+        engine(_STEP_MS, ranks=arguments.ranks, slots=arguments.slots) as behind,
         on_cores(own),
         targets(
             behind,
@@ -66,7 +77,7 @@ def main() -> int:
         on_cores(others),
     ):
         rows = _run(plan, all_targets, behind, repeats)
-    report(rows, plan, policy=arguments.policy)
+    report(rows, plan, policy=arguments.policy, ranks=arguments.ranks, slots=arguments.slots)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return int(any(row["errors"] for row in rows))
@@ -77,16 +88,42 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--policy", default="br-h", help="of balanceroute (default: br-h)")
     parser.add_argument("--predictor", default="survival", help="of br-h (default: survival)")
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="decode ranks (default: 1, where nothing is chosen)",
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="streams at a time on each rank; others wait, in balanceroute's pool or in the engine "
+        "(default: 2048, room for every load)",
+    )
     parser.add_argument("--quick", action="store_true", help="a quarter of the load, 2 repeats")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="run the proxies on the first core, the engine and the clients on the others",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
+    _add_targets(parser)
+    return parser
+
+
+def _add_targets(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router",
         type=router,
         action="append",
         metavar="NAME[=COMMAND]",
         help=f"a router to compare with: {', '.join(KNOWN)}, or any other one by its command, in which "
-        "{port}, {metrics_port}, {prefill} and {decode} stand for ports and URLs; may be given more "
-        "than once (default: vllm-router)",
+        "{port}, {metrics_port}, {prefill} and {decode} stand for ports and URLs, and a word with {decode} "
+        "is repeated for each rank; may be given more than once (default: vllm-router)",
     )
     parser.add_argument("--no-router", action="store_true", help="without any other router")
     parser.add_argument(
@@ -124,13 +161,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TREE",
         help="another checkout of this repository, whose proxy is compared instead of vllm-router",
     )
-    parser.add_argument(
-        "--pin",
-        action="store_true",
-        help="run the proxies on the first core, the engine and the clients on the others",
-    )
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
-    return parser
 
 
 def _run(

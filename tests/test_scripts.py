@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median, stdev
+from unittest.mock import Mock
 
 import pytest
 from tests.script import ROOT, script
@@ -166,8 +167,9 @@ def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
         (("--against", str(ROOT)), f"proxy of {ROOT.name}"),
         (("--no-router", "--python", sys.executable), f"Python {platform.python_version()}"),
         (
+            # Of four streams two find no slot: they wait in the pool, or in the engine.
             (
-                "--router",
+                *("--ranks", "2", "--slots", "1", "--router"),
                 f"another={sys.executable} -m balanceroute.proxy serve --port {{port}} --no-admin "
                 "--log none --prefill {prefill} --decode {decode}",
             ),
@@ -200,6 +202,21 @@ def test_the_proxy_bench_measures_and_checks_every_event(
         assert errors == "0"
         assert bool(proxy) == bool(rss) == bool(share) == (name != "direct")
         assert ratio.count("to") <= (name not in ("balanceroute", "direct"))
+
+
+def test_a_stream_of_the_bench_engine_waits_for_a_slot() -> None:
+    module = script("bench_engine")
+    rank = module.Rank(1)
+    first, second, third, gone = (Mock(rank=rank) for _ in range(4))
+    for connection, tokens in ((first, 2), (gone, 9), (second, 2), (third, 1)):
+        rank.add(module.Stream(connection, tokens, False))
+    rank.remove(gone)
+    events = []
+    for _ in range(3):
+        events.append([one.send.call_count for one in (first, second, third, gone)])
+        rank.step()
+    assert events == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0]]
+    assert rank.idle
 
 
 def test_the_bench_of_isolation_tells_by_what_gaps_grow(

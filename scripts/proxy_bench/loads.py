@@ -33,16 +33,17 @@ def loads(*, quick: bool) -> list[Load]:
     """Return the loads."""
     part = 4 if quick else 1
 
-    def of(name: str, unit: str, latency: str, **flags: int) -> Load:
+    def of(name: str, unit: str, latency: str, *more: str, **flags: int) -> Load:
         words = [(f"--{key.replace('_', '-')}", str(value)) for key, value in flags.items()]
-        return Load(name, tuple(word for pair in words for word in pair), unit, latency)
+        return Load(name, (*(word for pair in words for word in pair), *more), unit, latency)
 
     def streams(count: int, tokens: int) -> Load:
         flags = {"connections": count, "requests": count, "tokens": tokens // part}
         return of(f"{count:,} streams", "events", "transit_us", **flags)
 
-    def requests(name: str, connections: int, count: int, **flags: int) -> Load:
-        return of(name, "requests", "first_us", connections=connections, requests=count, **flags)
+    def requests(name: str, connections: int, count: int, *more: str, **flags: int) -> Load:
+        flags |= {"connections": connections, "requests": count}
+        return of(name, "requests", "first_us", *more, **flags)
 
     return [
         streams(256, 200),
@@ -51,6 +52,8 @@ def loads(*, quick: bool) -> list[Load]:
         # What relays cost where it matters: with many in flight their wake-ups are shared.
         requests("1 token, 64 in flight", 64, 6000 // part),
         requests("1 token, streamed", 1, 2000 // part, tokens=1),
+        # Streams end and begin with every step, as in a fleet that is in use.
+        requests("20 tokens, 256 in flight", 256, 3072 // part, "--mixed", tokens=20),
         requests("1 MiB prompt", 2, 120 // part, prompt_bytes=1 << 20),
         requests("burst of 1,024", 1024, 1024),
     ]

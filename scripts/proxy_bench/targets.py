@@ -51,16 +51,37 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine of all targets: one process, prefiller and decode engine."""
+    """The engine of all targets: one process, prefiller and decode ranks.
+
+    Attributes:
+        prefill: The prefiller's port.
+        decode: A port of each rank.
+        process: All of them.
+    """
 
     prefill: int
-    decode: int
+    decode: tuple[int, ...]
     process: Process
 
     @property
-    def urls(self) -> list[str]:
-        """The URLs of its two ports."""
-        return [f"http://127.0.0.1:{port}" for port in (self.prefill, self.decode)]
+    def prefill_url(self) -> str:
+        """The prefiller's URL."""
+        return _url(self.prefill)
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """The URLs of the ranks."""
+        return list(map(_url, self.decode))
+
+    @property
+    def direct(self) -> "Target":
+        """Its ranks as a target, with equal shares of the load."""
+        first, *others = (Target(DIRECT, port, None) for port in self.decode)
+        return Target(DIRECT, first.port, None, tuple(others))
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +90,8 @@ class Router:
 
     Attributes:
         name: For the table.
-        command: With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs.
+        command: With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs. A
+            word with {decode} is repeated for each rank.
         package: What to install for it, if its program is not there.
     """
 
@@ -82,7 +104,7 @@ KNOWN = {
     "vllm-router": Router(
         "vllm-router",
         "vllm-router --vllm-pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
-        "--decode {decode} --kv-connector nixl --policy round_robin --prometheus-port {metrics_port} "
+        "--decode={decode} --kv-connector nixl --policy round_robin --prometheus-port {metrics_port} "
         "--log-level info",
         "vllm-router==0.1.17",
     ),
@@ -90,7 +112,7 @@ KNOWN = {
     "smg": Router(
         "smg",
         "smg launch --pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
-        "--decode {decode} --policy round_robin --prometheus-port {metrics_port} --log-level info",
+        "--decode={decode} --policy round_robin --prometheus-port {metrics_port} --log-level info",
         "smg==1.13.0",
     ),
 }
@@ -126,22 +148,33 @@ def interpreter(text: str) -> Path:
     return Path(text)
 
 
+def positive(text: str) -> int:
+    """Return an integer of at least 1."""
+    return _at_least(1, text)
+
+
 def several(text: str) -> int:
-    """Return a number of processes above one."""
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 2")
+    """Return an integer of at least 2."""
+    return _at_least(2, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least {least}")
     return int(text)
 
 
 @contextmanager
-def engine(step_ms: float) -> Iterator[Engine]:
-    """Run the engine."""
+def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Iterator[Engine]:
+    """Run the engine, with so many decode ranks, each of so many streams at a time."""
     command = [sys.executable, str(ROOT / "scripts" / "bench_engine.py")]
-    command += ["--step-ms", str(step_ms)]
+    command += ["--step-ms", str(step_ms), "--ranks", str(ranks)]
+    if slots is not None:
+        command += ["--slots", str(slots)]
     with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
         assert process.stdout is not None
-        prefill, decode = map(int, process.stdout.readline().split())
-        yield Engine(prefill, decode, process)
+        prefill, *decode = map(int, process.stdout.readline().split())
+        yield Engine(prefill, tuple(decode), process)
 
 
 @contextmanager
@@ -201,7 +234,7 @@ def targets(
             proxy = balanceroute("traces on", engine, traced, ROOT / ".src", logs / "traces")
             found.append(stack.enter_context(proxy))
         found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
-        yield [*found, Target(DIRECT, engine.decode, None)]
+        yield [*found, engine.direct]
 
 
 @contextmanager
@@ -241,7 +274,7 @@ def balanceroute(
     command = [str(python or sys.executable), "-m", "balanceroute.proxy", "serve"]
     command += ["--port", "0", "--no-admin"]
     command += ["--log", str(log), *flags]
-    command += ["--prefill", engine.urls[0], "--decode", engine.urls[1]]
+    command += ["--prefill", engine.prefill_url, "--decode", *engine.decode_urls]
     environment = os.environ | {"PYTHONPATH": str(source)}
     with ended(
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -261,9 +294,12 @@ def version(python: Path) -> str:
 def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
     """Run another router, until it answers a request as it should."""
     port = free_port()
-    prefill, decode = engine.urls
-    places = {"port": port, "metrics_port": free_port(), "prefill": prefill, "decode": decode}
-    program, *words = [word.format(**places) for word in shlex.split(one.command)]
+    places = {"port": port, "metrics_port": free_port(), "prefill": engine.prefill_url}
+    program, *words = [
+        word.format(**places, decode=url)
+        for word in shlex.split(one.command)
+        for url in (engine.decode_urls if "{decode}" in word else engine.decode_urls[:1])
+    ]
     if one.package:
         program = str(installed(one))
     with (
