@@ -19,8 +19,8 @@ from balanceroute.proxy.live.openai.usage import USAGE
 # As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
 _PLACE = b'],"usage":{"prompt_tokens":'
 _COUNT = b'"completion_tokens":'
-_END = b"}}\n\n"
-_BRACE = 0x7D
+# What stands behind it; vLLM 0.33 has a member there, which is null in all events but the last.
+_BEHIND = (b"}\n\n", b',"kv_transfer_params":null}\n\n')
 # As any engine may write it.
 _MEMBER = re.compile(
     rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
@@ -91,7 +91,7 @@ class TokenCounts:
         self.asked = asked
         self._hide_each = asked.hide_each
         self._tokens = 0
-        self._counted = b""  # The last event with a count that was not read yet.
+        self._counted = b""  # The last usage with a count that was not read yet.
 
     def read_tokens(self) -> int:
         """Return the tokens so far. An event without a count is one."""
@@ -99,16 +99,17 @@ class TokenCounts:
             # Read only now: a step clock looks less often than events come.
             _, _, behind = self._counted.rpartition(_COUNT)
             self._counted = b""
-            self._record_count(behind.removesuffix(_END).partition(b",")[0])
+            self._record_count(behind.partition(b",")[0])
         return self._tokens
 
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
-        begin = event.rfind(_PLACE)
-        if begin < 0 or event[-4:] != _END or _BRACE in event[begin:-4]:
+        before, place, usage = event.rpartition(_PLACE)
+        usage, _, behind = usage.partition(b"}")
+        if not place or behind not in _BEHIND:
             return self._count_slow(event)
-        self._counted = event
-        return event[: begin + 1] + b"}\n\n" if self._hide_each else event
+        self._counted = usage
+        return before + b"]" + behind if self._hide_each else event
 
     def hide(self, event: bytes) -> bytes:
         """Return what of an event without tokens is the client's."""

@@ -24,7 +24,10 @@ _PROMPT = re.compile(rb'"prompt_token_ids":\s*+\[([^\[\]]*+)\]')
 _END = b"}\n\n"
 # What stands between a text and its ids in an event that goes on, as vLLM writes it.
 _CHAT = b'"},"logprobs":null,"finish_reason":null,"token_ids":['
-_COMPLETION = b'","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":['
+_COMPLETION = (
+    b'","logprobs":null,"finish_reason":null,"stop_reason":null,"prompt_token_ids":null,'
+    b'"token_ids":['
+)
 _QUOTE, _COMMA = b'",'
 # As any engine may write them.
 _MEMBER = re.compile(rb'("(?:prompt_)?token_ids":\s*+)\[[\d,\s]*+\]')

@@ -23,7 +23,7 @@ from tests.live.stream_client import (
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.openai.token_counts import CountsAsked, ask_for_counts
+from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
 
 # What is asked.
 
@@ -181,6 +181,44 @@ def test_a_text_that_looks_like_a_count_is_the_clients() -> None:
     client = Client(counts=counts()).answer(chunk(text), chunk(text, **usage(3)))
     assert client.received == chunk(text) + chunk(text)
     assert client.tokens == 3
+
+
+class Quick(TokenCounts):
+    """Counts what it need not search."""
+
+    def _count_slow(self, event: bytes) -> bytes:
+        raise AssertionError(event)
+
+
+COUNTED = b'],"usage":{"prompt_tokens":3,"total_tokens":%d,"completion_tokens":%d%b}'
+LAST = b'data: {"choices":[{"text":"a","finish_reason":null}'
+
+
+@pytest.mark.parametrize("details", [b"", b',"completion_tokens_details":null'])
+@pytest.mark.parametrize("more", [b"", b',"kv_transfer_params":null'])
+def test_each_end_that_vllm_writes_is_counted_without_a_search(more: bytes, details: bytes) -> None:
+    """`kv_transfer_params` stands in every event of vLLM 0.33."""
+    wanted = asked()
+    assert wanted is not None
+    quick, slow = Quick(wanted), TokenCounts(wanted)
+    for tokens in (1, 2, 5):
+        event = LAST + COUNTED % (3 + tokens, tokens, details) + more + b"}\n\n"
+        assert quick.take(event) == LAST + b"]" + more + b"}\n\n"
+        spaced = event.replace(b'"usage":', b'"usage": ')
+        assert slow.take(spaced) == LAST + b"]" + more + b"}\n\n"
+        assert quick.read_tokens() == slow.read_tokens() == tokens
+
+
+@pytest.mark.parametrize("more", [b',"kv_transfer_params":{"a":1}', b',"b":1', b" "])
+def test_any_other_end_is_searched(more: bytes) -> None:
+    wanted = asked()
+    assert wanted is not None
+    event = LAST + COUNTED % (5, 2, b"") + more + b"}\n\n"
+    with pytest.raises(AssertionError):
+        Quick(wanted).take(event)
+    counts = TokenCounts(wanted)
+    assert counts.take(event) == LAST + b"]" + more + b"}\n\n"
+    assert counts.read_tokens() == 2
 
 
 def test_spaces_and_details_do_not_hide_a_count() -> None:

@@ -109,6 +109,20 @@ def test_the_quick_way_takes_text_with_one_id_alone() -> None:
     assert ids.kept == b"7"
 
 
+@pytest.mark.parametrize("event", [chat, completion])
+def test_the_quick_way_takes_the_events_of_each_vllm(event: Callable[[str, bytes], bytes]) -> None:
+    """`weight_versions` and `kv_transfer_params` came with vLLM 0.33."""
+    ids = TokenIds()
+    read(ids, ROLE if event is chat else completion("x", b"[1]", b"[1,22,333]"))
+    for text in (" a", " b"):
+        assert ids.take_text(event(text, b"[7]")) == event(text, b"null")
+        newer = event(text, b"[8]").replace(
+            b"}]}", b',"weight_versions":null}],"kv_transfer_params":null}'
+        )
+        assert ids.take_text(newer) == newer.replace(b"[8]", b"null")
+    assert ids.kept.endswith(b"7,8,7,8")
+
+
 def test_ids_count_up_to_the_last_event_with_text() -> None:
     ids = TokenIds()
     read(ids, ROLE, chat(" a", b"[7]"), chat("", b"[8]"))
