@@ -93,7 +93,9 @@ class Scheduling:
             "policy": "br-h",
             "log": "none",
         }
-        environment = Environment(_NoLog(), random.Random(0), lambda: 0.0, time.thread_time)
+        environment = Environment(
+            _NoLog(), random.Random(0), lambda: 0.0, time.thread_time, time.monotonic
+        )
         self.metrics = Metrics(list)
         self._count = self.metrics.decisions.dispatched
         self.metrics.decisions.dispatched = self._dispatched  # type: ignore[method-assign]

@@ -224,6 +224,10 @@ class EmulatedFleet:
         ranks = self.settings.ranks
         return [loads[:ranks] for loads in self._hub.barrier.counters.picture]
 
+    def age_leases(self, seconds: float) -> None:
+        """Let all leases end that much earlier."""
+        self._hub.book.age(seconds)
+
     def reset_stats(self) -> None:
         """Reset all measurements."""
         self._hub.barrier.counters = StepCounters()

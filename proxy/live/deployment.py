@@ -115,7 +115,7 @@ class Deployment:
         self._environment = environment
         self.orders = KeptOrders(environment.orders, config)
         self._metrics, self._failures, self._counts = metrics, failures, counts
-        connect = EngineConnections(config)
+        connect = EngineConnections(config, environment.uptime_s)
         key = config.credentials.engine_key
         self.fetcher = Fetcher(
             connect,
@@ -326,6 +326,7 @@ class Deployment:
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,
+            uptime_s=environment.uptime_s,
             max_model_len=self.models.max_model_len,
             counts=self._counts,
         )

@@ -6,6 +6,7 @@ from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from ssl import SSLContext
 
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -13,10 +14,17 @@ if TYPE_CHECKING:
 
 
 class EngineConnections:
-    """Called with an address, it returns the connections to it."""
+    """Called with an address, it returns the connections to it.
 
-    def __init__(self, config: "ProxyConfig") -> None:
+    Args:
+        uptime_s: What leases are measured by; see `Environment`. None where there are none.
+    """
+
+    def __init__(
+        self, config: "ProxyConfig", uptime_s: "Callable[[], float] | None" = None
+    ) -> None:
         self._config = config
+        self._uptime_s = uptime_s
         self._tls: SSLContext | None = None
 
     def __call__(self, url: "EngineUrl") -> Endpoint:
@@ -31,4 +39,5 @@ class EngineConnections:
             ssl=self._tls if is_https else None,
             connect_timeout_s=times.connect_timeout_s,
             tcp_timeout_s=times.tcp_timeout_s,
+            expiry_clock=self._uptime_s,
         )

@@ -27,6 +27,7 @@ class Environment:
         rng: Of every random choice.
         unix_s: Wall-clock time, for logs alone.
         stopwatch: Seconds of real time, for the cost of decisions.
+        uptime_s: Seconds since the machine started. They go on while it is suspended, as leases do.
         log_lines_dropped: Lines the logs had to drop.
         descriptor_shortages: How often no file descriptor was left.
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
@@ -49,6 +50,7 @@ class Environment:
     rng: random.Random
     unix_s: Callable[[], float]
     stopwatch: Callable[[], float]
+    uptime_s: Callable[[], float]
     log_lines_dropped: Callable[[], int] = lambda: 0
     descriptor_shortages: Callable[[], int] = lambda: 0
     write_loads: Callable[[bytes], object] | None = None

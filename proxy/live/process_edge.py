@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 2.0
+# The loop's clock stops while the machine is suspended. Elsewhere than on Linux no clock may go on.
+_UPTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 # See mallopt(3): free memory at the end of the heap that is kept, and the largest block that is in it.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_KEPT_BYTES = 32 << 20
@@ -89,6 +92,7 @@ def make_environment(logs: Logs, shortages: "Callable[[], int]") -> Environment:
         rng=random.SystemRandom(),
         unix_s=time.time,  # noqa: TID251 - this is the edge that owns the clock.
         stopwatch=time.perf_counter,
+        uptime_s=partial(time.clock_gettime, _UPTIME),
         log_lines_dropped=logs.dropped,
         descriptor_shortages=shortages,
         write_loads=logs.write_loads,

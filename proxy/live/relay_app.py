@@ -64,15 +64,16 @@ class RelayApp:
         self._ends_s = math.inf
         out = Uplink(loop.call_soon)
         counts = StreamCounts(out.send, lambda: out.behind)
-        self.mirror = Mirror(EngineConnections(config), self._quarantined)
+        self.mirror = Mirror(EngineConnections(config, environment.uptime_s), self._quarantined)
         context = SessionContext(
             make_connector(config.engines.connector, callback=config.engines.metaserver_url),
             config.legs,
             config.lease_s,
             clock=loop.time,
+            uptime_s=environment.uptime_s,
             call_later=loop.call_later,
             unique=UniqueTokens(environment.rng),
-            stalls=StallWatch(SWEEP_S, loop.time),
+            stalls=StallWatch(SWEEP_S, environment.uptime_s),
             observe_gap=counts.observe_gap,
             max_model_len=self.mirror.models.max_model_len,
             hand_offs={},

@@ -12,7 +12,7 @@ class KvHandle:
     Attributes:
         prefiller: Who computed it.
         params: How a rank pulls it, as JSON; None if none can, so that the rank computes the prompt itself.
-        expires_s: The loop's time from which on no rank may be asked to pull it; None for never.
+        expires_s: The machine's uptime from which on no rank may be asked to pull it; None for never.
         offers: How many ranks it was offered to.
     """
 

@@ -48,7 +48,7 @@ class PrefillAttempt(Attempt):
     """One prefill leg.
 
     Attributes:
-        sent_s: When it was asked: its lease cannot have begun before.
+        sent_s: When it was asked, by the machine's uptime: its lease cannot have begun before.
     """
 
     __slots__ = ("_began_s", "_transfer", "prefiller", "sent_s")
@@ -56,7 +56,7 @@ class PrefillAttempt(Attempt):
     def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
         super().__init__(session, _PREFILL, prefiller)
         self.prefiller = prefiller
-        self.sent_s = self._began_s = session.context.clock()
+        self.sent_s = self._began_s = session.context.uptime_s()
         self._transfer = ""
 
     def send(self) -> None:
@@ -110,7 +110,7 @@ class PrefillAttempt(Attempt):
             record.cached_tokens = answer.cached_tokens
         try:
             lease_ns = self._lease_ns()
-            kv = KvHandle(self.prefiller, self._params(answer), self._expires_s(lease_ns))
+            kv = KvHandle(self.prefiller, self._params(answer), self._expires_s())
         except MissingKvError as error:
             self._go_on_without_kv(answer, str(error))
         else:
@@ -193,18 +193,20 @@ class PrefillAttempt(Attempt):
         session.host.feed(done, LegSucceeded(self.prefiller.target), *counted)
 
     def _lease_ns(self) -> int | None:
+        """Return when the lease ends by the loop's time; a suspension to come ends it earlier."""
         context = self._session.context
         if context.lease_s is None:
             return None
-        return round((self._began_s + context.lease_s) * 1e9)
+        age_s = context.uptime_s() - self._began_s
+        return round((context.clock() - age_s + context.lease_s) * 1e9)
 
-    def _expires_s(self, lease_ns: int | None) -> float | None:
+    def _expires_s(self) -> float | None:
         context = self._session.context
-        if lease_ns is None or context.lease_s is None:
+        if context.lease_s is None:
             return None
         # The margin covers the way to the rank and its pull; the request is sent in its first half.
         margin_s = min(context.legs.lease_margin_s, context.lease_s / 2)
-        return lease_ns / 1e9 - margin_s / 2
+        return self._began_s + context.lease_s - margin_s / 2
 
     def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
         session, legs = self._session, self._session.context.legs

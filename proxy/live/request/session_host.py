@@ -29,6 +29,7 @@ class SessionContext:
         legs: Time limits and retries.
         lease_s: How long a prefiller keeps a KV cache; None for ever.
         clock: The loop's time, in seconds.
+        uptime_s: What leases are measured by; see `Environment`.
         call_later: The loop's.
         unique: Returns a token that no other leg has.
         stalls: Tells what is new from what waited while the process stood still.
@@ -41,6 +42,7 @@ class SessionContext:
     legs: "LegSettings"
     lease_s: float | None
     clock: Callable[[], float]
+    uptime_s: Callable[[], float]
     call_later: "Callable[[float, Callable[[], None]], asyncio.TimerHandle]"
     unique: Callable[[], str]
     stalls: "StallWatch"

@@ -12,7 +12,7 @@ class StallWatch:
 
     Args:
         interval_s: Time between two calls of `tick`, in seconds of the clock.
-        clock: The loop's time.
+        clock: The machine's uptime, which counts what the loop's clock does not: a suspended machine.
 
     Attributes:
         woke: Whether the last tick was the first after a standstill: what came meanwhile has yet to be

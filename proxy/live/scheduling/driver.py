@@ -97,6 +97,7 @@ class Driver:
         admission: Asked before a request is let in.
         rng: Makes tokens that name transfers.
         stopwatch: Real seconds, for the cost of decisions.
+        uptime_s: What leases are measured by; see `Environment`.
         max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         counts: How far streams are; None to ask the sessions.
 
@@ -128,11 +129,12 @@ class Driver:
         settings: DriverSettings,
         rng: random.Random,
         stopwatch: Callable[[], float],
+        uptime_s: Callable[[], float],
         max_model_len: Callable[[str], int | None],
         counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
-        self.context = _context(connector, settings, metrics, rng, max_model_len)
+        self.context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
         self.draining, self.changed, self.uses_keys = False, _nothing, predictors.uses_keys
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)
@@ -408,6 +410,8 @@ def _context(
     metrics: "Metrics",
     rng: random.Random,
     max_model_len: Callable[[str], int | None],
+    *,
+    uptime_s: Callable[[], float],
 ) -> SessionContext:
     loop = asyncio.get_running_loop()
     return SessionContext(
@@ -415,9 +419,10 @@ def _context(
         settings.legs,
         settings.lease_s,
         clock=loop.time,
+        uptime_s=uptime_s,
         call_later=loop.call_later,
         unique=UniqueTokens(rng),
-        stalls=StallWatch(SWEEP_S, loop.time),
+        stalls=StallWatch(SWEEP_S, uptime_s),
         observe_gap=metrics.legs.observe_itl,
         max_model_len=max_model_len,
         hand_offs={},

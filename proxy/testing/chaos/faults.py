@@ -44,9 +44,10 @@ class Act(Enum):
     DECISION = "decision"  # The proxy's own policy or predictor fails.
     STANDSTILL = "standstill"  # The proxy does not run for a while, and the rest goes on.
     WALL_CLOCK = "wall clock"  # It jumps, and jumps back.
+    SUSPENSION = "suspension"  # Of the proxy's machine: the leases of engines go on, its loop's clock does not.
 
 
-_OF_PROXY = frozenset({Act.DECISION, Act.STANDSTILL, Act.WALL_CLOCK})
+_OF_PROXY = frozenset({Act.DECISION, Act.STANDSTILL, Act.WALL_CLOCK, Act.SUSPENSION})
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +264,7 @@ def _draw(rng: random.Random, when: _When, connector: str, policies: tuple[str, 
             return Injection("goes silent", act, *when)
         case Act.DRAIN:
             return Injection("is drained", act, *when)
-        case Act.DECISION | Act.STANDSTILL | Act.WALL_CLOCK:
+        case Act.DECISION | Act.STANDSTILL | Act.WALL_CLOCK | Act.SUSPENSION:
             raise AssertionError("what the proxy meets itself is drawn apart")
 
 
@@ -322,3 +323,14 @@ def draw_clocks(rng: random.Random, *, span_s: float) -> list[Injection]:
             kind = f"its wall clock jumps {word}"
             faults.append(Injection(kind, Act.WALL_CLOCK, *when, jump_s=jump_s))
     return faults
+
+
+def draw_suspensions(rng: random.Random, *, span_s: float) -> list[Injection]:
+    """Return suspensions of the proxy's machine, all within `span_s`; often none."""
+    suspensions = []
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        start_s = rng.uniform(0.0, span_s)
+        when = _When(Role.DECODE, 0, start_s, start_s)
+        seconds = rng.choice([0.5, 2.0, 5.0, 600.0])
+        suspensions.append(Injection("is suspended", Act.SUSPENSION, *when, jump_s=seconds))
+    return suspensions

@@ -16,6 +16,7 @@ from balanceroute.proxy.testing.chaos.faults import (
     draw_endings,
     draw_injections,
     draw_lapses,
+    draw_suspensions,
 )
 from balanceroute.proxy.testing.chaos.locality import (
     with_locality,
@@ -266,6 +267,7 @@ def _injections(
         )
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
     injections += draw_clocks(random.Random(f"clocks {seed}"), span_s=span_s)
+    injections += draw_suspensions(random.Random(f"suspensions {seed}"), span_s=span_s)
     if near:
         injections = with_updates(seed, injections)
     injections.sort(key=lambda one: (one.start_s, one.end_s))

@@ -109,6 +109,8 @@ class Saboteur:
                 world.stand_still(injection.end_s - injection.start_s)
             case Act.WALL_CLOCK:
                 world.wall_s += injection.jump_s
+            case Act.SUSPENSION:
+                world.suspend(injection.jump_s)
             case _:
                 return False
         return True
@@ -139,7 +141,7 @@ class Saboteur:
                 world.decision_faults.end(injection.lapse)
             case Act.WALL_CLOCK:
                 world.wall_s -= injection.jump_s
-            case Act.POLICY | Act.PROCESS | Act.STANDSTILL:
+            case Act.POLICY | Act.PROCESS | Act.STANDSTILL | Act.SUSPENSION:
                 pass
 
     async def _take_back(self, injection: Injection) -> None:

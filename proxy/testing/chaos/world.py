@@ -38,6 +38,7 @@ from balanceroute.proxy.wire.messages import Response
 
 _HOST: ContextVar[str] = ContextVar("host", default="")
 _PROXY = "proxy"
+_STILL_S = 0.3  # Too short to be noticed as a standstill.
 EPOCH_S = 1_795_000_000.0
 # An engine that is silent takes two minutes to be told to sleep.
 _ORDER_TIMEOUT_S = 200.0
@@ -103,6 +104,7 @@ class World:
         versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
         deployments_made: How many the proxy has made so far.
         wall_s: By how much the proxy's wall clock is wrong.
+        suspended_s: For how long the proxy's machine was suspended.
         context: What the proxy's processes run in.
         lag_s: What is ordered holds everywhere within this time.
     """
@@ -124,6 +126,9 @@ class World:
         self.deployments_made = 1
         self.decision_faults = DecisionFaults()
         self.wall_s = 0.0
+        self.suspended_s = (
+            5_000.0  # Before all this: its uptime and its loop's time are two clocks.
+        )
         self.versions = dict(settings.engines.engine_versions)
         self.fleet = EmulatedFleet(
             replace(settings.engines, engine_versions=self.versions),
@@ -170,6 +175,20 @@ class World:
         """Let all processes of the proxy stand still, and the rest go on."""
         self.loop.hold(lambda context: context.get(_HOST) == _PROXY, seconds)
 
+    def suspend(self, seconds: float) -> None:
+        """Let the proxy's machine be suspended.
+
+        Its loop's clock does not count the time; its uptime and the leases do. Before that it stands still
+        for a moment, in which the engines get what was on its way.
+        """
+        self.loop.call_later(_STILL_S, self._let_pass, seconds)
+        self.stand_still(_STILL_S)
+
+    def _let_pass(self, seconds: float) -> None:
+        self.suspended_s += seconds
+        for part in self.parts:
+            part.fleet.age_leases(seconds)
+
     def known(self, url: str) -> str:
         """Return the URL under which the proxy is to know an engine."""
         base, mark, rank = url.partition("@")
@@ -187,6 +206,7 @@ class World:
             rng=self._rng,
             unix_s=lambda: EPOCH_S + self.loop.time() + self.wall_s,
             stopwatch=self.loop.time,
+            uptime_s=lambda: self.loop.time() + self.suspended_s,
             in_thread=_at_once,
             observer=self.observer,
             subscribe=KvLink(self.fleet).subscribe,

@@ -42,6 +42,7 @@ class Endpoint:
         idle_timeout_s: How long they are kept. Below the 5 s of uvicorn, which serves vLLM, so that
             the engine rarely closes first.
         max_head_bytes: Limit of a response's head, including interim responses.
+        expiry_clock: Tells whether a request may still be written; by default the loop's.
 
     Attributes:
         name: The URL, for logs and metrics.
@@ -62,6 +63,7 @@ class Endpoint:
         max_idle: int = 1024,
         idle_timeout_s: float = 4.0,
         max_head_bytes: int = 65_536,
+        expiry_clock: Callable[[], float] | None = None,
     ) -> None:
         address = f"{bracketed(host)}:{port}"
         self.name = f"{'http' if ssl is None else 'https'}://{address}"
@@ -77,6 +79,7 @@ class Endpoint:
         self._max_idle = max_idle
         self._idle_timeout_s = idle_timeout_s
         self._max_head_bytes = max_head_bytes
+        self._expiry_clock = expiry_clock or self._loop.time
         self._open = 0
         self._connecting = 0
         # Since when each is idle; the longest first.
@@ -116,7 +119,7 @@ class Endpoint:
             handler: Receives the response, never before this returns.
             crashed: Called with what the handler raised, after which the call is over; None lets the
                 exception propagate.
-            expires_s: The loop's time from which on the request must not be written; None for never.
+            expires_s: From when on the request must not be written, by `expiry_clock`; None for never.
 
         Raises:
             UnsafeHeaderError: A header, the method or the target cannot be written.
@@ -181,7 +184,7 @@ class Endpoint:
     def _begin(self, connection: ClientConnection, call: Call) -> None:
         # The last moment before the write: to connect takes time, and the process may have been
         # suspended since the request was decided on.
-        if call.expires_s is None or self._loop.time() < call.expires_s:
+        if call.expires_s is None or self._expiry_clock() < call.expires_s:
             connection.begin(call)
             return
         self.release(connection)

@@ -35,6 +35,7 @@ def proxy_before(site: "Site", decode: list[str]) -> Proxy:
         rng=random.Random(3),
         unix_s=site.loop.time,
         stopwatch=site.loop.time,
+        uptime_s=site.loop.time,
     )
     return Proxy(make_config(None, flags), environment)
 

@@ -62,6 +62,7 @@ class Scene:
             rng=random.Random(3),
             unix_s=self.site.loop.time,
             stopwatch=self.site.loop.time,
+            uptime_s=self.site.loop.time,
             orders=self.keeper,
         )
         self.proxy = Proxy(make_config(None, settings | flags), environment)

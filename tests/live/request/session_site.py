@@ -250,6 +250,7 @@ class Site:
         self.answers_late = False
         self.answers: deque[Callable[[], None]] = deque()
         self.stalled_since_s: float | None = None
+        self.suspended_s = 0.0
         self.budget = budget
         self.max_model_len: int | None = 131_072
         self.sent: list[Sent] = []
@@ -266,6 +267,7 @@ class Site:
             self.legs,
             self.lease_s,
             clock=lambda: self.now_s,
+            uptime_s=lambda: self.now_s + self.suspended_s,
             call_later=cast("Any", self.call_later),
             unique=lambda: "1234",
             stalls=cast("StallWatch", self),

@@ -613,6 +613,18 @@ def test_a_rank_is_asked_in_the_first_half_of_the_margin_at_the_latest(
     assert site.to_rank().expires_s == asked_s + expires_s
 
 
+def test_a_lease_began_earlier_by_the_loops_clock_if_the_machine_was_suspended() -> None:
+    site = Site()
+    probe = site.prefill()
+    asked_s = site.now_s
+    site.stalled_since_s = asked_s
+    site.now_s += 4.0
+    site.suspended_s += 10.0
+    probe.answer(200, prefill_answer())
+    assert site.fed == [events.PrefillDone(NUMBER, 7, round(120.0 * 1e9), cached_tokens=4)]
+    assert site.decode().expires_s == asked_s + 27.5  # By the clock that counts the suspension.
+
+
 def test_a_kv_cache_that_is_lost_during_a_backoff_goes_to_no_other_rank() -> None:
     site = Site()
     site.to_rank().break_off(sent=False)

@@ -19,7 +19,7 @@ from balanceroute.proxy.testing.chaos.meddler import HARMLESS, Meddling
 from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.trial import Report, run_plan
-from balanceroute.proxy.testing.chaos.world import WorldSettings
+from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.link import Link
 
 REQUESTS = 40
@@ -301,3 +301,26 @@ def test_a_lease_that_seems_young_after_a_standstill_is_found(
     monkeypatch.setattr(StallWatch, "waiting_since_s", lambda self: self._clock())
     with pytest.raises(AssertionError, match="lease: "):
         run_with_a_stop()
+
+
+def run_with_a_suspension() -> Report:
+    asleep = injection(Role.DECODE, Act.SUSPENSION, end_s=3.0, jump_s=60.0)
+    flags: dict[str, Any] = {"lease_s": 8.0, "lease_margin_s": 1.5, "prefill_timeout_s": 60.0}
+    return run_with(replace(asleep, start_s=3.0), engines=LONG_LEASES, **flags)
+
+
+def test_a_lease_that_ended_while_the_machine_was_suspended_is_not_used() -> None:
+    assert_nobody_noticed(run_with_a_suspension())
+
+
+def test_a_lease_by_a_clock_that_stops_in_a_suspension_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = World._make_environment
+    monkeypatch.setattr(
+        World,
+        "_make_environment",
+        lambda self, read: replace(make(self, read), uptime_s=self.loop.time),
+    )
+    with pytest.raises(AssertionError, match=r"lease: |misread: "):
+        run_with_a_suspension()
