@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean, median, stdev
 from unittest.mock import Mock
@@ -217,6 +218,37 @@ def test_a_stream_of_the_bench_engine_waits_for_a_slot() -> None:
         rank.step()
     assert events == [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0]]
     assert rank.idle
+
+
+def test_interpreters_of_one_version_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    script("bench_proxy")
+    targets = import_module("targets")  # Of the folder that the script adds to the path.
+    for name, version in (("a", "3.14.1"), ("b", "3.14.1"), ("c", "3.15.0")):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\necho Python {version}\n")
+        program.chmod(0o755)
+    pythons = [targets.interpreter(str(tmp_path / name)) for name in "abc"]
+    assert list(targets.by_name(pythons)) == [
+        f"Python 3.14.1, {tmp_path}/a",
+        f"Python 3.14.1, {tmp_path}/b",
+        "Python 3.15.0",
+    ]
+    assert (tmp_path / "runs").read_text() == "run\n" * 3  # Each is asked once.
+
+
+def test_an_interpreter_that_cannot_run_the_proxy_is_told_by_its_name(tmp_path: Path) -> None:
+    script("bench_proxy")
+    targets = import_module("targets")
+    engine = targets.Engine(1, (2,), None)
+    with (
+        pytest.raises(
+            SystemExit, match=r"^Python 3\.14\.1 does not start: \S*false says why above$"
+        ),
+        targets.balanceroute(
+            "Python 3.14.1", engine, [], tmp_path, tmp_path / "log", python=Path("/bin/false")
+        ),
+    ):
+        pass
 
 
 def test_the_bench_of_isolation_tells_by_what_gaps_grow(

@@ -1,5 +1,6 @@
 """The table of all turns."""
 
+import platform
 from statistics import median
 from typing import Any
 
@@ -18,8 +19,8 @@ _HEADINGS = (
 def report(rows: Rows, plan: list[Load], *, policy: str, ranks: int, slots: int) -> None:
     """Print the table."""
     table = Table(
-        title=f"balanceroute ({policy}) and others, the same engine, in turns; "
-        f"{ranks} decode {'rank' if ranks == 1 else 'ranks'} of {slots:,} slots",
+        title=f"balanceroute ({policy}, Python {platform.python_version()}) and others, the same "
+        f"engine, in turns; {ranks} decode {'rank' if ranks == 1 else 'ranks'} of {slots:,} slots",
         caption="Medians of the turns; ratios are taken within a turn: median (least to most). CPU "
         "time is of one event, or of one request. p50 and p99 are an event's transit from engine to "
         "client under load of streams, else the time to the (first) answer. Of direct: events per "

@@ -100,6 +100,19 @@ class Router:
     package: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Another Python, which runs this proxy again.
+
+    Attributes:
+        path: Its program.
+        version: What it says it is.
+    """
+
+    path: Path
+    version: str
+
+
 KNOWN = {
     "vllm-router": Router(
         "vllm-router",
@@ -139,13 +152,13 @@ def checkout(text: str) -> Path:
     return source
 
 
-def interpreter(text: str) -> Path:
-    """Return the path of a Python that can be run."""
+def interpreter(text: str) -> Interpreter:
+    """Return a Python that can be run."""
     try:
-        version(Path(text))
+        said = subprocess.run([text, "-V"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise argparse.ArgumentTypeError(f"{text} is no interpreter: {error}") from None
-    return Path(text)
+    return Interpreter(Path(text), said.stdout.strip())
 
 
 def positive(text: str) -> int:
@@ -188,7 +201,7 @@ def targets(
     workers: Sequence[int] = (),
     apart: Sequence[int] = (),
     traces: bool = False,
-    pythons: Sequence[Path] = (),
+    pythons: Sequence[Interpreter] = (),
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own; yield them and the engine.
 
@@ -223,10 +236,9 @@ def targets(
                 for number in range(count)
             ]
             found.append(Target(f"{count} apart", first.port, first.process, tuple(others)))
-        for python in pythons:
-            again = balanceroute(
-                version(python), engine, flags, ROOT / ".src", logs / python.name, python=python
-            )
+        for name, python in by_name(pythons).items():
+            log = logs / f"python {len(found)}"
+            again = balanceroute(name, engine, flags, ROOT / ".src", log, python=python.path)
             found.append(stack.enter_context(again))
         if traces:
             url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
@@ -280,14 +292,19 @@ def balanceroute(
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     ) as process:
         assert process.stdout is not None
-        port = int(process.stdout.readline().rsplit(":", 1)[1])
-        yield Target(name, port, process)
+        said = process.stdout.readline()
+        if not said:
+            raise SystemExit(f"{name} does not start: {command[0]} says why above")
+        yield Target(name, int(said.rsplit(":", 1)[1]), process)
 
 
-def version(python: Path) -> str:
-    """Return what an interpreter says it is."""
-    said = subprocess.run([python, "-V"], capture_output=True, text=True, check=True)
-    return said.stdout.strip()
+def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
+    """Return each interpreter by its version, and by its path too where another one says the same."""
+    versions = [one.version for one in pythons]
+    return {
+        one.version if versions.count(one.version) == 1 else f"{one.version}, {one.path}": one
+        for one in pythons
+    }
 
 
 @contextmanager
