@@ -62,7 +62,8 @@ class RelayApp:
         self._config = config
         self._place, self._digest = place, digest
         self._ends_s = math.inf
-        out = Uplink(loop.call_soon)
+        limited = bool(config.credentials.tenants)
+        out = Uplink(loop.call_soon, loop.call_later, limited=limited)
         counts = StreamCounts(out.send, lambda: out.behind)
         self.mirror = Mirror(EngineConnections(config, environment.uptime_s), self._quarantined)
         context = SessionContext(
@@ -87,7 +88,7 @@ class RelayApp:
             counts,
             occupancy=self._occupancy,
             waiting=config.admission.queue_limit,
-            limited=bool(config.credentials.tenants),
+            limited=limited,
         )
         records = RelayRecords(out.send)
         self.pass_through = PassThrough(
@@ -203,6 +204,7 @@ class RelayApp:
         self.public.gateway.refusals.log.report()
         self.public.server.close()
         await self.public.server.drain()
+        self.host.uplink.flush()
 
     def cut(self) -> None:
         """End as a process ends that is killed: nobody is told anything."""

@@ -99,7 +99,6 @@ class RelayProcess:
             if task is not None:
                 task.cancel()
         await self._app.close()
-        await asyncio.sleep(0)  # What was said last is sent at the end of the loop's turn.
         self._channel.close("the relay ends")
 
     async def _leave(self) -> None:

@@ -22,7 +22,8 @@ MAX_FRAME_BYTES = 64 << 20
 
 _LENGTH = struct.Struct("!I")
 _LENGTH_BYTES = _LENGTH.size
-_encoder = Encoder()
+_length_of = _LENGTH.pack
+_encoded = Encoder().encode
 _Message = TypeVar("_Message")
 
 
@@ -30,16 +31,13 @@ class FrameError(BalanceRouteError):
     """What came is no frame of the protocol. The connection is of no use any more."""
 
 
-def encode(messages: Sequence[FromRelay | ToRelay]) -> bytearray:
+def encode(messages: Sequence[FromRelay | ToRelay]) -> bytes:
     """Return messages as one frame. Half a surrogate pair, which UTF-8 cannot have, becomes a `?`."""
-    frame = bytearray(_LENGTH_BYTES)
     try:
-        _encoder.encode_into(messages, frame, _LENGTH_BYTES)
+        body = _encoded(messages)
     except UnicodeEncodeError:  # A client's JSON may have it: in the name of a model, say.
-        plain = to_builtins(messages, builtin_types=(bytes,))
-        _encoder.encode_into(_without_surrogates(plain), frame, _LENGTH_BYTES)
-    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH_BYTES)
-    return frame
+        body = _encoded(_without_surrogates(to_builtins(messages, builtin_types=(bytes,))))
+    return _length_of(len(body)) + body
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -69,7 +67,7 @@ class FrameReader(Generic[_Message]):
         """
         # Nearly always it is one whole frame.
         size = len(data) - _LENGTH_BYTES
-        if not self._data and size >= 0 and _LENGTH.unpack_from(data)[0] == size:
+        if int.from_bytes(data[:_LENGTH_BYTES]) == size and not self._data:
             return self._decode(memoryview(data)[_LENGTH_BYTES:])
         self._data += data
         messages: list[_Message] = []

@@ -352,6 +352,7 @@ class AskAlone(Struct, frozen=True, array_like=True, tag=30):
 
 
 CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed
+Loss = PrefillLost | DecodeLost | Recomputed
 Report = (
     LegSucceeded
     | LegFailed

@@ -1,6 +1,6 @@
 """One relay, as the scheduler process serves it: its messages go to the driver, and answers back."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,14 +50,16 @@ class RelayDesk:
         self.requests: dict[int, RemoteRequest] = {}
         self.occupancy = from_relay.Occupancy(0, {}, 0, 0, 0, 0, 0, 0.0)
         self.drained = False
-        self.out = Outbox(hub.loop.call_soon, write, self._first)
+        self.out = Outbox(hub.loop.call_soon, hub.loop.call_later, write, self._first)
         self._hub = hub
         self._alone = AloneRequests(hub.tenancy)
         self._driver = hub.driver
+        self._isolation = hub.driver.isolation
+        self._live_in_core = hub.driver.scheduler.requests
         self._welcome: to_relay.Welcome | None = None
         self._told: dict[tuple[str, int], to_relay.ToRelay] = {}
         self._hand_offs: Counter[events.PrefillerId] = Counter()
-        self._takers: dict[type[from_relay.FromRelay], Callable[[Any], None]] = {
+        takers: dict[type[from_relay.FromRelay], Callable[[Any], None]] = {
             from_relay.Hello: self._hello,
             from_relay.Live: self._live,
             from_relay.Resumed: lambda _: None,
@@ -82,20 +84,18 @@ class RelayDesk:
             from_relay.LegRetried: hub.take_retry,
             from_relay.Failure: hub.take_failure,
         }
+        self._takers = defaultdict(lambda: self._report, takers)
 
     def take(self, messages: Sequence[from_relay.FromRelay]) -> None:
         """Take the messages of a frame, in order. What fails ends one request at most."""
         if not self._hub.gathering.over:
             self._gather(messages)
             return
-        run, takers, report = self._driver.isolation.run, self._takers, self._report
-        for message in messages:
-            run("relay", takers.get(type(message), report), message)
+        self._isolation.run_each("relay", self._takers, messages)
 
     def take_one(self, message: from_relay.FromRelay) -> None:
         """Take a message."""
-        take = self._takers.get(type(message), self._report)
-        self._driver.isolation.run("relay", take, message)
+        self._isolation.run_each("relay", self._takers, (message,))
 
     def welcome(self, message: to_relay.Welcome) -> None:
         """Tell the relay of the deployment from now on."""
@@ -112,7 +112,7 @@ class RelayDesk:
         now_s = driver.context.clock()
         for request in list(self.requests.values()):
             request.record.end(Outcome.INTERNAL_ERROR, _GONE, now_s)
-            driver.isolation.run("relay", self._end, request, request.record)
+            self._isolation.run("relay", self._end, request, request.record)
         for number, count in self._hand_offs.items():
             driver.instances.prefillers[number].hand_offs -= count
 
@@ -223,17 +223,21 @@ class RelayDesk:
 
     def _prefill_done(self, message: from_relay.PrefillDone) -> None:
         request = self.requests.get(message.number)
-        if request is not None:
-            self._prove(request, message)
-            if not message.emitted:
-                self._count_prompt(request, message.prompt_tokens)
-            self._feed(request, message)
+        if request is None:
+            return
+        self._prove(request, message)
+        number, tokens = request.number, message.prompt_tokens
+        if not message.emitted:
+            self._count_prompt(request, tokens)
+        request.prefilled(message)
+        self._feed(request, events.PrefillDone(number, tokens, message.lease_expires_ns))
 
     def _decode_started(self, message: from_relay.DecodeStarted) -> None:
         request = self.requests.get(message.number)
         if request is not None:
             self._prove(request, message)
-            self._feed(request, message)
+            request.started(message)
+            self._feed(request, events.DecodeStarted(request.number))
 
     def _prove(
         self,
@@ -243,27 +247,27 @@ class RelayDesk:
         """Report what a message implies. If that fails, it is an event all the same."""
         proved = request.proved(message)
         if proved is not None:
-            self._driver.isolation.run("relay", self._driver.report, proved)
+            self._isolation.run("relay", self._driver.report, proved)
 
     def _count_prompt(self, request: RemoteRequest, tokens: int) -> None:
         request.record.prompt_tokens = tokens
         report = reports.PromptCounted(request.number, tokens)
-        self._driver.isolation.run("relay", self._driver.report, report)
+        self._isolation.run("relay", self._driver.report, report)
 
-    def _event(self, message: from_relay.CoreEvent) -> None:
+    def _event(self, message: from_relay.Loss) -> None:
         request = self.requests.get(message.number)
-        if request is not None:
-            self._feed(request, message)
-
-    def _feed(self, request: RemoteRequest, message: from_relay.CoreEvent) -> None:
-        crossed = request.take(message)
-        state = self._driver.scheduler.requests.get(request.number)
-        if state is None:
-            return  # It has ended for the scheduler, as the relay is about to hear.
-        if isinstance(message, from_relay.PrefillLost) and state.state is State.QUEUED:
+        if request is None:
             return
-        event = _core_event(message, request.number, crossed=crossed)
-        self._driver.isolation.run_for(request, "relay", self._driver.feed, event)
+        crossed = request.lost(message)
+        state = self._live_in_core.get(request.number)
+        queued = state is not None and state.state is State.QUEUED
+        if not (queued and isinstance(message, from_relay.PrefillLost)):
+            self._feed(request, _loss(message, request.number, crossed=crossed))
+
+    def _feed(self, request: RemoteRequest, event: events.Event) -> None:
+        # Else it has ended for the scheduler, as the relay is about to hear.
+        if request.number in self._live_in_core:
+            self._isolation.run_for(request, "relay", self._driver.feed, event)
 
     def _session_ended(self, message: from_relay.SessionEnded) -> None:
         request = self.requests.get(message.number)
@@ -277,17 +281,16 @@ class RelayDesk:
             message.record.hint, message.record.hint_source = ours.hint, ours.hint_source
             if message.answered:
                 self._prove(request, message)
-            driver, number = self._driver, request.number
-            if message.how and number in driver.scheduler.requests:
-                event = _ENDINGS[message.how](number)
-                driver.isolation.run_for(request, "relay", driver.feed, event)
+            number = request.number
+            if message.how:
+                self._feed(request, _ENDINGS[message.how](number))
             self._end(request, message.record)
 
     def _end(self, request: RemoteRequest, record: "RequestRecord") -> None:
         driver = self._driver
         del self.requests[request.theirs]
-        if request.number in driver.scheduler.requests:
-            driver.isolation.run("relay", driver.feed, events.RequestFailed(request.number))
+        if request.number in self._live_in_core:
+            self._isolation.run("relay", driver.feed, events.RequestFailed(request.number))
         driver.report(reports.SessionEnded(request.number, record))
         self._hub.counts.release(request.row)
 
@@ -375,14 +378,8 @@ class RelayDesk:
         self.out.send(self._alone.offer(message))
 
 
-def _core_event(
-    message: from_relay.CoreEvent, number: events.RequestId, *, crossed: bool
-) -> events.Event:
-    match message:  # Ordered by frequency.
-        case from_relay.PrefillDone():
-            return events.PrefillDone(number, message.prompt_tokens, message.lease_expires_ns)
-        case from_relay.DecodeStarted():
-            return events.DecodeStarted(number)
+def _loss(message: from_relay.Loss, number: events.RequestId, *, crossed: bool) -> events.Event:
+    match message:
         case from_relay.PrefillLost(_, _, elsewhere, decode, same_rank):
             if crossed:  # Whom it was bound to meanwhile was never asked.
                 return events.PrefillLost(number, decode=decode, same_rank=True)

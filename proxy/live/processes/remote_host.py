@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+_DecodeStarted = from_relay.DecodeStarted
 
 
 class RemoteHost:
@@ -118,9 +119,7 @@ class RemoteHost:
 
     def take(self, messages: Sequence[to_relay.ToRelay]) -> None:
         """Take the messages of a frame, in order."""
-        run, takers = self.isolation.run, self._takers
-        for message in messages:
-            run("relay", takers[type(message)], message)
+        self.isolation.run_each("relay", self._takers, messages)
         if isinstance(messages[0], to_relay.Welcome):
             self.isolation.run("relay", self._resume)
 
@@ -185,7 +184,7 @@ class RemoteHost:
     def report(self, report: Report) -> None:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
-            self.uplink.send(self._forget(report.request).ended(report))
+            self.uplink.send_end(self._forget(report.request).ended(report))
         else:
             self._reports.tell(report)
 
@@ -200,7 +199,9 @@ class RemoteHost:
         message = self._event_message(link, event)
         link.fed(event, self._now_ns())
         if not link.loose:
-            self.uplink.send(message)
+            # Nobody decides who begins to decode.
+            tell = self.uplink.send_late if type(message) is _DecodeStarted else self.uplink.send
+            tell(message)
             link.sent += 1
         elif not isinstance(event, events.DecodeStarted):
             self.uplink.send(self._anew(link))
@@ -292,7 +293,7 @@ class RemoteHost:
     # Parts.
 
     def _now_ns(self) -> int:
-        return round(self.context.clock() * 1e9)
+        return int(self.context.clock() * 1e9 + 0.5)  # `round` takes three times as long.
 
     def _unanswered(self) -> list[tuple[RequestId, Link]]:
         """Return the requests that are neither accepted nor refused."""

@@ -135,21 +135,31 @@ class RemoteRequest:
             return LegSucceeded(rank.target)
         return LegSucceeded(rank.target, (self._kv[0].id, rank.id))
 
-    def take(self, event: from_relay.CoreEvent) -> bool:
-        """Count an event, and note where the request is now; return whether it crossed a binding."""
+    def prefilled(self, event: from_relay.PrefillDone) -> None:
+        """Count an event, and note where the request is now."""
+        self.heard += 1
+        self.given = event.taken
+        at = self._at
+        self._kv = None if at is None else (at, at.lost_kv)
+        self._pulls = event.pulls
+        self._at = self._rank = self._remote = None
+        self._pooled_s = self._clock()
+
+    def started(self, event: from_relay.DecodeStarted) -> None:
+        """Count an event likewise."""
+        self.heard += 1
+        self.given = event.taken
+        self.emitted_before = event.emitted
+        if event.emitted != self.emitted_tokens:  # A first binding begins at none.
+            self._counts.update(np.array([self.row]), np.array([event.emitted]))
+        self._kv = self._remote = None
+
+    def lost(self, event: from_relay.Loss) -> bool:
+        """Count an event likewise; return whether it crossed a binding."""
         crossed = event.taken < self.given
         self.heard += 1
         self.given = event.taken
-        if isinstance(event, from_relay.DecodeStarted):
-            self.emitted_before = event.emitted
-            if event.emitted != self.emitted_tokens:  # A first binding begins at none.
-                self._counts.update(np.array([self.row]), np.array([event.emitted]))
-            self._kv = self._remote = None
-            return crossed
-        if isinstance(event, from_relay.PrefillDone):
-            self._kv = None if self._at is None else (self._at, self._at.lost_kv)
-            self._pulls = event.pulls
-        elif not isinstance(event, from_relay.DecodeLost):
+        if not isinstance(event, from_relay.DecodeLost):
             self._kv = None
         self._at = self._rank = self._remote = None
         if not isinstance(event, from_relay.PrefillLost):

@@ -1,7 +1,7 @@
 """What happens to one request ends that request alone: exceptions of its handling stop here."""
 
-from collections.abc import Callable, Container, Mapping
-from typing import TYPE_CHECKING, TypeVarTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from balanceroute.proxy.core.events import RequestFailed, RequestId
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 
 _Arguments = TypeVarTuple("_Arguments")
+_Message = TypeVar("_Message")
 
 
 class Isolation:
@@ -44,6 +45,19 @@ class Isolation:
             self.failures.report(what, error)
             return False
         return True
+
+    def run_each(
+        self,
+        what: str,
+        takers: Mapping[type[_Message], Callable[[Any], None]],
+        messages: Iterable[_Message],
+    ) -> None:
+        """Pass each message to the one who takes its kind; what fails stops none of the others."""
+        for message in messages:
+            try:
+                takers[type(message)](message)
+            except Exception as error:
+                self.failures.report(what, error)
 
     def run_for(
         self,

@@ -4,6 +4,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
+from tests.live.frontend.test_tenants import flags as tenant_flags
+from tests.live.frontend.test_tenants import given, tenant
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.core.lifecycle import State
@@ -21,6 +23,9 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.live.request.live_request import LiveRequest
@@ -231,14 +236,19 @@ class Scheduler:
         self.site = site
         self.relay = split(site).relays[0]
         self.said: list[from_relay.FromRelay] = []
+        self.frames: list[list[type[from_relay.FromRelay]]] = []
         host = self.relay.host
-        self.relay.connect(self.said.extend)
+        self.relay.connect(self._take)
         states = split(site).app.hub.states()
         self.say(to_relay.Welcome(VERSION, "another", 1, uses_keys=False), *states.values())
         self.number = RequestId(host._arrived)
 
     def say(self, *messages: to_relay.ToRelay) -> None:
         self.relay.take(messages)
+
+    def _take(self, messages: "Sequence[from_relay.FromRelay]") -> None:
+        self.said += messages
+        self.frames.append([type(one) for one in messages])
 
     async def hears(self, kind: type[_Message]) -> _Message:
         """Return the last message of a kind."""
@@ -300,6 +310,44 @@ def test_an_answer_takes_three_messages(play: "Play") -> None:
         kinds = [from_relay.Arrival, from_relay.PrefillDone, from_relay.SessionEnded]
         assert [type(one) for one in of_request] == kinds
         assert not heard_of(scheduler, from_relay.LegSucceeded)
+
+    play(scenario, relays=1, at_rest=False)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_beginning_and_an_end_wait_for_each_other(
+    play: "Play", tmp_path: "Path", limited: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        scheduler = Scheduler(site)
+        headers = given("acme") if limited else None
+        exchange = site.send(COMPLETIONS, BODY | {"stream": True, "max_tokens": 1}, headers=headers)
+        await scheduler.hears(from_relay.Arrival)
+        number = scheduler.number
+        scheduler.say(
+            to_relay.Accepted(number, 0, "mine", 3),
+            to_relay.StartPrefill(number, 0, PrefillerId(0)),
+        )
+        await scheduler.hears(from_relay.PrefillDone)
+        scheduler.say(to_relay.StartDecode(number, 1, RankId(0)))
+        await exchange.end()
+        told = len(heard_of(scheduler, from_relay.SessionEnded))
+        assert told == limited  # What a tenant has at a time counts before its client comes again.
+        await scheduler.hears(from_relay.SessionEnded)
+        assert [from_relay.DecodeStarted, from_relay.SessionEnded] in scheduler.frames
+
+    flags = tenant_flags(tmp_path, tenant("acme", "concurrency = 1")) if limited else {}
+    play(scenario, relays=1, at_rest=False, flags=flags)
+
+
+def test_a_relay_that_ends_tells_what_waited(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        scheduler = Scheduler(site)
+        exchange = site.send(COMPLETIONS, BODY | {"stream": True})
+        await scheduler.hears(from_relay.Arrival)
+        await scheduler.relay.close()
+        await exchange.end()
+        assert heard_of(scheduler, from_relay.SessionEnded)
 
     play(scenario, relays=1, at_rest=False)
 

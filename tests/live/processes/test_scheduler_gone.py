@@ -68,7 +68,7 @@ def test_a_request_that_comes_meanwhile_waits_and_is_served(play: "Play") -> Non
         assert not exchange.over
         await exchange.end()
         assert exchange.done
-        assert site.world.ended[0].retries == 0
+        assert (await site.ended())[0].retries == 0
 
     play(scenario, relays=2)
 
@@ -127,7 +127,7 @@ def test_what_is_told_late_is_kept_and_no_more_than_a_bound_of_it() -> None:
     record = RequestRecord("r", COMPLETIONS, 0, 0.0)
     written: list[from_relay.FromRelay] = []
     calls: list[Any] = []
-    uplink = Uplink(calls.append)
+    uplink = Uplink(calls.append, lambda _, call: calls.append(call))
     for number in range(MAX_KEPT + 1):
         uplink.send(from_relay.SessionEnded(number, record))
     uplink.send(from_relay.KvAbandoned("lost"))

@@ -96,7 +96,7 @@ def test_every_phase_is_taken_over_and_nothing_is_repeated(play: "Play") -> None
         for exchange in exchanges:
             assert (await exchange.end()).status == 200
         assert len(site.received("prefill")) == len(site.received("decode")) == 8
-        ended = [record.request_id for record in site.world.ended]
+        ended = [record.request_id for record in await site.ended(8)]
         assert len(ended) == len(set(ended)) == 8
 
     flags = {"batch": 1, "probe_limit": 1}
