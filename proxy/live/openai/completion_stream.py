@@ -148,8 +148,10 @@ class CompletionStream(StreamReader):
             self._look_for_total(event)
             return b""
         if self.finished and self._held_end is not None:
-            return self._opening.begin(self._read_behind(self._held_end, event))
-        return self._opening.begin(self._read(event))
+            event = self._read_behind(self._held_end, event)
+        else:
+            event = self._read(event)
+        return self._opening.begin(event)
 
     def flush(self) -> bytes:
         """Return the end held, if it waits for a total that does not come; else nothing."""
@@ -180,6 +182,8 @@ class CompletionStream(StreamReader):
             assert message is not None
             self._take_usage(message["usage"])
             return end
+        if message is None:
+            return end + self._read_data(event, data, None)
         return end + self._read(event)
 
     def _read(self, event: bytes) -> bytes:
@@ -192,19 +196,25 @@ class CompletionStream(StreamReader):
             event = self._usage.apply(self._count(event))
             return event if ids is None else ids.take(event)
         data = event_data(event)
-        message = decoded(data)
+        return self._read_data(event, data, decoded(data))
+
+    def _read_data(self, event: bytes, data: bytes, message: dict[str, Any] | None) -> bytes:
+        """Read an event by its data, and by the object that these are, if they are one."""
         if message is None:
-            if ids is not None and data:
-                ids.lost = True
-            self._is_done |= data == b"[DONE]"
+            if data:
+                self._is_done |= data == b"[DONE]"
+                if self._ids is not None:
+                    self._ids.lost = True
             return self._opening.pass_empty(event)
         error = message.get("error")
         if error is not None:
             return self._read_error(event, error)
-        if not self._may_abort() and any(map(_is_aborted, choices_of(message))):
-            self.aborted = self.over = True
-            return b""
-        return self._read_message(event, message)
+        choices = choices_of(message)
+        for choice in choices:
+            if choice.get("finish_reason") == ABORT and not self._may_abort():
+                self.aborted = self.over = True
+                return b""
+        return self._read_message(event, message, choices)
 
     def _count(self, event: bytes) -> bytes:
         """Count an event's tokens; return what of it is the client's."""
@@ -236,9 +246,11 @@ class CompletionStream(StreamReader):
             self.over = True
         return passed
 
-    def _read_message(self, event: bytes, message: dict[str, Any]) -> bytes:
+    def _read_message(
+        self, event: bytes, message: dict[str, Any], choices: list[dict[str, Any]]
+    ) -> bytes:
         opens = False
-        for choice in choices_of(message):
+        for choice in choices:
             if self._transcript is not None and is_handed_back(choice):
                 self._take_back(self._transcript, message, choice)
                 return b""
@@ -247,12 +259,14 @@ class CompletionStream(StreamReader):
                 self._take_choice(choice)
         if self._ids is not None:
             self._ids.note(event, message)
-        if is_total(message) or self.finished == self._sequences == 1:
+        total = is_total(message)
+        if total or self.finished == self._sequences == 1:
             self._take_usage(message.get("usage"))
-        self._awaits_total &= not is_total(message)
-        if self.complete and message.get("choices"):
+        self._awaits_total &= not total
+        said = message.get("choices")
+        if said and self.finished >= self._sequences:
             self._last = message
-        counts = self._counts if message.get("choices") else None
+        counts = self._counts if said else None
         if counts is not None and continuous_usage_is_expensive(message):
             self._expensive()
             if self._ids is not None:
@@ -304,7 +318,3 @@ class CompletionStream(StreamReader):
             if message is not None and is_total(message):
                 self._take_usage(message["usage"])
             self.over = True
-
-
-def _is_aborted(choice: dict[str, Any]) -> bool:
-    return choice.get("finish_reason") == ABORT

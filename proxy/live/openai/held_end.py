@@ -30,8 +30,9 @@ class HeldEnd:
         if message is None or not is_total(message):
             return event, False
         fingerprint = message.get("system_fingerprint")
-        inside = event.rstrip(_LINE_ENDS)
-        if fingerprint is not None and inside.endswith(b"}"):
-            member = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
-            event = inside[:-1] + member.encode() + event[len(inside) :]
+        if fingerprint is not None:
+            inside = event.rstrip(_LINE_ENDS)
+            if inside.endswith(b"}"):
+                member = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
+                event = inside[:-1] + member.encode() + event[len(inside) :]
         return event, True

@@ -19,8 +19,11 @@ from balanceroute.proxy.live.openai.usage import USAGE
 # As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
 _PLACE = b'],"usage":{"prompt_tokens":'
 _COUNT = b'"completion_tokens":'
-# What stands behind it; vLLM 0.33 has a member there, which is null in all events but the last.
-_BEHIND = (b"}\n\n", b',"kv_transfer_params":null}\n\n')
+_BRACE = 0x7D
+_END = b"}}\n\n"
+# Of vLLM 0.33, in all events but the last.
+_NEWER_END = b'},"kv_transfer_params":null}\n\n'
+_NEWER = len(_NEWER_END)
 # As any engine may write it.
 _MEMBER = re.compile(
     rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
@@ -91,7 +94,7 @@ class TokenCounts:
         self.asked = asked
         self._hide_each = asked.hide_each
         self._tokens = 0
-        self._counted = b""  # The last usage with a count that was not read yet.
+        self._counted = b""  # The last event with a count that was not read yet.
 
     def read_tokens(self) -> int:
         """Return the tokens so far. An event without a count is one."""
@@ -99,17 +102,19 @@ class TokenCounts:
             # Read only now: a step clock looks less often than events come.
             _, _, behind = self._counted.rpartition(_COUNT)
             self._counted = b""
-            self._record_count(behind.partition(b",")[0])
+            self._record_count(behind.partition(b",")[0].partition(b"}")[0])
         return self._tokens
 
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
-        before, place, usage = event.rpartition(_PLACE)
-        usage, _, behind = usage.partition(b"}")
-        if not place or behind not in _BEHIND:
-            return self._count_slow(event)
-        self._counted = usage
-        return before + b"]" + behind if self._hide_each else event
+        begin = event.rfind(_PLACE)
+        if begin < 0 or event[-4:] != _END or _BRACE in event[begin:-4]:
+            if begin < 0 or event[-_NEWER:] != _NEWER_END or _BRACE in event[begin:-_NEWER]:
+                return self._count_slow(event)
+            self._counted = event
+            return event[: begin + 1] + _NEWER_END[1:] if self._hide_each else event
+        self._counted = event
+        return event[: begin + 1] + b"}\n\n" if self._hide_each else event
 
     def hide(self, event: bytes) -> bytes:
         """Return what of an event without tokens is the client's."""

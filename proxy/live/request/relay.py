@@ -8,7 +8,7 @@ reader's to say (`openai/completion_stream.py`, `openai/named_events.py`).
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
-from balanceroute.proxy.wire.messages import WireError, WireFault
+from balanceroute.proxy.wire.messages import WireError, WireFault, first_value
 from balanceroute.proxy.wire.sse import EventScanner
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Relay:
         """Take the response head."""
         self._status = status
         self._headers = headers
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        kind = first_value(headers, b"content-type") or b""
         if status != 200 or not kind.lower().startswith(b"text/event-stream"):
             self._whole = BufferedLeg(self._answered, self._owner.stream_broken, _ANSWER_BYTES)
             self._whole.on_head(status, headers)
