@@ -58,11 +58,18 @@ class GroupTrial(Trial):
     # Orders about groups.
 
     def _begin_more(self) -> None:
-        create_task = self._loop.create_task
-        self._ordered = [create_task(self._carry_out(one)) for one in self._group_plan.orders]
+        self._ordered = [
+            self._loop.create_task(self._carry_out_all(name)) for name in self._group_plan.groups
+        ]
 
     async def _end_more(self) -> None:
         await asyncio.gather(*self._ordered)
+
+    async def _carry_out_all(self, group: str) -> None:
+        """Carry out the orders about a group, one after the other even if the proxy stands still."""
+        for order in self._group_plan.orders:
+            if order.group == group:
+                await self._carry_out(order)
 
     async def _carry_out(self, order: GroupOrder) -> None:
         world, group = self._world, order.group

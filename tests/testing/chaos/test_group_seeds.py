@@ -30,6 +30,15 @@ def test_the_seeds_are_of_every_kind() -> None:
     assert named >= {"small", "medium", "large", "best", "cheap", None}
 
 
+def test_orders_about_one_group_wait_for_each_other() -> None:
+    # The proxy stands still when a group is to be removed, and still when it is to be drained again.
+    report = run_seed_of_groups(92005, requests=3)
+    assert not report.violations
+    assert report.faults["proxy: stands still"]
+    assert report.faults["group: is removed with all that it does"]
+    assert report.faults["group: is drained, removed and added again"]
+
+
 def test_a_seed_happens_again() -> None:
     first, again = (run_seed_of_groups(3, requests=20) for _ in range(2))
     assert first.digest == again.digest
