@@ -117,7 +117,7 @@ class Pool:
             entry = replace(entry, home=None)
         self._order.add(entry.request, entry.ticket)
         self._entries[entry.request] = entry
-        self._set_timers(entry)
+        self._begin_timers(entry)
         self.slots += entry.slots
         # The first entry sets the mean: from 0 it would take some 128 arrivals to become right.
         if self.mean_prompt_tokens == 0.0:
@@ -166,7 +166,9 @@ class Pool:
 
         O(n + m log m) for m requests, with n entries up to the last of them.
         """
-        if not requests:
+        if len(requests) < 2:
+            for request in requests:
+                self.admit(request)
             return
         order, going = self._order, set(requests)
         behind = len(going)
@@ -214,7 +216,7 @@ class Pool:
         for request, entry in reversed(left.items()):
             self._order.add(request, entry.ticket)
             self._entries[request] = entry
-            self._set_timers(entry)
+            self._begin_timers(entry)
             self.slots += entry.slots
             # Only an admission overtook the entries ahead.
             if request not in self._removed:
@@ -250,12 +252,25 @@ class Pool:
         self._expiries.set(entry.request, entry.expires_ns)
         self._leases.set(entry.request, entry.lease_ends_ns)
 
+    def _begin_timers(self, entry: PoolEntry) -> None:
+        """Set the timers of an entry that has none yet."""
+        request = entry.request
+        if entry.deadline_ns is not None:
+            self._deadlines.set(request, entry.deadline_ns)
+        if entry.expires_ns is not None:
+            self._expiries.set(request, entry.expires_ns)
+        if entry.lease_ends_ns is not None:
+            self._leases.set(request, entry.lease_ends_ns)
+
     def _take_out(self, request: RequestId) -> PoolEntry:
         self._order.remove(request)
-        self._deadlines.clear(request)
-        self._expiries.clear(request)
-        self._leases.clear(request)
         entry = self._entries.pop(request)
+        if entry.deadline_ns is not None:
+            self._deadlines.clear(request)
+        if entry.expires_ns is not None:
+            self._expiries.clear(request)
+        if entry.lease_ends_ns is not None:
+            self._leases.clear(request)
         self.slots -= entry.slots
         if self._round is not None:
             # A dictionary for its order: `undo_round` goes backwards through it.

@@ -24,6 +24,9 @@ class PrefillQueue:
         requests: All requests of the scheduler, by id.
         prefillers: Their budgets are charged with each request that starts.
         make_order: Makes the order of each queue.
+
+    Attributes:
+        waiting: How many requests wait.
     """
 
     def __init__(
@@ -41,11 +44,7 @@ class PrefillQueue:
         self._restricted: dict[frozenset[PrefillerId], tuple[StartOrder, StartOrder]] = {}
         self._expiries = Timers()
         self._dues = Timers()
-        self._waiting = 0
-
-    def __len__(self) -> int:
-        """Return the number of waiting requests."""
-        return self._waiting
+        self.waiting = 0
 
     def __contains__(self, request: Request) -> bool:
         """Return whether `request` waits here, in the queue that it belongs to."""
@@ -60,7 +59,7 @@ class PrefillQueue:
     def add(self, request: Request, expires_ns: int | None) -> None:
         """Add a request, also one that was here before."""
         self._queue_of(request).add(request.request, request.ticket)
-        self._waiting += 1
+        self.waiting += 1
         self._expiries.set(request.request, expires_ns)
         if request.due_ns is not None:
             self._dues.set(request.request, request.due_ns)
@@ -204,7 +203,7 @@ class PrefillQueue:
         return prefiller
 
     def _left(self, number: RequestId) -> None:
-        self._waiting -= 1
+        self.waiting -= 1
         self._expiries.clear(number)
         self._dues.clear(number)
 

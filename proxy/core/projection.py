@@ -225,8 +225,11 @@ class Projection:
             sequences: Tokens that each gains per step.
         """
         ahead = self._ahead[: self.horizon_steps + 1]
-        grown = np.multiply.outer(np.array(sequences), ahead)
-        grown += np.array(kv_tokens)[:, None]
+        if len(kv_tokens) == 1:  # Nearly every round asks for one.
+            grown = (sequences[0] * ahead + kv_tokens[0])[None]
+        else:
+            grown = np.multiply.outer(np.array(sequences), ahead)
+            grown += np.array(kv_tokens)[:, None]
         if self._form is Form.EXPECTED:
             return np.asarray(grown * survival)
         return np.asarray(grown * (ahead < self._departures(survival)[:, None]))
@@ -241,7 +244,7 @@ class Projection:
         """
         if self._form is Form.POINT:
             return np.ones(self.horizon_steps + 1)
-        return np.asarray(survival.mean(axis=0))
+        return survival[0] if len(survival) == 1 else np.asarray(survival.mean(axis=0))
 
     def check(self) -> None:
         """Recount the rows from the deposits and assert equality. O(requests x (H + M))."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_NONE = np.zeros(1, np.int64)  # NumPy makes an array of a number at each call.
+
+
 class Ranks:
     """G ranks; all are open at first.
 
@@ -29,6 +32,7 @@ class Ranks:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
+        self._all_open = True
         self.others: Others | None = None
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
         self._learned = _learned(config)
@@ -41,6 +45,7 @@ class Ranks:
         """
         self._check_known(rank)
         self.is_open[rank] = is_open
+        self._all_open = bool(self.is_open.all())
 
     def shared(self, event: OthersOnRank, ledger: Ledger, config: SchedulerConfig) -> None:
         """Note what others have on a rank.
@@ -62,6 +67,7 @@ class Ranks:
         """Follow another configuration, with as many ranks or more; the new ones are open."""
         new = np.ones(config.ranks - len(self.is_open), np.bool_)
         self.is_open = np.concatenate([self.is_open, new])
+        self._all_open = bool(self.is_open.all())
         if self.others is not None:
             self.others.grow(config.ranks)
         self._unlimited = np.full(config.ranks, UNLIMITED)
@@ -111,7 +117,8 @@ class Ranks:
             free_slots = self._unlimited.copy()
         else:
             free_slots = self.free_slots(ledger, config, beyond_batch)
-        free_slots *= self.is_open
+        if not self._all_open:
+            free_slots *= self.is_open
         # Early binding ignores memory as well: what does not fit queues in the engine.
         if config.rank_kv_tokens is None or beyond_batch is None:
             free_kv_tokens = self._unlimited.copy()
@@ -141,7 +148,7 @@ class Ranks:
         slots = config.batch_limit if limits is None else np.array(limits)
         if self.others is not None:
             slots = np.minimum(slots, self.others.limits)
-        return np.maximum(slots + beyond_batch - ledger.bound, 0)
+        return np.maximum(slots + beyond_batch - ledger.bound, _NONE)
 
     def _check_known(self, rank: RankId) -> None:
         if not 0 <= rank < len(self.is_open):

@@ -143,7 +143,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that no engine answers yet: queued, prefilling or pooled."""
-        return len(self.prefill_queue) + self.prefillers.prefilling + len(self.pool)
+        return self.prefill_queue.waiting + self.prefillers.prefilling + len(self.pool)
 
     def emitted(self, number: RequestId) -> int:
         """Return the tokens that a bound request has emitted there, of all its sequences.
@@ -166,7 +166,7 @@ class Scheduler:
                 not allow the event. Nothing was changed.
         """
         if self.intake.follows_time:
-            self.intake.advance(now_ns, len(self.requests), len(self.prefill_queue))
+            self.intake.advance(now_ns, len(self.requests), self.prefill_queue.waiting)
         actions = self._handlers.get(type(event), self._switch)(event, now_ns)
         for observe in self._observers:
             observe(event, actions, now_ns)
@@ -180,7 +180,7 @@ class Scheduler:
         goes first once there is room.
         """
         hold_ns = self.policy.next_decision_ns if self.pool.slots else None
-        queue, budget_ns = self.prefill_queue, self.intake.next_ns(len(self.prefill_queue))
+        queue, budget_ns = self.prefill_queue, self.intake.next_ns(self.prefill_queue.waiting)
         return earliest(self.pool.next_removal_ns(), queue.next_expiry_ns(), hold_ns, budget_ns)
 
     def reconfigure(self, config: SchedulerConfig, policy: Policy) -> None:
@@ -267,7 +267,7 @@ class Scheduler:
 
     def _start_prefills(self, now_ns: int) -> list[Action]:
         """Start the prefills that the budgets and the pool's depth allow."""
-        if not len(self.prefill_queue):
+        if not self.prefill_queue.waiting:
             return []
         # A tick may come too late for this.
         actions = self._expire(self.prefill_queue.take_due(now_ns))

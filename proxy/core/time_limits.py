@@ -40,7 +40,9 @@ def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolE
     since_ns = request.pooled_ns
     assert since_ns is not None
     deadline_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns
-    ttl_ends_ns = None if config.ttl_ns is None else since_ns + config.ttl_ns
+    expires_ns = request.due_ns
+    if config.ttl_ns is not None:
+        expires_ns = earliest(since_ns + config.ttl_ns, expires_ns)
     lease_ends_ns = request.lease_expires_ns
     if lease_ends_ns is not None:
         assert request.prefilled_ns is not None
@@ -57,7 +59,7 @@ def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolE
         request.prompt_tokens,
         age=request.emitted_before,
         deadline_ns=deadline_ns,
-        expires_ns=earliest(ttl_ends_ns, request.due_ns),
+        expires_ns=expires_ns,
         lease_ends_ns=lease_ends_ns,
         lost_on=request.lost_on_ranks,
         overtaken=request.overtaken,

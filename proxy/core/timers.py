@@ -1,6 +1,6 @@
 """Times at which something is due for a request, the earliest first."""
 
-import heapq
+from heapq import heapify, heappop, heappush
 
 from balanceroute.proxy.core.events import RequestId
 
@@ -19,15 +19,17 @@ class Timers:
 
     def set(self, request: RequestId, time_ns: int | None) -> None:
         """Set the one time at which `request` is due; None for never."""
+        times = self._times
         if time_ns is None:
-            self._times.pop(request, None)
+            times.pop(request, None)
             return
-        self._times[request] = time_ns
-        heapq.heappush(self._heap, (time_ns, request))
+        times[request] = time_ns
+        heap = self._heap
+        heappush(heap, (time_ns, request))
         # Amortised O(1); without it cleared times would accumulate.
-        if len(self._heap) > 2 * len(self._times) + _SLACK:
-            self._heap = [(time_ns, request) for request, time_ns in self._times.items()]
-            heapq.heapify(self._heap)
+        if len(heap) > 2 * len(times) + _SLACK:
+            self._heap = [(time_ns, request) for request, time_ns in times.items()]
+            heapify(self._heap)
 
     def clear(self, request: RequestId) -> None:
         """Remove the time of `request`, if it has one."""
@@ -37,7 +39,7 @@ class Timers:
         """Return the earliest time, or None if there is none."""
         heap, times = self._heap, self._times
         while heap and times.get(heap[0][1]) != heap[0][0]:
-            heapq.heappop(heap)
+            heappop(heap)
         return heap[0][0] if heap else None
 
     def take_due(self, now_ns: int) -> list[RequestId]:
@@ -58,7 +60,7 @@ class Timers:
     def _pop(self, now_ns: int) -> list[tuple[int, RequestId]]:
         items: list[tuple[int, RequestId]] = []
         while self._heap and self._heap[0][0] <= now_ns:
-            time_ns, request = heapq.heappop(self._heap)
+            time_ns, request = heappop(self._heap)
             if self._times.get(request) == time_ns:
                 del self._times[request]
                 items.append((time_ns, request))

@@ -242,5 +242,5 @@ class _World:
                     self.feed(RequestFinished(request.request))
             self.feed(Tick())
         assert not self.scheduler.requests, "a request waits for ever"
-        assert not len(self.scheduler.prefill_queue)
+        assert not self.scheduler.prefill_queue.waiting
         assert not self.scheduler.prefill_queue._restricted

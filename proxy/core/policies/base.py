@@ -54,6 +54,13 @@ class Fleet:
     room_after: Callable[[int, PoolEntry], int] | None = None
     others_kv_tokens: NDArray[np.int64] | None = None
 
+    @property
+    def free(self) -> int:
+        """All free slots."""
+        return sum(
+            self.free_slots.tolist()
+        )  # `ndarray.sum` takes ten times as long for some ranks.
+
     def share(self, slots: NDArray[np.int64], kv_tokens: NDArray[np.int64]) -> None:
         """Add what others have on the ranks; `free_slots` knows it already.
 

@@ -104,7 +104,7 @@ class OwnTrajectory:
             self._made_at[:] = -1
             self._curves.stretch(factor)
         # One entry of the window moves up with every admission.
-        entries = pool.first(_WINDOW + int(fleet.free_slots.sum()))
+        entries = pool.first(_WINDOW + fleet.free)
         loads, expected = self._loads_of(entries, pool)
         self._project(free)
         self._on_stage("projection")

@@ -59,7 +59,7 @@ class WithinPeak:
         """Admit what fits."""
         free = fleet.free_slots > 0
         if free.any():
-            entries = pool.first(_WINDOW + int(fleet.free_slots.sum()))
+            entries = pool.first(_WINDOW + fleet.free)
             room = self._room.of_ranks(free, entries, pool)
             if fleet.others_kv_tokens is not None:
                 room = room - fleet.others_kv_tokens

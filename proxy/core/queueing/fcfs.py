@@ -63,7 +63,10 @@ class Fcfs:
         return place < len(self._order) and self._order[place] == request
 
     def _place(self, request: RequestId) -> int:
-        place = bisect_left(self._order, request)
-        waits = place < len(self._order) and self._order[place] == request
+        order = self._order
+        if order and order[0] == request:  # Nearly always.
+            return 0
+        place = bisect_left(order, request)
+        waits = place < len(order) and order[place] == request
         assert waits, f"request {request} does not wait here"
         return place

@@ -31,7 +31,7 @@ class Forecast:
         if not ranks:
             return inf, inf
         prompt_tokens = driver.prompt_tokens(shape)
-        queued_tokens = len(scheduler.prefill_queue) * prompt_tokens
+        queued_tokens = scheduler.prefill_queue.waiting * prompt_tokens
         joining = sum(scheduler.prefillers.held_tokens) + queued_tokens + prompt_tokens
         envelope = int(scheduler.ledger.loads[ranks].max()) + joining / len(ranks)
         step_ns = self._step_ns(envelope)

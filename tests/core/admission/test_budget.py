@@ -111,7 +111,7 @@ def test_requests_start_while_the_budget_has_room(prefill: bool) -> None:
     for _ in range(6):
         fleet.arrive(prefill=prefill)
     assert fleet.in_flight == 4
-    assert len(fleet.scheduler.prefill_queue) == 2
+    assert fleet.scheduler.prefill_queue.waiting == 2
     fleet.end(RequestId(0))
     assert fleet.scheduler.requests[RequestId(4)].state is State.DECODING
 
@@ -155,7 +155,7 @@ def test_what_waits_longer_than_the_acquire_timeout_expires_and_frees_its_place(
     waiting = fleet.arrive()
     fleet.now_ns = S
     assert Expire(waiting) in fleet.feed(Tick())
-    assert len(fleet.scheduler.prefill_queue) == 0
+    assert fleet.scheduler.prefill_queue.waiting == 0
     assert fleet.in_flight == 1
 
 
@@ -290,7 +290,7 @@ class Granting(RuleBasedStateMachine):
 
     @invariant()
     def no_budget_is_idle_while_anything_waits(self) -> None:
-        if hasattr(self, "fleet") and len(self.fleet.scheduler.prefill_queue):
+        if hasattr(self, "fleet") and self.fleet.scheduler.prefill_queue.waiting:
             assert self.fleet.in_flight >= self.limit
 
     @invariant()

@@ -21,7 +21,7 @@ def test_a_request_beyond_the_limit_waits_for_the_end_of_another(play: "Play") -
         first = site.send(COMPLETIONS, body(0, max_tokens=8))
         await first.until_events(1)
         second = site.send(COMPLETIONS, body(1))
-        await site.until(lambda: len(site.world.scheduler.prefill_queue) == 1)
+        await site.until(lambda: site.world.scheduler.prefill_queue.waiting == 1)
         # Nothing of it was begun, although prefiller and rank have room.
         assert len(site.received("prefill")) == 1
         assert (await first.end()).done

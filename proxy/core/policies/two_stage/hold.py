@@ -32,11 +32,11 @@ class Occupancy:
 
     def is_high(self, fleet: Fleet) -> bool:
         """Note a decision; return whether holds pay."""
-        bound = fleet.bound[fleet.is_open]
+        bound: list[int] = fleet.bound[fleet.is_open].tolist()
         if len(bound) < 2:
             return False  # It makes no other rank wait.
-        taken = int(bound.sum())
-        slots = taken + int(fleet.free_slots.sum())
+        taken = sum(bound)
+        slots = taken + fleet.free
         if not slots:
             return False
         self._decisions = min(self._decisions + 1, _LATELY)

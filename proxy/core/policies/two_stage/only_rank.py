@@ -28,10 +28,10 @@ def fill_only_rank(fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment] | 
     if len(ranks) > 1 or fleet.room_after is not None:
         return None
     rank = RankId(ranks.item(0))
-    if pool.slots > fleet.free_slots[rank] or pool.overdue(now_ns):
+    if pool.slots > fleet.free_slots.item(rank) or pool.overdue(now_ns):
         return None
     entries = pool.first(len(pool))
-    fits = sum(map(_KV_TOKENS, entries)) <= fleet.free_kv_tokens[rank]
+    fits = sum(map(_KV_TOKENS, entries)) <= fleet.free_kv_tokens.item(rank)
     if not fits or any(map(_RESTRICTED, entries)):
         return None
     entries.sort(key=largest_first)

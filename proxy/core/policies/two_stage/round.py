@@ -68,7 +68,7 @@ class Round:
             # One persistence for the whole round, the mean of the candidates: with one for each
             # request F would not depend on the sum alone, and the solvers could not be used.
             # In the same call those that may move up.
-            moving_up = min(int(fleet.free_slots.sum()), _MOST_ASKED)
+            moving_up = min(fleet.free, _MOST_ASKED)
             survival = self._ask(projection, pool.first(settings.window + moving_up))
             persistence = projection.persistence(survival[: settings.window])
         target = speeds = None
@@ -120,7 +120,7 @@ class Round:
     def _oldest_left(self) -> Oldest:
         if self._oldest is None or self._oldest.spare <= 0:
             # Each admission takes a slot, and one entry moves up.
-            spare = min(int(self.fleet.free_slots.sum()), _MOST_SPARE)
+            spare = min(self.fleet.free, _MOST_SPARE)
             window = self.settings.window
             entries = self.pool.first(window + spare)
             # After a burst of admissions nobody has asked about these.

@@ -22,7 +22,7 @@ def place_all(work: Round, now_ns: int, *, may_hold: bool) -> int | None:
     Returns:
         When the first hold ends; None if no entry is held.
     """
-    free = int(work.fleet.free_slots.sum())
+    free = work.fleet.free
     # If all entries fit, there is nothing to choose. Otherwise the last theta slots are left to
     # Stage 2, which chooses the entries as well.
     fits = work.pool.slots <= free

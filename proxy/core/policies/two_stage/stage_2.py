@@ -21,6 +21,8 @@ def choose_subsets(work: Round, reservations: Reservations) -> None:
 
     Paper: Algorithms 2 and 3.
     """
+    if not len(work.pool):
+        return  # Stage 1 took everything; the order of the ranks costs a look at each.
     fleet = work.fleet
     order = _Order(work)
     while len(work.pool) and (rank := order.roomiest()) is not None:

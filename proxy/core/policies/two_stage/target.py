@@ -23,7 +23,9 @@ def target_tokens(
         ahead: float64[G, H + 1], projected KV tokens of each rank.
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
     """
-    taken = min(int(fleet.free_slots.sum()), pool.slots)
+    taken = min(fleet.free, pool.slots)
     coming = taken * pool.mean_prompt_tokens * persistence
-    total = ahead[fleet.is_open].sum(axis=0) + coming
-    return np.asarray((1.0 + _SLACK) / fleet.is_open.sum() * total)
+    count = np.count_nonzero(fleet.is_open)
+    of_open = ahead if count == len(ahead) else ahead[fleet.is_open]
+    total = of_open.sum(axis=0) + coming
+    return np.asarray((1.0 + _SLACK) / count * total)
