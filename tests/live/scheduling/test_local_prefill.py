@@ -103,8 +103,8 @@ def test_a_conversation_returns_to_its_rank(play: "Play", relays: int) -> None:
             times_s.append(site.loop.time() - begin_s)
         assert not site.received("prefill", CHAT)
         assert len({seen.engine for seen in site.received("decode", CHAT)}) == 1
-        # 1,000 new tokens each time.
-        assert max(times_s[1:]) < 1.2 * times_s[0]
+        # 1,000 new tokens each time. Of the frames between processes one in ten is up to 20 ms late.
+        assert max(times_s[1:]) < (1.5 if relays else 1.2) * times_s[0]
 
     play(scenario, relays=relays, **COMPUTING)
 
