@@ -107,7 +107,7 @@ class Deposits:
 
     def rest(self, place: int, now: int) -> NDArray[np.int32]:
         """Return what is left of a deposit, from the step `now` on."""
-        return self.expected[place, int(now - self.since[place]) :]
+        return self.expected[place, now - self.since.item(place) :]
 
     def advance(self, places: NDArray[np.int64], now: int) -> NDArray[np.int64]:
         """Let deposits start at `now`, and return where what was left of them begins.

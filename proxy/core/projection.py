@@ -114,7 +114,7 @@ class Projection:
         deposits = self._deposits
         place = deposits.place_of[request]
         # Its deposit grew by a token per step since the admission, which it did not.
-        if deposits.since[place] != self._now:
+        if deposits.since.item(place) != self._now:
             self._restart(place, grown=0)
         deposits.started[place] = True
 
@@ -123,19 +123,19 @@ class Projection:
         deposits = self._deposits
         place = deposits.place_of[request]
         # The tokens of the steps since the deposit first, as the new deposit starts now.
-        passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
-        self._restart(place, grown=passed * int(deposits.sequences[place]) + tokens)
+        passed = self._now - deposits.since.item(place) if deposits.started.item(place) else 0
+        self._restart(place, grown=passed * deposits.sequences.item(place) + tokens)
 
     def unbind(self, request: RequestId) -> None:
         """Remove a request."""
         deposits = self._deposits
         place = deposits.remove(request)
         if self.on_leave is not None:
-            sequences, base = int(deposits.sequences[place]), int(deposits.base[place])
+            sequences, base = deposits.sequences.item(place), deposits.base.item(place)
             age = None
-            if deposits.started[place]:
-                passed = int(self._now - deposits.since[place])
-                age = (int(deposits.tokens[place]) - base) // sequences + passed
+            if deposits.started.item(place):
+                passed = self._now - deposits.since.item(place)
+                age = (deposits.tokens.item(place) - base) // sequences + passed
             self.on_leave(request, base // sequences, age)
         self._withdraw(place)
         deposits.rank[place] = -1
@@ -354,4 +354,5 @@ class Projection:
             del self._new[place]
             return
         rest = self._deposits.rest(place, self._now)
-        self._rows[self._deposits.rank[place], self._head : self._head + len(rest)] -= rest
+        rank = self._deposits.rank.item(place)
+        self._rows[rank, self._head : self._head + len(rest)] -= rest

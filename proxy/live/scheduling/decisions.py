@@ -66,7 +66,8 @@ _FREEING = frozenset(
 _POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})
 # With these a request leaves the rank that it is bound to.
 _LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
-_LEAVING_KINDS = frozenset(_LEAVING)
+# Of these the progress is told, too.
+_FOLLOWED = frozenset({*_LEAVING, DecodeStarted, RequestAdopted})
 
 
 class Decisions:
@@ -116,12 +117,15 @@ class Decisions:
         What it decides may be for the very session that feeds, which is ready for that.
         """
         # Not `isinstance` alone: a struct's class is asked for its instances by a call.
-        if type(event) in _LEAVING_KINDS and isinstance(event, _LEAVING):
-            event = self.progress.left(event)
-        elif type(event) is DecodeStarted:
+        if type(event) not in _FOLLOWED:
+            self._handle(event)
+            return
+        if isinstance(event, DecodeStarted):
             self.progress.began(self._sessions[event.request])
+        elif isinstance(event, _LEAVING):
+            event = self.progress.left(event)
         self._handle(event)
-        if type(event) is RequestAdopted:
+        if isinstance(event, RequestAdopted):
             self.progress.adopted(self._sessions[event.request], event.phase)
             self._ticks.wake(0.0)  # Nothing has started for it.
 
@@ -157,10 +161,11 @@ class Decisions:
         return int(self._clock() * 1e9 + 0.5)  # `round` takes three times as long.
 
     def _handle(self, event: Event) -> None:
-        actions = self._scheduler.handle(event, now_ns=self._now_ns())
+        scheduler = self._scheduler
+        actions = scheduler.handle(event, now_ns=int(self._clock() * 1e9 + 0.5))
         if actions:
             self._perform(actions)
-        if self._scheduler.pool.slots:
+        if scheduler.pool.slots:
             kind = type(event)
             if kind in _POOLING:
                 self._ticks.wake(0.0)
