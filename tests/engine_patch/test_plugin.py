@@ -125,8 +125,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_the_engines_process_loads_nothing_but_the_standard_library() -> None:
     program = f"""
 import sys
+before = set(sys.modules)  # An installation may have a sitecustomize.
 import {plugin.__name__}
-names = {{name.split(".")[0] for name in sys.modules}} - sys.stdlib_module_names
+names = {{name.split(".")[0] for name in sys.modules.keys() - before}} - sys.stdlib_module_names
 print(*sorted(name for name in names if not name.startswith("__")))
 """
     result = subprocess.run(

@@ -18,7 +18,7 @@ from balanceroute.proxy.live.openai.prompt_summary import DATA_MEMBERS, HEADS, P
 # thousands. Each takes a microsecond or more here, and a hundred bytes in whatever decodes it.
 MAX_CONTAINERS = 100_000
 MAX_STRINGS = 1_000_000
-# `json` takes some 970, less those of its caller.
+# On Python 3.11 `json` takes some 970, less those of its caller.
 MAX_LEVELS = 900
 MAX_MEMBERS = 1_000  # Of the object itself.
 _MAX_KEY = 65_536

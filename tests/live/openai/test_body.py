@@ -18,7 +18,7 @@ from balanceroute.proxy.live.openai.body import (
     may_be_deep,
     read_in_slices,
 )
-from balanceroute.proxy.live.openai.json_scan import JsonScanner, ScanError
+from balanceroute.proxy.live.openai.json_scan import MAX_LEVELS, JsonScanner, ScanError
 from balanceroute.proxy.live.openai.prompt_summary import summarise
 from balanceroute.proxy.wire.messages import Pieces
 
@@ -215,6 +215,16 @@ def test_a_long_key_is_not_told_whole() -> None:
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_nesting_without_end_is_refused(opening: bytes) -> None:
     assert refused(b'{"a": ' + opening * 100_000) == "the body is nested too deeply"
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_a_small_body_may_have_as_many_levels_as_a_large_one(opening: str, closing: str) -> None:
+    def nested(levels: int) -> bytes:
+        inner = levels - 1
+        return f'{{"a": {opening * inner}1{closing * inner}}}'.encode()
+
+    RequestBody(nested(MAX_LEVELS))
+    assert refused(nested(MAX_LEVELS + 1)) == "the body is nested too deeply"
 
 
 def test_an_integer_of_thousands_of_digits_is_refused() -> None:
