@@ -63,7 +63,6 @@ class IncomingRequest:
         """Begin a further request."""
         self._release_waiting()
         self.begun = True
-        self.head = None
         self._checked = 0
         self._skip_blank = True
 
@@ -173,6 +172,7 @@ class IncomingRequest:
     def finish(self) -> None:
         """Note that the request was answered: the next byte begins a further one."""
         self._body.release()
+        self.head = None  # An idle connection keeps none of it.
         self.begun = False
 
     def drop(self) -> None:

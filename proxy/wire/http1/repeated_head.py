@@ -9,11 +9,14 @@ from balanceroute.proxy.wire.http1.heads import RequestHead, parse_request_head
 # As most clients write it. A head in which it is written otherwise is parsed each time.
 _LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,18})\r\n")
 
+# A connection keeps up to seven times as much while it is idle.
+_LONGEST_KEPT = 4096
+
 
 class RepeatedHead:
     """Parses heads; one that differs from the last by the length of the body alone is not parsed again.
 
-    Nobody may change the headers that it returns.
+    Long heads are parsed each time. Nobody may change the headers that it returns.
     """
 
     __slots__ = ("_head", "_length", "_text")
@@ -50,5 +53,8 @@ class RepeatedHead:
             head = parse_request_head(
                 text, max_target_bytes=max_target_bytes, max_headers=max_headers
             )
-        self._text, self._length, self._head = text, (begin, end), head
+        if len(text) <= _LONGEST_KEPT:
+            self._text, self._length, self._head = text, (begin, end), head
+        else:
+            self._text, self._length, self._head = b"", (0, 0), None
         return head

@@ -58,6 +58,14 @@ def test_what_is_said_again_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch)
     assert (b"content-length", b"12") in first.headers
 
 
+def test_a_long_head_is_not_kept() -> None:
+    heads = RepeatedHead()
+    long = text("12", more=f"X-A: {'b' * 4096}\r\n")
+    first = read(heads, long)
+    assert read(heads, long) == first
+    assert read(heads, long) is not first
+
+
 def test_a_head_that_is_refused_leaves_nothing_behind() -> None:
     heads = RepeatedHead()
     read(heads, text("12"))
