@@ -61,6 +61,25 @@ def test_without_a_hint_or_a_past_the_other_speaks(expected: int | None) -> None
     assert predictor.survival(*ask).tolist() == OTHER.survival(*ask).tolist()
 
 
+def test_a_request_has_the_same_answer_alone_as_among_others() -> None:
+    predictor = taught({1: 10, 2: 1_000, 9: 40})
+    told = [RequestFeatures(100, expected_tokens=tokens) for tokens in (2, None, 1, 9, 5)]
+    # Of a limit that is a habit, of which nothing was learned yet.
+    for _ in range(LEAST_ANSWERS):
+        predictor.begin(FIRST, RequestFeatures(100, 30))
+        predictor.observe(FIRST, 30)
+    told.append(RequestFeatures(100, 30))
+    requests = [RequestId(number) for number in range(len(told))]
+    for request, features in zip(requests, told, strict=True):
+        predictor.begin(request, features)
+    ages = np.array([0, 3, 12, 0, 2_000, 1])
+    together = predictor.survival(requests, ages, 50)
+    for request, age, among in zip(requests, ages, together, strict=True):
+        alone = predictor.survival([request], np.array([age]), 50)
+        assert np.array_equal(alone, among[None])
+    assert len({row.tobytes() for row in together}) > 3
+
+
 def test_the_latest_hint_counts() -> None:
     predictor = taught({1: 10, 2: 1_000})
     predictor.begin(FIRST, hint(1))
