@@ -8,8 +8,9 @@ BalanceRouteError
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 
@@ -43,6 +44,18 @@ Payload = bytes | Pieces
 """A body to send."""
 
 
+class Learned(Struct):
+    """What the application has worked out of a head.
+
+    The requests of a connection share it whose heads differ at most by the length of their bodies.
+
+    Attributes:
+        facts: The application's own; None until it has any.
+    """
+
+    facts: Any = None
+
+
 class Request(Struct):
     """A complete request.
 
@@ -51,6 +64,7 @@ class Request(Struct):
         query: The target after `?`.
         body: The whole body, without framing.
         peer: The client's address and port, for logs.
+        learned: Of its head.
     """
 
     method: bytes
@@ -59,6 +73,7 @@ class Request(Struct):
     headers: Headers
     body: bytes
     peer: str
+    learned: Learned = field(default_factory=Learned)
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header, by its lower-case name."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.admission import Refusal
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.frontend.intake import RequestCounts
+    from balanceroute.proxy.live.frontend.known_head import KnownHead
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api, Shape
     from balanceroute.proxy.live.openai.urgency import Urgency
@@ -72,6 +73,7 @@ class Asking(Struct, eq=False):
     """One request that is to be generated.
 
     Attributes:
+        known: What follows from its head.
         headers: The client's.
     """
 
@@ -80,6 +82,7 @@ class Asking(Struct, eq=False):
     api: "Api"
     shape: "Shape"
     urgency: "Urgency"
+    known: "KnownHead"
     headers: "Headers"
     body: "RequestBody"
     reply: "Reply"

@@ -19,27 +19,28 @@ from balanceroute.proxy.live.frontend.clients import EVERYBODY, KEY_IS_GONE, Cli
 from balanceroute.proxy.live.frontend.generation import Generation, deny_model
 from balanceroute.proxy.live.frontend.groups import unknown_alone
 from balanceroute.proxy.live.frontend.hand_offs import HandOffs
+from balanceroute.proxy.live.frontend.known_head import KnownHead, know
 from balanceroute.proxy.live.frontend.model_pages import MODELS, is_of_models, model_page
 from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
     BadRequestIdError,
-    api_key_id,
-    check_json_body,
     client_request_id,
     engine_headers,
     engine_lines,
-    user_agent,
+    key_headers,
+    trace_headers,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import SMALL_BYTES, BodyError, RequestBody
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.leg_body import engine_body
-from balanceroute.proxy.live.openai.routes import Handling, Media, Route, find
+from balanceroute.proxy.live.openai.routes import Handling, Media, Route
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.live.telemetry.trace_context import read_parent
+from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 _NOT_FOUND = Rejection(404, "Not Found")
 _BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
-_UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _JSON = Media.JSON
 _OWN, _GENERATES = Handling.OWN, Handling.GENERATION
@@ -100,6 +100,7 @@ class Gateway:
         self._aliases = aliases
         self._pages = pages
         self._settings = settings
+        self._key_line = encode_fields(key_headers(settings.engine_key))
         self._clients = clients
         self._unix_s = unix_s
         self._tracer = tracer
@@ -128,64 +129,75 @@ class Gateway:
         """Tell clients so, and send this key to the engines, from the next request on."""
         self._clients = clients
         self._settings = replace(self._settings, engine_key=engine_key)
+        self._key_line = encode_fields(key_headers(engine_key))
 
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
         """Return why a request is not served, as far as its head tells."""
         del peer
-        if head.path.startswith(METASERVER_PATH):
+        known = self._known(head)
+        route, tenant = known.route, known.tenant
+        if route is None and head.path.startswith(METASERVER_PATH):
             return self._hand_offs.admit(head)
-        route = find(head.path)
-        if route is None:
-            return _NOT_FOUND
-        if route.reason:
-            return Rejection(404, f"Not Found: {route.reason}")
-        if head.method not in route.methods:
-            return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
-        tenant = self._clients.find(head.headers) if route.keyed else EVERYBODY
-        if tenant is None:
-            return _UNAUTHORISED
-        unread = check_json_body(head.headers) if route.media is _JSON else None
-        if unread is None and route.handling is not _OWN:
-            # Not at the cost of reading a body that is refused in any case.
-            unread = self._groups.first.tenancy.refuse_early(tenant.name)
-        return unread
+        if known.rejection is not None:
+            return known.rejection
+        assert route is not None, "it would be rejected"
+        assert tenant is not None, "it would be rejected"
+        if route.handling is _OWN:
+            return None
+        # Not at the cost of reading a body that is refused in any case.
+        return self._groups.first.tenancy.refuse_early(tenant.name)
 
     def __call__(self, request: "Request", reply: "Reply") -> None:
         """Answer a request that was admitted."""
-        if request.path.startswith(METASERVER_PATH):
+        known = self._known(request)
+        route = known.route
+        if route is None:
             refused = self._hand_offs.take(request, reply)
             if refused is not None:
                 self._reject(request, reply, refused)
             return
-        route = find(request.path)
-        assert route is not None, "it was not admitted"
-        lists = request.path == MODELS and self._by_model(self._tenant_of(request.headers))
+        tenant = known.tenant or EVERYBODY
+        lists = request.path == MODELS and self._by_model(tenant)
         if lists or route.handling is _OWN:
             self._answer_itself(request, reply)
         else:
-            self._serve(route, request, reply)
+            self._serve(known, route, tenant, request, reply)
 
-    def _serve(self, route: Route, request: "Request", reply: "Reply") -> None:
-        given = dict(request.headers)  # To look each up costs more than this.
+    def _known(self, head: "RequestHead | Request") -> KnownHead:
+        """Return what follows from a head, by the keys that there are now."""
+        known: KnownHead | None = head.learned.facts
+        if known is None or known.clients is not self._clients:
+            keep_key = self._settings.pass_authorization and self._settings.engine_key is None
+            known = head.learned.facts = know(head, self._clients, keep_key=keep_key)
+        return known
+
+    def _serve(
+        self,
+        known: KnownHead,
+        route: Route,
+        tenant: Tenant,
+        request: "Request",
+        reply: "Reply",
+    ) -> None:
+        rare = known.rare
         try:
-            given_id = client_request_id(request.headers) if b"x-request-id" in given else None
+            given_id = client_request_id(request.headers) if b"x-request-id" in rare else None
         except BadRequestIdError:
             self._reject(request, reply, _BAD_REQUEST_ID)
             return
-        tenant = self._tenant_of(request.headers)
         record = RequestRecord(
             given_id or self._unique(),
             route.path,
             int(self._clock() * 1e9 + 0.5),  # `round` takes three times as long.
             self._unix_s(),
             peer=request.peer,
-            api_key_id=api_key_id(request.headers) if self._clients.has_keys else "",
-            user_agent=user_agent(request.headers) if b"user-agent" in given else "",
+            api_key_id=known.api_key_id,
+            user_agent=known.user_agent,
             tenant=tenant.name,
         )
         if self._tracer is not None:
             request.headers = self._tracer.begin(request.headers, record)
-        elif b"traceparent" in given and (parent := read_parent(request.headers)) is not None:
+        elif b"traceparent" in rare and (parent := read_parent(request.headers)) is not None:
             record.trace_id = parent.trace_id
         if route.handling is _GENERATES:
             self._generate(request, reply, record)
@@ -221,7 +233,7 @@ class Gateway:
             self._refuse(reply, record, 400, str(error), param=error.param)
             return
         model = model if isinstance(model, str) else ""
-        refused = refuse_route(self._clients.find(request.headers), route, model)
+        refused = refuse_route(self._known(request).tenant, route, model)
         group = self._groups.find(model)
         if refused is None and group is None:
             refused = unknown_alone(route, model, is_alias=model in self._aliases)
@@ -249,13 +261,13 @@ class Gateway:
         group.tenancy.offer_alone(record.tenant, offered)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
-        api, headers, body = _GENERATION[request.path], request.headers, request.body
+        api, body = _GENERATION[request.path], request.body
         if len(body) > SMALL_BYTES:
             # Not the request itself: it would keep the bytes of its body.
-            take = partial(self._take, api, headers, reply, record)
+            take = partial(self._take, api, structs.replace(request, body=b""), reply, record)
             self._bodies.read(body, reply, take, hashed=self._groups.uses_keys)
         else:
-            self._take(api, headers, reply, record, read_at_once(body))
+            self._take(api, request, reply, record, read_at_once(body))
 
     def _go_on(
         self,
@@ -282,18 +294,19 @@ class Gateway:
     def _take(
         self,
         api: Api,
-        headers: "Headers",
+        request: "Request",
         reply: "Reply",
         record: RequestRecord,
         body: RequestBody | BodyError,
     ) -> None:
         """Have a request served whose body was read, unless its key is gone; see `_go_on`."""
         try:
-            tenant = self._clients.find(headers)
-            if tenant is None:
+            known = self._known(request)
+            if known.tenant is None:
                 self._refuse(reply, record, *KEY_IS_GONE)
             else:
-                self._generation.take(api, headers, reply, record, body, tenant=tenant)
+                headers, tenant = request.headers, known.tenant
+                self._generation.take(api, headers, reply, record, body, tenant=tenant, known=known)
         except Exception as error:
             self._crash(reply, record, error)
 
@@ -305,14 +318,12 @@ class Gateway:
     def _tenant_of(self, headers: "Headers") -> Tenant:
         return self._clients.find(headers) or EVERYBODY
 
-    def _lines(self, headers: "Headers", request_id: str) -> bytes:
+    def _lines(self, known: KnownHead, headers: "Headers", request_id: str) -> bytes:
         """Return the header lines of every engine leg, written once for all of them."""
-        return engine_lines(
-            headers,
-            request_id,
-            engine_key=self._settings.engine_key,
-            keep_key=self._settings.pass_authorization,
-        )
+        lines = engine_lines(request_id, self._key_line, known.lines)
+        if known.rare or self._tracer is not None:
+            lines += encode_fields(trace_headers(headers))
+        return lines
 
     def _headers(self, headers: "Headers", request_id: str, media: Media) -> "Headers":
         return engine_headers(

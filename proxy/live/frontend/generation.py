@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.frontend.aliases import Alias
     from balanceroute.proxy.live.frontend.groups import Group, Groups
+    from balanceroute.proxy.live.frontend.known_head import KnownHead
     from balanceroute.proxy.live.security.credentials import Tenant
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
@@ -44,8 +45,8 @@ class Generation:
         aliases: Names that stand for several models.
         refusals: Refuse requests.
         max_sequences: The most answers that one request may ask for.
-        engine_lines: Returns the header lines of every engine leg, given the client's headers and what
-            the engines are to call the request.
+        engine_lines: Returns the header lines of every engine leg, given what is known of the client's
+            head, its headers, and what the engines are to call the request.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Generation:
         refusals: LateRefusals,
         *,
         max_sequences: int,
-        engine_lines: "Callable[[Headers, str], bytes]",
+        engine_lines: "Callable[[KnownHead, Headers, str], bytes]",
     ) -> None:
         self._groups = groups
         self._aliases = aliases
@@ -72,6 +73,7 @@ class Generation:
         body: RequestBody | BodyError,
         *,
         tenant: "Tenant",
+        known: "KnownHead",
     ) -> None:
         """Submit a request whose body was read, or refuse it."""
         try:
@@ -82,7 +84,9 @@ class Generation:
         except BodyError as error:
             self._refusals.refuse(reply, record, 400, str(error), param=error.param)
             return
-        asking = Asking(self._refusals, tenant, api, shape, urgency, headers, body, reply, record)
+        asking = Asking(
+            self._refusals, tenant, api, shape, urgency, known, headers, body, reply, record
+        )
         unknown = refuse_model(tenant, shape.model) if tenant.models else None
         if unknown is not None:
             asking.deny(*unknown, param="model")
@@ -122,7 +126,7 @@ class Generation:
     def _submit(self, asking: Asking, group: "Group") -> None:
         """Give a request to a group, or refuse it."""
         shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
-        record.group, given = group.name, dict(headers)
+        record.group, rare = group.name, asking.known.rare
         eligible = group.routes.eligible(shape.model) if group.routes.differ else None
         refused = None if eligible is None else group.routes.refuse(shape.model, eligible)
         if refused is not None:
@@ -132,7 +136,7 @@ class Generation:
         try:
             if shape.direct:
                 check_direct(shape, group.intake.context.legs.direct)
-            hinted = b"x-expected-output-tokens" in given
+            hinted = b"x-expected-output-tokens" in rare
             expected_tokens = expected_output_tokens(headers) if hinted else None
             if longest is not None:
                 refuse_if_too_long(asking.api, asking.body, longest)
@@ -143,12 +147,12 @@ class Generation:
             asking.deny(400, str(error), param=error.param)
             return
         name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
-        session = session_of(headers, name) if b"x-session-id" in given else 0
+        session = session_of(headers, name) if b"x-session-id" in rare else 0
         group.intake.submit(
             Arrival(
                 Asked(shape, eligible, expected_tokens, asking.urgency, name, session),
                 asking.body,
-                partial(self._engine_lines, headers),
+                partial(self._engine_lines, asking.known, headers),
                 asking.reply,
                 record,
                 asking.limit,

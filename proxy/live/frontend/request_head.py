@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import Media
 from balanceroute.proxy.live.security.credentials import Secret
-from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -24,11 +23,10 @@ _NO_CODING = frozenset({b"", b"identity"})
 _ID_DIGITS = 8
 _HASH_BYTES = 8
 _MAX_USER_AGENT = 128
-# Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine; the
-# others choose what of Anthropic's API a client speaks.
-_PASSED = frozenset(
-    {b"traceparent", b"tracestate", b"user-agent", b"anthropic-version", b"anthropic-beta"}
-)
+# The others choose what of Anthropic's API a client speaks.
+_PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
+# Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
+_TRACE = frozenset({b"traceparent", b"tracestate"})
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _WITH_KEYS = _PASSED | _KEYS
@@ -157,7 +155,8 @@ def engine_headers(
         headers: The client's.
         request_id: Names the request at the engine; vLLM makes the response's id of it.
         engine_key: Bearer token for the engines; None for none.
-        keep_key: Whether the client's own Authorization and X-Api-Key are for the engines.
+        keep_key: Whether the client's own Authorization and X-Api-Key are for the engines, if they have no
+            key of ours.
         media: What the body is. A form's type is the client's own, since it names the boundary.
     """
     made: Headers = [(b"x-request-id", request_id.encode())]
@@ -165,28 +164,31 @@ def engine_headers(
         made += [(name, value) for name, value in headers if name == b"content-type"]
     else:
         made.insert(0, (b"content-type", b"application/json"))
-    return made + _passed(headers, engine_key=engine_key, keep_key=keep_key)
+    return [
+        *made,
+        *key_headers(engine_key),
+        *passed_headers(headers, keep_key=keep_key and engine_key is None),
+        *trace_headers(headers),
+    ]
 
 
-def engine_lines(
-    headers: "Sequence[tuple[bytes, bytes]]",
-    request_id: str,
-    *,
-    engine_key: Secret | None,
-    keep_key: bool,
-) -> bytes:
-    """Return the same for a body of JSON, as lines."""
-    lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % request_id.encode()
-    passed = _passed(headers, engine_key=engine_key, keep_key=keep_key)
-    return lines + encode_fields(passed) if passed else lines
+def engine_lines(request_id: str, *more: bytes) -> bytes:
+    """Return the same for a body of JSON, as lines; `more` are those of the other headers."""
+    named = b"content-type: application/json\r\nx-request-id: %b\r\n" % request_id.encode()
+    return b"".join((named, *more))
 
 
-def _passed(
-    headers: "Sequence[tuple[bytes, bytes]]", *, engine_key: Secret | None, keep_key: bool
-) -> "Headers":
-    """Return the client's headers that are for engines, behind the engines' own key."""
-    passed = _WITH_KEYS if keep_key and engine_key is None else _PASSED
-    made = [field for field in headers if field[0] in passed]
-    if engine_key is not None:
-        made.insert(0, (b"authorization", b"Bearer " + engine_key.value))
-    return made
+def key_headers(engine_key: Secret | None) -> "Headers":
+    """Return the header by which the engines know us."""
+    return [] if engine_key is None else [(b"authorization", b"Bearer " + engine_key.value)]
+
+
+def passed_headers(headers: "Sequence[tuple[bytes, bytes]]", *, keep_key: bool) -> "Headers":
+    """Return the client's headers that are for engines, without those of a trace."""
+    passed = _WITH_KEYS if keep_key else _PASSED
+    return [field for field in headers if field[0] in passed]
+
+
+def trace_headers(headers: "Sequence[tuple[bytes, bytes]]") -> "Headers":
+    """Return those of a trace."""
+    return [field for field in headers if field[0] in _TRACE]

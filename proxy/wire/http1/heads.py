@@ -9,9 +9,15 @@ import re
 from functools import lru_cache
 from http import HTTPStatus
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-from balanceroute.proxy.wire.messages import Headers, MalformedError, Payload, UnsafeHeaderError
+from balanceroute.proxy.wire.messages import (
+    Headers,
+    Learned,
+    MalformedError,
+    Payload,
+    UnsafeHeaderError,
+)
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _FIELDS = rb"((?:" + _TOKEN + rb":[\t\x20-\x7e\x80-\xff]*+\r\n)*+)\r\n"
@@ -54,6 +60,7 @@ class RequestHead(Struct, frozen=True):
         content_length: Length of the body; None without the header.
         keep_alive: The client may reuse the connection.
         expects_continue: The client waits for a 100 before it sends the body.
+        learned: What the application has worked out of it, except of the length of its body.
     """
 
     method: bytes
@@ -65,6 +72,7 @@ class RequestHead(Struct, frozen=True):
     chunked: bool
     keep_alive: bool
     expects_continue: bool
+    learned: Learned = field(default_factory=Learned)
 
 
 class ResponseHead(Struct, frozen=True):

@@ -16,7 +16,8 @@ _LONGEST_KEPT = 4096
 class RepeatedHead:
     """Parses heads; one that differs from the last by the length of the body alone is not parsed again.
 
-    Long heads are parsed each time. Nobody may change the headers that it returns.
+    Long heads are parsed each time. Nobody may change the headers that it returns. What was learned of the
+    last head goes on with it.
     """
 
     __slots__ = ("_head", "_length", "_text")

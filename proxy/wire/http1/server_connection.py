@@ -317,7 +317,9 @@ class ServerConnection(asyncio.Protocol):
     def _dispatch(self, body: bytes) -> None:
         head = self._incoming.head
         assert head is not None
-        request = Request(head.method, head.path, head.query, head.headers, body, self._peer)
+        request = Request(
+            head.method, head.path, head.query, head.headers, body, self._peer, head.learned
+        )
         reply = self._begin_answer(head)
         try:
             self._service.application(request, reply)

@@ -253,7 +253,9 @@ class ServerStream:
         head, service = self._head, self._owner.service
         assert head is not None
         body, peer = self._body.take(), self._owner.peer
-        request = Request(head.method, head.path, head.query, head.headers, body, peer)
+        request = Request(
+            head.method, head.path, head.query, head.headers, body, peer, head.learned
+        )
         reply = self._begin_answer()
         try:
             service.application(request, reply)

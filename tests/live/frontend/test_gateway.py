@@ -367,7 +367,7 @@ def test_a_clients_routing_fields_reach_no_engine(
 
 def test_a_clients_headers_for_tracing_reach_the_engines(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        passed = [(b"traceparent", b"00-1-2-01"), (b"tracestate", b"a=b"), (b"user-agent", b"me")]
+        passed = [(b"user-agent", b"me"), (b"traceparent", b"00-1-2-01"), (b"tracestate", b"a=b")]
         await site.post(COMPLETIONS, BODY, passed)
         for seen in site.seen:
             assert [pair for pair in seen.request.headers if pair in passed] == passed

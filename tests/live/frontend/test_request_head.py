@@ -7,7 +7,10 @@ from balanceroute.proxy.live.frontend.request_head import (
     client_request_id,
     engine_headers,
     engine_lines,
+    key_headers,
+    passed_headers,
     session_of,
+    trace_headers,
 )
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.wire.http1.heads import encode_fields
@@ -23,7 +26,9 @@ def fields(*headers: tuple[bytes, bytes]) -> Headers:
 
 def made(headers: Headers, *, engine_key: Secret | None = None, keep: bool = False) -> Headers:
     found = engine_headers(headers, request_id="r-1", engine_key=engine_key, keep_key=keep)
-    lines = engine_lines(headers, "r-1", engine_key=engine_key, keep_key=keep)
+    passed = passed_headers(headers, keep_key=keep and engine_key is None)
+    more = (key_headers(engine_key), passed, trace_headers(headers))
+    lines = engine_lines("r-1", *map(encode_fields, more))
     assert lines == encode_fields(found), "the same, as lines"
     return found
 
@@ -83,9 +88,9 @@ def test_a_header_that_is_not_on_the_list_reaches_no_engine(name: bytes) -> None
 
 def test_a_trace_goes_on_through_the_engine() -> None:
     passed = [
+        (b"user-agent", b"openai"),
         (b"traceparent", b"00-1-2-01"),
         (b"tracestate", b"a=b"),
-        (b"user-agent", b"openai"),
     ]
     assert made([(b"cookie", b"a"), *passed]) == OURS + passed
 

@@ -72,3 +72,15 @@ def test_a_head_that_is_refused_leaves_nothing_behind() -> None:
     with pytest.raises(MalformedError):
         read(heads, text("12", more="Content-Length: 12\r\n"))
     assert read(heads, text("13")).content_length == 13
+
+
+def test_what_is_learned_of_a_head_goes_on_while_it_is_repeated() -> None:
+    heads = RepeatedHead()
+    first = read(heads, text("12"))
+    first.learned.facts = "whose it is"
+    assert read(heads, text("12")).learned.facts == "whose it is"
+    assert read(heads, text("345")).learned.facts == "whose it is"
+    # Nothing of it is true of another.
+    other = read(heads, text("345", more="Authorization: Bearer a\r\n"))
+    assert other.learned.facts is None
+    assert read(heads, text("345")).learned.facts is None
