@@ -69,7 +69,9 @@ class LengthBuckets:
         if place == len(self._pairs):
             more = min(len(self._pairs), self._capacity - len(self._pairs))
             self._pairs = np.concatenate([self._pairs, np.zeros((more, 2), np.int64)])
-        self._pairs[place] = prompt_tokens, output_tokens
+        # One by one: a pair would be made an array first.
+        self._pairs[place, 0] = prompt_tokens
+        self._pairs[place, 1] = output_tokens
         self._added += 1
         self._unseen += 1
         if self._unseen * _REBUILD_PARTS > min(self._added, self._capacity):
