@@ -7,9 +7,11 @@ candidate, however long it then runs.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import RequestId
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 LONGEST = 3 * (POINTS - 1)
 # The last point is repeated behind it, so that every window exists: what outlives its curve stays.
 _COLUMNS = LONGEST + 1 + POINTS
-_WINDOW = np.arange(POINTS + 1)
 # Rows of one question: a row has a probability for every single step.
 _BATCH = 16
 _FIRST_ROWS = 256
@@ -39,7 +40,7 @@ class Curves:
         self._predictor = predictor
         self._row_of: dict[RequestId, int] = {}
         # Row 0 stands for requests that were never asked about: the mean of the latest candidates.
-        self._curves = np.ones((_FIRST_ROWS, _COLUMNS))
+        self._keep(np.ones((_FIRST_ROWS, _COLUMNS)))
         self._free = list(range(1, _FIRST_ROWS))
 
     def __len__(self) -> int:
@@ -80,25 +81,28 @@ class Curves:
         if len(self._free) < max(requests, rows // 2):
             more = max(requests, rows)
             self._free.extend(range(rows, rows + more))
-            self._curves = np.concatenate([self._curves, np.ones((more, _COLUMNS))])
+            self._keep(np.concatenate([self._curves, np.ones((more, _COLUMNS))]))
 
     def stretch(self, factor: float) -> None:
         """Follow the grid, whose points are now `factor` times as far apart."""
         places = np.minimum(np.arange(_COLUMNS) * factor, _COLUMNS - 1)
         below = np.minimum(places.astype(np.int64), _COLUMNS - 2)
         share = places - below
-        self._curves = (1.0 - share) * self._curves[:, below] + share * self._curves[:, below + 1]
+        self._keep((1.0 - share) * self._curves[:, below] + share * self._curves[:, below + 1])
+
+    def _keep(self, curves: NDArray[np.float64]) -> None:
+        self._curves = np.ascontiguousarray(curves)
+        # By the place in all curves in one line: each is taken as a whole, not point by point.
+        self._windows = sliding_window_view(self._curves.reshape(-1), POINTS + 1)
 
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], width: int
     ) -> NDArray[np.float64]:
         """Return float64[n, POINTS], the survival of each request at its age."""
-        row_of = self._row_of
-        rows = np.array([row_of.get(request, 0) for request in requests], np.int64)
+        rows = np.array([*map(self._row_of.get, requests, repeat(0))], np.int64)
         places, rest = np.divmod(ages, width)
         share = (rest / width)[:, None]
-        columns = np.minimum(places, LONGEST)[:, None] + _WINDOW
-        curves = self._curves[rows[:, None], columns]
+        curves = self._windows[rows * _COLUMNS + np.minimum(places, LONGEST)]
         ahead = (1.0 - share) * curves[:, :-1] + share * curves[:, 1:]
         now = ahead[:, :1].copy()
         survival = np.ones_like(ahead)

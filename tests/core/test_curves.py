@@ -86,11 +86,13 @@ def test_a_request_never_asked_about_has_the_mean_of_the_latest() -> None:
 
 
 def test_curves_follow_the_grid() -> None:
-    curves = Curves(knowing({1: 95}))
+    curves = Curves(knowing({1: 95, 2: 45}))
     curves.ask(ids(1), WIDTH)
     curves.stretch(2.5)
     survival = curves.survival(ids(1), np.array([0]), 25)[0]
     assert survival[:6].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    curves.ask(ids(2), 25)
+    assert curves.survival(ids(2), np.array([0]), 25)[0, :4].tolist() == [1.0, 1.0, 0.28, 0.0]
 
 
 def test_requests_that_are_gone_make_room() -> None:

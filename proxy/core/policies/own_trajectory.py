@@ -41,6 +41,7 @@ _LEAST_RATIO = 1.5
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0
+_POINTS = np.arange(POINTS)
 
 
 class OwnTrajectory:
@@ -159,8 +160,10 @@ class OwnTrajectory:
         running = self.projection.running_on(stale)
         survival = self._curves.survival(running.requests, running.ages, self.slots.width)
         loads = self.slots.loads(running.kv_tokens, running.sequences, survival)
-        self._ranks[stale] = 0.0
-        np.add.at(self._ranks, running.ranks, loads)
+        # The same sums as by `np.add.at`, in a tenth of its time.
+        cells = running.ranks[:, None] * POINTS + _POINTS
+        sums = np.bincount(cells.ravel(), loads.ravel(), self._ranks.size)
+        self._ranks[stale] = sums.reshape(self._ranks.shape)[stale]
         self._made_at[stale] = self.projection.now
 
     def _leave(self, request: RequestId, prompt_tokens: int, age: int | None) -> None:
