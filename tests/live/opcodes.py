@@ -35,6 +35,8 @@ def counted(opcodes: "Counter[str]") -> Iterator[None]:
         return count
 
     before = sys.gettrace()
+    # Python 3.12 traces the opcodes of no frame, if none has asked for them before.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(enter)
     try:
         yield
