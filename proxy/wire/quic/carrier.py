@@ -12,6 +12,9 @@ _LOG = logging.getLogger(__name__)
 
 NetworkAddress = tuple[Any, ...]
 
+# By which a timer is told to be late: far above the rounding of a clock, far below QUIC's own times.
+_LATE_S = 1e-6
+
 
 class Datagrams(Protocol):
     """What datagrams are sent over."""
@@ -108,8 +111,9 @@ class Carrier:
 
     def _on_timer(self) -> None:
         assert self._timer_at_s is not None
-        # A loop's timer may be early by its resolution.
-        now_s = max(self._timer_at_s, self._loop.time())
+        # A loop's timer may be early by its resolution. A timer of QUIC may find that its time has not
+        # come, as `sent + delay - delay` is not always `sent`, and would be set for the same time again.
+        now_s = max(self._timer_at_s + _LATE_S, self._loop.time())
         self._timer = self._timer_at_s = None
         self.quic.handle_timer(now=now_s)
         self._pass_on()
