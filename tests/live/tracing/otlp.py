@@ -31,7 +31,7 @@ def _with_base64_ids(value: Any) -> Any:
     match value:
         case dict():
             return {
-                key: base64.b64encode(bytes.fromhex(item)).decode()
+                key: base64.urlsafe_b64encode(bytes.fromhex(item)).decode()
                 if key in _IDS
                 else _with_base64_ids(item)
                 for key, item in value.items()
