@@ -177,6 +177,7 @@ def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
             "another",
         ),
         (("--no-router", "--apart", "2"), "2 apart"),
+        (("--no-router", "--workers", "2"), "2 relays"),
     ],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(
@@ -197,11 +198,12 @@ def test_the_proxy_bench_measures_and_checks_every_event(
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = {row[2].strip(): [cell.strip() for cell in row[3:-1]] for row in rows}
     assert set(cells) == {"balanceroute", "direct", other}
-    for name, (proxy, ratio, engine, client, *_, share, rss, errors) in cells.items():
+    for name, (proxy, part, ratio, engine, client, *_, share, rss, errors) in cells.items():
         assert float(engine.replace(",", "")) >= 0.0
         assert float(client.replace(",", "")) > 0.0
         assert errors == "0"
         assert bool(proxy) == bool(rss) == bool(share) == (name != "direct")
+        assert bool(part) == (name == "2 relays")
         assert ratio.count("to") <= (name not in ("balanceroute", "direct"))
 
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from processes import cpu_s, rss_mb
+from processes import cpu_s, rss_mb, scheduler_of
 from targets import ROOT, Engine, Target
 
 _CLIENT_S = 300.0
@@ -61,9 +61,12 @@ def loads(*, quick: bool) -> list[Load]:
 
 def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
     """Send one load to one target; return its figures."""
-    processes = {"engine": [engine.process]}
+    processes = {"engine": [engine.process.pid]}
     if target.processes:
-        processes["proxy"] = target.processes
+        processes["proxy"] = [one.pid for one in target.processes]
+        schedulers = set(map(scheduler_of, target.processes)).difference(processes["proxy"])
+        if schedulers:
+            processes["scheduler"] = list(schedulers)
     before_s = {name: sum(map(cpu_s, several)) for name, several in processes.items()}
     client = [sys.executable, str(ROOT / "scripts" / "bench_client.py")]
     client += ["--port", *map(str, target.ports), *load.flags]

@@ -73,11 +73,11 @@ def _status(port: int, path: str, body: bytes) -> int:
         connection.close()
 
 
-def cpu_s(process: Process) -> float:
+def cpu_s(pid: int) -> float:
     """Return the CPU time of a process and its children so far, in seconds."""
     ticks = 0
-    for pid in family(process.pid):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    for one in family(pid):
+        fields = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks * _TICK_S
 
