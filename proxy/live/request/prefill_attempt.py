@@ -171,7 +171,7 @@ class PrefillAttempt(Attempt):
             MissingKvError: None could.
         """
         if answer.complete:
-            # Prefillers keep the KV cache only of answers that were cut off at their one token.
+            # Not every connector keeps the KV cache of an answer that was not cut off at its one token.
             raise MissingKvError("the prefill answer is complete")
         session, prefiller = self._session, self.prefiller
         params = session.context.connector.decode_params(
