@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.sim.forecast import Forecast
     from balanceroute.proxy.sim.workload import Workload
 
-# The upper ends of ranges keep memory and virtual time in bounds.
-_UNLIMITED = 10**9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:

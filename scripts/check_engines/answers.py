@@ -9,7 +9,6 @@ from client import CLIENT
 
 # Of log-probabilities: the same sums in another order.
 _CLOSE = 2e-3
-_OWN = ("id", "created", "system_fingerprint")
 
 
 def ask(
