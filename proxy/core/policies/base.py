@@ -57,9 +57,8 @@ class Fleet:
     @property
     def free(self) -> int:
         """All free slots."""
-        return sum(
-            self.free_slots.tolist()
-        )  # `ndarray.sum` takes ten times as long for some ranks.
+        # `ndarray.sum` takes ten times as long for a few ranks.
+        return sum(self.free_slots.tolist())
 
     def share(self, slots: NDArray[np.int64], kv_tokens: NDArray[np.int64]) -> None:
         """Add what others have on the ranks; `free_slots` knows it already.
