@@ -23,6 +23,7 @@ from balanceroute.proxy.live.frontend.known_head import KnownHead, know
 from balanceroute.proxy.live.frontend.model_pages import MODELS, is_of_models, model_page
 from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
+    NOT_FOUND,
     BadRequestIdError,
     client_request_id,
     engine_headers,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
 
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
-_NOT_FOUND = Rejection(404, "Not Found")
 _BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _JSON = Media.JSON
@@ -380,7 +380,7 @@ class Gateway:
             headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
             self._pages.metrics(partial(reply.send, 200, headers))
         else:
-            self._reject(request, reply, _NOT_FOUND)
+            self._reject(request, reply, NOT_FOUND)
 
 
 def _answer_load(reply: "Reply", headers: "Headers", load: int) -> None:

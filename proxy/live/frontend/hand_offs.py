@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.frontend.request_head import NOT_FOUND
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.body import is_deep
 from balanceroute.proxy.wire.messages import Rejection
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 # Ids and addresses of the blocks of one prompt.
 _MOST_BYTES = 1 << 20
-_NOT_FOUND = Rejection(404, "Not Found")
 _BAD = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 
 
@@ -33,7 +33,7 @@ class HandOffs:
     def admit(self, head: "RequestHead") -> Rejection | None:
         """Return why a call is not taken, as far as its head tells."""
         if head.method != b"POST" or self._awaited(head.path) is None:
-            return _NOT_FOUND
+            return NOT_FOUND
         if head.content_length is None:
             return Rejection(411, "the hand-off needs a Content-Length")
         if head.content_length > _MOST_BYTES:
@@ -44,7 +44,7 @@ class HandOffs:
         """Take a call that was admitted, and answer it; or return why it is refused."""
         awaited = self._awaited(request.path)
         if awaited is None:  # It was given up while the body came.
-            return _NOT_FOUND
+            return NOT_FOUND
         try:
             params = json.loads(request.body)
         except (ValueError, RecursionError):

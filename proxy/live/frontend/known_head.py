@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from balanceroute.proxy.live.frontend.clients import EVERYBODY
 from balanceroute.proxy.live.frontend.request_head import (
+    NOT_FOUND,
     api_key_id,
     check_json_body,
     passed_headers,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Request
 
-_NOT_FOUND = Rejection(404, "Not Found")
 _UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 # Headers that few requests have, and that are read for each of these.
 _RARE = frozenset(
@@ -78,7 +78,7 @@ def know(head: "RequestHead | Request", clients: "Clients", *, keep_key: bool) -
     return KnownHead(
         clients,
         route,
-        _NOT_FOUND if route is None else _refuse(head, route, tenant),
+        NOT_FOUND if route is None else _refuse(head, route, tenant),
         tenant,
         api_key_id(headers) if clients.has_keys else "",
         user_agent(headers),

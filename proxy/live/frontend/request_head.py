@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.wire.messages import Headers
 
+NOT_FOUND = Rejection(404, "Not Found")
+"""Of what is not served."""
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
 _NO_CODING = frozenset({b"", b"identity"})

@@ -291,18 +291,23 @@ def test_a_relay_passes_over_a_void_binding(play: "Play") -> None:
     play(scenario, relays=1, at_rest=False)
 
 
+async def serve(scheduler: Scheduler) -> None:
+    """Have a request prefilled and decoded."""
+    await scheduler.hears(from_relay.Arrival)
+    number = scheduler.number
+    scheduler.say(
+        to_relay.Accepted(number, 0, "mine", 3),
+        to_relay.StartPrefill(number, 0, PrefillerId(0)),
+    )
+    await scheduler.hears(from_relay.PrefillDone)
+    scheduler.say(to_relay.StartDecode(number, 1, RankId(0)))
+
+
 def test_an_answer_takes_three_messages(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         scheduler = Scheduler(site)
         exchange = site.send(COMPLETIONS, BODY)
-        await scheduler.hears(from_relay.Arrival)
-        number = scheduler.number
-        scheduler.say(
-            to_relay.Accepted(number, 0, "mine", 3),
-            to_relay.StartPrefill(number, 0, PrefillerId(0)),
-        )
-        await scheduler.hears(from_relay.PrefillDone)
-        scheduler.say(to_relay.StartDecode(number, 1, RankId(0)))
+        await serve(scheduler)
         await exchange.end()
         ended = await scheduler.hears(from_relay.SessionEnded)
         assert (ended.how, ended.answered) == ("finished", True)
@@ -322,14 +327,7 @@ def test_a_beginning_and_an_end_wait_for_each_other(
         scheduler = Scheduler(site)
         headers = given("acme") if limited else None
         exchange = site.send(COMPLETIONS, BODY | {"stream": True, "max_tokens": 1}, headers=headers)
-        await scheduler.hears(from_relay.Arrival)
-        number = scheduler.number
-        scheduler.say(
-            to_relay.Accepted(number, 0, "mine", 3),
-            to_relay.StartPrefill(number, 0, PrefillerId(0)),
-        )
-        await scheduler.hears(from_relay.PrefillDone)
-        scheduler.say(to_relay.StartDecode(number, 1, RankId(0)))
+        await serve(scheduler)
         await exchange.end()
         told = len(heard_of(scheduler, from_relay.SessionEnded))
         assert told == limited  # What a tenant has at a time counts before its client comes again.

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from ssl import create_default_context
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,17 @@ def test_a_call_aborted_while_its_connection_opens_is_forgotten(
     run(main())
 
 
+async def answer(
+    served: asyncio.Event, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Answer one request, and set the event when its client is gone."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(OK)
+    await reader.read()
+    writer.close()
+    served.set()
+
+
 def test_a_connection_that_was_taken_during_a_standstill_is_in_time(run: "Run") -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -158,14 +170,7 @@ def test_a_connection_that_was_taken_during_a_standstill_is_in_time(run: "Run") 
             loop.call_soon(time.sleep, 0.3)  # In the turn in which it begins.
             return await connecting
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(OK)
-            await reader.read()
-            writer.close()
-            served.set()
-
-        listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+        listener = await asyncio.start_server(partial(answer, served), "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         endpoint = Endpoint("127.0.0.1", port, connect_timeout_s=0.2)
         loop.create_connection = connect_and_stand_still  # type: ignore[method-assign]
@@ -197,15 +202,10 @@ def test_an_engine_behind_tls_is_verified(
 ) -> None:
     served = asyncio.Event()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(OK)
-        await reader.read()
-        writer.close()
-        served.set()
-
     async def main() -> None:
-        listener = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=contexts[0])
+        listener = await asyncio.start_server(
+            partial(answer, served), "127.0.0.1", 0, ssl=contexts[0]
+        )
         port = listener.sockets[0].getsockname()[1]
         stranger = Endpoint("127.0.0.1", port, ssl=create_default_context())
         handler = await exchange(stranger)
