@@ -19,6 +19,11 @@ class KvPeer(Protocol):
     """An engine as its peers know it."""
 
     @property
+    def name(self) -> str:
+        """Its name in the fleet, the same after a restart."""
+        ...
+
+    @property
     def engine_id(self) -> str:
         """Its id, new with each start."""
         ...

@@ -1,7 +1,7 @@
 """The work of decode ranks: get a request's KV cache, then emit a token in each step."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -197,14 +197,23 @@ class Decoder:
         prompt = arrival.call.exchange.request.prompts[arrival.number]
         stale = self._book.stale(engine_id, prompt)
         arrival.read = [NOTHING] * len(prompt.tokens)
-        self._misread(arrival, stale, end)
+        sources = (one.name for one in self._sources if one.engine_id == engine_id)
+        self._misread(arrival, stale, end, sources=sources)
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._arrived, arrival))
 
     def _misread(
-        self, arrival: _Arrival, prompt: Prompt, end: LeaseEnd | None, *, again: bool = False
+        self,
+        arrival: _Arrival,
+        prompt: Prompt,
+        end: LeaseEnd | None,
+        *,
+        again: bool = False,
+        sources: Iterable[str] = (),
     ) -> None:
-        self._book.misreads.append(Misread(arrival.call.request_id, end, again))
+        engines = frozenset((self._peer.name, *sources))
+        misread = Misread(arrival.call.request_id, end, again, self._loop.time(), engines)
+        self._book.misreads.append(misread)
         for sequence in arrival.call.exchange.sequences_of(arrival.number):
             sequence.misread(prompt)
 

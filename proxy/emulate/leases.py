@@ -97,11 +97,15 @@ class Misread:
         request_id: The id of its answer.
         end: How the named lease ended; None if it is held, or was never granted.
         again: Whether it comes from the rank's prefix cache, where an earlier misread has left it.
+        at_s: When, on the event loop's clock.
+        engines: The names of the engine that read it and, if it named one, of the prefiller.
     """
 
     request_id: str
     end: LeaseEnd | None
     again: bool = False
+    at_s: float = 0.0
+    engines: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
-from balanceroute.proxy.testing.chaos.faults import Act
+from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.judge import Judging, contradictions
 from balanceroute.proxy.testing.chaos.locality import mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
@@ -95,28 +95,46 @@ def audit_leases(plan: Plan, part: Part) -> list[str]:
 
 def _is_slow(plan: Plan) -> bool:
     """Return whether an engine may find a lease ended that held when its request was sent."""
-    return any(
-        one.act in (Act.SILENCE, Act.LINK, Act.MEDDLE) or not SLOWING.isdisjoint(one.changes)
-        for one in plan.injections
+    return any(map(_slows, plan.injections))
+
+
+def _slows(fault: Injection) -> bool:
+    slow = fault.act in (Act.SILENCE, Act.LINK, Act.MEDDLE)
+    return slow or not SLOWING.isdisjoint(fault.changes)
+
+
+def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) -> bool:
+    """Return whether a slow engine explains a misread.
+
+    The engine is the one that read or the prefiller that it read from, and it was slow before. A proxy
+    that was suspended is no excuse, however slow other engines were.
+
+    Args:
+        misread: The misread.
+        faults: Those of the engines.
+        begin_s: When the run began, on the event loop's clock.
+    """
+    if misread.again:  # The misread that left it in the prefix cache is judged itself.
+        return True
+    return misread.end is LeaseEnd.EXPIRED and any(
+        _slows(one)
+        and f"{one.role.value}/{one.engine}" in misread.engines
+        and begin_s + one.start_s <= misread.at_s
+        for one in faults
     )
 
 
-def _is_excused(misread: Misread, plan: Plan) -> bool:
-    # The misread that left it in the prefix cache is judged itself.
-    return misread.again or (misread.end is LeaseEnd.EXPIRED and _is_slow(plan))
-
-
-def audit_misreads(plan: Plan, part: Part) -> list[str]:
+def audit_misreads(plan: Plan, part: Part, begin_s: float) -> list[str]:
     """Return who was answered with another prompt's KV cache, or killed an engine by its length.
 
-    Nobody may, whatever goes wrong.
+    Nobody may, whatever goes wrong; `begin_s` as in `is_excused`.
     """
     killers = [f"overrun: {name} killed a decode engine" for name in part.fleet.overruns]
     return killers + [
         f"misread: {one.request_id} was answered with another prompt's KV cache: its own lease was "
         f"{'held' if one.end is None else one.end.value}"
         for one in part.fleet.misreads
-        if not _is_excused(one, plan)
+        if not is_excused(one, plan.injections, begin_s)
     ]
 
 
@@ -195,9 +213,10 @@ def audit_rest(world: World) -> list[str]:
     return found
 
 
-def excused_names(plan: Plan, part: Part) -> set[str]:
-    """Return the requests that read another prompt's KV cache because an engine was slow."""
-    misreads = [one for one in part.fleet.misreads if _is_excused(one, plan)]
+def excused_names(plan: Plan, part: Part, begin_s: float) -> set[str]:
+    """Return the requests that read another prompt's KV cache because their engine was slow."""
+    faults = plan.injections
+    misreads = [one for one in part.fleet.misreads if is_excused(one, faults, begin_s)]
     return {one.request_id.partition("-")[2] for one in misreads}
 
 

@@ -261,7 +261,7 @@ class Trial:
             oracle = Oracle(plan.world.engines)
             await oracle.start()
             oracles.append(oracle)
-            judges.append(Judge(plan, oracle, excused_names(plan, part)))
+            judges.append(Judge(plan, oracle, excused_names(plan, part, self._begin_s)))
         judge = self._make_judge(judges)
         report.violations += await audit_answers(judge, self._clients, world.ended, report.endings)
         for oracle in oracles:
@@ -301,7 +301,8 @@ class Trial:
         self._report.violations += audit_rest(world)
         for part in world.parts:
             self._report.violations += audit_leases(self._plan_of(part), part)
-            self._report.violations += audit_misreads(self._plan_of(part), part)
+            misreads = audit_misreads(self._plan_of(part), part, self._begin_s)
+            self._report.violations += misreads
         if self._plan.shutdown_s is None:
             self._report.violations += await audit_census(world, before)
 
