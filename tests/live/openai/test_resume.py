@@ -126,6 +126,15 @@ def test_text_of_any_kind_gets_into_the_body() -> None:
         {"response_format": "odd"},
         {"structured_outputs": {"regex": "a+"}},
         {"guided_json": {}},
+        # vLLM cuts the prompt, of which the answer so far would be a part: from the right, it would
+        # say that part again.
+        {"truncate_prompt_tokens": 4},
+        {"thinking_token_budget": 0},
+        {"repetition_detection": {"max_pattern_size": 3, "min_count": 2}},
+        {"watermarking": True},
+        {"vllm_xargs": {"ngram_size": 3}},
+        {"suffix": "b"},
+        {"a member of tomorrow": 1},
     ],
     ids=json.dumps,
 )
@@ -154,6 +163,8 @@ def nested(levels: int) -> object:
         {"echo": True},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"include_reasoning": False},
+        {"truncate_prompt_tokens": 4, "truncation_side": "right"},
     ],
 )
 def test_a_chat_that_text_cannot_carry_is_not_resumed(values: dict[str, Any]) -> None:
@@ -168,11 +179,23 @@ def test_a_chat_that_text_cannot_carry_is_not_resumed(values: dict[str, Any]) ->
         {"response_format": None, "guided_json": None},
         {"tool_choice": "auto", "tools": [{}]},
         {"tool_choice": "none"},
+        {"truncate_prompt_tokens": None, "a member of tomorrow": None},
+        {"include_reasoning": True, "watermarking": False, "use_beam_search": False},
+        {"stream_interval": 4, "session_id": "a", "reasoning_effort": "low"},
     ],
     ids=json.dumps,
 )
 def test_a_chat_that_is_free_text_so_far_is_resumed(values: dict[str, Any]) -> None:
     assert "messages" in chat(**values)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_words_that_may_have_begun_at_the_end_forbid_to_go_on(name: str) -> None:
+    for words in (["once", "upon a"], [" upon a", 7, ""], ["n!"]):
+        with pytest.raises(CannotResumeError, match=f"one of {name} may have begun"):
+            completion(" upon", **{name: words})
+    for words in ([], ["upon", "a", "pon"], [7]):
+        assert completion(" upon", **{name: words})["prompt"] == "Once upon"
 
 
 @pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
