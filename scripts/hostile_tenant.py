@@ -33,6 +33,7 @@ import uvloop
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.clients import Client, Departure, Leaving, Phase, Visit
+from balanceroute.proxy.testing.chaos.log_keeper import log_kept
 from balanceroute.proxy.testing.chaos.requests import COMPLETIONS, ClientRequest
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
@@ -74,6 +75,8 @@ _END_S = 200.0
 # Streams that are never read hold no engine for longer.
 _LIVE_END_S = 20.0
 _BOUND = 1.1
+# Of many refusals the log has only how many they were.
+_LEFT_OUT = "refused requests were left out of the log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,9 @@ def measure(case: str, *, requests: int, attacks: int, seed: int = 0) -> Outcome
         await _come(visits, "127.0.0.1", port, limit_s=span_s + _END_S, before=before)
         await world[0].close()
 
-    run(main, seed=seed, limit_s=100_000.0)
-    return _outcome(
+    with log_kept() as log:
+        run(main, seed=seed, limit_s=100_000.0)
+    ended = (
         (
             record.tenant,
             "none" if record.outcome is None else record.outcome.value,
@@ -119,6 +123,9 @@ def measure(case: str, *, requests: int, attacks: int, seed: int = 0) -> Outcome
             else (record.first_token_ns - record.arrived_ns) / 1e9,
         )
         for record in world[0].ended
+    )
+    return _outcome(
+        ended, sum(vars(one)["fields"]["count"] for one in log.records if one.msg == _LEFT_OUT)
     )
 
 
@@ -144,12 +151,10 @@ def measure_live(case: str, *, requests: int, attacks: int, seed: int, folder: P
             runner.run(_come(visits, proxy.host, proxy.port, limit_s=limit_s))
     # The log is whole once the proxy has ended.
     lines = [json.loads(line) for line in proxy.log.read_text(encoding="utf-8").splitlines()]
-    outcome = _outcome(
+    ended = (
         (line["tenant"], line["outcome"], line["ttft_s"]) for line in lines if "arrival_s" in line
     )
-    # Of many refusals the log has only how many they were.
-    outcome.hostile["rejected"] += sum(line.get("count", 0) for line in lines)
-    return outcome
+    return _outcome(ended, sum(line["count"] for line in lines if line.get("message") == _LEFT_OUT))
 
 
 async def _come(
@@ -176,16 +181,20 @@ async def _come(
     await asyncio.gather(*late, return_exceptions=True)
 
 
-def _outcome(ended: Iterable[tuple[str, str, float | None]]) -> Outcome:
-    """Return what became of requests, of each its tenant, outcome and time to the first token."""
+def _outcome(ended: Iterable[tuple[str, str, float | None]], left_out: int) -> Outcome:
+    """Return what became of requests, of each its tenant, outcome and time to the first token.
+
+    `left_out` are refused requests of the hostile tenant that are not in `ended`.
+    """
     by_tenant = {"steady": Counter[str](), "hostile": Counter[str]()}
     waits: list[float] = []
     for tenant, outcome, ttft_s in ended:
         by_tenant[tenant][outcome] += 1
         if tenant == "steady" and ttft_s is not None:
             waits.append(ttft_s)
+    by_tenant["hostile"]["rejected"] += left_out
     p50, p99 = (float(np.percentile(waits, percent)) for percent in (50, 99))
-    return Outcome((p50, p99), by_tenant["steady"], by_tenant["hostile"])
+    return Outcome((p50, p99), by_tenant["steady"], +by_tenant["hostile"])
 
 
 def _drawn(case: str, requests: int, attacks: int, seed: int) -> list[Visit]:

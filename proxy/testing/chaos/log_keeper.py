@@ -43,7 +43,7 @@ class LogKeeper(logging.Handler):
 def violations_of(do: Callable[[LogKeeper], object]) -> list[str]:
     """Do something; return what it raised, with its notes, and the errors that the package logged."""
     found = []
-    with _log_kept() as log:
+    with log_kept() as log:
         try:
             do(log)
         except Exception as error:
@@ -53,7 +53,7 @@ def violations_of(do: Callable[[LogKeeper], object]) -> list[str]:
 
 
 @contextmanager
-def _log_kept() -> Iterator[LogKeeper]:
+def log_kept() -> Iterator[LogKeeper]:
     """Keep what the package logs, and show nothing of it."""
     logger = logging.getLogger(_PACKAGE)
     keeper = LogKeeper()
