@@ -499,6 +499,17 @@ def test_a_process_with_a_bad_setting_exits_with_2() -> None:
     assert result.stderr == "balanceroute: --ranks is 0, must be from 1 to 10000\n"
 
 
+def test_an_interrupt_while_a_command_is_imported_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("balanceroute.proxy.cli.command_line.import_module", interrupted)
+    assert main(SMALL) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 def test_an_interrupt_prints_the_policies_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

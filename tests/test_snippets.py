@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.snippets import Block, blocks
 
-from balanceroute.proxy import __main__ as command_line
+from balanceroute.proxy.cli import command_line
 from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.live.settings.configure import make_config
@@ -67,7 +67,7 @@ def proxy(folder: Path) -> Iterator[ProxyProcess]:
             (folder / "req.log").symlink_to(process.log)
             load = f"--target http://127.0.0.1:{process.port} --emulation {urls['decode'][0]}"
             trace = f"--trace {folder}/my.jsonl --requests {LOGGED} --concurrency 32"
-            assert command_line.main(["replay", *load.split(), *trace.split()]) == 0
+            assert command_line.run(["replay", *load.split(), *trace.split()]) == 0
             with pytest.MonkeyPatch.context() as environment:
                 environment.setenv("DECODE_URL", urls["decode"][0])
                 yield process
@@ -104,7 +104,7 @@ def perform(
     if block.not_run is not None or (command == "balanceroute" and rest[0] in {"serve", "up"}):
         return
     if command == "balanceroute":
-        status = command_line.main([here(word, proxy) for word in shortened(rest)])
+        status = command_line.run([here(word, proxy) for word in shortened(rest)])
     elif command == "curl":
         flags = ["--silent", "--show-error", "--fail-with-body"]
         line = [os.path.expandvars(here(word, proxy)) for word in words]

@@ -16,6 +16,7 @@ from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import DpMode, EmulatedFleet, EmulationSettings, Preemption
 from balanceroute.proxy.emulate.kv_log import Publish
+from balanceroute.proxy.live.settings.checks import host_name
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     choice,
@@ -144,7 +145,7 @@ class Answers:
 class Place:
     """Where the engines are."""
 
-    host: str = text("127.0.0.1", "address to listen on", metavar="HOST")
+    host: str = text("127.0.0.1", "address to listen on", host_name, metavar="HOST")
     port: int = integer(
         9100, "of the first engine; the others follow (0: free ones)", 0, _MAX_PORT, metavar="PORT"
     )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from balanceroute.proxy.__main__ import COMMANDS, main
+from balanceroute.proxy.__main__ import main
+from balanceroute.proxy.cli.command_line import COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

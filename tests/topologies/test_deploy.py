@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from balanceroute.proxy.__main__ import make_parser
+from balanceroute.proxy.cli.command_line import make_parser
 from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.cli.topology import check_topology
 from balanceroute.proxy.live.discovery.endpoint_slices import ROLE_LABEL
