@@ -25,6 +25,8 @@ _LENGTH_BYTES = _LENGTH.size
 _length_of = _LENGTH.pack
 _encoded = Encoder().encode
 _Message = TypeVar("_Message")
+# The decoder's own error, and what it lets through: text that is no UTF-8, and nesting without end.
+_NO_FRAME = (DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class FrameError(BalanceRouteError):
@@ -87,7 +89,7 @@ class FrameReader(Generic[_Message]):
     def _decode(self, body: bytearray | memoryview) -> list[_Message]:
         try:
             return self._decoder.decode(body)
-        except DecodeError as error:
+        except _NO_FRAME as error:
             message = f"a frame of {len(body):,} bytes is none of the protocol: {error}"
             raise FrameError(message) from None
 

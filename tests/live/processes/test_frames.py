@@ -1,6 +1,7 @@
 """Frames of the relay protocol, and what its page says of the messages."""
 
 import re
+from itertools import product
 from typing import Any, get_args
 
 import msgspec
@@ -103,11 +104,29 @@ def test_a_later_version_may_append_fields() -> None:
         (frame({}), "Expected `array`"),
         (b"\0\0\0\1\xc1", "none of the protocol"),
         (frame([[111, 7]]), "none of the protocol"),
+        (b"\0\0\0\6\x91\x92\x6a\xa2\xff\xff", "none of the protocol"),  # No UTF-8.
+        (b"\0\0\4\0\x91\x93\x7a\0" + b"\x91" * 1020, "none of the protocol: maximum recursion"),
     ],
 )
 def test_what_is_no_frame_is_an_error_that_says_why(data: bytes, says: str) -> None:
     with pytest.raises(FrameError, match=says):
         for_relay().feed(data)
+
+
+@pytest.mark.parametrize("message", [*FROM_RELAY, *TO_RELAY], ids=lambda one: type(one).__name__)
+def test_a_spoiled_frame_is_another_message_or_an_error_that_says_why(message: Any) -> None:
+    reader = for_relay if message in TO_RELAY else for_scheduler
+    body = bytes(encode([message]))[4:]
+    spoiled = [body[:end] for end in range(len(body))]
+    for place, bit in product(range(len(body)), range(8)):
+        spoiled.append(body[:place] + bytes([body[place] ^ 1 << bit]) + body[place + 1 :])
+    errors = 0
+    for one in spoiled:
+        try:
+            reader().feed(len(one).to_bytes(4) + one)
+        except FrameError:
+            errors += 1
+    assert errors >= len(body)  # No truncated body is a frame.
 
 
 def messages(union: object) -> list[Any]:
