@@ -26,6 +26,7 @@ from balanceroute.proxy.emulate import DpMode, EmulationSettings, Preemption
         (["--time-scale", "0"], "--time-scale is 0.0"),
         (["--kv-capacity", "0"], "--kv-capacity is 0"),
         (["--port", "65530"], "--port is 65530, too high for 10 engines"),
+        (["--host", "a..b"], "--host is 'a..b': it has a host that is neither"),
         (["--port", "70000"], "--port is 70000, must be from 0 to 65535"),
         (["--connector", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
     ],
