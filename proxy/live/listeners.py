@@ -1,6 +1,5 @@
 """The listener for clients and the one for administrators, as the settings want them."""
 
-import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.http1.listener import Listener
     from balanceroute.proxy.wire.http1.service import Common
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
@@ -123,7 +123,7 @@ class PublicListener:
         if self.http3 is not None:
             self.http3.close()
 
-    async def accept_too(self, one: socket.socket) -> asyncio.Server:
+    async def accept_too(self, one: socket.socket) -> "Listener":
         """Accept on one more socket; see `Server.accept_too`."""
         return await self.server.accept_too(one, ssl=self.tls)
 

@@ -96,7 +96,7 @@ async def _serve(
     else:
         relay = RelayApp(config, environment, place=part.relay, digest=digest)
         process = RelayProcess(relay, part.path, part.listeners, part.others)
-    watch = DescriptorWatch(process.listening)
+    watch = DescriptorWatch(process.servers)
 
     def on_hangup() -> None:
         logs.reopen()

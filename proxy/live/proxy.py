@@ -75,10 +75,9 @@ class Proxy(ControlPlane):
         await self.server.drain()
         self._public.close()
 
-    def listening(self) -> list[int]:
-        """Return the descriptors of the listening sockets."""
-        servers = [self.server] if self.admin is None else [self.server, self.admin]
-        return [number for server in servers for number in server.listening]
+    def servers(self) -> "list[Server]":
+        """Return what listens."""
+        return [self.server] if self.admin is None else [self.server, self.admin]
 
     # Parts.
 

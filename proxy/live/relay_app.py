@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.wire.http1.server import Server
 
 _log = logging.getLogger(__name__)
 # So long a client may take to use a connection that it believes to be open, once it is handed over.
@@ -148,9 +149,9 @@ class RelayApp:
                 make_connector(self._config.engines.connector, callback=own.base)
             )
 
-    def listening(self) -> list[int]:
-        """Return the descriptors of the listening sockets."""
-        return self.public.server.listening
+    def servers(self) -> "list[Server]":
+        """Return what listens."""
+        return [self.public.server]
 
     def renew(self, read: "Callable[[], Credentials]") -> dict[str, object]:
         """Read keys and the certificate again and use them; see `ControlPlane.renew`.

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.processes.to_relay import ToRelay, Unwelcome, Welco
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.relay_app import RelayApp
+    from balanceroute.proxy.wire.http1.listener import Listener
 
 _log = logging.getLogger(__name__)
 # Until the next attempt.
@@ -42,7 +43,7 @@ class RelayProcess:
         listeners: Sequence[int],
         others: Mapping[int, Sequence[int]],
     ) -> None:
-        self.listening = app.listening
+        self.servers = app.servers
         self.renew = app.renew
         self._app = app
         self._path = path
@@ -106,7 +107,7 @@ class RelayProcess:
         self._left.set()
 
     async def _stand_in_for_others(self) -> None:
-        accepting: dict[int, list[asyncio.Server]] = {}
+        accepting: dict[int, list[Listener]] = {}
         while True:
             gone = await self._told.get()
             for place in accepting.keys() - gone:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.processes.to_relay import ToRelay
     from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.wire.http1.server import Server
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +48,9 @@ class SchedulerApp(ControlPlane):
         """Return who serves a relay's new connection; `write` sends messages as one frame."""
         return RelayDesk(self.hub, write)
 
-    def listening(self) -> list[int]:
-        """Return the descriptors of the listening sockets."""
-        return [] if self.admin is None else self.admin.listening
+    def servers(self) -> "list[Server]":
+        """Return what listens."""
+        return [] if self.admin is None else [self.admin]
 
     async def drain(self) -> None:
         """Have relays take nothing new, and wait until they are done or time is up."""

@@ -25,7 +25,7 @@ class SchedulerProcess:
     """
 
     def __init__(self, app: "SchedulerApp", listener: int) -> None:
-        self.listening = app.listening
+        self.servers = app.servers
         self.renew = app.renew
         self.watch = app.watch
         self._app = app

@@ -70,7 +70,7 @@ async def _serve(
         logs.reopen()
         renew(proxy, read_credentials)
 
-    watch = DescriptorWatch(proxy.listening)
+    watch = DescriptorWatch(proxy.servers)
     try:
         await proxy.start()
         signals.on_hangup(on_hangup)

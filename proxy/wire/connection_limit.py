@@ -22,6 +22,7 @@ _MOST_REJECTED = 256
 # A search of all connections for idle ones does not pay if fewer than one in this many is idle.
 _WORTH_LOOKING = 8
 _LOOK_AGAIN_S = 0.1
+_NEW_S = 1.0
 _LOG_INTERVAL_S = 60.0
 
 
@@ -46,7 +47,7 @@ class ConnectionLimit:
 
     Attributes:
         rejected: New connections that were not served, by reason: "limit" or "peer".
-        evicted: Idle connections that were closed for a new one.
+        evicted: Idle connections that were closed for a new one, or for want of file descriptors.
     """
 
     def __init__(
@@ -105,6 +106,14 @@ class ConnectionLimit:
             self._of_host[host] -= 1
             if not self._of_host[host]:
                 del self._of_host[host]
+
+    def shed(self, connections: Iterable[Evictable]) -> None:
+        """Close those that are idle, but for new ones, whose request may be there and unread."""
+        idle_s = self._clock() - _NEW_S
+        for one in list(connections):
+            since_s = one.idle_since_s
+            if since_s is not None and since_s <= idle_s and one.evict():
+                self.evicted += 1
 
     def _evict(self, others: Iterable[Evictable]) -> bool:
         now_s = self._clock()

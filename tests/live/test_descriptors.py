@@ -2,17 +2,27 @@
 
 import asyncio
 import errno
+import fcntl
+import json
 import logging
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.live.served import COMPLETIONS, STREAM, Client, engines, play, serving
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
+
+if TYPE_CHECKING:
+    from tests.live.conftest import MakeExchanged
 
 
 @pytest.mark.parametrize(
@@ -53,6 +63,26 @@ def taken() -> int:
     return os.open(os.devnull, os.O_RDONLY)
 
 
+class Listening:
+    """Stands for a server: notes what the watch wants of it."""
+
+    def __init__(self, *listening: int) -> None:
+        self.listening = list(listening)
+        self.said: list[str] = []
+        self.resumes = True
+
+    def keep_spares(self) -> None:
+        self.said.append("spares")
+
+    def pause(self) -> None:
+        self.said.append("pause")
+
+    async def resume(self) -> None:
+        if not self.resumes:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.said.append("resume")
+
+
 def test_a_lack_of_descriptors_is_counted_and_logged_once_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -65,28 +95,59 @@ def test_a_lack_of_descriptors_is_counted_and_logged_once_a_minute(
 
     async def main(loop: VirtualLoop) -> None:
         nonlocal lacking
-        watch = DescriptorWatch(list, probe=probe)
+        server = Listening()
+        watch = DescriptorWatch(lambda: [server], probe=probe)
         task = loop.create_task(watch.run())
         await asyncio.sleep(61.5)
         assert watch.shortages == 61
-        lacking = False
+        assert server.said == ["spares", "pause"]
+        # There is one, but not for the listeners.
+        lacking, server.resumes = False, False
+        await asyncio.sleep(1.0)
+        assert watch.shortages == 62
+        server.resumes = True
         await asyncio.sleep(60.0)
-        assert watch.shortages == 61
+        assert watch.shortages == 62
+        assert server.said == ["spares", "pause", "pause", "resume", "spares"]
         task.cancel()
 
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.INFO):
         run(main, seed=1)
     assert [record.__dict__["fields"] for record in caplog.records] == [
         {"reason": "Too many open files", "count": 1},
         {"reason": "Too many open files", "count": 60},
+        {"seconds": 62.0},
     ]
+
+
+@pytest.mark.parametrize(("limit", "is_short"), [(1_017, False), (1_016, True), (1_000, True)])
+def test_nothing_is_accepted_when_only_a_few_descriptors_are_left(
+    limit: int, *, is_short: bool
+) -> None:
+    def probe() -> int:
+        """Take the lowest that is free where all up to 999 are in use."""
+        number = taken()
+        high = fcntl.fcntl(number, fcntl.F_DUPFD, 1_000)
+        os.close(number)
+        return high
+
+    async def main(loop: VirtualLoop) -> None:
+        server = Listening()
+        watch = DescriptorWatch(lambda: [server], probe=probe, limit=lambda: limit)
+        task = loop.create_task(watch.run())
+        await asyncio.sleep(1.5)
+        assert watch.shortages == is_short
+        assert server.said == ["spares", "pause"][: 1 + is_short]
+        task.cancel()
+
+    run(main, seed=1)
 
 
 def test_a_listener_that_somebody_closed_ends_the_watch() -> None:
     async def main(loop: VirtualLoop) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         number = listener.fileno()
-        watch = DescriptorWatch(lambda: [number])
+        watch = DescriptorWatch(lambda: [Listening(number)])
         task = loop.create_task(watch.run())
         await asyncio.sleep(5.0)
         assert not task.done()
@@ -103,13 +164,75 @@ def test_a_listener_that_somebody_closed_ends_the_watch() -> None:
 def test_a_listener_that_is_meant_to_be_closed_does_not_end_it() -> None:
     async def main(loop: VirtualLoop) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            listening = [listener.fileno()]
-            watch = DescriptorWatch(lambda: listening)
+            server = Listening(listener.fileno())
+            watch = DescriptorWatch(lambda: [server])
             task = loop.create_task(watch.run())
             await asyncio.sleep(5.0)
-            listening.clear()
+            server.listening.clear()
         await asyncio.sleep(5.0)
         assert not task.done()
         task.cancel()
 
     run(main, seed=1)
+
+
+def test_who_connects_while_no_descriptor_is_left_waits_and_is_served(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    """It was accepted and closed, or else the loop turned without a pause."""
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log)
+            ) as served,
+        ):
+            process = served.process.pid
+            public, _ = served.ports()
+            limits = resource.prlimit(process, resource.RLIMIT_NOFILE)
+            running = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 600})
+            await running.until_events(1)
+
+            async def until_told(words: bytes) -> None:
+                while words not in log.read_bytes():  # noqa: ASYNC110 (no event tells)
+                    await asyncio.sleep(0)
+
+            # Below all that it has: nothing of it closes, and nothing more can be opened.
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (4, limits[1]))
+            await until_told(b"no file descriptor is left")
+            begun_s = cpu_s(process)
+            client = Client(public, make_exchanged)
+            exchange = client.send(b"POST", COMPLETIONS, STREAM)
+            await asyncio.sleep(1.0)
+            assert not exchange.over
+            assert cpu_s(process) - begun_s < 0.2
+            resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+            await exchange.end()
+            assert exchange.done
+            await running.end()
+            assert running.done
+            # And again: it has what it needs to pause once more.
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (4, limits[1]))
+            await asyncio.sleep(2.5)
+            client.close()
+            exchange = client.send(b"POST", COMPLETIONS, STREAM)
+            resource.prlimit(process, resource.RLIMIT_NOFILE, limits)
+            assert (await exchange.end()).done
+            client.close()
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [one["outcome"] for one in lines if "outcome" in one] == ["ok"] * 3
+    assert [one["retries"] for one in lines if "outcome" in one] == [0] * 3
+    told = [one for one in lines if "descriptor" in one.get("message", "")]
+    assert [one["level"] for one in told] == ["error", "info", "info"]
+
+
+def cpu_s(process: int) -> float:
+    """Return the CPU time that a process has used."""
+    times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, times[11:13])) / os.sysconf("SC_CLK_TCK")

@@ -174,6 +174,21 @@ def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
     play(scenario, connection_limit=4)
 
 
+def test_for_want_of_descriptors_those_that_are_idle_for_a_while_are_closed() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        silent, busy = await connect(), await connect()
+        await busy.wait(desk)
+        await asyncio.sleep(1.0)
+        young = await connect()
+        server.pause()
+        assert await silent.reader.read() == b""
+        assert server.limit.evicted == 1
+        assert (await young.ask()).startswith(b"HTTP/1.1 200 ")
+        assert len(desk.kept) == 1
+
+    play(scenario)
+
+
 def test_an_address_may_be_bounded_by_itself() -> None:
     async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
         first, second = await connect(), await connect()

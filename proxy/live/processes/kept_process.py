@@ -80,12 +80,23 @@ class KeptProcess:
         Raises:
             StartError: It never served, and ends before it is ready: with a fault of the user's input,
                 or several times in a row.
-            OSError: It cannot be run at all.
+            OSError: It cannot be run at all. If it served before, it is tried again: the machine may lack
+                file descriptors, memory or processes for a while.
         """
         failed, pause_s = 0, _BACKOFF_S
         while not self._is_ending():
             began_s = time.monotonic()
-            status, served = await self._once()
+            try:
+                status, served = await self._once()
+            except OSError as error:
+                if not self._served:
+                    raise
+                reason = error.strerror or str(error)
+                lack = {"process": self.name, "reason": reason}
+                _log.error("a process cannot be started again now", extra={"fields": lack})
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
+                continue
             if self._is_ending():
                 return
             fields = {"ended": self.name, "status": status}

@@ -189,7 +189,7 @@ class StateCollector(Collector):
             ("log_lines_dropped", "Log lines dropped.", log_lines_dropped),
             (
                 "descriptor_shortages",
-                "Seconds at which no file descriptor was left.",
+                "Seconds at which no file descriptor, or hardly any, was left.",
                 descriptor_shortages,
             ),
         )

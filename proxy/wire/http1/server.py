@@ -4,12 +4,14 @@ import asyncio
 import json
 import socket
 from collections.abc import Sequence
+from functools import partial
 from ssl import SSLContext
 from typing import Any
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
 from balanceroute.proxy.wire.http1.heads import RequestHead
+from balanceroute.proxy.wire.http1.listener import Listener
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 from balanceroute.proxy.wire.http1.service import Admit, Common, Refuse, Service
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
@@ -57,8 +59,10 @@ class Server:
         self._admit = admit
         self._common = common
         self._service: Service | None = None
-        self._listeners: list[asyncio.Server] = []
-        self._further: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
+        self._further: list[Listener] = []
+        self._keeps_spares = False
+        self._paused = False
         self._addresses: list[tuple[str, int]] = []
         self._drained: asyncio.Future[None] | None = None
 
@@ -102,41 +106,74 @@ class Server:
             common=self._common,
         )
         for place in places:
-            listener = await self._listener(service, place, ssl, backlog)
+            listener = self._listener(service, ssl, backlog)
+            await listener.open(**place)
             self._listeners.append(listener)
             self._addresses += [one.getsockname()[:2] for one in listener.sockets]
         self._service = service
 
-    async def _listener(
-        self, service: Service, place: dict[str, Any], ssl: SSLContext | None, backlog: int
-    ) -> asyncio.Server:
+    def _listener(self, service: Service, ssl: SSLContext | None, backlog: int) -> Listener:
         if self._limits.connection_limit is not None:
             backlog = min(backlog, self._limits.connection_limit)
-        return await service.loop.create_server(
-            lambda: ServerConnection(service),
-            **place,
-            ssl=ssl,
-            backlog=backlog,
-            # A handshake has the time of a head. asyncio measures it: the sweep sees no connection yet.
-            ssl_handshake_timeout=None if ssl is None else self._limits.header_timeout_s,
+        return Listener(
+            partial(
+                service.loop.create_server,
+                lambda: ServerConnection(service),
+                ssl=ssl,
+                backlog=backlog,
+                # A handshake has the time of a head. asyncio measures it: the sweep sees no connection
+                # yet.
+                ssl_handshake_timeout=None if ssl is None else self._limits.header_timeout_s,
+            )
         )
 
     async def accept_too(
         self, one: socket.socket, *, ssl: SSLContext | None = None, backlog: int = 2048
-    ) -> asyncio.Server:
+    ) -> Listener:
         """Accept on one more socket, which another process listens on too, while anything is accepted.
 
         Returns:
             What to close to accept there no more. The connections stay.
+
+        Raises:
+            OSError: There is no file descriptor for it.
         """
         service = self._service
         assert service is not None, "not started"
-        listener = await self._listener(service, {"sock": one}, ssl, backlog)
+        listener = self._listener(service, ssl, backlog)
+        await listener.open(sock=one)
         if service.stopping:
             listener.close()
-        else:
-            self._further = [*(one for one in self._further if one.is_serving()), listener]
+            return listener
+        self._further = [*(one for one in self._further if not one.closed), listener]
+        if self._keeps_spares:
+            listener.keep_spares()
+        if self._paused:
+            listener.pause()
         return listener
+
+    def keep_spares(self) -> None:
+        """Get what `pause` needs. Raises OSError: there is no file descriptor for it."""
+        self._keeps_spares = True
+        for listener in self._listeners:
+            listener.keep_spares()
+
+    def pause(self) -> None:
+        """Accept nothing until `resume`, and close connections that are idle; see `Listener`.
+
+        Who connects waits, and is not refused.
+        """
+        self._paused = True
+        for listener in (*self._listeners, *self._further):
+            listener.pause()
+        if self._service is not None:
+            self._service.limit.shed(self._service.connections)
+
+    async def resume(self) -> None:
+        """Accept again. Raises OSError: there is no file descriptor for it."""
+        self._paused = False
+        for listener in (*self._listeners, *self._further):
+            await listener.resume()
 
     @property
     def service(self) -> Service:

@@ -24,7 +24,7 @@ class App:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.listening = self.renew = None
+        self.servers = self.renew = None
         self.public = self
 
     def connect(

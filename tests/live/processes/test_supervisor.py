@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -135,13 +136,15 @@ FAILS_WHILE_BAD = SERVES.replace(
 
 @asynccontextmanager
 async def supervised(
-    program: str, folder: Path, *, hang_s: float = 60.0
+    program: str, folder: Path, *, hang_s: float = 60.0, listens: bool = False
 ) -> AsyncIterator[Supervised]:
+    """Run a supervisor; `listens` is whether its log is read."""
     supervisor = SUPERVISOR.replace("HANG_S", str(hang_s))
     notes = folder / "notes"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", supervisor, program, str(notes)),
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if listens else None,
         env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
@@ -155,9 +158,9 @@ async def supervised(
 
 @asynccontextmanager
 async def serving(
-    folder: Path, program: str = SERVES, *, hang_s: float = 60.0
+    folder: Path, program: str = SERVES, *, hang_s: float = 60.0, listens: bool = False
 ) -> AsyncIterator[Supervised]:
-    async with supervised(program, folder, hang_s=hang_s) as one:
+    async with supervised(program, folder, hang_s=hang_s, listens=listens) as one:
         assert one.process.stdout is not None
         one.port = int(await one.process.stdout.readline())
         yield one
@@ -205,6 +208,28 @@ def test_a_process_that_is_killed_is_replaced_and_nobody_is_refused(tmp_path: Pa
             assert after["relay1"] == before["relay1"]
             assert after["relay0"] != before["relay0"]
             assert after["scheduler0"] != before["scheduler0"]
+            assert await one.end() == 0
+
+    asyncio.run(main())
+
+
+def test_a_process_is_replaced_once_there_are_descriptors_for_it(tmp_path: Path) -> None:
+    """All processes ended."""
+
+    async def main() -> None:
+        async with serving(tmp_path, listens=True) as one:
+            before = dict(one.noted("begins"))
+            limits = resource.prlimit(one.process.pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(one.process.pid, resource.RLIMIT_NOFILE, (4, limits[1]))
+            os.kill(before["relay0"], signal.SIGKILL)
+            assert one.process.stderr is not None
+            while b"cannot be started again" not in (line := await one.process.stderr.readline()):
+                assert line, "the supervisor has ended"
+            resource.prlimit(one.process.pid, resource.RLIMIT_NOFILE, limits)
+            after = dict(await one.until_noted("begins", 4))
+            assert after["relay0"] != before["relay0"]
+            assert after["relay1"] == before["relay1"]
+            assert one.noted("orphan") == []
             assert await one.end() == 0
 
     asyncio.run(main())

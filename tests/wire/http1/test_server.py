@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Headers, Rejection, Request, UnsafeHeaderError
+from balanceroute.proxy.wire.messages import (
+    Headers,
+    Rejection,
+    Request,
+    ServerLimits,
+    UnsafeHeaderError,
+)
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Connect, Run, Serving
@@ -324,6 +330,52 @@ def test_it_serves_on_sockets_that_are_bound_already(run: "Run", connect: "Conne
         for _, port in server.addresses:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port))
+
+    run(main())
+
+
+def test_who_connects_while_it_is_paused_waits(run: "Run", connect: "Connect") -> None:
+    async def main() -> None:
+        server = Server(echo, limits=ServerLimits(connection_limit=5))
+        await server.start("127.0.0.1", 0)
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            one.setblocking(False)
+            server.keep_spares()
+            further = await server.accept_too(one.dup())
+            ports = server.port, one.getsockname()[1]
+            async with connect(server.port) as old:
+                old.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await old.answer()).status == 200
+                for _ in range(2):
+                    server.pause()
+                    assert server.listening == []
+                    await asyncio.sleep(0.05)
+                    assert server.connections == 1  # It was idle for less than a second.
+                    async with connect(ports[0]) as first, connect(ports[1]) as second:
+                        for client in (first, second):
+                            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                        await asyncio.sleep(0.05)
+                        assert server.connections == 1
+                        await server.resume()
+                        await server.resume()
+                        assert len(server.listening) == 1
+                        for client in (first, second):
+                            assert (await client.answer()).status == 200
+            server.pause()
+            # What stood in for another process stops while it is paused, and does not begin again.
+            further.close()
+            await server.resume()
+            third = socket.create_connection(one.getsockname())
+            await asyncio.sleep(0.05)
+            one.accept()[0].close()
+            third.close()
+        server.pause()
+        server.close()
+        await server.resume()
+        await server.drain()
+        await asyncio.sleep(0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", ports[0]))
 
     run(main())
 
