@@ -9,6 +9,7 @@ Log-probabilities come with each token, also with those whose text is held back.
 them behind the ids that count comes again, too, and is left out.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ class BackedUpIds(TokenIds):
         repeated: As for `TokenIds`, like the next.
     """
 
-    __slots__ = ("_care", "_end", "_pieces", "_promoted")
+    __slots__ = ("_care", "_characters", "_counted", "_end", "_pieces", "_places", "_promoted")
 
     def __init__(
         self,
@@ -79,7 +80,12 @@ class BackedUpIds(TokenIds):
     ) -> None:
         super().__init__(repeated, prompt_tokens)
         self._care = care
-        self._pieces: list[_Piece] = []
+        self._pieces: deque[_Piece] = deque()
+        # Where the ids may come to count: so many pieces, and characters of text, up to there. In a stream
+        # of several ids an event there may be none for long, so the pieces are never searched for them.
+        self._places: deque[tuple[int, int]] = deque()
+        self._counted = 0  # Pieces whose ids count.
+        self._characters = 0
         self._promoted = False
         self._end = 0
 
@@ -112,21 +118,21 @@ class BackedUpIds(TokenIds):
     def _keep_parsed(self, event: bytes, choice: dict[str, Any], ids: list[int]) -> None:
         text = text_of(choice) or ""
         self._pieces.append(_Piece(ids, text, _end_of(choice)))
-        again = 0
-        for place in reversed(range(len(self._pieces))):
-            piece = self._pieces[place]
-            if again >= self._care.again and piece.text and len(piece.ids) == 1:
-                self._promote(place + 1)
-                break
-            again += len(piece.text)
+        self._characters += len(text)
+        if text and len(ids) == 1:
+            self._places.append((self._counted + len(self._pieces), self._characters))
+        while self._places and self._characters - self._places[0][1] >= self._care.again:
+            self._promote(self._places.popleft()[0] - self._counted)
 
     def _promote(self, count: int) -> None:
         """Have the ids of the first pieces count."""
-        self._promoted, self._end = True, self._pieces[count - 1].end
-        for piece in self._pieces[:count]:
+        self._counted += count
+        self._promoted = True
+        for _ in range(count):
+            piece = self._pieces.popleft()
+            self._end = piece.end
             for token in piece.ids:
                 self._kept += b",%d" % token
-        del self._pieces[:count]
 
 
 def _end_of(choice: dict[str, Any]) -> int:

@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.live.opcodes import counted
 
+from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, Care
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import parsed
 from balanceroute.proxy.live.openai.token_ids import TokenIds
@@ -206,3 +209,29 @@ def test_a_real_stream_becomes_the_one_without_ids(body_of: Callable[[str], byte
     # But for the one with which the answer ends.
     assert ids.count == 7
     assert ids.kept.endswith(b",285,1666,485")
+
+
+@pytest.mark.parametrize(
+    ("care", "ids"),
+    [
+        (Care(3, 3), [1, 2]),  # No event says where the text of one id ends.
+        (Care(20_000, 20_000), [1]),  # A stop string that is longer than the answer.
+    ],
+    ids=["several ids", "long stop"],
+)
+def test_an_event_costs_no_more_behind_many_others(care: Care, ids: list[int]) -> None:
+    event = b'data: {"choices":[{"index":0,"text":"ab","token_ids":%b}]}\n\n' % str(ids).encode()
+    message = json.loads(event_data(event))
+    kept = BackedUpIds(care)
+    kept.prompt = b"1"
+    costs = []
+    for events in (1_000, 4_000, 1_000):
+        opcodes: Counter[str] = Counter()
+        for _ in range(events - 10):
+            kept.note(event, message)
+        with counted(opcodes):
+            for _ in range(10):
+                kept.note(event, message)
+        costs.append(opcodes.total())
+    assert costs[0] == costs[1] == costs[2]
+    assert kept.behind == "ab" * 6_000
