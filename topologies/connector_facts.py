@@ -37,6 +37,8 @@ class ConnectorFacts:
         stages: Whether prefill may be a pipeline of several stages. Decode never is.
         recomputes: Whether a decode rank may return a request (`stop_reason` "recomputed").
         ranks_prefill: Whether its decode ranks can compute a prompt reliably.
+        says_first: Whether the token of a prefill answer is the first of the answer. It is not where the
+            prefiller leaves the prompt's last token to the rank and does not tell so.
     """
 
     vllm_class: str
@@ -53,6 +55,7 @@ class ConnectorFacts:
     stages: bool = False
     recomputes: bool = False
     ranks_prefill: bool = True
+    says_first: bool = True
 
     @property
     def decode_first(self) -> bool:
@@ -113,6 +116,7 @@ CONNECTORS = {
         stages=True,
         recomputes=True,
         ranks_prefill=False,
+        says_first=False,  # Its `_truncate_request_for_prefill`.
     ),
     "mooncake-layerwise": ConnectorFacts(
         vllm_class="MooncakeLayerwiseConnector",

@@ -98,4 +98,4 @@ def test_where_nothing_is_told_ever_differing_tokens_are_not_given(
         # Each process learns it of both prefillers.
         assert sum(early) <= 8 * 2 * max(1, relays)
 
-    play_with(play, scenario, computed=None, connector="mooncake-hybrid")
+    play_with(play, scenario, computed=None, connector="mooncake-ascend")

@@ -17,6 +17,7 @@ from balanceroute.proxy.core.prefill import USING_EVENTS
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.security.credentials import (
     Credentials,
     Secret,
@@ -420,8 +421,11 @@ def _check_scheduling(
     given: Given, scheduling: SchedulingSettings, engines: EngineSettings
 ) -> None:
     _check_predictors(given, scheduling)
-    able = CONNECTORS[engines.connector].ranks_prefill
-    if scheduling.local_prefill_tokens is not None and not able:
+    facts = CONNECTORS[engines.connector]
+    if scheduling.first_token is FirstTokenFrom.PREFILL and not facts.says_first:
+        reason = f"prefillers with {engines.connector} leave the last token of a prompt to the rank"
+        raise ConfigError(f"{given.where('first_token')}: {reason}, so theirs is not the first one")
+    if scheduling.local_prefill_tokens is not None and not facts.ranks_prefill:
         reason = f"decode ranks with {engines.connector} may be unable to compute a prompt"
         raise ConfigError(f"{given.where('local_prefill_tokens')}: {reason}")
 

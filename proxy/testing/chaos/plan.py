@@ -195,6 +195,8 @@ def _draw_plan(
     if CONNECTORS[engines.connector].ranks_prefill:
         flags["local_prefill_tokens"] = local.choice([None, None, 40, 100_000])
     flags |= _limits(random.Random(f"limits {seed}"))
+    if not CONNECTORS[engines.connector].says_first:
+        flags |= {"first_token": "decode"}
     if near:
         engines = with_locality(seed, engines, flags)
     if weather is Weather.CALM:

@@ -63,6 +63,11 @@ from balanceroute.proxy.core.errors import ConfigError
             "--workers",
             "mooncake-layerwise calls one process back, and not any of several",
         ),
+        (
+            {"first_token": "prefill", "connector": "mooncake-hybrid"},
+            "--first-token",
+            "leave the last token of a prompt to the rank",
+        ),
         ({"http3": True}, "--http3", "needs --tls-cert and --tls-key"),
         ({"http3_order": "lifo"}, "--http3-order", "must be one of rr, fcfs, edf, abs, ml"),
         (
