@@ -145,10 +145,10 @@ class Holdings:
 
     def unbind(self, request: Request) -> None:
         """Release its slots and its load on its rank."""
+        tokens = self.ledger.unbind(request.request)
         # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
         # sequences it is their mean, rounded up: too high an estimate never overfills a rank.
-        emitted = -(-self.emitted(request) // request.ticket.slots)
-        tokens = self.ledger.unbind(request.request)
+        emitted = -(-(tokens - request.kv_tokens) // request.ticket.slots)
         if self._leases.pace is not None:
             self._leases.pace.left(tokens)
         request.emitted_before += emitted

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
 from balanceroute.proxy.core.events import Observer, Ticket
+from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
@@ -74,9 +75,11 @@ class Intake:
         self.held = held
         self.queues_all = True  # From now on: some may be there when it is released.
 
-    def room(self, room: int, in_flight: int, ranks: Ranks) -> int:
-        """Return how many of `room` requests may start."""
-        return room if self.budget is None else min(room, self.budget.room(in_flight, ranks.open))
+    def room(self, room: int, held: int, ledger: Ledger, ranks: Ranks) -> int:
+        """Return how many of `room` requests may start while `held` are in prefill or in the pool."""
+        if self.budget is None:
+            return room
+        return min(room, self.budget.room(held + len(ledger), ranks.open))
 
     def let(self, starts: Iterable[_Start]) -> Iterable[_Start]:
         """Return those of the starts that could be which may be."""
@@ -108,10 +111,11 @@ class Intake:
         if self.local_prefill is not None and duration_ns is not None:
             self.local_prefill.step(duration_ns, int(loads.max()))
 
-    def started(self, request: Request, kv_tokens: int, now_ns: int) -> None:
+    def started(self, request: Request, ledger: Ledger, now_ns: int) -> None:
         """Note that a request joined its rank's batch."""
         if self.meter is not None:
-            self.meter.begin(request.request, request.ticket, kv_tokens)
+            tokens = ledger.kv_tokens(request.request)
+            self.meter.begin(request.request, request.ticket, tokens)
         # One that was decoded before has had its first token.
         if request.emitted_before:
             return

@@ -77,9 +77,11 @@ def recompute(
 
 def unpaired(requests: Mapping[RequestId, Request], pairs: Pairs) -> list[RequestId]:
     """Return the pooled requests whose KV caches no open rank can use."""
+    if not pairs.limited:
+        return []
     return [
         request.request
-        for request in (requests.values() if pairs else ())
+        for request in requests.values()
         if request.state is State.POOLED
         and request.prefiller is not None
         and not pairs.feeds(request.prefiller, request.ticket.eligible)

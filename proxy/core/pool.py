@@ -225,8 +225,11 @@ class Pool:
 
     def overdue(self, now_ns: int) -> list[PoolEntry]:
         """Return the entries past their deadline, oldest first. They stay in the pool."""
+        due = self._deadlines.due(now_ns)
+        if not due:
+            return []
         # By id: the oldest arrival first, whatever the order of the deadlines.
-        return [self._entries[request] for request in sorted(self._deadlines.due(now_ns))]
+        return [self._entries[request] for request in sorted(due)]
 
     def expired(self, now_ns: int) -> list[RequestId]:
         """Return the entries whose time to live has ended, once. The caller removes them."""

@@ -87,8 +87,8 @@ class PrefillQueue:
 
     def take_expired(self, now_ns: int) -> list[RequestId]:
         """Return the requests that have expired, those that are due first; the caller removes them."""
-        due = self.take_due(now_ns)
-        return due + [one for one in self._expiries.take_due(now_ns) if one not in due]
+        due, expired = self.take_due(now_ns), self._expiries.take_due(now_ns)
+        return due + [one for one in expired if one not in due] if due else expired
 
     def take_due(self, now_ns: int) -> list[RequestId]:
         """Return the requests whose first token is due, once. The caller removes them."""

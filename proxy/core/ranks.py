@@ -35,6 +35,7 @@ class Ranks:
         self._all_open = True
         self.others: Others | None = None
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
+        self._batch = _batch_limits(config)
         self._learned = _learned(config)
 
     def set_open(self, rank: RankId, is_open: bool) -> None:
@@ -71,6 +72,7 @@ class Ranks:
         if self.others is not None:
             self.others.grow(config.ranks)
         self._unlimited = np.full(config.ranks, UNLIMITED)
+        self._batch = _batch_limits(config)
         learned = _learned(config)
         # What was learned of the same ranks stays.
         if len(new) or learned is None or self._learned is None:
@@ -116,7 +118,7 @@ class Ranks:
         if beyond_batch is None:
             free_slots = self._unlimited.copy()
         else:
-            free_slots = self.free_slots(ledger, config, beyond_batch)
+            free_slots = self.free_slots(ledger, beyond_batch)
         if not self._all_open:
             free_slots *= self.is_open
         # Early binding ignores memory as well: what does not fit queues in the engine.
@@ -139,16 +141,15 @@ class Ranks:
             fleet.share(self.others.slots, self.others.kv_tokens)
         return fleet
 
-    def free_slots(
-        self, ledger: Ledger, config: SchedulerConfig, beyond_batch: int
-    ) -> "NDArray[np.int64]":
+    def free_slots(self, ledger: Ledger, beyond_batch: int) -> "NDArray[np.int64]":
         """Return the free slots, int64[G], of open and closed ranks."""
         # One free slot admits a request of several, which may leave a rank overbooked.
-        limits = config.rank_batch_limits
-        slots = config.batch_limit if limits is None else np.array(limits)
+        slots = self._batch
         if self.others is not None:
             slots = np.minimum(slots, self.others.limits)
-        return np.maximum(slots + beyond_batch - ledger.bound, _NONE)
+        if beyond_batch:
+            slots = slots + beyond_batch
+        return np.maximum(slots - ledger.bound, _NONE)
 
     def _check_known(self, rank: RankId) -> None:
         if not 0 <= rank < len(self.is_open):
@@ -158,6 +159,12 @@ class Ranks:
 def repeated(speeds: tuple[float, ...], ranks: int) -> tuple[float, ...]:
     """Return the speed of each rank: the given ones in turn; () if there are none."""
     return tuple(speeds[rank % len(speeds)] for rank in range(ranks)) if speeds else ()
+
+
+def _batch_limits(config: SchedulerConfig) -> "NDArray[np.int64]":
+    """Return the batch limit of each rank, int64[G]."""
+    limits = config.rank_batch_limits
+    return np.full(config.ranks, config.batch_limit) if limits is None else np.array(limits)
 
 
 def _learned(config: SchedulerConfig) -> LearnedSpeeds | None:

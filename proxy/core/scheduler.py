@@ -156,7 +156,7 @@ class Scheduler:
     def free_slots(self) -> "NDArray[np.int64]":
         """Return the free slots, int64[G], of open and closed ranks; without a limit, of the batch."""
         beyond = self.policy.slots_beyond_batch or 0
-        return self.ranks.free_slots(self.ledger, self.config, beyond)
+        return self.ranks.free_slots(self.ledger, beyond)
 
     def handle(self, event: Event, *, now_ns: int) -> list[Action]:
         """Process one event and return the actions to perform, in order.
@@ -167,7 +167,8 @@ class Scheduler:
         """
         if self.intake.follows_time:
             self.intake.advance(now_ns, len(self.requests), self.prefill_queue.waiting)
-        actions = self._handlers.get(type(event), self._switch)(event, now_ns)
+        handle = self._handlers.get(type(event))
+        actions = self._switch(event, now_ns) if handle is None else handle(event, now_ns)
         for observe in self._observers:
             observe(event, actions, now_ns)
         return actions
@@ -275,7 +276,7 @@ class Scheduler:
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         held = self.prefillers.prefilling + len(self.pool)
         self.prefillers.kv_capacity_tokens = self.leases.prefiller_kv_tokens
-        room = self.intake.room(self.leases.room(held), held + len(self.ledger), self.ranks)
+        room = self.intake.room(self.leases.room(held), held, self._holdings.ledger, self.ranks)
         for request, prefiller in self.intake.let(self.prefill_queue.start(room, now_ns)):
             self.intake.left_queue(request, now_ns)
             if prefiller is None:
@@ -335,8 +336,9 @@ class Scheduler:
         request.started = True
         # It decodes here, so earlier losses no longer restrict a later choice.
         request.lost_on_ranks = ()
-        self.ledger.start(request.request)
-        self.intake.started(request, self.ledger.kv_tokens(request.request), now_ns)
+        ledger = self._holdings.ledger
+        ledger.start(request.request)
+        self.intake.started(request, ledger, now_ns)
         request.pulled_from = request.prefiller
         # The first token proves that the KV transfer is over: the prefiller frees its blocks.
         self._holdings.release_prefill(request)
@@ -435,14 +437,15 @@ class Scheduler:
         policy, projection = self.policy, self.policy.projection
         # The ledger drops a projection that raised: its state is unknown, so it is built again from
         # the requests.
-        if projection is not None and self.ledger.projection is None:
+        if projection is not None and self._holdings.ledger.projection is None:
             projection.clear()
-            ledger = self._new_ledger(self.config, policy)
-            self._holdings.move(self.requests.values(), ledger)
-        make_fleet = partial(self.ranks.fleet, self.ledger, self.config, policy.slots_beyond_batch)
+            fresh = self._new_ledger(self.config, policy)
+            self._holdings.move(self.requests.values(), fresh)
+        ledger = self._holdings.ledger
+        make_fleet = partial(self.ranks.fleet, ledger, self.config, policy.slots_beyond_batch)
         self.leases.judge(self.pool, now_ns)
         # These entries have left the pool, so each of them has to be bound.
-        decided = decide(policy, make_fleet, self.pool, now_ns, on_failure=self.ledger.fail)
+        decided = decide(policy, make_fleet, self.pool, now_ns, on_failure=ledger.fail)
         for number, rank in decided:
             request = self.requests[number]
             request.move(_ADMIT)

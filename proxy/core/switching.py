@@ -48,7 +48,7 @@ def switch(
             ranks.set_open(rank, is_open)
             pool.set_open(rank, is_open)
             prefillers.pairs.set_open(rank, is_open)
-            return bool(prefillers.pairs)
+            return prefillers.pairs.limited
         case PrefillerPaired(prefiller, able):
             prefillers.check_known(prefiller)
             prefillers.pairs.set(prefiller, able)

@@ -71,7 +71,7 @@ def test_each_rank_is_shared_by_its_own_batch() -> None:
     config = SchedulerConfig(2, 9, rank_batch_limits=(9, 4))
     ledger, ranks = Ledger(2), Ranks(config)
     ranks.shared(OthersOnRank(RankId(1), 4, 0), ledger, config)
-    assert ranks.free_slots(ledger, config, 0).tolist() == [9, 1]
+    assert ranks.free_slots(ledger, 0).tolist() == [9, 1]
 
 
 def test_an_unknown_rank_is_refused() -> None:

@@ -141,7 +141,7 @@ def test_an_unknown_prefiller_is_refused(mixed: "Driver") -> None:
 
 def test_pairs_that_are_all_allowed_again_cost_nothing(mixed: "Driver") -> None:
     mixed(PrefillerPaired(P0, None), PrefillerPaired(P1, None))
-    assert not mixed.scheduler.prefillers.pairs
+    assert not mixed.scheduler.prefillers.pairs.limited
 
 
 def test_a_rank_that_closed_before_the_pairs_were_known_counts() -> None:

@@ -33,8 +33,8 @@ def test_each_rank_has_the_slots_of_its_own_batch() -> None:
     ledger.bind(RequestId(0), RankId(1), 10, slots=3)
     config = SchedulerConfig(3, 9, rank_batch_limits=(4, 2, 1))
     ranks = Ranks(config)
-    assert ranks.free_slots(ledger, config, 0).tolist() == [4, 0, 1]
-    assert ranks.free_slots(ledger, config, 2).tolist() == [6, 1, 3]
+    assert ranks.free_slots(ledger, 0).tolist() == [4, 0, 1]
+    assert ranks.free_slots(ledger, 2).tolist() == [6, 1, 3]
 
 
 def test_speeds_repeat_over_the_ranks() -> None:

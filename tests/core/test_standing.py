@@ -1,9 +1,9 @@
 """What a driver notes of a request is what the scheduler knows of it."""
 
 import random
+from dataclasses import fields
 
 import pytest
-from msgspec.structs import fields
 from tests.core.test_adoption import RestartingMachine, walk
 from tests.core.test_scheduler_machine import (
     POLICIES_DRIVEN,

@@ -6,10 +6,10 @@ unseeded generator.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.avoidance import allowed
@@ -22,8 +22,7 @@ from balanceroute.proxy.core.turnover import Turnover
 UNLIMITED = 1 << 62
 
 
-@dataclass(slots=True)
-class Fleet:
+class Fleet(Struct, eq=False):
     """The decode ranks as a policy sees them.
 
     The policy owns this copy and may write to it, except to `is_open`.

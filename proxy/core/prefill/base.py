@@ -122,8 +122,9 @@ class Turns:
         self, candidates: Sequence[PrefillerId], cost: Callable[[PrefillerId], float]
     ) -> PrefillerId:
         """Return the candidate of the lowest cost; of equal ones that chosen least recently."""
-        last = self._last_choice
-        chosen = min(candidates, key=lambda one: (cost(one), last.get(one, 0)))
+        last, chosen = self._last_choice, candidates[0]
+        if len(candidates) > 1:
+            chosen = min(candidates, key=lambda one: (cost(one), last.get(one, 0)))
         self._choices += 1
         self._last_choice[chosen] = self._choices
         return chosen

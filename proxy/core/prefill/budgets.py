@@ -121,7 +121,7 @@ class Prefillers:
         # Trials before losses: a busy prefiller on trial counts as closed, and `allowed` ignores
         # losses only if everything else is closed.
         is_open = self.is_open if among is None else self._open(among)
-        if self.pairs and not sequences:
+        if self.pairs.limited and not sequences:
             eligible = request.ticket.eligible
             is_open = [
                 able and self.pairs.feeds(PrefillerId(number), eligible)

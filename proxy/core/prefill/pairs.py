@@ -9,15 +9,16 @@ from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 
 
 class Pairs:
-    """The pairs that are allowed; all of them at first, and all ranks are open."""
+    """The pairs that are allowed; all of them at first, and all ranks are open.
+
+    Attributes:
+        limited: Whether some pair is not allowed.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[PrefillerId, frozenset[RankId]] = {}
         self._closed: set[RankId] = set()
-
-    def __bool__(self) -> bool:
-        """Return whether some pair is not allowed."""
-        return bool(self._ranks)
+        self.limited = False
 
     def set(self, prefiller: PrefillerId, ranks: frozenset[RankId] | None) -> None:
         """Allow a prefiller these ranks alone; None for all, also those that are added later."""
@@ -25,6 +26,7 @@ class Pairs:
             self._ranks.pop(prefiller, None)
         else:
             self._ranks[prefiller] = ranks
+        self.limited = bool(self._ranks)
 
     def set_open(self, rank: RankId, is_open: bool) -> None:
         """Note whether a rank takes new requests."""

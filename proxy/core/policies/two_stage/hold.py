@@ -32,9 +32,11 @@ class Occupancy:
 
     def is_high(self, fleet: Fleet) -> bool:
         """Note a decision; return whether holds pay."""
+        if len(fleet.is_open) < 2:
+            return False  # It makes no other rank wait.
         bound: list[int] = fleet.bound[fleet.is_open].tolist()
         if len(bound) < 2:
-            return False  # It makes no other rank wait.
+            return False
         taken = sum(bound)
         slots = taken + fleet.free
         if not slots:

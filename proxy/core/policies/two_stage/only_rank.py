@@ -34,6 +34,8 @@ def fill_only_rank(fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment] | 
     fits = sum(map(_KV_TOKENS, entries)) <= fleet.free_kv_tokens.item(rank)
     if not fits or any(map(_RESTRICTED, entries)):
         return None
-    entries.sort(key=largest_first)
-    pool.admit_all([entry.request for entry in entries])
-    return [Assignment(entry.request, rank) for entry in entries]
+    if len(entries) > 1:
+        entries.sort(key=largest_first)
+    requests = [entry.request for entry in entries]
+    pool.admit_all(requests)
+    return [Assignment(request, rank) for request in requests]
