@@ -95,6 +95,7 @@ class Holdings:
                         actions.append(ReleasePrefill(request.request, request.prefiller))
                 self.release_prefill(request)
                 self.unbind(request)
+                return actions
             case State.QUEUED:
                 self._prefill_queue.remove(request)
             case State.PREFILLING:

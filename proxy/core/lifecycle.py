@@ -54,6 +54,9 @@ class Trigger(Enum):
     CANCEL = auto()
 
 
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILL = Trigger.PREFILL
+
 TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.QUEUED, Trigger.PREFILL): State.PREFILLING,
     # The decode engine computes the prompt itself.
@@ -153,7 +156,7 @@ class Request:
 
     def begin_prefill(self, prefiller: PrefillerId) -> None:
         """Note who computes its prompt, or answers all of it."""
-        self.move(Trigger.PREFILL)
+        self.move(_PREFILL)
         self.prefiller = prefiller
         # A direct request takes sequences of its prefiller and no place of a prefill.
         self.prefilling = self.decode

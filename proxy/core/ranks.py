@@ -149,7 +149,7 @@ class Ranks:
             slots = np.minimum(slots, self.others.limits)
         if beyond_batch:
             slots = slots + beyond_batch
-        return np.maximum(slots - ledger.bound, _NONE)
+        return np.asarray(np.maximum(slots - ledger.bound, _NONE))
 
     def _check_known(self, rank: RankId) -> None:
         if not 0 <= rank < len(self.is_open):

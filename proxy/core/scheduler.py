@@ -11,7 +11,7 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.config import SchedulerConfig
@@ -167,8 +167,7 @@ class Scheduler:
         """
         if self.intake.follows_time:
             self.intake.advance(now_ns, len(self.requests), self.prefill_queue.waiting)
-        handle = self._handlers.get(type(event))
-        actions = self._switch(event, now_ns) if handle is None else handle(event, now_ns)
+        actions = self._handlers[type(event)](event, now_ns)
         for observe in self._observers:
             observe(event, actions, now_ns)
         return actions
@@ -474,6 +473,7 @@ def _handlers_of(scheduler: Scheduler) -> dict[type[Event], Callable[[Any, int],
         DecodeLost: scheduler._lose_decode,
         RequestRecomputed: scheduler._recompute,
         RequestAdopted: scheduler._adopt,
+        **dict.fromkeys(get_args(InstanceEvent), scheduler._switch),
     }
 
 

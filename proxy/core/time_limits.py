@@ -42,7 +42,8 @@ def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolE
     deadline_ns = None if config.deadline_ns is None else since_ns + config.deadline_ns
     expires_ns = request.due_ns
     if config.ttl_ns is not None:
-        expires_ns = earliest(since_ns + config.ttl_ns, expires_ns)
+        end_ns = since_ns + config.ttl_ns
+        expires_ns = end_ns if expires_ns is None else min(end_ns, expires_ns)
     lease_ends_ns = request.lease_expires_ns
     if lease_ends_ns is not None:
         assert request.prefilled_ns is not None

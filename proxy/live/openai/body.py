@@ -128,9 +128,10 @@ class RequestBody:
             overrides = {"model": self.model, **overrides}
         is_small = len(self._data) <= SMALL_BYTES
         data = self._data if is_small else memoryview(self._data)
-        gone = drop | overrides.keys() if overrides else drop
         parts: list[bytes | memoryview] = [
-            data[begin:end] for key, (begin, _, end) in self._places.items() if key not in gone
+            data[begin:end]
+            for key, (begin, _, end) in self._places.items()
+            if key not in drop and key not in overrides
         ]
         if overrides:
             parts.append(dump(overrides)[1:-1])

@@ -151,7 +151,7 @@ class CompletionStream(StreamReader):
             event = self._read_behind(self._held_end, event)
         else:
             event = self._read(event)
-        return self._opening.begin(event)
+        return event if self._opening.begun else self._opening.begin(event)
 
     def flush(self) -> bytes:
         """Return the end held, if it waits for a total that does not come; else nothing."""

@@ -41,6 +41,11 @@ def _prefill_drop(drop: frozenset[str]) -> frozenset[str]:
     return drop | _REPLACED
 
 
+@cache
+def _decode_drop(drop: frozenset[str]) -> frozenset[str]:
+    return drop | {"stream_options"}
+
+
 def prefill_body(
     body: "RequestBody",
     members: Mapping[str, object],
@@ -88,9 +93,12 @@ def decode_body(
         asked: Which counts the engine is asked for.
         drop: Members of the client's that no engine gets.
     """
-    if asked is not None:
-        members = {**members, "stream_options": asked.options}
     last = b"" if params is None else b'"kv_transfer_params": ' + params
+    if asked is not None and members:
+        members = {**members, "stream_options": asked.options}
+    elif asked is not None:  # Nearly always: its text is there already.
+        last = asked.member + b", " + last if last else asked.member
+        drop = _decode_drop(drop)
     return body.encode(members, drop=drop, last=last)
 
 

@@ -19,28 +19,29 @@ class StreamOpening:
             client's, whenever it comes, and comments are left out until something is said.
 
     Attributes:
+        begun: Whether anything was the first.
         error: The first event, if it is an error and not the client's.
     """
 
-    __slots__ = ("_begun", "_held", "_room", "error", "resumes")
+    __slots__ = ("_held", "_room", "begun", "error", "resumes")
 
     def __init__(self, *, resumes: bool) -> None:
         self.resumes = resumes
         self.error = b""
-        self._begun = False
+        self.begun = False
         self._held: list[bytes] = []
         self._room = _MOST_HELD_BYTES
 
     def begin(self, event: bytes) -> bytes:
         """Return an event with what was held before it; empty stays empty."""
-        if self._begun or not event:
+        if self.begun or not event:
             return event
-        self._begun = True
+        self.begun = True
         return b"".join([*self._held, event])
 
     def pass_empty(self, event: bytes) -> bytes:
         """Return an event that says nothing, or nothing readable; empty if it is held or left out."""
-        if self._begun:
+        if self.begun:
             return event
         self._room -= len(event)
         # What nobody can read may have been text, and is judged by who compares what comes again.
@@ -50,7 +51,7 @@ class StreamOpening:
 
     def pass_error(self, event: bytes) -> bytes:
         """Return an error event; empty if nothing came before it, so that it is not the client's."""
-        if self._begun or self.resumes:
+        if self.begun or self.resumes:
             return event
         self.error = event
         return b""

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
-from balanceroute.proxy.live.openai.body import is_deep
+from balanceroute.proxy.live.openai.body import dump, is_deep
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.openai.usage import USAGE
 
@@ -41,6 +42,7 @@ class CountsAsked(Struct, frozen=True):
 
     Attributes:
         options: The leg's `stream_options`.
+        member: The same as text, its name included.
         each: Whether every event is to report its count; else the end alone reports the total.
         hide_each: Whether the client wants no usage in every event.
         hide_total: Whether it wants no usage event at the end.
@@ -50,6 +52,10 @@ class CountsAsked(Struct, frozen=True):
     each: bool
     hide_each: bool
     hide_total: bool
+    member: bytes = b""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "member", dump({"stream_options": self.options})[1:-1])
 
 
 _TOTAL: Mapping[str, object] = {"include_usage": True, "continuous_usage_stats": False}

@@ -42,6 +42,7 @@ from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
+    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.repeated_text import RepeatedText
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
@@ -168,7 +169,7 @@ class DecodeAttempt(Attempt):
         body = decode_body(asking, members, params, asked, drop=legs.drop)
         handler: ResponseHandler
         if session.shape.stream:
-            handler = self.stream = self._make_stream(asked)
+            handler = self.stream = self._make_stream(asking, asked)
             timeout_s = legs.first_token_timeout_s
             if params is None:
                 timeout_s += legs.prefill_timeout_s
@@ -233,14 +234,14 @@ class DecodeAttempt(Attempt):
             _count_stream(self._session, self.stream)
             self.stream = None
 
-    def _make_stream(self, asked: CountsAsked | None) -> Relay:
+    def _make_stream(self, asking: "RequestBody", asked: CountsAsked | None) -> Relay:
         session = self._session
         reader = _make_reader(
             session,
             self._repeated,
             ids=self._ids,
             usage=self._usage,
-            asks_total=asks_total(self._asked()[1].values),
+            asks_total=asks_total(asking.values),
             counts=None if asked is None else TokenCounts(asked),
             transcript=self._transcript,
             expensive=partial(_stop_asking, self.engine),

@@ -188,9 +188,12 @@ class PrefillAttempt(Attempt):
         session = self._session
         number, prompt_tokens = session.number, answer.prompt_tokens
         done = PrefillDone(number, prompt_tokens, lease_ns, answer.cached_tokens)
-        counted = [PromptCounted(number, prompt_tokens)] if session.emitted.tokens == 0 else []
+        served = LegSucceeded(self.prefiller.target)
         session.prefilled(kv)
-        session.host.feed(done, LegSucceeded(self.prefiller.target), *counted)
+        if session.emitted.tokens == 0:
+            session.host.feed(done, served, PromptCounted(number, prompt_tokens))
+        else:
+            session.host.feed(done, served)
 
     def _lease_ns(self) -> int | None:
         """Return when the lease ends by the loop's time; a suspension to come ends it earlier."""

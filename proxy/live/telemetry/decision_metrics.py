@@ -38,7 +38,7 @@ class DecisionMetrics:
         """Count one dispatch decision and the time it took."""
         histogram = self._known.get(stage)
         if histogram is None:
-            label = self._stage_label(stage)
+            label = self._stage_label.of(stage)
             histogram = self._stages.of(label)
             if label != OTHER:
                 self._known[stage] = histogram
@@ -46,7 +46,7 @@ class DecisionMetrics:
 
     def failed(self, what: str) -> None:
         """Count one exception in a decision of the proxy's own."""
-        self._failures.labels(self._reason_label(what)).inc()
+        self._failures.labels(self._reason_label.of(what)).inc()
 
     def loop_lag(self, seconds: float) -> None:
         """Count how late a timer of the event loop fired."""

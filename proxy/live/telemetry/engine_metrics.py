@@ -63,4 +63,4 @@ class EngineMetrics:
         self._quarantines.labels(*self._labels(target)).inc()
 
     def _labels(self, target: "Target") -> tuple[str, str]:
-        return target.role.value, self._url_labels[target.role](target.url)
+        return target.role.value, self._url_labels[target.role].of(target.url)

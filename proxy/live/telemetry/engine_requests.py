@@ -28,9 +28,9 @@ class EngineRequests(Collector):
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         if record.prefiller:
-            self._ended[_PREFILL, self._prefiller_label(record.prefiller), record.outcome] += 1
+            self._ended[_PREFILL, self._prefiller_label.of(record.prefiller), record.outcome] += 1
         if record.rank:
-            self._ended[_DECODE, self._rank_label(record.rank), record.outcome] += 1
+            self._ended[_DECODE, self._rank_label.of(record.rank), record.outcome] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counts."""

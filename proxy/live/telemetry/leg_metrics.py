@@ -44,15 +44,15 @@ class LegMetrics:
         # An alert finds no data in a sample that is absent.
         for leg in (*(leg.value for leg in Leg), "single_engine"):
             for fault in Fault:
-                self._retries.labels(self._leg_label(leg), self._reason_label(fault.value))
+                self._retries.labels(self._leg_label.of(leg), self._reason_label.of(fault.value))
 
     def retry(self, leg: str, reason: str) -> None:
         """Count one leg sent again."""
-        self._retries.labels(self._leg_label(leg), self._reason_label(reason)).inc()
+        self._retries.labels(self._leg_label.of(leg), self._reason_label.of(reason)).inc()
 
     def abandoned_lease(self, reason: str) -> None:
         """Count one KV lease given up before any rank pulled it."""
-        self._abandoned_leases.labels(self._reason_label(reason)).inc()
+        self._abandoned_leases.labels(self._reason_label.of(reason)).inc()
 
     def kv_transfer_failed(self, prefiller: str, rank: str, reason: str) -> None:
         """Count one decode leg that failed where the rank was to pull a KV cache."""

@@ -44,7 +44,7 @@ class CappedLabel:
         self._limit = limit
         self._known: set[str] = set()
 
-    def __call__(self, value: str, *, learn: bool = True) -> str:
+    def of(self, value: str, *, learn: bool = True) -> str:
         """Return the label of a value; one that is new counts only if it is to be learned."""
         if value in self._known:
             return value

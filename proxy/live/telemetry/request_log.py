@@ -76,6 +76,8 @@ MAX_TEXT = 256
 """Characters of a text that are written; the rest is cut off."""
 
 _NS_PER_S = 1_000_000_000
+# `value` of a member is two calls.
+_OUTCOMES = {outcome: outcome.value for outcome in Outcome}
 _WARNINGS = frozenset(
     {Outcome.REJECTED, Outcome.EXPIRED, Outcome.UPSTREAM_ERROR, Outcome.INTERNAL_ERROR}
 )
@@ -163,7 +165,7 @@ class _Line(Struct):
 
 def _line(record: RequestRecord, now_ns: int) -> _Line:
     arrived_ns = record.arrived_ns
-    started_ns = record.prefill_started_ns
+    started_ns, transfer_ns = record.prefill_started_ns, record.transfer_ns
     now_s = record.arrived_unix_s + (now_ns - arrived_ns) / _NS_PER_S
     # By place: names would be looked for among all others.
     line = _Line(
@@ -175,7 +177,7 @@ def _line(record: RequestRecord, now_ns: int) -> _Line:
         record.model[:MAX_TEXT],
         record.stream,
         record.choices,
-        None if record.outcome is None else record.outcome.value,
+        None if record.outcome is None else _OUTCOMES[record.outcome],
         record.reason[:MAX_TEXT],
         record.status,
         record.cached_tokens,
@@ -194,8 +196,8 @@ def _line(record: RequestRecord, now_ns: int) -> _Line:
         record.cheaper_lapses,
         record.max_tokens,
         record.prompt_estimate,
-        [f"{key:016x}" for key in record.keys],
-        None if record.transfer_ns is None else _seconds(record.transfer_ns),
+        [f"{key:016x}" for key in record.keys] if record.keys else [],
+        None if transfer_ns is None else _seconds(transfer_ns),
         record.peer,
         record.api_key_id,
         record.user_agent,

@@ -188,8 +188,9 @@ class RequestMetrics:
                 self._prefill.observe((record.prefilled_ns - record.prefill_started_ns) / NS_PER_S)
         if record.prefilled_ns is not None:
             self._pool.observe(record.pool_wait_ns / NS_PER_S)
-        if record.transfer_ns is not None:
-            self._transfer.observe(record.transfer_ns / NS_PER_S)
+        transfer_ns = record.transfer_ns
+        if transfer_ns is not None:
+            self._transfer.observe(transfer_ns / NS_PER_S)
         if record.prompt_tokens:
             self._prompt_tokens.observe(record.prompt_tokens)
             self._output_tokens.observe(record.output_tokens)
@@ -219,7 +220,7 @@ class RequestMetrics:
 
     def _model(self, record: RequestRecord) -> str:
         # A client can invent model names without end, but not make an engine answer for one.
-        return self._model_label(record.model, learn=record.outcome is _OK)
+        return self._model_label.of(record.model, learn=record.outcome is _OK)
 
     def _counter(self, key: tuple[str, str, Outcome, int], model: str) -> "Counter":
         endpoint, _, outcome, status = key
@@ -227,7 +228,7 @@ class RequestMetrics:
             endpoint if endpoint in ENDPOINTS else OTHER,
             model,
             outcome.value,
-            self._status_label(str(status)),
+            self._status_label.of(str(status)),
         )
         counter = self._requests.labels(*labels)
         if OTHER not in labels:

@@ -43,11 +43,12 @@ class _State(Enum):
     END = auto()
 
 
-_SIZE = _State.SIZE  # Saves an attribute look-up per segment.
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_SIZE, _FINISHED = _State.SIZE, _State.END
 
 
 class ChunkedDecoder:
-    """Removes the framing of one body.
+    """Removes the framing of one body after the other; see `begin`.
 
     Attributes:
         finished: Whether the body is complete; feed no more then.
@@ -58,10 +59,14 @@ class ChunkedDecoder:
     __slots__ = ("_held", "_state", "_trailer_bytes", "expected", "finished", "rest")
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Expect a new body, whatever became of the last one."""
         self.finished = False
         self.rest = b""
         self.expected = 0
-        self._state = _State.SIZE
+        self._state = _SIZE
         self._held = b""  # The start of a line; never payload.
         self._trailer_bytes = 0
 
@@ -84,7 +89,7 @@ class ChunkedDecoder:
             payloads = lines[1::2]
             if list(map(_SIZES.get, lines[:-1:2])) == list(map(len, payloads)):
                 if ends:
-                    self._state = _State.END
+                    self._state = _FINISHED
                     self.finished = True
                 return b"".join(payloads)
         return self._feed(data)

@@ -403,7 +403,7 @@ class ClientConnection(asyncio.Protocol):
             return
         read: Callable[[bytes], None]
         if head.chunked:
-            self._decoder = ChunkedDecoder()
+            self._decoder.begin()
             self._stage = _CHUNKED
             read = self._read_chunked
         elif head.content_length is not None:
