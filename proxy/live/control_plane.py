@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.engine_orders import EngineOrders, named
 from balanceroute.proxy.live.control.load_log import LoadLog
 from balanceroute.proxy.live.control.pausing import Pausing
+from balanceroute.proxy.live.control.standing import keep_trying
 from balanceroute.proxy.live.control.state import ended_rows, instance_rows, request_rows
 from balanceroute.proxy.live.control.view import view_of
 from balanceroute.proxy.live.deployment import Deployment
@@ -87,6 +89,7 @@ class ControlPlane(ABC):
         # Of each deployment by its name, and of the whole proxy.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._own_tasks: list[asyncio.Task[None]] = []
+        self._keeping: asyncio.Task[None] | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admin: Server | None = None
         self.pages: Admin | None = None
@@ -119,6 +122,9 @@ class ControlPlane(ABC):
             self._begin(name)
         if self._traces is not None:
             self._own_tasks.append(self._task("traces", self._traces.run))
+        if (keeper := self._environment.orders) is not None:
+            self._keeping = self._task("orders", partial(keep_trying, keeper))
+            self._own_tasks.append(self._keeping)
 
     def _make_group(self, group: "GroupConfig") -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
@@ -172,6 +178,8 @@ class ControlPlane(ABC):
     def hand_over(self) -> None:
         """Leave administrators, and what is kept of their orders, to another process."""
         self.deployment.orders.hand_over()
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self.admin is not None:
             self.admin.stop_accepting()
 

@@ -4,7 +4,9 @@ A scheduler process that dies is replaced by one that reads the settings; what w
 since then is in none of them. With --roster-state it outlives the whole proxy.
 """
 
+import asyncio
 import logging
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,7 @@ from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 
 _log = logging.getLogger(__name__)
+_AGAIN_S = 5.0
 
 
 class Standing(Struct, frozen=True):
@@ -53,7 +56,10 @@ class Keeper(Protocol):
         """Return what was written last; empty for nothing. Raises OSError."""
 
     def write(self, data: bytes) -> None:
-        """Keep this in place of what is there. Raises OSError."""
+        """Keep this in place of what is there. Raises OSError; then it is `read`, but may not last."""
+
+    def retry(self) -> bool:
+        """Keep what could not be kept; return whether there was something. Raises OSError."""
 
 
 class KeepingFile:
@@ -61,16 +67,33 @@ class KeepingFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._unwritten: bytes | None = None
 
     def read(self) -> bytes:
-        """Return the file's content; empty if there is none."""
+        """Return the file's content, or what is to be it; empty if there is none."""
+        if self._unwritten is not None:
+            return self._unwritten
         return self._path.read_bytes() if self._path.exists() else b""
 
     def write(self, data: bytes) -> None:
         """Write the file, whole or not at all."""
+        self._unwritten = data
         new = self._path.with_name(f"{self._path.name}.new")
-        new.write_bytes(data)
-        new.replace(self._path)
+        try:
+            new.write_bytes(data)
+            new.replace(self._path)
+        except OSError:
+            with suppress(OSError):  # On a full disk, half of it takes room.
+                new.unlink()
+            raise
+        self._unwritten = None
+
+    def retry(self) -> bool:
+        """Write what could not be written."""
+        if self._unwritten is None:
+            return False
+        self.write(self._unwritten)
+        return True
 
 
 class KeepingPart:
@@ -93,6 +116,10 @@ class KeepingPart:
         self._whole.write(
             encode({name: data for name, data in self._parts().items() if name != self._group})
         )
+
+    def retry(self) -> bool:
+        """Keep what could not be kept of any group."""
+        return self._whole.retry()
 
     def _parts(self) -> dict[str, Raw]:
         data = self._whole.read()
@@ -138,3 +165,12 @@ def save(keeper: Keeper, standing: Standing) -> None:
         keeper.write(encode(standing))
     except (OSError, DecodeError) as error:
         _log.error("orders are not kept", extra={"fields": {"reason": str(error)}})
+
+
+async def keep_trying(keeper: Keeper) -> None:
+    """Keep what could not be kept, as on a full disk, as soon as that can be; for ever."""
+    while True:
+        await asyncio.sleep(_AGAIN_S)
+        with suppress(OSError):  # It was told when it was ordered.
+            if keeper.retry():
+                _log.info("orders are kept again")

@@ -3,12 +3,15 @@
 Lines go into a bounded queue that one daemon thread empties; it alone touches the file. It gathers
 lines for `_GATHER_S` before it writes: waking it for every line costs system calls and makes it
 compete with the event loop for the interpreter. A process that is killed loses those lines. A line that
-finds the queue full, or that the file does not take, is dropped and counted. Only whole lines are
-dropped: when a full disk cuts one, its rest is the first thing written when there is room again.
+finds the queue full, or that the file does not take, is dropped and counted. When a full disk cuts a line,
+its rest is the first thing written when there is room again. If something else stands behind what was
+cut by then, as several processes write one log, or if another process was killed in the middle of a line,
+a newline is written first: no line is joined to the piece of another.
 """
 
 import os
 import select
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -66,10 +69,15 @@ class LineWriter:
         self._refused = 0  # Counted by the caller.
         self._lost = 0  # Counted by the thread.
         self._cut = b""  # The rest of a line that is already in the file in part.
+        self._end = (
+            0  # The size of the file when it was last seen to end with a line, or with our part.
+        )
+        self._reopens = False  # The file is to be opened anew.
         self._hurry = threading.Event()  # Nothing more is to be gathered.
         self._closing = False
         self._complain = complain
         self._clock = clock
+        self._reason = ""  # What the file failed with since that was told.
         self._reported = 0  # Of the lines dropped.
         self._reported_s = -_COMPLAINT_S
         try:
@@ -101,7 +109,7 @@ class LineWriter:
     def reopen(self) -> None:
         """Open the file anew after it was moved away; lines already taken go to the old one.
 
-        If that fails, the thread goes on with the old file.
+        If that fails, the thread goes on with the old file, and tries again before it writes more.
         """
         if not self._closing:
             self._give(_REOPEN)
@@ -126,6 +134,8 @@ class LineWriter:
         order: _Order | None = None
         while order is not _CLOSE:
             lines, order = self._next_batch()
+            if self._reopens and self._path is not None:
+                self._reopen(self._path)
             self._write_batch(lines)
             now_s = self._clock()
             if now_s >= self._reported_s + _COMPLAINT_S:
@@ -143,7 +153,8 @@ class LineWriter:
         if count:
             self._reported += count
             self._reported_s = now_s
-            reason = self.fault or "they come faster than they are written"
+            reason = self.fault or self._reason or "they come faster than they are written"
+            self._reason = ""
             self._complain(f"{count} lines of the log {self._sink} were dropped: {reason}")
 
     def _next_batch(self) -> tuple[list[bytes], _Order | None]:
@@ -166,12 +177,15 @@ class LineWriter:
 
     def _write_batch(self, lines: list[bytes]) -> None:
         """Write lines, behind the rest of the one that was cut, and count those that got lost."""
-        written = self._written(self._cut + b"".join(lines))
-        if written < len(self._cut):
-            self._cut = self._cut[written:]
+        before = self._mended() if lines or self._cut else b""
+        first = before + self._cut
+        written = self._written(first + b"".join(lines))
+        self._end += written
+        if written < len(first):
+            self._cut = self._cut[max(0, written - len(before)) :]
             self._lost += len(lines)
             return
-        written -= len(self._cut)
+        written -= len(first)
         self._cut = b""
         for number, line in enumerate(lines):
             if written < len(line):
@@ -179,6 +193,19 @@ class LineWriter:
                 self._lost += len(lines) - number - bool(written)
                 return
             written -= len(line)
+
+    def _mended(self) -> bytes:
+        """Return what has to be written before a line can be."""
+        if self._path is None:
+            return b""
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size == self._end:
+            return b""
+        # Somebody else has written, or cut it.
+        self._end = status.st_size
+        self._lost += self._cut != b""
+        self._cut = b""
+        return b"" if _ends_with_line(self._path, status) else b"\n"
 
     def _written(self, text: bytes) -> int:
         """Write as much as the file takes, waiting where it asks for that; return how much."""
@@ -193,7 +220,7 @@ class LineWriter:
                     poll.register(self._file, select.POLLOUT)
                     poll.poll()
         except OSError as error:
-            self.fault = error.strerror or type(error).__name__
+            self.fault = self._reason = error.strerror or type(error).__name__
         else:
             if text:
                 self.fault = ""
@@ -204,12 +231,36 @@ class LineWriter:
             file = _open(path)
         except OSError as error:
             self.fault = f"cannot be opened: {error.strerror}"
+            if not self._reopens:
+                self._complain(
+                    f"the log {path} {self.fault}; its lines go to the old file till then"
+                )
+            self._reopens = True
             return
+        self._reopens = False
         os.close(self._file)
-        self._file = file
+        self._file, self._end = file, 0
         # What was cut belongs to the old file.
         self._lost += self._cut != b""
         self._cut = b""
+
+
+def _ends_with_line(path: Path, status: os.stat_result) -> bool:
+    """Return whether a file ends with a whole line, or nothing tells; `status` is that of the open one."""
+    if not status.st_size:
+        return True
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return True
+    try:
+        if not os.path.samestat(os.fstat(file), status):  # It was moved away.
+            return True
+        return os.pread(file, 1, status.st_size - 1) in (b"\n", b"")
+    except OSError:
+        return True
+    finally:
+        os.close(file)
 
 
 def _open(path: Path) -> int:

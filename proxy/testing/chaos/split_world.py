@@ -81,6 +81,10 @@ class _Kept:
         """Keep this."""
         self._data = data
 
+    def retry(self) -> bool:
+        """Return that everything is kept."""
+        return False
+
 
 class SplitWorld(World):
     """Several relays and one scheduler process before one fleet. A client goes to any relay.

@@ -1,5 +1,9 @@
 """What administrators ordered, as it is kept for the next scheduler process."""
 
+import asyncio
+import errno
+import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -9,12 +13,15 @@ from balanceroute.proxy.live.control.standing import (
     KeepingFile,
     Standing,
     basis_of,
+    keep_trying,
     load,
     save,
 )
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 
 P, D = EngineUrl("http", "p", 1), EngineUrl("https", "::1", 2)
 SETTINGS = Standing("br-0", (PrefillServer(P),), (DecodeServer(D),))
@@ -53,6 +60,43 @@ def test_an_order_holds_though_it_cannot_be_kept(
 ) -> None:
     save(KeepingFile(tmp_path / "absent" / "orders"), ORDERED)
     assert caplog.messages == ["orders are not kept"]
+
+
+def test_an_order_that_found_a_full_disk_is_kept_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was kept with the next order only."""
+    path = tmp_path / "orders"
+    usual, room = Path.write_bytes, 100_000
+
+    def write_bytes(self: Path, data: bytes) -> int:
+        usual(self, data[:room])
+        if len(data) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+    async def main(loop: VirtualLoop) -> None:
+        nonlocal room
+        keeper = KeepingFile(path)
+        save(keeper, SETTINGS)
+        before = path.read_bytes()
+        room = 10
+        trying = loop.create_task(keep_trying(keeper))
+        save(keeper, ORDERED)
+        await asyncio.sleep(60.0)
+        assert (path.read_bytes(), os.listdir(tmp_path)) == (before, ["orders"])
+        assert load(keeper, SETTINGS) == ORDERED
+        assert load(KeepingFile(path), SETTINGS) == SETTINGS
+        room = 100_000
+        await asyncio.sleep(6.0)
+        assert load(KeepingFile(path), SETTINGS) == ORDERED
+        trying.cancel()
+
+    with caplog.at_level(logging.INFO):
+        run(main, seed=1)
+    assert caplog.messages == ["orders are not kept", "orders are kept again"]
 
 
 def test_of_other_settings_what_was_found_is_kept(

@@ -132,6 +132,52 @@ def test_a_full_disk_drops_whole_lines_and_mends_the_one_it_cut(
     assert writer.fault == ""
 
 
+def test_no_line_is_joined_to_what_a_killed_process_left_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b'{"whole": 1}\n{"outc')
+    writer = LineWriter(path)
+    writer.write(b'{"line": 2}\n')
+    assert writer.close(timeout_s=LONG_S)
+    assert path.read_bytes() == b'{"whole": 1}\n{"outc\n{"line": 2}\n'
+    assert writer.dropped == 0
+
+
+def test_no_line_is_joined_to_one_of_another_process_that_a_full_disk_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=5)
+    monkeypatch.setattr(os, "write", disk.write)
+    path = tmp_path / "log"
+    first, second = LineWriter(path), LineWriter(path)
+    first.write(b"first 1\n")
+    disk.refused.acquire()
+    disk.room = 1000
+    second.write(b"second 1\n")
+    assert second.close(timeout_s=LONG_S)
+    first.write(b"first 2\n")
+    assert first.close(timeout_s=LONG_S)
+    # The rest of the line would stand behind another's: it is lost.
+    assert path.read_bytes() == b"first\nsecond 1\nfirst 2\n"
+    assert (first.dropped, second.dropped) == (1, 0)
+
+
+def test_a_log_that_was_emptied_goes_on_with_a_whole_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=3)
+    monkeypatch.setattr(os, "write", disk.write)
+    path = tmp_path / "log"
+    writer = LineWriter(path)
+    writer.write(b"line 1\n")
+    disk.refused.acquire()
+    os.truncate(path, 0)
+    disk.room = 1000
+    writer.write(b"line 2\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert path.read_bytes() == b"line 2\n"
+    assert writer.dropped == 1
+
+
 def test_a_cut_line_that_is_never_mended_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +253,40 @@ def test_when_the_new_file_cannot_be_opened_the_old_one_goes_on(tmp_path: Path) 
     assert writer.dropped == 0
 
 
+def test_that_the_new_file_cannot_be_opened_is_told_once_and_it_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines went into the old file for good, without a word."""
+    path, moved = tmp_path / "log", tmp_path / "log.1"
+    told: list[str] = []
+    asked = threading.Semaphore(0)
+
+    def clock() -> float:
+        asked.release()
+        return 0.0
+
+    def lacking(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    writer = LineWriter(path, complain=told.append, clock=clock)
+    usual = line_writer._open
+    monkeypatch.setattr(line_writer, "_open", lacking)
+    path.rename(moved)
+    for line in (b"1\n", b"2\n"):
+        writer.reopen()
+        writer.write(line)
+        for _ in range(2):  # The order, and the line.
+            assert asked.acquire(timeout=LONG_S)
+    monkeypatch.setattr(line_writer, "_open", usual)
+    writer.write(b"3\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert (moved.read_bytes(), path.read_bytes()) == (b"1\n2\n", b"3\n")
+    assert told == [
+        f"the log {path} cannot be opened: Too many open files; its lines go to the old file till then"
+    ]
+    assert writer.dropped == 0
+
+
 def test_after_closing_lines_are_dropped_and_closing_again_is_harmless(tmp_path: Path) -> None:
     writer = LineWriter(tmp_path / "log")
     assert writer.close(timeout_s=LONG_S)
@@ -263,6 +343,21 @@ def test_dropped_lines_are_told_once_a_minute_and_at_the_end(
     for message in told:
         assert str(path) in message
         assert "No space left on device" in message
+
+
+def test_why_lines_were_dropped_is_told_although_the_file_takes_some_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=0)
+    monkeypatch.setattr(os, "write", disk.write)
+    told: list[str] = []
+    writer = LineWriter(tmp_path / "log", complain=told.append, clock=lambda: -1e9)
+    writer.write(b"line\n")
+    disk.refused.acquire()
+    disk.room = 1000
+    writer.write(b"line\n")
+    assert writer.close(timeout_s=LONG_S)
+    assert told == [f"1 lines of the log {tmp_path / 'log'} were dropped: No space left on device"]
 
 
 def test_nothing_is_told_while_nothing_is_dropped(tmp_path: Path) -> None:
