@@ -160,7 +160,7 @@ def main() -> None:
         with running_proxy(flags, engines=serving, folder=Path(folder)) as proxy:
             measured = measure(proxy, urls["decode"], arguments.changes, arguments.pairs)
             found, shares = asyncio.run(measured)
-    cuts = statistics.quantiles(found, n=20)
+    cuts = statistics.quantiles(found, n=20, method="inclusive")
     more = [after - before for before, after in shares]
     mean, error = statistics.fmean(more), statistics.stdev(more) / len(more) ** 0.5
     base = statistics.fmean(before for before, _ in shares)

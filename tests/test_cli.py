@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.command_line import refused, report, unwrapped
 
 from balanceroute import __version__
 from balanceroute.proxy.__main__ import main
@@ -42,41 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-
-
-def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command line that must fail says, without the usage."""
-    try:
-        status: object = main(arguments)
-    except SystemExit as exit_:  # argparse.
-        status = exit_.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
-    assert "Traceback" not in captured.err
-    lines = [
-        line for line in captured.err.splitlines() if not line.startswith(("usage:", "       "))
-    ]
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("balanceroute")
-    return lines[0]
-
-
-def unwrapped(text: str) -> str:
-    """Return a text whose lines may be broken anywhere as one line."""
-    return " ".join(text.split())
-
-
-def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run a command line that must work; return its JSON."""
-    path = folder / "report.json"
-
-    def no_constant(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    assert main([*arguments, "--json", str(path)]) == 0
-    loaded: dict[str, Any] = json.loads(path.read_text(), parse_constant=no_constant)
-    return loaded
 
 
 @pytest.mark.parametrize(

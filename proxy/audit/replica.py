@@ -26,7 +26,7 @@ from balanceroute.proxy.sim.workload import playable, split
 from balanceroute.traces import TraceRequest
 
 BASELINES = ("jsq", "least-kv", "round-robin", "power-of-two", "random")
-OURS = ("br-0", "br-h")
+_OURS = ("br-0", "br-h")
 # Requests that wait in a router of which the engines know nothing, if nobody says: as many as the proxy
 # has in its pool at least.
 _UNSEEN = 24
@@ -124,7 +124,6 @@ def recover(
     step_base_ms: float,
     step_us_per_token: float,
     in_flight: int | None = None,
-    policies: Sequence[str] = OURS,
     seed: int = 0,
 ) -> Recovery:
     """Simulate the load.
@@ -135,11 +134,10 @@ def recover(
         step_base_ms: a of a step's time, where the observation does not tell it.
         step_us_per_token: b, likewise.
         in_flight: Requests that clients have under way; None for what the engines tell.
-        policies: To predict, beside the baselines.
         seed: Of the draws.
 
     Raises:
-        ConfigError: There are too few requests, or a policy is unknown.
+        ConfigError: There are too few requests.
     """
     slots = seen.batch * len(seen.ranks)
     if requests is None:
@@ -156,7 +154,7 @@ def recover(
         for result in run_experiment(
             deployment,
             workloads,
-            [*BASELINES, *(policy for policy in policies if policy not in BASELINES)],
+            [*BASELINES, *_OURS],
             PolicySettings(),
             forecast_called("survival"),
             seed=seed,

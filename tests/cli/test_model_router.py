@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.command_line import refused
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import model_router
@@ -65,11 +66,4 @@ def test_weights_are_trained_and_judged(
 def test_faults_of_the_input_end_with_one_line(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status: object = main(["model-router", *arguments])
-    except SystemExit as exit_:  # argparse.
-        status = exit_.code
-    assert status == 2
-    error = capsys.readouterr().err
-    assert reason in error
-    assert len(error.splitlines()) == 1
+    assert reason in refused(["model-router", *arguments], capsys)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from tests.command_line import refused
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
@@ -35,13 +36,7 @@ from balanceroute.proxy.emulate import DpMode, EmulationSettings, Preemption
 def test_a_bad_setting_is_named_with_its_reason(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        status: object = main(["emulate", *arguments])
-    except SystemExit as exit_:
-        status = exit_.code
-    captured = capsys.readouterr()
-    assert (status, captured.out) == (2, "")
-    assert words in captured.err
+    assert words in refused(["emulate", *arguments], capsys)
 
 
 def test_the_flags_reach_the_fleet_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:

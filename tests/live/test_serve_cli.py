@@ -8,12 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.command_line import refused
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import emulate, up
@@ -58,21 +59,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ProxyConfig]:
 
     use_serve(monkeypatch, serve)
     return configs
-
-
-def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command line that must fail says, without the usage."""
-    try:
-        status: object = main(arguments)
-    except SystemExit as exit_:  # argparse.
-        status = exit_.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
-    lines = [line for line in captured.err.splitlines() if line.startswith("balanceroute")]
-    assert len(lines) == 1, captured.err
-    assert "Traceback" not in captured.err
-    return lines[0]
 
 
 def write(folder: Path, text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.command_line import refused, report, unwrapped
 
 from balanceroute import __version__
 from balanceroute.predictors import PastRequest, Survival, files, registry
@@ -73,43 +74,10 @@ def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command line that must fail says, without the usage."""
-    try:
-        status: object = main(arguments)
-    except SystemExit as exit_:  # argparse.
-        status = exit_.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
-    lines = [
-        line for line in captured.err.splitlines() if not line.startswith(("usage:", "       "))
-    ]
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("balanceroute")
-    return lines[0]
-
-
 def table_of(printed: str) -> dict[str, list[str]]:
     """Return the cells of each row of a table, by the first."""
     rows = ([cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines())
     return {row[0]: row[1:] for row in rows if row}
-
-
-def unwrapped(text: str) -> str:
-    return " ".join(text.split())
-
-
-def report(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run a command line that must work; return its JSON."""
-    path = folder / "report.json"
-
-    def no_constant(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    assert main([*arguments, "--json", str(path)]) == 0
-    loaded: dict[str, Any] = json.loads(path.read_text(), parse_constant=no_constant)
-    return loaded
 
 
 @pytest.mark.parametrize("source", [["--trace", TRACE], ["--log", LOG]], ids=["trace", "log"])

@@ -4,11 +4,12 @@ import asyncio
 import dataclasses
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.command_line import refused
 
 from balanceroute import __version__
 from balanceroute.proxy.__main__ import main
@@ -84,23 +85,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
         monkeypatch.setattr("balanceroute.proxy.cli.replay.replay", with_server)
 
     return install
-
-
-def refused(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line that a command line which must fail says, without the usage."""
-    try:
-        status: object = main(arguments)
-    except SystemExit as exit_:  # argparse.
-        status = exit_.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert captured.out == ""
-    lines = [
-        line for line in captured.err.splitlines() if not line.startswith(("usage:", "       "))
-    ]
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("balanceroute")
-    return lines[0]
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ class Gateway:
             elif read is not None and route.generates:
                 raise read
         except BodyError as error:
-            self._refuse(reply, record, 400, str(error), param=error.param)
+            self._late.refuse(reply, record, 400, str(error), param=error.param)
             return
         model = model if isinstance(model, str) else ""
         refused = refuse_route(self._known(request).tenant, route, model)
@@ -239,13 +239,13 @@ class Gateway:
             refused = unknown_alone(route, model, is_alias=model in self._aliases)
         if refused is not None or group is None:
             assert refused is not None
-            self._refuse(reply, record, *refused)
+            self._late.refuse(reply, record, *refused)
             return
         record.group = group.name
         eligible = group.routes.eligible(model)
         refused = group.routes.refuse(model, eligible, decode=False)
         if refused is not None:
-            deny_model(partial(self._refuse, reply, record), *refused)
+            deny_model(partial(self._late.refuse, reply, record), *refused)
             return
         headers = self._headers(request.headers, record.request_id, route.media)
         among = None if eligible is None else eligible.prefillers
@@ -289,7 +289,7 @@ class Gateway:
         if reply.started:
             reply.abort()
         else:
-            self._refuse(reply, record, 500, "internal error; the proxy's log says more")
+            self._late.refuse(reply, record, 500, "internal error; the proxy's log says more")
 
     def _take(
         self,
@@ -303,7 +303,7 @@ class Gateway:
         try:
             known = self._known(request)
             if known.tenant is None:
-                self._refuse(reply, record, *KEY_IS_GONE)
+                self._late.refuse(reply, record, *KEY_IS_GONE)
             else:
                 headers, tenant = request.headers, known.tenant
                 self._generation.take(api, headers, reply, record, body, tenant=tenant, known=known)
@@ -338,18 +338,6 @@ class Gateway:
         headers, body = self.refusals.render(rejection, request, request.peer)
         reply.send(rejection.status, headers, body)
 
-    def _refuse(
-        self,
-        reply: "Reply",
-        record: RequestRecord,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_s: int | None = None,
-    ) -> None:
-        self._late.refuse(reply, record, status, message, param=param, retry_s=retry_s)
-
     def _model_page(self, request: "Request") -> "bytes | Rejection":
         tenant = self._tenant_of(request.headers)
         return model_page(request.path, self._groups, self._aliases, tenant)
@@ -370,7 +358,9 @@ class Gateway:
             if self._groups.ready:
                 reply.send(200, [request_id], b"")
             else:
-                _error(reply, 503, "not ready", [request_id, (b"retry-after", b"1")])
+                reply.send(
+                    503, [*json_headers, (b"retry-after", b"1")], error_body(503, "not ready")
+                )
         elif request.path == b"/version":
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
@@ -385,16 +375,3 @@ class Gateway:
 
 def _answer_load(reply: "Reply", headers: "Headers", load: int) -> None:
     reply.send(200, headers, b'{"server_load":%d}' % load)
-
-
-def _error(
-    reply: "Reply",
-    status: int,
-    message: str,
-    headers: "Headers | None" = None,
-    *,
-    param: str | None = None,
-    endpoint: str = "",
-) -> None:
-    body = error_body(status, message, param=param, endpoint=endpoint)
-    reply.send(status, JSON_HEADERS + (headers or []), body)

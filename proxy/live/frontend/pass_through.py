@@ -87,7 +87,7 @@ class PassThrough:
         reply: "Reply",
         headers: "Headers",
         record: "RequestRecord",
-        among: "frozenset[PrefillerId] | None" = None,
+        among: "frozenset[PrefillerId] | None",
     ) -> None:
         """Answer one request that `Tenancy.offer_alone` let in.
 

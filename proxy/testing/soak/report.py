@@ -22,11 +22,11 @@ class Report:
         """Add a row that cannot be wrong."""
         self.rows.append((name, str(value), True))
 
-    def check(self, name: str, value: object, right: bool, why: str = "") -> None:
-        """Add a row that is right or wrong; `why` tells more."""
+    def check(self, name: str, value: object, right: bool) -> None:
+        """Add a row that is right or wrong."""
         self.rows.append((name, str(value), right))
         if not right:
-            self.wrong.append(f"{name}: {why or value}")
+            self.wrong.append(f"{name}: {value}")
 
     def faults(self, name: str, faults: list[str]) -> None:
         """Add a row that counts faults, and the faults."""

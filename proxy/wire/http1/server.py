@@ -19,6 +19,9 @@ from balanceroute.proxy.wire.reply import Application, Reply
 
 __all__ = ["Admit", "Application", "Refuse", "Reply", "Server"]
 
+# Connections that the kernel completes before they are accepted.
+_BACKLOG = 2048
+
 
 def plain_refusal(
     rejection: Rejection, head: RequestHead | None, peer: str
@@ -66,36 +69,26 @@ class Server:
         self._addresses: list[tuple[str, int]] = []
         self._drained: asyncio.Future[None] | None = None
 
-    async def start(
-        self, host: str, port: int, *, ssl: SSLContext | None = None, backlog: int = 2048
-    ) -> None:
+    async def start(self, host: str, port: int, *, ssl: SSLContext | None = None) -> None:
         """Listen.
 
         Args:
             host: An address, or a name, all of whose addresses are used.
             port: 0 for a free one.
             ssl: For TLS.
-            backlog: Connections that the kernel completes before they are accepted. At most the
-                connection limit, because the loop accepts a whole backlog at once.
 
         Raises:
             OSError: The address cannot be bound.
         """
-        await self._listen([{"host": host, "port": port}], ssl, backlog)
+        await self._listen([{"host": host, "port": port}], ssl)
 
     async def start_on(
-        self,
-        sockets: Sequence[socket.socket],
-        *,
-        ssl: SSLContext | None = None,
-        backlog: int = 2048,
+        self, sockets: Sequence[socket.socket], *, ssl: SSLContext | None = None
     ) -> None:
         """Listen on sockets that are bound already, and close them with the server; see `start`."""
-        await self._listen([{"sock": one} for one in sockets], ssl, backlog)
+        await self._listen([{"sock": one} for one in sockets], ssl)
 
-    async def _listen(
-        self, places: list[dict[str, Any]], ssl: SSLContext | None, backlog: int
-    ) -> None:
+    async def _listen(self, places: list[dict[str, Any]], ssl: SSLContext | None) -> None:
         assert self._service is None, "already started"
         service = Service(
             asyncio.get_running_loop(),
@@ -106,15 +99,16 @@ class Server:
             common=self._common,
         )
         for place in places:
-            listener = self._listener(service, ssl, backlog)
+            listener = self._listener(service, ssl)
             await listener.open(**place)
             self._listeners.append(listener)
             self._addresses += [one.getsockname()[:2] for one in listener.sockets]
         self._service = service
 
-    def _listener(self, service: Service, ssl: SSLContext | None, backlog: int) -> Listener:
-        if self._limits.connection_limit is not None:
-            backlog = min(backlog, self._limits.connection_limit)
+    def _listener(self, service: Service, ssl: SSLContext | None) -> Listener:
+        # The loop accepts a whole backlog at once.
+        limit = self._limits.connection_limit
+        backlog = _BACKLOG if limit is None else min(_BACKLOG, limit)
         return Listener(
             partial(
                 service.loop.create_server,
@@ -127,9 +121,7 @@ class Server:
             )
         )
 
-    async def accept_too(
-        self, one: socket.socket, *, ssl: SSLContext | None = None, backlog: int = 2048
-    ) -> Listener:
+    async def accept_too(self, one: socket.socket, *, ssl: SSLContext | None = None) -> Listener:
         """Accept on one more socket, which another process listens on too, while anything is accepted.
 
         Returns:
@@ -140,7 +132,7 @@ class Server:
         """
         service = self._service
         assert service is not None, "not started"
-        listener = self._listener(service, ssl, backlog)
+        listener = self._listener(service, ssl)
         await listener.open(sock=one)
         if service.stopping:
             listener.close()
