@@ -7,13 +7,14 @@ candidate, however long it then runs.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from balanceroute.proxy.core.deposits import Running, first_of_each
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.trajectories import POINTS
 
@@ -27,6 +28,7 @@ _COLUMNS = LONGEST + 1 + POINTS
 # Rows of one question: a row has a probability for every single step.
 _BATCH = 16
 _FIRST_ROWS = 256
+_PLACES = np.arange(LONGEST + 1)
 
 
 class Curves:
@@ -47,8 +49,8 @@ class Curves:
         """Return the number of curves that there is memory for."""
         return len(self._curves)
 
-    def ask(self, requests: Sequence[RequestId], width: int) -> None:
-        """Ask about the requests that have no curve yet."""
+    def ask(self, requests: Sequence[RequestId], width: int) -> NDArray[np.int64]:
+        """Ask about the requests that have no curve yet; return the rows of all, int64[n]."""
         unknown = [request for request in requests if request not in self._row_of]
         for begin in range(0, len(unknown), _BATCH):
             batch = unknown[begin : begin + _BATCH]
@@ -63,13 +65,30 @@ class Curves:
             self._curves[rows, 1:LONGEST] = around.reshape(len(batch), -1, width).mean(axis=2)
             self._curves[rows, LONGEST:] = survival[:, -1:]
             self._row_of.update(zip(batch, rows, strict=True))
-        self._curves[0] = self._curves[[self._row_of[request] for request in requests]].mean(axis=0)
+        of_all = np.array([self._row_of[request] for request in requests])
+        self._curves[0] = np.add.reduce(self._curves[of_all]) / len(of_all)
+        return of_all
+
+    def row_of(self, request: RequestId) -> int:
+        """Return the row of a request; 0 if it was never asked about."""
+        return self._row_of.get(request, 0)
+
+    def rows_of(self, running: Running) -> NDArray[np.int64]:
+        """Return the rows of some running requests, int64[n]; 0 of those never asked about."""
+        rows = running.curves[running.places]
+        (unknown,) = (rows < 0).nonzero()
+        if unknown.size:
+            requests = running.requests[unknown].tolist()
+            found = np.array([*map(self.row_of, requests)], np.int64)
+            # It stays while the request runs: only candidates are asked about.
+            rows[unknown] = running.curves[running.places[unknown]] = found
+        return rows
 
     def lasting_output(self, width: int) -> float:
         """Return E[o**2] / E[o] of the requests asked about last, up to the end of the curves."""
         mean = self._curves[0, : LONGEST + 1]
         # Sums by the trapezoid rule: half of the first point.
-        return 2.0 * width * float(mean @ np.arange(LONGEST + 1)) / (float(mean.sum()) - 0.5)
+        return 2.0 * width * float(mean @ _PLACES) / (float(mean.sum()) - 0.5)
 
     def make_room(self, requests: int, is_known: Callable[[RequestId], bool]) -> None:
         """Have room for so many more requests, of which no longer known ones make way first."""
@@ -96,15 +115,67 @@ class Curves:
         self._windows = sliding_window_view(self._curves.reshape(-1), POINTS + 1)
 
     def survival(
-        self, requests: Sequence[RequestId], ages: NDArray[np.int64], width: int
+        self, rows: NDArray[np.int64], ages: NDArray[np.int64], width: int
     ) -> NDArray[np.float64]:
-        """Return float64[n, POINTS], the survival of each request at its age."""
-        rows = np.array([*map(self._row_of.get, requests, repeat(0))], np.int64)
-        places, rest = np.divmod(ages, width)
-        share = (rest / width)[:, None]
-        curves = self._windows[rows * _COLUMNS + np.minimum(places, LONGEST)]
+        """Return float64[n, POINTS], the survival of some requests at their ages.
+
+        Args:
+            rows: int64[n], of their curves.
+            ages: int64[n].
+            width: Of the grid.
+        """
+        if not np.count_nonzero(ages):
+            return self._curves[rows, :POINTS]
+        curves, share = self._around(rows, ages, width)
+        share = share[:, None]
         ahead = (1.0 - share) * curves[:, :-1] + share * curves[:, 1:]
         now = ahead[:, :1].copy()
         survival = np.ones_like(ahead)
         np.divide(ahead, now, out=survival, where=now > 0.0)
         return survival
+
+    def sums(
+        self,
+        rows: NDArray[np.int64],
+        ages: NDArray[np.int64],
+        width: int,
+        *,
+        weights: NDArray[np.float64],
+        groups: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """Return float64[m, k, POINTS], k weighted sums of the survival in each of m groups.
+
+        What a sum of `survival` comes to, without a row for each request.
+
+        Args:
+            rows: int64[n], of their curves.
+            ages: int64[n].
+            width: Of the grid.
+            weights: float64[k, n].
+            groups: int64[n], ascending.
+        """
+        curves, share = self._around(rows, ages, width)
+        rest = 1.0 - share
+        now = rest * curves[:, 0] + share * curves[:, 1]
+        stays = now <= 0.0
+        relative = weights / np.where(stays, np.inf, now)
+        parts = np.concatenate([relative * rest, relative * share])
+        begins = first_of_each(groups)
+        around = np.empty((len(begins), len(parts), POINTS + 1))
+        bounds = [*begins.tolist(), len(rows)]
+        for group, (begin, end) in enumerate(pairwise(bounds)):
+            np.matmul(parts[:, begin:end], curves[begin:end], out=around[group])
+        sums = around[:, : len(weights), :-1] + around[:, len(weights) :, 1:]
+        if stays.any():
+            sums += np.add.reduceat(weights * stays, begins, axis=1).T[:, :, None]
+        return sums
+
+    def _around(
+        self, rows: NDArray[np.int64], ages: NDArray[np.int64], width: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the curves from the point before each age on, float64[n, POINTS + 1].
+
+        And float64[n], how far from there to the next point the age is.
+        """
+        places, rest = np.divmod(ages, width)
+        return self._windows[rows * _COLUMNS + np.minimum(places, LONGEST)], rest / width

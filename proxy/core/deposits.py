@@ -1,6 +1,6 @@
 """What a projection keeps of each bound request: arrays with one place per request."""
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -10,13 +10,25 @@ from balanceroute.proxy.core.events import RankId, RequestId
 
 
 class Running(NamedTuple):
-    """Bound requests and, as int64[n] each, their rank, KV tokens, age and sequences."""
+    """Bound requests in the order of their ranks.
 
-    requests: list[RequestId]
+    Attributes:
+        requests: int64[n], as the following.
+        places: In `curves`.
+        ranks: Ascending.
+        kv_tokens: KV tokens that each holds.
+        ages: Tokens that each sequence has emitted.
+        sequences: Tokens that each gains per step.
+        curves: See `Deposits`; for all places, to be written to.
+    """
+
+    requests: NDArray[np.int64]
+    places: NDArray[np.int64]
     ranks: NDArray[np.int64]
     kv_tokens: NDArray[np.int64]
     ages: NDArray[np.int64]
     sequences: NDArray[np.int64]
+    curves: NDArray[np.int64]
 
 
 class Deposits:
@@ -37,6 +49,7 @@ class Deposits:
         due: The step at which it is predicted again; -1 for none.
         started: Whether it decodes yet.
         expected: int32[places, W], the tokens that it is expected to hold at each step.
+        curves: The row of its survival curve in `Curves`; -1 until it is looked up.
     """
 
     def __init__(self, width: int, longest: int) -> None:
@@ -51,6 +64,7 @@ class Deposits:
         self.base = np.zeros(places, np.int64)
         self.due = np.full(places, -1, np.int64)
         self.started = np.zeros(places, np.bool_)
+        self.curves = np.full(places, -1, np.int64)
         # M zeros follow each row, so that what is left of a deposit is a window of W columns.
         self._padded: NDArray[np.int32] = np.zeros((places, width + longest), np.int32)
         self.expected = self._padded[:, :width]
@@ -79,6 +93,7 @@ class Deposits:
         self.sequences[place] = sequences
         self.base[place] = kv_tokens - age * sequences
         self.started[place] = False
+        self.curves[place] = -1
         return place
 
     def remove(self, request: RequestId) -> int:
@@ -91,14 +106,19 @@ class Deposits:
         """Return the requests bound to some ranks, bool[G], as they are at the step `now`."""
         # A place without a request reads the last one.
         (places,) = np.append(ranks, False)[self.rank].nonzero()
-        sequences = self.sequences[places]
+        # Numbers of one or two bytes are sorted in a tenth of the time.
+        by_rank = self.rank[places].astype(np.min_scalar_type(len(ranks))).argsort(kind="stable")
+        places = places[by_rank]
+        tokens, sequences = self.tokens[places], self.sequences[places]
         grown = (now - self.since[places]) * self.started[places]
         return Running(
-            cast("list[RequestId]", self.request[places].tolist()),
+            self.request[places],
+            places,
             self.rank[places],
-            self.tokens[places] + grown * sequences,
-            self.ages(places) + grown,
+            tokens + grown * sequences,
+            (tokens - self.base[places]) // sequences + grown,
             sequences,
+            self.curves,
         )
 
     def ages(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -135,6 +155,7 @@ class Deposits:
         self.sequences = np.concatenate([self.sequences, np.ones_like(self.sequences)])
         self.base = np.concatenate([self.base, np.zeros_like(self.base)])
         self.started = np.concatenate([self.started, np.zeros_like(self.started)])
+        self.curves = np.concatenate([self.curves, np.full_like(self.curves, -1)])
         self.due = np.concatenate([self.due, np.full_like(self.due, -1)])
         self._padded = np.concatenate([self._padded, np.zeros_like(self._padded)])
         self.expected = self._padded[:, : self._width]

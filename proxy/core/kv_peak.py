@@ -156,9 +156,9 @@ class PeakRoom:
         requests = [entry.request for entry in entries]
         known = self._residents.requests.place_of
         self._curves.make_room(len(entries), lambda one: one in known or one in pool)
-        self._fit_grid(requests)
+        rows = self._fit_grid(requests)
         ages = np.array([entry.age for entry in entries], np.int64)
-        survival = self._curves.survival(requests, ages, self._width)
+        survival = self._curves.survival(rows, ages, self._width)
         self._newcomer = survival.mean(axis=0)
         self._project(ranks)
         room = np.zeros(len(ranks), np.int64)
@@ -167,25 +167,28 @@ class PeakRoom:
 
     def admit(self, rank: int, entry: "PoolEntry") -> int:
         """Add a request to a rank, and return what then still fits there."""
-        survival = self._curves.survival(
-            [entry.request], np.array([entry.age], np.int64), self._width
-        )
+        row = self._curves.row_of(entry.request)
+        survival = self._curves.survival(np.array([row]), np.array([entry.age]), self._width)
         grown = entry.kv_tokens + entry.slots * self._width * _POINTS
         self._sums[rank] += self._sums_of(grown[None], survival)[0]
         self._made_at[rank] = -1  # The round may be undone.
         return int(self._largest(self._sums[rank : rank + 1])[0])
 
-    def _fit_grid(self, requests: "Sequence[RequestId]") -> None:
-        """Ask about the candidates, on a grid that reaches as far as their outputs do."""
-        self._curves.ask(requests, self._width)
+    def _fit_grid(self, requests: "Sequence[RequestId]") -> NDArray[np.int64]:
+        """Ask about the candidates, on a grid that reaches as far as their outputs do.
+
+        Returns:
+            int64[n], the rows of their curves.
+        """
+        rows = self._curves.ask(requests, self._width)
         lasting = self._curves.lasting_output(self._width)
         fitting = max(1, round(HORIZON_OUTPUTS * lasting / (POINTS - 1)))
         width = min(round(1.25 * fitting), _MOST_STEPS // LONGEST)
-        if fitting <= self._width <= 2 * fitting or width == self._width:
-            return
-        self._curves.stretch(width / self._width)
-        self._width = width
-        self._made_at[:] = -1
+        if not fitting <= self._width <= 2 * fitting and width != self._width:
+            self._curves.stretch(width / self._width)
+            self._width = width
+            self._made_at[:] = -1
+        return rows
 
     def _project(self, ranks: NDArray[np.bool_]) -> None:
         """Make the rows of the ranks that changed, or were not made anew for long."""
@@ -196,17 +199,16 @@ class PeakRoom:
         if not stale.any():
             return
         running = residents.requests.running_on(stale, residents.now)
-        survival = self._curves.survival(running.requests, running.ages, self._width)
+        rows = self._curves.rows_of(running)
+        survival = self._curves.survival(rows, running.ages, self._width)
         grown = running.kv_tokens[:, None] + np.multiply.outer(
             running.sequences, self._width * _POINTS
         )
         sums = self._sums_of(grown, survival)
         self._sums[stale] = 0.0
-        order = np.argsort(running.ranks, kind="stable")
-        sorted_ranks = running.ranks[order]
-        starts = first_of_each(sorted_ranks)
+        starts = first_of_each(running.ranks)
         if len(starts):
-            self._sums[sorted_ranks[starts]] = np.add.reduceat(sums[order], starts, axis=0)
+            self._sums[running.ranks[starts]] = np.add.reduceat(sums, starts, axis=0)
         self._made_at[stale] = residents.now
         residents.changed[stale] = False
 

@@ -65,6 +65,8 @@ class Projection:
     Attributes:
         on_leave: Called with each request that leaves, its prompt tokens and the tokens that it
             emitted, both of one sequence, the latter None if it never decoded; None for nobody.
+        changed: bool[G], ranks of which not only the steps changed something since the caller cleared
+            it.
     """
 
     def __init__(
@@ -92,6 +94,9 @@ class Projection:
         # Global state: the step clock and the rows. Column `_head` is the present step.
         self._now = 0
         self._head = 0
+        self.changed: NDArray[np.bool_] = np.ones(self.ranks, np.bool_)
+        # The same memory, which takes less time for one rank.
+        self._changed = self.changed.data
         self._rows: NDArray[np.int64] = np.zeros((self.ranks, self._width + _TRAVEL), np.int64)
         self._deposits = Deposits(self._width, self._refresh)
         self._resting = True
@@ -108,6 +113,7 @@ class Projection:
         )
         # Its deposit is made before the next step or decision, in one batch with others.
         self._new[place] = None
+        self._changed[rank] = True
 
     def start(self, request: RequestId) -> None:
         """Note that the request decodes from now on; until now it did not grow with the steps."""
@@ -138,6 +144,7 @@ class Projection:
                 age = (deposits.tokens.item(place) - base) // sequences + passed
             self.on_leave(request, base // sequences, age)
         self._withdraw(place)
+        self._changed[deposits.rank.item(place)] = True
         deposits.rank[place] = -1
 
     def step(self) -> None:
@@ -343,6 +350,7 @@ class Projection:
     def _restart(self, place: int, *, grown: int) -> None:
         """Replace the deposit by one that starts now, from `grown` more tokens."""
         self._withdraw(place)
+        self._changed[self._deposits.rank.item(place)] = True
         self._deposits.tokens[place] += grown
         self._deposits.since[place] = self._now
         self._new[place] = None

@@ -34,6 +34,13 @@ _AHEAD = np.arange(POINTS)
 _HALVES = np.arange(2 * POINTS - 1) / 2
 # For each column, the points since a request left on the way to the row's next point.
 _SINCE = _AHEAD[:-1] - _AHEAD[:-1, None]
+# From the points to every half width, between two points linear.
+_TO_HALVES = np.maximum(0.0, 1.0 - np.abs(_HALVES - _AHEAD[:, None]))
+_ONE = np.eye(len(_HALVES))
+_GROWTH: NDArray[np.float64] = np.diag(np.arange(POINTS, dtype=np.float64))
+# For each half width, the row, and each before it, the column: how far before. The last place for none.
+_LATER = np.maximum(np.subtract.outer(np.arange(len(_HALVES)), np.arange(len(_HALVES))) - 1, -1)
+_WEIGHT_SO_FAR: list[float] = [0.0, *WEIGHTS.cumsum().tolist()]
 
 
 class Slots:
@@ -41,6 +48,9 @@ class Slots:
 
     Attributes:
         width: Steps between two points of the grid; 0 until it was fitted.
+        gains: float64[POINTS, POINTS], what a slot holds at each point, the column, because its request
+            runs at each point, the row: all but the KV tokens that the request holds now.
+        gained: float64[POINTS], the means of its rows by `WEIGHTS`.
     """
 
     def __init__(self) -> None:
@@ -50,8 +60,7 @@ class Slots:
         self._outputs = 0
         self._squares = 0
         self._predicted = 0.0
-        # [j, m]: what a slot holds at point m + 1 if its request ends before point j + 1.
-        self._refill = np.zeros((POINTS - 1, POINTS - 1))
+        self._refill(np.zeros((POINTS - 1, POINTS - 1)))
 
     def leave(self, prompt_tokens: int, output_tokens: int) -> None:
         """Note a request that left its rank."""
@@ -85,6 +94,7 @@ class Slots:
             return 1.0
         fitting = round(1.25 * fitting)
         before, self.width = self.width or fitting, fitting
+        self._refill(np.zeros((POINTS - 1, POINTS - 1)))
         return self.width / before
 
     def expect(self, output_tokens: float) -> None:
@@ -99,14 +109,24 @@ class Slots:
             prompts: int64[n], KV tokens of one sequence.
             survival: float64[n, POINTS], on the grid.
         """
-        runs = survival.mean(axis=0)
+        runs = np.add.reduce(survival) / len(survival)
         held = (prompts @ survival) / len(prompts) + self.width * _AHEAD * runs
         # At every half width: a request that ends between two points leaves half way.
-        ends = -np.diff(np.interp(_HALVES, _AHEAD, runs))
-        refill = np.interp(_HALVES, _AHEAD, held)
-        for half in range(1, len(refill)):
-            refill[half] += ends[:half] @ refill[:half][::-1]
-        self._refill = np.where(_SINCE >= 0, refill[2 * _SINCE + 1], 0.0)
+        runs, held = runs @ _TO_HALVES, held @ _TO_HALVES
+        ends = np.zeros(len(runs))
+        np.subtract(runs[:-1], runs[1:], out=ends[:-1])
+        # A renewal: what a request holds, and after each end what is held that long after a start.
+        refilled = np.linalg.solve(_ONE - ends[_LATER], held)
+        self._refill(np.where(_SINCE >= 0, refilled[2 * _SINCE + 1], 0.0))
+
+    def _refill(self, refill: NDArray[np.float64]) -> None:
+        """Note what a slot holds at point m + 1 if its request ends before point j + 1, [j, m]."""
+        gains = self.width * _GROWTH
+        gains[:-1, 1:] += refill
+        gains[1:, 1:] -= refill
+        self.gains: NDArray[np.float64] = gains
+        self.gained: NDArray[np.float64] = gains @ WEIGHTS
+        self._gained_so_far: list[float] = [0.0, *self.gained.cumsum().tolist()]
 
     def loads(
         self,
@@ -121,12 +141,12 @@ class Slots:
             sequences: int64[n], tokens gained per step.
             survival: float64[n, POINTS], on the grid.
         """
-        ends = survival[:, :-1] - survival[:, 1:]
-        grown = kv_tokens[:, None] + np.multiply.outer(sequences, self.width * _AHEAD)
-        loads = grown * survival
-        loads[:, 1:] += (ends @ self._refill) * sequences[:, None]
-        return np.asarray(loads)
+        gained = survival @ self.gains
+        gained *= sequences[:, None]
+        gained += kv_tokens[:, None] * survival
+        return np.asarray(gained)
 
-    def ended_at(self, age: int) -> NDArray[np.float64]:
-        """Return float64[1, POINTS], the survival of a request that was known to end at an age."""
-        return np.asarray(self.width * _AHEAD < age, np.float64)[None]
+    def level(self, prompt_tokens: int, output_tokens: int) -> float:
+        """Return the mean by `WEIGHTS` of what a slot holds whose request has such an output."""
+        points = min(-(-output_tokens // self.width), POINTS)
+        return prompt_tokens * _WEIGHT_SO_FAR[points] + self._gained_so_far[points]

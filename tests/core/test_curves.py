@@ -34,6 +34,12 @@ def knowing(outputs: dict[int, int]) -> Counting:
     return Counting({RequestId(number): tokens for number, tokens in outputs.items()})
 
 
+def at(curves: Curves, request: int, age: int, width: int) -> NDArray[np.float64]:
+    """Return the survival of one request at an age."""
+    row = curves.row_of(RequestId(request))
+    return curves.survival(np.array([row]), np.array([age]), width)
+
+
 def test_each_request_is_asked_about_once() -> None:
     predictor = knowing({1: 50, 2: 90})
     curves = Curves(predictor)
@@ -46,7 +52,7 @@ def test_each_request_is_asked_about_once() -> None:
 def test_a_curve_is_read_from_the_requests_age_on(age: int, ends_at: int) -> None:
     curves = Curves(knowing({1: 45}))
     curves.ask(ids(1), WIDTH)
-    survival = curves.survival(ids(1), np.array([age]), WIDTH)
+    survival = at(curves, 1, age, WIDTH)
     assert survival[0].tolist() == [1.0] * ends_at + [0.0] * (POINTS - ends_at)
 
 
@@ -58,7 +64,7 @@ def test_it_is_kept_where_between_two_points_a_request_ends(
 ) -> None:
     curves = Curves(knowing({1: output}))
     curves.ask(ids(1), width)
-    ahead = curves.survival(ids(1), np.array([0]), width)[0]
+    ahead = at(curves, 1, 0, width)[0]
     assert ahead[5] == pytest.approx(survival)
     assert ahead[:5].tolist() == [1.0] * 5
 
@@ -66,22 +72,14 @@ def test_it_is_kept_where_between_two_points_a_request_ends(
 def test_what_outlives_its_curve_is_taken_to_stay() -> None:
     curves = Curves(knowing({1: 50}))
     curves.ask(ids(1), WIDTH)
-    assert curves.survival(
-        ids(1),
-        np.array(
-            [
-                70,
-            ]
-        ),
-        WIDTH,
-    ).tolist() == [[1.0] * POINTS]
-    assert curves.survival(ids(1), np.array([10**6]), WIDTH).tolist() == [[1.0] * POINTS]
+    assert at(curves, 1, 70, WIDTH).tolist() == [[1.0] * POINTS]
+    assert at(curves, 1, 10**6, WIDTH).tolist() == [[1.0] * POINTS]
 
 
 def test_a_request_never_asked_about_has_the_mean_of_the_latest() -> None:
     curves = Curves(knowing({1: 15, 2: 35}))
     curves.ask(ids(1, 2), WIDTH)
-    survival = curves.survival(ids(9), np.array([0]), WIDTH)[0]
+    survival = at(curves, 9, 0, WIDTH)[0]
     assert survival[:5].tolist() == [1.0, 1.0, 0.5, 0.5, 0.0]
 
 
@@ -89,10 +87,10 @@ def test_curves_follow_the_grid() -> None:
     curves = Curves(knowing({1: 95, 2: 45}))
     curves.ask(ids(1), WIDTH)
     curves.stretch(2.5)
-    survival = curves.survival(ids(1), np.array([0]), 25)[0]
+    survival = at(curves, 1, 0, 25)[0]
     assert survival[:6].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
     curves.ask(ids(2), 25)
-    assert curves.survival(ids(2), np.array([0]), 25)[0, :4].tolist() == [1.0, 1.0, 0.28, 0.0]
+    assert at(curves, 2, 0, 25)[0, :4].tolist() == [1.0, 1.0, 0.28, 0.0]
 
 
 def test_requests_that_are_gone_make_room() -> None:

@@ -81,6 +81,23 @@ def test_without_skill_the_oldest_goes_first() -> None:
     assert [one.request for one in assignments] == [1, 2]
 
 
+def test_without_skill_rounding_puts_nobody_first() -> None:
+    rng = random.Random(3)
+    for _ in range(40):
+        inputs = PolicyInputs(2, 4, PolicySettings(), random.Random(1), Survival(range(200, 900)))
+        policy = make_policy("br-h", inputs)
+        assert isinstance(policy, OwnTrajectory)
+        see_leave(policy, 500)
+        for number in range(1_000, 1_000 + rng.randrange(1, 12)):
+            run_on(policy, rng.randrange(2), number, rng.randrange(900))
+        pool = Pool(Fcfs())
+        for number in range(rng.randrange(2, 70)):
+            prompt = rng.randrange(1, 300)
+            pool.add(PoolEntry(RequestId(number), Ticket(prompt), prompt, 0, None, None, None))
+        assignments = policy.dispatch(fleet([0, 0], [1, 1]), pool, 0)
+        assert [one.request for one in assignments] == [0, 1]
+
+
 def test_a_fleet_of_one_rank_is_asked_for_no_prediction_while_all_fits() -> None:
     policy = build({1: 10, 2: 3_000, 3: 500}, ranks=1)
     see_leave(policy, 500)
@@ -104,7 +121,7 @@ def test_a_rank_that_empties_soon_takes_the_long_request() -> None:
         run_on(policy, 0, number, 1_900)
     for number in (6, 7, 8):
         run_on(policy, 1, number, 100)
-    policy._made_at[:] = -1
+    policy._ranks.forget()
     assignments = policy.dispatch(fleet([6_000, 600], [1, 1]), pooled(1, 2), 0)
     assert sorted(assignments) == [
         Assignment(RequestId(1), RankId(1)),

@@ -566,7 +566,7 @@ def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
     told = {
         request: (rank, tokens, age)
         for request, rank, tokens, age in zip(
-            running.requests,
+            running.requests.tolist(),
             running.ranks.tolist(),
             running.kv_tokens.tolist(),
             running.ages.tolist(),
@@ -578,4 +578,4 @@ def test_it_tells_what_runs_and_what_left(resting: bool) -> None:
         fleet.unbind(RequestId(number))
     # The third never decoded.
     assert left == [(1, 45, 14), (2, 40, 7), (3, 30, None)]
-    assert projection.running_on(np.ones(RANKS, np.bool_)).requests == []
+    assert not len(projection.running_on(np.ones(RANKS, np.bool_)).requests)

@@ -30,8 +30,9 @@ from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
 from balanceroute.proxy.core.policies.two_stage.only_rank import fill_only_rank
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.rank_trajectories import RankTrajectories
 from balanceroute.proxy.core.skill import Skill
-from balanceroute.proxy.core.trajectories import POINTS, WEIGHTS, Slots
+from balanceroute.proxy.core.trajectories import WEIGHTS, Slots
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import Predictor
@@ -41,7 +42,9 @@ _LEAST_RATIO = 1.5
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0
-_POINTS = np.arange(POINTS)
+# Up to which two costs count as equal, or two levels of ranks; relative where they are large. A sum in a
+# product of matrices is rounded in another way from row to row.
+_ROUNDING = 1e-8
 
 
 class OwnTrajectory:
@@ -70,8 +73,7 @@ class OwnTrajectory:
         self._curves = Curves(predictor)
         self._on_stage = on_stage
         self._in_use = False
-        self._ranks = np.zeros((projection.ranks, POINTS))
-        self._made_at = np.full(projection.ranks, -1)
+        self._ranks = RankTrajectories(projection, self._curves, self.slots)
         self._predicted: dict[RequestId, _Predicted] = {}
         projection.on_leave = self._leave
 
@@ -102,22 +104,14 @@ class OwnTrajectory:
                 return forced
         factor = self.slots.fit()
         if factor != 1.0:
-            self._made_at[:] = -1
+            self._ranks.forget()
             self._curves.stretch(factor)
         # One entry of the window moves up with every admission.
         entries = pool.first(_WINDOW + fleet.free)
-        loads, expected = self._loads_of(entries, pool)
-        self._project(free)
+        candidates = self._candidates(entries, pool)
+        rows = self._ranks.rows(free)
         self._on_stage("projection")
-        chosen = _Round(
-            fleet,
-            pool,
-            entries=entries,
-            loads=loads,
-            expected=expected,
-            ranks=self._ranks,
-            share=self.skill.share,
-        )
+        chosen = _Round(fleet, pool, candidates, rows, self.skill.share)
         chosen.place_overdue(now_ns)
         self._on_stage("stage_1")
         chosen.fill()
@@ -125,46 +119,25 @@ class OwnTrajectory:
         self._on_stage("stage_2")
         return chosen.assignments
 
-    def _loads_of(
-        self, entries: list[PoolEntry], pool: Pool
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the trajectories of the entries if they were admitted now, float64[n, POINTS].
-
-        And float64[n], what a sequence of each would hold if only its prompt were known.
-        """
-        requests = [entry.request for entry in entries]
+    def _candidates(self, entries: list[PoolEntry], pool: Pool) -> "_Candidates":
+        """Ask about the entries, and take it that empty slots are refilled with such."""
         self._curves.make_room(
             len(entries), lambda request: request in self.projection or request in pool
         )
-        self._curves.ask(requests, self.slots.width)
+        curves = self._curves.ask([entry.request for entry in entries], self.slots.width)
         self.slots.expect(self._curves.lasting_output(self.slots.width))
-        ages, tokens, sequences = np.array(
-            [(entry.age, entry.kv_tokens, entry.slots) for entry in entries]
-        ).T
-        survival = self._curves.survival(requests, ages, self.slots.width)
+        ages = np.array([entry.age for entry in entries])
+        tokens = np.array([entry.kv_tokens for entry in entries])
+        sequences = np.array([entry.slots for entry in entries])
+        survival = self._curves.survival(curves, ages, self.slots.width)
         # Empty slots are refilled from the pool, of which these are the next.
         prompts = tokens // sequences
         self.slots.refill_with(prompts, survival)
         # With one curve for all, what is held is linear in the prompt.
-        alike = survival.mean(axis=0, keepdims=True)
-        no_prompt = self.slots.loads(np.zeros(1, np.int64), np.ones(1, np.int64), alike)
-        expected = no_prompt[0] @ WEIGHTS + prompts * (alike[0] @ WEIGHTS)
-        return self.slots.loads(tokens, sequences, survival), expected
-
-    def _project(self, free: NDArray[np.bool_]) -> None:
-        """Make the rows of the ranks with a free slot, and of those that had none for long."""
-        # Between two free slots a rank's requests go on as expected, but a point's width later its row
-        # has to move. The step clock may have restarted.
-        age = self.projection.now - self._made_at
-        stale = free | (self._made_at < 0) | (age < 0) | (age >= self.slots.width)
-        running = self.projection.running_on(stale)
-        survival = self._curves.survival(running.requests, running.ages, self.slots.width)
-        loads = self.slots.loads(running.kv_tokens, running.sequences, survival)
-        # The same sums as by `np.add.at`, in a tenth of its time.
-        cells = running.ranks[:, None] * POINTS + _POINTS
-        sums = np.bincount(cells.ravel(), loads.ravel(), self._ranks.size)
-        self._ranks[stale] = sums.reshape(self._ranks.shape)[stale]
-        self._made_at[stale] = self.projection.now
+        alike = np.add.reduce(survival) / len(entries)
+        expected = alike @ self.slots.gained + prompts * (alike @ WEIGHTS)
+        loads = self.slots.loads(tokens, sequences, survival)
+        return _Candidates(entries, sequences, loads, expected)
 
     def _leave(self, request: RequestId, prompt_tokens: int, age: int | None) -> None:
         """Learn from a request that left its rank, whatever the reason: its slot is free."""
@@ -173,11 +146,8 @@ class OwnTrajectory:
             return  # It was lost or cancelled on the way.
         self.slots.leave(prompt_tokens, age)
         if predicted is not None:
-            held = self.slots.loads(
-                np.array([prompt_tokens]), np.ones(1, np.int64), self.slots.ended_at(age)
-            )
-            outcome = (float(held[0] @ WEIGHTS) - predicted.expected) / predicted.level
-            self.skill.learn(predicted.deviation, outcome)
+            outcome = self.slots.level(prompt_tokens, age) - predicted.expected
+            self.skill.learn(predicted.deviation, outcome / predicted.level)
 
 
 class _Predicted(NamedTuple):
@@ -194,15 +164,29 @@ class _Predicted(NamedTuple):
     level: float
 
 
+class _Candidates(NamedTuple):
+    """The oldest entries of the pool.
+
+    Attributes:
+        entries: In order, at least one.
+        sequences: int64[n], of each.
+        loads: float64[n, POINTS], their trajectories if they were admitted now.
+        expected: float64[n], what a sequence of each would hold if only its prompt were known.
+    """
+
+    entries: list[PoolEntry]
+    sequences: NDArray[np.int64]
+    loads: NDArray[np.float64]
+    expected: NDArray[np.float64]
+
+
 class _Round:
     """One call of `OwnTrajectory.dispatch`.
 
     Args:
         fleet: The ranks.
         pool: Not empty.
-        entries: Its oldest.
-        loads: float64[n, POINTS], their trajectories.
-        expected: float64[n], what a sequence of each would hold if only its prompt were known.
+        candidates: Its oldest.
         ranks: float64[G, POINTS], the summed trajectories of each rank's requests.
         share: How much of a trajectory's deviation from the mean counts.
 
@@ -215,10 +199,7 @@ class _Round:
         self,
         fleet: Fleet,
         pool: Pool,
-        *,
-        entries: list[PoolEntry],
-        loads: NDArray[np.float64],
-        expected: NDArray[np.float64],
+        candidates: _Candidates,
         ranks: NDArray[np.float64],
         share: float,
     ) -> None:
@@ -226,18 +207,21 @@ class _Round:
         self.predicted: dict[RequestId, _Predicted] = {}
         self._fleet = fleet
         self._pool = pool
-        speeds = np.ones(len(ranks)) if fleet.speeds is None else fleet.speeds
-        self._speeds = speeds[:, None]
-        slots = np.array([entry.slots for entry in entries])[:, None]
-        self._mean: NDArray[np.float64] = (loads / slots).mean(axis=0)
+        self._speeds = np.ones(len(ranks)) if fleet.speeds is None else fleet.speeds
+        entries, slots, loads, self._expected = candidates
+        self._mean: NDArray[np.float64] = (1.0 / slots) @ loads / len(entries)
         self._level = float(self._mean @ WEIGHTS)
         self._scale = float(self._mean**2 @ WEIGHTS)
-        self._loads = loads
-        self._expected = expected
-        self._believed = share * loads + (1.0 - share) * slots * self._mean
+        self._levels = loads @ WEIGHTS
+        self._believed = share * loads + (1.0 - share) * slots[:, None] * self._mean
         self._full = ranks + fleet.free_slots[:, None] * self._mean
         if fleet.others_kv_tokens is not None:
             self._full += fleet.others_kv_tokens[:, None]
+        self._full_levels = self._full @ WEIGHTS
+        is_open = fleet.is_open
+        self._all_speeds = float(self._speeds[is_open].sum())
+        # What a rank of speed 1 should hold.
+        self._target = self._full[is_open].sum(axis=0) / self._all_speeds
         self._places = {entry.request: place for place, entry in enumerate(entries)}
 
     def place_overdue(self, now_ns: int) -> None:
@@ -245,35 +229,37 @@ class _Round:
         for entry in self._pool.overdue(now_ns):
             open_ranks = self._fleet.open_to(entry)
             if entry.request in self._places and open_ranks.any():
-                self._admit(entry, self._emptiest(self._missing(), open_ranks))
+                self._admit(entry, self._emptiest(open_ranks))
 
     def fill(self) -> None:
         """Serve the ranks in the order of what they miss until slots or entries run out."""
         open_ranks = self._fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
-            missing = self._missing()
-            rank = self._emptiest(missing, open_ranks)
+            rank = self._emptiest(open_ranks)
             candidates = self._candidates(rank)
             if not candidates:
                 # Done: room only shrinks during a round.
                 open_ranks[rank] = False
                 continue
-            places = [self._places[entry.request] for entry in candidates]
-            deviation = self._believed[places] - missing[rank]
-            late = np.array([entry.overtaken for entry in candidates]) / len(self._pool)
-            cost = deviation**2 @ WEIGHTS / self._scale - _CREDIT * late
-            # On a tie `argmin` returns the oldest.
-            self._admit(candidates[int(cost.argmin())], rank)
-            open_ranks[rank] = self._fleet.free_slots[rank] > 0
+            self._admit(self._best(candidates, rank), rank)
+            open_ranks[rank] = self._fleet.free_slots.item(rank) > 0
 
-    def _missing(self) -> NDArray[np.float64]:
-        """Return float64[G, POINTS], what one slot of each rank should hold."""
-        is_open = self._fleet.is_open
-        target = self._full[is_open].sum(axis=0) / self._speeds[is_open].sum()
-        return np.asarray(target * self._speeds - self._full + self._mean)
+    def _best(self, candidates: list[PoolEntry], rank: int) -> PoolEntry:
+        if len(candidates) == 1:
+            return candidates[0]
+        places = [self._places[entry.request] for entry in candidates]
+        # What one slot of the rank should hold.
+        missing = self._target * self._speeds[rank] - self._full[rank] + self._mean
+        deviation = self._believed[places] - missing
+        late = np.array([entry.overtaken for entry in candidates]) / len(self._pool)
+        cost = deviation**2 @ WEIGHTS / self._scale - _CREDIT * late
+        # On a tie the oldest.
+        return candidates[_first_of_least(cost)]
 
-    def _emptiest(self, missing: NDArray[np.float64], among: NDArray[np.bool_]) -> int:
-        return int(np.where(among, missing @ WEIGHTS, -np.inf).argmax())
+    def _emptiest(self, among: NDArray[np.bool_]) -> int:
+        """Return the rank of which a slot misses most."""
+        spare = self._full_levels - self._speeds * (self._target @ WEIGHTS)
+        return _first_of_least(np.where(among, spare, np.inf))
 
     def _candidates(self, rank: int) -> list[PoolEntry]:
         room = self._fleet.room(rank)
@@ -288,13 +274,23 @@ class _Round:
     def _admit(self, entry: PoolEntry, rank: int) -> None:
         place = self._places[entry.request]
         if entry.slots == 1:
-            expected = float(self._expected[place])
-            deviation = (float(self._loads[place] @ WEIGHTS) - expected) / self._level
+            expected = self._expected.item(place)
+            deviation = (self._levels.item(place) - expected) / self._level
             self.predicted[entry.request] = _Predicted(deviation, expected, self._level)
-        free = int(self._fleet.free_slots[rank])
+        free = self._fleet.free_slots.item(rank)
         self._pool.admit(entry.request)
         self._fleet.bind(rank, entry)
         self.assignments.append(Assignment(entry.request, RankId(rank)))
-        taken = free - int(self._fleet.free_slots[rank])
-        # Later decisions of this round see the admission.
-        self._full[rank] += self._believed[place] - taken * self._mean
+        if not len(self._pool):
+            return  # No decision of this round is left to see it.
+        taken = free - self._fleet.free_slots.item(rank)
+        change = self._believed[place] - taken * self._mean
+        self._full[rank] += change
+        self._full_levels[rank] += change @ WEIGHTS
+        self._target += change / self._all_speeds
+
+
+def _first_of_least(values: NDArray[np.float64]) -> int:
+    """Return the place of the first of the least values; what differs by rounding alone is equal."""
+    least = values.item(values.argmin())
+    return int((values <= least + _ROUNDING * (1.0 + abs(least))).argmax())
