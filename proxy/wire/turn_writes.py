@@ -15,27 +15,31 @@ _LARGE_BYTES = 65_536
 
 
 class WriteTurn:
-    """The connections that have something to write in the present turn."""
+    """The connections that have something to write in the present turn.
 
-    __slots__ = ("_call_soon", "_waiting")
+    Attributes:
+        waiting: Those that wait for it to end.
+    """
+
+    __slots__ = ("_call_soon", "waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon
-        self._waiting: list[TurnTransport] = []
+        self.waiting: list[TurnTransport] = []
 
-    def add(self, one: "TurnTransport") -> None:
-        """Have a transport flushed, at the end of the turn at the latest."""
-        waiting = self._waiting
-        waiting.append(one)
-        if len(waiting) == 1:
-            self._call_soon(self._flush)
-        elif len(waiting) == _MOST_WAITING:
-            self._flush()
+    def begin(self) -> None:
+        """See that those that wait are flushed at the end of the turn."""
+        self._call_soon(self.flush)
 
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
+    def flush(self) -> None:
+        """Have all send what waits."""
+        waiting = self.waiting.copy()
+        self.waiting.clear()
         for one in waiting:
-            one.flush()
+            pending, one.pending = one.pending, b""
+            # Without a call for each: of a stream every event comes here.
+            if pending and not one.is_closing():
+                one.send(pending)
 
 
 class TurnTransport:
@@ -43,28 +47,38 @@ class TurnTransport:
 
     Attributes:
         is_closing: Returns whether it is closed or about to be.
+        pending: What waits.
+        send: Writes to the transport itself.
     """
 
-    __slots__ = ("_pending", "_transport", "_turn", "is_closing")
+    __slots__ = ("_transport", "_turn", "_waiting", "is_closing", "pending", "send")
 
     def __init__(self, transport: asyncio.Transport, turn: WriteTurn) -> None:
         self.is_closing = transport.is_closing
+        self.send = transport.write
         self._transport = transport
         self._turn = turn
-        self._pending = b""
+        self._waiting = turn.waiting
+        self.pending = b""
 
     def write(self, data: bytes) -> None:
         """Send data, behind what waits."""
         if len(data) > _LARGE_BYTES:
             self.flush()
-            self._transport.write(data)
-        elif self._pending:
-            self._pending += data
-            if len(self._pending) > _LARGE_BYTES:  # The writer is to learn that its reader is slow.
+            self.send(data)
+        elif self.pending:
+            self.pending += data
+            if len(self.pending) > _LARGE_BYTES:  # The writer is to learn that its reader is slow.
                 self.flush()
         else:
-            self._pending = data
-            self._turn.add(self)
+            self.pending = data
+            waiting = self._waiting
+            waiting.append(self)
+            count = len(waiting)
+            if count == 1:
+                self._turn.begin()
+            elif count == _MOST_WAITING:
+                self._turn.flush()
 
     def write_pieces(self, pieces: list[bytes | memoryview]) -> None:
         """Send what is large, behind what waits: at once, and without copying it together."""
@@ -74,20 +88,20 @@ class TurnTransport:
 
     def write_at_once(self, data: bytes) -> None:
         """Send data, behind what waits, without waiting for the end of the turn."""
-        if self._pending:
+        if self.pending:
             self.flush()
         if not self.is_closing():
-            self._transport.write(data)
+            self.send(data)
 
     def flush(self) -> None:
         """Send what waits."""
-        pending, self._pending = self._pending, b""
+        pending, self.pending = self.pending, b""
         if pending and not self.is_closing():
-            self._transport.write(pending)
+            self.send(pending)
 
     def is_busy(self) -> bool:
         """Return whether the socket has not taken all that was written."""
-        return bool(self._pending or self._transport.get_write_buffer_size())
+        return bool(self.pending or self._transport.get_write_buffer_size())
 
     def get_write_buffer_size(self) -> int:
         """Return the bytes that the socket has not taken."""
