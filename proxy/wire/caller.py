@@ -21,6 +21,19 @@ class ResponseHandler(Protocol):
         """Note that the exchange failed; the last call."""
 
 
+class LineHandler(ResponseHandler, Protocol):
+    """Receives the events of a stream one by one, too.
+
+    Attributes:
+        takes_lines: Whether it does at present.
+    """
+
+    takes_lines: bool
+
+    def on_line(self, line: bytes) -> None:
+        """Process, instead of by `on_data`, an event of one line, without the blank line behind it."""
+
+
 class Calling(Protocol):
     """One exchange in flight."""
 

@@ -36,6 +36,11 @@ class EventScanner:
         """The bytes that are no complete event yet."""
         return bytes(self._tail)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all bytes so far belong to complete events."""
+        return not self._tail
+
     def feed(self, data: bytes) -> list[bytes]:
         """Return the events that these bytes complete, each with its terminator.
 

@@ -11,6 +11,7 @@ from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite
 from balanceroute.proxy.live.request.relay import Relay
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
@@ -72,10 +73,15 @@ class Client:
         )
 
     def answer(self, *pieces: bytes, status: int = 200, headers: Headers = SSE) -> "Client":
-        """Let the engine answer with these pieces, and not yet end."""
+        """Let the engine answer with these pieces, each a chunk of its own, and not yet end."""
         self.leg.on_head(status, headers)
         for piece in pieces:
-            self.leg.on_data(piece)
+            # As a connection does it.
+            line = ChunkedDecoder().take_line(b"%x\r\n%b\r\n" % (len(piece), piece))
+            if line and self.leg.takes_lines:
+                self.leg.on_line(line)
+            else:
+                self.leg.on_data(piece)
         return self
 
     def end(self) -> "Client":

@@ -1,6 +1,6 @@
 """The events of /v1/chat/completions and /v1/completions: counted, rewritten, and what they end with.
 
-An ordinary token event is recognised by a substring, and only counted (`take_tokens`); the first and
+An ordinary token event is recognised by a substring, and only counted (`take_token`); the first and
 the last events of a stream are parsed (`read`).
 
 Tokens are counted by the engine's own counts (`token_counts`), or else each content event is one token.
@@ -105,7 +105,7 @@ class CompletionStream(StreamReader):
 
     @property
     def plain(self) -> bool:
-        """Whether only token events are expected, so that `take_tokens` may try."""
+        """Whether only token events are expected, so that `take_token` may try."""
         if not self._has_begun or self.over or self.handed_back:
             return False
         return self._counts is None or not self.finished  # It may be held: nothing overtakes it.
@@ -114,33 +114,29 @@ class CompletionStream(StreamReader):
         """Return the tokens received."""
         return self._events if self._counts is None else self._counts.read_tokens()
 
-    def take_tokens(self, events: list[bytes]) -> list[bytes]:
-        """Count token events; return what of them is the client's.
+    def take_token(self, event: bytes) -> bytes:
+        """Count a token event, given without the blank line behind it; return what of it is the client's.
 
         Returns:
-            Nothing if one of them is no token event: none was taken then, and all are to be read.
+            Nothing if it is no token event: it was not taken then, and is to be read.
         """
-        rewrites_each, counts = self._shows_each and self._usage.changes, self._counts
-        for event in events:
-            # From the right, where it stands: a third of what `in` costs.
-            if event.rfind(GOING_ON) < 0 or (rewrites_each and event.rfind(USAGE) >= 0):
-                return []
+        # From the right, where it stands: a third of what `in` costs.
+        if event.rfind(GOING_ON) < 0 or (
+            self._shows_each and self._usage.changes and event.rfind(USAGE) >= 0
+        ):
+            return b""
         if self._ids is not None:
-            # Of several events it might take some and not the others.
-            event = self._ids.take_text(events[0]) if len(events) == 1 else b""
+            event = self._ids.take_text(event)
             if not event:
-                return []
-            events = [event]
-        if counts is None:
-            self._events += len(events)
-        elif len(events) == 1:  # As a rule. A comprehension would cost one call more.
-            events = [counts.take(events[0])]
+                return b""
+        if self._counts is None:
+            self._events += 1
+            event += b"\n\n"
         else:
-            events = [counts.take(event) for event in events]
+            event = self._counts.take_line(event)
         if self._transcript is not None:
-            for event in events:
-                self._transcript.keep(event)
-        return events
+            self._transcript.keep(event)
+        return event
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""

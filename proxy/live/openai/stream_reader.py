@@ -50,7 +50,7 @@ class StreamReader:
 
     @property
     def plain(self) -> bool:
-        """Whether only token events are expected, so that `take_tokens` may try."""
+        """Whether only token events are expected, so that `take_token` may try."""
         return False
 
     def is_progress(self, event: bytes) -> bool:
@@ -61,14 +61,14 @@ class StreamReader:
         """Return the tokens received."""
         return self._events
 
-    def take_tokens(self, events: list[bytes]) -> list[bytes]:
-        """Count token events; return what of them is the client's.
+    def take_token(self, event: bytes) -> bytes:
+        """Count a token event, given without the blank line behind it; return what of it is the client's.
 
         Returns:
-            Nothing if one of them is no token event: none was taken then, and all are to be read.
+            Nothing if it is no token event: it was not taken then, and is to be read.
         """
-        del events
-        return []
+        del event
+        return b""
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""

@@ -21,9 +21,9 @@ from balanceroute.proxy.live.openai.usage import USAGE
 _PLACE = b'],"usage":{"prompt_tokens":'
 _COUNT = b'"completion_tokens":'
 _BRACE = 0x7D
-_END = b"}}\n\n"
+_END = b"}}"
 # Of vLLM 0.33, in all events but the last.
-_NEWER_END = b'},"kv_transfer_params":null}\n\n'
+_NEWER_END = b'},"kv_transfer_params":null}'
 _NEWER = len(_NEWER_END)
 # As any engine may write it.
 _MEMBER = re.compile(
@@ -113,14 +113,18 @@ class TokenCounts:
 
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
+        return self.take_line(event[:-2]) if event[-2:] == b"\n\n" else self._count_slow(event)
+
+    def take_line(self, event: bytes) -> bytes:
+        """Count one that is given without the blank line behind it."""
         begin = event.rfind(_PLACE)
-        if begin < 0 or event[-4:] != _END or _BRACE in event[begin:-4]:
+        if begin < 0 or event[-2:] != _END or _BRACE in event[begin:-2]:
             if begin < 0 or event[-_NEWER:] != _NEWER_END or _BRACE in event[begin:-_NEWER]:
-                return self._count_slow(event)
+                return self._count_slow(event + b"\n\n")
             self._counted = event
-            return event[: begin + 1] + _NEWER_END[1:] if self._hide_each else event
+            return (event[: begin + 1] + _NEWER_END[1:] if self._hide_each else event) + b"\n\n"
         self._counted = event
-        return event[: begin + 1] + b"}\n\n" if self._hide_each else event
+        return event[: begin + 1] + b"}\n\n" if self._hide_each else event + b"\n\n"
 
     def hide(self, event: bytes) -> bytes:
         """Return what of an event without tokens is the client's."""

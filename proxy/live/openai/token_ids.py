@@ -113,7 +113,7 @@ class TokenIds:
     def take_text(self, event: bytes) -> bytes:
         """Keep the id of an event with text and one id, as most are; return the event without it.
 
-        Nothing is kept or returned of any other event: that is to be read.
+        Neither has the blank line behind it. Nothing is kept or returned of any other event: that is to be read.
         """
         begin = event.rfind(self._before) + len(self._before)
         end = event.find(b"]", begin)
@@ -125,7 +125,7 @@ class TokenIds:
             or event[begin - len(self._before) - 1] == _QUOTE  # No text, or one that ends so.
             or self._new
             or not self.prompt
-            or event[-3:] != _END
+            or event[-1:] != b"}"
         ):
             return b""
         self._kept += b"," + ids

@@ -18,21 +18,17 @@ class TokenStream(CompletionStream):
 
     __slots__ = ()
 
-    def take_tokens(self, events: list[bytes]) -> list[bytes]:
-        """Count token events; nothing if one of them is none."""
-        tokens = 0
-        for event in events:
-            if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:
-                return []
-            tokens += ids_in(event)
-        self._events += tokens
+    def take_token(self, event: bytes) -> bytes:
+        """Count a token event; nothing if it is none."""
+        if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:
+            return b""
+        self._events += ids_in(event)
         if self._ids is not None:
-            for event in events:
-                self._ids.take(event)
+            self._ids.take(event)
+        event += b"\n\n"
         if self._transcript is not None:
-            for event in events:
-                self._transcript.keep(event)
-        return events
+            self._transcript.keep(event)
+        return event
 
     def _count(self, event: bytes) -> bytes:
         self._events += ids_in(event)

@@ -179,8 +179,8 @@ class DecodeAttempt(Attempt):
         headers = session.headers
         if self._rank is not None and self._rank.header is not None:
             headers += b"x-data-parallel-rank: %b\r\n" % self._rank.header
-        expires_s = None if self._kv is None else self._kv.expires_s
-        self._post(api, headers, body, handler, timeout_s=timeout_s, expires_s=expires_s)
+        until_s = None if self._kv is None else self._kv.expires_s
+        self._post(api, headers, body, handler, timeout_s, expires_s=until_s, lines=self.stream)
 
     def leg_at(self, target: "Target") -> Leg | None:
         """Return the leg, or that of the prefill which the rank called for."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.reports import LegSucceeded
     from balanceroute.proxy.live.request.session_host import Host, SessionContext
     from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
+    from balanceroute.proxy.wire.caller import LineHandler
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.messages import Headers, Payload
 
@@ -208,9 +209,10 @@ class Attempt(Holding):
         headers: bytes,
         body: "Payload",
         handler: "ResponseHandler",
-        *,
         timeout_s: float,
+        *,
         expires_s: float | None = None,
+        lines: "LineHandler | None" = None,
     ) -> None:
         session = self._session
         self._deadline_s = session.context.clock() + timeout_s
@@ -222,6 +224,7 @@ class Attempt(Holding):
             handler,
             crashed=session.crashed,
             expires_s=expires_s,
+            lines=lines,
         )
 
 

@@ -54,7 +54,7 @@ class StreamEvents(Protocol):
 
 
 class Relay:
-    """Receives one engine stream; see `ResponseHandler`.
+    """Receives one engine stream; see `LineHandler`.
 
     Args:
         owner: Called when the stream begins and ends.
@@ -85,7 +85,7 @@ class Relay:
         "_resumes",
         "_scanner",
         "_status",
-        "_take_tokens",
+        "_take_token",
         "_whole",
         "_write",
         "gap_max_s",
@@ -93,6 +93,7 @@ class Relay:
         "reader",
         "second_s",
         "started",
+        "takes_lines",
     )
 
     def __init__(
@@ -117,9 +118,10 @@ class Relay:
         self._whole: BufferedLeg | None = None  # Takes an answer that is no stream.
         self._scanner = EventScanner()
         self._feed = self._scanner.feed
-        self._take_tokens = reader.take_tokens
+        self._take_token = reader.take_token
         self._plain = False  # Only token events are expected from here on.
         self._over = False
+        self.takes_lines = False
         self.reader = reader
         self.second_s: float | None = None
         self.started = False
@@ -140,35 +142,47 @@ class Relay:
             self._whole = BufferedLeg(self._answered, self._owner.stream_broken, _ANSWER_BYTES)
             self._whole.on_head(status, headers)
 
-    def on_data(self, data: bytes) -> None:
-        """Take a piece of the body."""
-        if not self._plain:
-            self._take(data)
-            return
-        try:
-            events = self._feed(data)
-        except WireError as error:
-            self._break_off(error)
-            return
-        passed = self._take_tokens(events)
+    def on_line(self, line: bytes) -> None:
+        """Take an event of one line, without the blank line behind it; see `LineHandler`."""
+        passed = self._take_token(line)
         if not passed:
-            if events:
-                self._read(events)
+            self.on_data(line + b"\n\n")
             return
+        # As `_progressed`, without a call: nearly every event comes here.
         now_s = self._clock()
         gap_s = now_s - self.last_s
         self.last_s = now_s
         self._observe_gap(gap_s)
         if gap_s > self.gap_max_s:  # noqa: PLR1730 - max() costs five times as much.
             self.gap_max_s = gap_s
-        self._write(passed[0] if len(passed) == 1 else b"".join(passed))
+        self._write(passed)
+
+    def on_data(self, data: bytes) -> None:
+        """Take a piece of the body."""
+        if self._over:
+            return
+        if self._whole is not None:
+            self._whole.on_data(data)
+            return
+        try:
+            events = self._feed(data)
+        except WireError as error:
+            self._break_off(error)
+            return
+        passed = self._take_tokens(events) if self._plain else []
+        if len(passed) < len(events):
+            self._read(events[len(passed) :], passed)
+        elif passed:
+            self._progressed(self._clock())
+            self._write(b"".join(passed))
+        self.takes_lines = self._plain and self._scanner.is_empty
 
     def on_end(self) -> None:
         """Take the end of the response."""
         if not self._over and self._whole is None:
             events = self._scanner.end()
             if events:
-                self._read(events)
+                self._read(events, [])
         if self._over:
             return
         self._flush()
@@ -197,7 +211,7 @@ class Relay:
             self._owner.stream_cut(error)
             return
         self._over = True
-        self._plain = False
+        self._plain = self.takes_lines = False
         if self.reader.handed_back:
             self._owner.stream_recomputed()
         elif self.reader.error:
@@ -212,7 +226,7 @@ class Relay:
             return False
         self._flush()
         self._over = True
-        self._plain = False
+        self._plain = self.takes_lines = False
         if lacking:
             self._write(lacking)
         return True
@@ -224,31 +238,30 @@ class Relay:
         else:
             self._owner.decode_refused(status, headers, body)
 
-    def _take(self, data: bytes) -> None:
-        """Take a piece in which something else than tokens may be."""
-        if self._over:
-            return
-        if self._whole is not None:
-            self._whole.on_data(data)
-            return
-        try:
-            events = self._feed(data)
-        except WireError as error:
-            self._break_off(error)
-            return
-        if events:
-            self._read(events)
-
-    def _read(self, events: list[bytes]) -> None:
-        """Have each event read, and send on those that are the client's."""
-        now_s, reader = self._clock(), self.reader
-        if any(map(reader.is_progress, events)):
-            if self.started:
-                gap_s = now_s - self.last_s
-                self._observe_gap(gap_s)
-                self.gap_max_s = max(self.gap_max_s, gap_s)
-            self.last_s = now_s
+    def _take_tokens(self, events: list[bytes]) -> list[bytes]:
+        """Take token events up to one that is none; return what of each is the client's."""
         passed: list[bytes] = []
+        for event in events:
+            kept = self._take_token(event[:-2]) if event[-2:] == b"\n\n" else b""
+            if not kept:
+                break
+            passed.append(kept)
+        return passed
+
+    def _progressed(self, now_s: float) -> None:
+        """Note that events with data came."""
+        gap_s = now_s - self.last_s
+        self.last_s = now_s
+        self._observe_gap(gap_s)
+        self.gap_max_s = max(self.gap_max_s, gap_s)
+
+    def _read(self, events: list[bytes], passed: list[bytes]) -> None:
+        """Have each event read, and send on those that are the client's, behind what is to be passed."""
+        now_s, reader = self._clock(), self.reader
+        if passed or any(map(reader.is_progress, events)):
+            if self.started:
+                self._progressed(now_s)
+            self.last_s = now_s
         for event in events:
             kept = reader.read(event)
             if reader.over:

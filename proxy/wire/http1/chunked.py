@@ -11,8 +11,13 @@ follows is either the next request or an attack.
 
 import re
 from enum import Enum, auto
+from struct import Struct
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.wire.messages import MalformedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Size lines of small chunks, as programs write them. A table, as int() also accepts +, _, 0x and
 # blanks.
@@ -33,6 +38,25 @@ _TRAILER = re.compile(_TOKEN + rb":" + _VALUE)
 _TRAILER_START = re.compile(rb"(?:" + _TOKEN + rb"(?::" + _VALUE + rb"\r?)?|\r)")
 _MAX_LINE_BYTES = 4096
 _MAX_TRAILER_BYTES = 16384
+_LF, _CR = 0x0A, 0x0D
+# Behind an event in a chunk of its own.
+_EVENT_END = b"\n\n\r\n"
+_Split = tuple[bytes, "Callable[[bytes], tuple[bytes, ...]]"]
+
+
+class _Splits(dict[int, _Split | None]):
+    """How to cut a chunk with one event, by its length: its size line, and what gives line, event and end."""
+
+    def __missing__(self, length: int) -> _Split | None:
+        line = _LINES.get(length)
+        left = 0 if line is None else length - len(line) - len(_EVENT_END)
+        if line is None or left <= 0:
+            return None
+        split = self[length] = line, Struct(f"{len(line)}s{left}s{len(_EVENT_END)}s").unpack
+        return split
+
+
+_SPLITS = _Splits()  # Filled as such lengths come.
 
 
 class _State(Enum):
@@ -69,6 +93,24 @@ class ChunkedDecoder:
         self._state = _SIZE
         self._held = b""  # The start of a line; never payload.
         self._trailer_bytes = 0
+
+    def take_line(self, data: bytes) -> bytes:
+        """Return the event in a segment that is one chunk with one event of one line, as most are.
+
+        The blank line behind it is left out. Nothing is taken or returned of any other segment: that is to
+        be fed.
+        """
+        if self._state is not _SIZE or self._held:
+            return b""
+        split = _SPLITS[len(data)]
+        if split is None:
+            return b""
+        line, cut = split
+        begin, event, end = cut(data)
+        # To look for a number costs a sixth of what it costs to look for bytes.
+        if begin != line or end != _EVENT_END or _LF in event or _CR in event:
+            return b""
+        return event
 
     def feed(self, data: bytes) -> bytes:
         """Return the payload in the next bytes of the body.

@@ -6,7 +6,7 @@ from socket import EAI_NONAME, gaierror
 from ssl import SSLContext
 
 from balanceroute.proxy.wire.addresses import Addresses, Resolve, bracketed
-from balanceroute.proxy.wire.caller import ResponseHandler
+from balanceroute.proxy.wire.caller import LineHandler, ResponseHandler
 from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
 from balanceroute.proxy.wire.http1.heads import encode_request_head
 from balanceroute.proxy.wire.messages import Headers, Payload, WireFault
@@ -107,6 +107,7 @@ class Endpoint:
         *,
         crashed: Callable[[Exception], None] | None = None,
         expires_s: float | None = None,
+        lines: LineHandler | None = None,
     ) -> Call:
         """Begin an exchange.
 
@@ -120,6 +121,7 @@ class Endpoint:
             crashed: Called with what the handler raised, after which the call is over; None lets the
                 exception propagate.
             expires_s: From when on the request must not be written, by `expiry_clock`; None for never.
+            lines: The handler, if it takes events one by one.
 
         Raises:
             UnsafeHeaderError: A header, the method or the target cannot be written.
@@ -134,6 +136,7 @@ class Endpoint:
             repeatable=head_only or method == b"GET",
             crashed=crashed,
             expires_s=expires_s,
+            lines=lines,
         )
         connection = self._take_idle()
         if connection is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, cast
 
-from balanceroute.proxy.wire.caller import ResponseHandler
+from balanceroute.proxy.wire.caller import LineHandler, ResponseHandler
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.heads import (
     WITHOUT_BODY,
@@ -72,6 +72,7 @@ class Call:
         "handler",
         "head",
         "head_only",
+        "lines",
         "paused",
         "repeatable",
         "sent",
@@ -87,8 +88,10 @@ class Call:
         repeatable: bool,
         crashed: Callable[[Exception], None] | None = None,
         expires_s: float | None = None,
+        lines: LineHandler | None = None,
     ) -> None:
         self.expires_s = expires_s
+        self.lines = lines
         self.head = head
         self.body = body
         self.handler = handler
@@ -189,6 +192,7 @@ class ClientConnection(asyncio.Protocol):
         "_joined",
         "_keep_alive",
         "_left",
+        "_lines",
         "_max_head_bytes",
         "_on_data",
         "_poll",
@@ -210,6 +214,7 @@ class ClientConnection(asyncio.Protocol):
         self._poll: select.poll | None = None
         # The present exchange.
         self._call: Call | None = None
+        self._lines: LineHandler | None = None
         self._stage = _HEAD
         self._buffer = b""
         self._checked = 0
@@ -255,6 +260,7 @@ class ClientConnection(asyncio.Protocol):
         self._call = call
         call.connected(self)
         self._on_data = call.handler.on_data
+        self._lines = call.lines
         self._stage = _HEAD
         self._checked = self._head_bytes = 0
         call.sent = True
@@ -295,7 +301,15 @@ class ClientConnection(asyncio.Protocol):
         """Process the next bytes of the response."""
         try:
             if self._stage is _CHUNKED:
-                self._read_chunked(data)
+                lines = self._lines
+                if (
+                    lines is not None
+                    and lines.takes_lines
+                    and (line := self._decoder.take_line(data))
+                ):
+                    lines.on_line(line)
+                else:
+                    self._read_chunked(data)
             elif self._call is None:
                 # No request is in flight: these bytes must not become part of a later response.
                 self.drop()

@@ -127,12 +127,24 @@ def test_no_bytes_make_a_leg_raise(pieces: list[bytes], started: bool, keep: boo
 
 @pytest.mark.parametrize("odd", [LAST, ERROR, DONE, b": ping\n\n"])
 @pytest.mark.parametrize("counted", [False, True])
-def test_no_event_of_a_piece_is_counted_unless_all_are_tokens(odd: bytes, *, counted: bool) -> None:
+def test_nothing_but_tokens_is_taken_for_a_token(odd: bytes, *, counted: bool) -> None:
     client = Client(keep_text=True, counts=counts() if counted else None)
-    assert client.reader.take_tokens([chat(), odd, chat()]) == []
+    assert client.reader.take_token(odd[:-2]) == b""
     assert (client.tokens, client.text) == (0, [])
-    assert client.reader.take_tokens([chat(), chat()]) == [chat(), chat()]
+    for _ in range(2):
+        assert client.reader.take_token(chat()[:-2]) == chat()
     assert (client.tokens, client.text) == (2, ["a", "a"])
+
+
+@pytest.mark.parametrize("odd", [LAST, b": ping\n\n", chat().replace(b"\n", b"\r\n")])
+@pytest.mark.parametrize("counted", [False, True])
+def test_tokens_around_another_event_are_counted_once(odd: bytes, *, counted: bool) -> None:
+    client = Client(keep_text=True, counts=counts() if counted else None)
+    client.answer(OPENING, chat(), chat(), chat() * 2 + odd + chat())
+    assert client.received == OPENING + chat() * 4 + odd + chat()
+    assert client.text is not None
+    assert client.tokens == len(client.text) == 5 + (odd[:1] == b"d")
+    assert len(client.gaps) == 3
 
 
 def test_only_tokens_are_expected_between_the_first_and_the_last() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import MalformedError
+from balanceroute.proxy.wire.sse import EventScanner
 
 END = b"0\r\n\r\n"
 
@@ -44,6 +45,30 @@ def test_a_segment_of_one_whole_chunk_is_its_payload() -> None:
 
 def test_the_payloads_of_several_chunks_in_a_segment_come_joined() -> None:
     assert ChunkedDecoder().feed(encode([b"one", b"two", b"three"])) == b"onetwothree"
+
+
+def test_an_event_of_one_line_in_a_chunk_of_its_own_is_taken_as_a_line() -> None:
+    decoder = ChunkedDecoder()
+    for line in (b"x", b"data: token", b": " + b"p" * 4_000):
+        chunk = b"%x\r\n%b\n\n\r\n" % (len(line) + 2, line)
+        assert decoder.take_line(chunk) == line
+    assert decoder.feed(b"3\r\nab") == b"ab"
+    assert decoder.take_line(b"3\r\nx\n\n\r\n") == b""  # In the midst of a chunk.
+    assert decoder.feed(b"c\r\n5;") == b"c"
+    assert decoder.take_line(b"3\r\nx\n\n\r\n") == b""  # In the midst of a size line.
+
+
+@given(st.text("\n\r 02345ax;", max_size=24))
+def test_a_line_is_what_a_segment_says_without_its_framing(text: str) -> None:
+    segment = text.encode()
+    line = ChunkedDecoder().take_line(segment)
+    if line:
+        decoder = ChunkedDecoder()
+        payload = decoder.feed(segment)
+        assert payload == line + b"\n\n"
+        assert EventScanner().feed(payload) == [payload]
+        assert decoder.feed(END) == b""
+        assert (decoder.finished, decoder.rest) == (True, b"")
 
 
 def test_payload_is_given_as_it_comes() -> None:
