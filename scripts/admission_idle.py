@@ -23,6 +23,7 @@ from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.recorder import RunMetrics
 from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation.jsonl.gz"
@@ -111,8 +112,12 @@ def print_row(name: str, runs: Sequence[RunMetrics]) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--segments", type=int, default=3, help="parts of the trace (default 3)")
-    parser.add_argument("--requests", type=int, default=1_000, help="of each part (default 1000)")
+    parser.add_argument(
+        "--segments", type=positive, default=3, help="parts of the trace (default 3)"
+    )
+    parser.add_argument(
+        "--requests", type=positive, default=1_000, help="of each part (default 1000)"
+    )
     arguments = parser.parse_args()
     workloads = segments_of(arguments.requests, arguments.segments)
     print("| admission | running | idle % | output tokens/s |\n| --- | ---: | ---: | ---: |")

@@ -50,6 +50,7 @@ from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.testing.arguments import positive
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -478,7 +479,9 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default 0)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of the deadlines (default 3)")
+    parser.add_argument(
+        "--seeds", type=positive, default=3, help="runs of the deadlines (default 3)"
+    )
     arguments = parser.parse_args()
     print("Shares, weights 2:1, at most 32 requests in flight:\n")
     print_shares(arguments.seed)

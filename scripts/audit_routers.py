@@ -37,6 +37,7 @@ from rich.table import Table
 
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 
 # Its parts stand in a folder.
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--router", default=f"jsq,{OTHER.name}", metavar="NAME,..")
     parser.add_argument("--minutes", type=float, default=2.0, help="of each audit")
     parser.add_argument(
-        "--loads", type=int, default=1, help="lists of requests, one after the other"
+        "--loads", type=positive, default=1, help="lists of requests, one after the other"
     )
     parser.add_argument("--out", type=Path, default=Path("build/audit"))
     arguments = parser.parse_args()

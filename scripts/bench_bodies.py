@@ -28,6 +28,7 @@ from rich.table import Table
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
 from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 
@@ -110,9 +111,11 @@ KINDS: dict[str, Callable[[int], bytes]] = {
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16], metavar="MIB")
+    parser.add_argument("--sizes", type=positive, nargs="+", default=[1, 4, 16], metavar="MIB")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME")
-    parser.add_argument("--waiting", type=int, default=16, metavar="N", help="requests of 4 MiB")
+    parser.add_argument(
+        "--waiting", type=positive, default=16, metavar="N", help="requests of 4 MiB"
+    )
     arguments = parser.parse_args()
     console = Console()
     table = Table("kind", "MiB", "status", "stall ms", "wall ms", "time ms", "peak MB")

@@ -44,6 +44,7 @@ from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.live.process_edge import settle_memory
 from balanceroute.proxy.sim.workload import playable
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 
 TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation.jsonl.gz"
@@ -173,17 +174,11 @@ class Bench:
             self._ends[self._step + self._waiting.pop(request)].append(request)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
-    return int(text)
-
-
 def main() -> None:
     """Run every shape and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=_positive, default=1000, help="timed steps per shape")
-    parser.add_argument("--bursts", type=_positive, default=100, help="timed bursts per shape")
+    parser.add_argument("--steps", type=positive, default=1000, help="timed steps per shape")
+    parser.add_argument("--bursts", type=positive, default=100, help="timed bursts per shape")
     parser.add_argument("--horizon", type=int, default=80, metavar="H")
     parser.add_argument("--kv-peak-quantile", type=float, metavar="Q")
     parser.add_argument("--json", type=Path, metavar="OUT")

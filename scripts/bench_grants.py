@@ -13,6 +13,7 @@ from statistics import quantiles
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.testing.arguments import positive
 
 GRANTS, IN_FLIGHT = 20_000, 1_024
 
@@ -58,8 +59,8 @@ def grant_times(cost: str, order: str, tenants: int, queued: int) -> list[float]
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tenants", type=int, default=1_000, help="(default 1000)")
-    parser.add_argument("--queued", type=int, nargs="*", default=[4_096, 409_600])
+    parser.add_argument("--tenants", type=positive, default=1_000, help="(default 1000)")
+    parser.add_argument("--queued", type=positive, nargs="*", default=[4_096, 409_600])
     arguments = parser.parse_args()
     print("| tenants | queued | order | `--fair-queue` | p50, us | p99, us |")
     print("| ---: | ---: | --- | --- | ---: | ---: |")

@@ -24,6 +24,7 @@ import uvloop
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
@@ -134,9 +135,9 @@ async def one_round(make: Callable[[], Caller], streams: int) -> None:
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--streams", type=int, default=64, metavar="N")
-    parser.add_argument("--events", type=int, default=200, metavar="N")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N")
+    parser.add_argument("--events", type=positive, default=200, metavar="N")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -25,6 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from balanceroute.proxy.testing.arguments import positive
+
 # Its parts stand in a folder.
 sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
 
@@ -80,10 +82,10 @@ def measure(target: Target, streams: int, tokens: int) -> tuple[float, float, in
 def main() -> int:
     """Run the benchmark; return 1 if anything was dropped or reordered."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="relays")
-    parser.add_argument("--streams", type=int, default=64, metavar="N")
-    parser.add_argument("--tokens", type=int, default=300, metavar="N", help="of a stream")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="relays")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N")
+    parser.add_argument("--tokens", type=positive, default=300, metavar="N", help="of a stream")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N")
     options = parser.parse_args()
     found: dict[str, list[tuple[float, float, int]]] = {}
     with (

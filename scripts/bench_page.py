@@ -25,6 +25,7 @@ from typing import Any, cast
 import httpx
 
 from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.testing.arguments import positive, several
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 
 LAG_S, COST = 1.0, 0.01
@@ -145,9 +146,9 @@ async def measure(
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=144, help="(default 144)")
-    parser.add_argument("--changes", type=int, default=60, help="(default 60)")
-    parser.add_argument("--pairs", type=int, default=10, help="of intervals (default 10)")
+    parser.add_argument("--ranks", type=positive, default=144, help="(default 144)")
+    parser.add_argument("--changes", type=several, default=60, help="(default 60)")
+    parser.add_argument("--pairs", type=several, default=10, help="of intervals (default 10)")
     arguments = parser.parse_args()
     command = [sys.executable, "-m", "balanceroute.proxy", "emulate", "--port=0"]
     command += [f"--ranks={arguments.ranks}", "--json-ready", "--exit-with-stdin"]

@@ -25,6 +25,7 @@ from balanceroute.predictors import PastRequest, Savable, load, save
 from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import read_trace
 
 TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation.jsonl.gz"
@@ -87,7 +88,7 @@ def timed(operation: Callable[[], object], rounds: int) -> list[float]:
 def main() -> None:
     """Time every predictor and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=1_000, help="timed calls of each")
+    parser.add_argument("--rounds", type=positive, default=1_000, help="timed calls of each")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     past = past_requests(read_trace(TRACE))

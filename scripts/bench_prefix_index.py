@@ -25,6 +25,7 @@ from balanceroute.proxy.core.prefill.block_index import block_keys
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
 from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.testing.arguments import positive
 
 PROMPT_TOKENS = 131_072
 BLOCK_TOKENS = 16
@@ -96,8 +97,8 @@ def print_times(times: dict[str, list[float]]) -> None:
 def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--instances", type=int, default=16)
-    parser.add_argument("--blocks", type=int, default=1 << 20)
+    parser.add_argument("--instances", type=positive, default=16)
+    parser.add_argument("--blocks", type=positive, default=1 << 20)
     arguments = parser.parse_args()
     rng = random.Random(1)
     prompt = tuple(rng.getrandbits(63) for _ in range(PROMPT_TOKENS // BLOCK_TOKENS))

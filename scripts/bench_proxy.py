@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from balanceroute.proxy.testing.arguments import positive, several
+
 # Its parts stand in a folder.
 sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
 
@@ -30,9 +32,7 @@ from targets import (
     checkout,
     engine,
     interpreter,
-    positive,
     router,
-    several,
     targets,
 )
 
@@ -85,7 +85,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N")
     parser.add_argument("--policy", default="br-h", help="of balanceroute (default: br-h)")
     parser.add_argument("--predictor", default="survival", help="of br-h (default: survival)")
     parser.add_argument(

@@ -26,6 +26,7 @@ from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.channel import Channel
 from balanceroute.proxy.live.processes.frames import encode, for_relay, for_scheduler
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.testing.arguments import positive
 
 _ROUNDS = 5
 # Frames on their way at a time.
@@ -154,7 +155,7 @@ def _shown(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=4000, help="frames of a round")
+    parser.add_argument("--frames", type=positive, default=4000, help="frames of a round")
     options = parser.parse_args(arguments)
     table = Table("what", "bytes", "relay µs", "scheduler µs")
     for name, (messages, works) in KINDS.items():

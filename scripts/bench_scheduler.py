@@ -42,6 +42,7 @@ from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 
@@ -350,12 +351,12 @@ class Spent:
 def main() -> None:
     """Run it as asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=10_000)
-    parser.add_argument("--requests", type=int, default=500, help="per second")
-    parser.add_argument("--steps", type=int, default=20, help="per second")
-    parser.add_argument("--relays", type=int, default=4)
-    parser.add_argument("--ranks", type=int, default=160)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--streams", type=positive, default=10_000)
+    parser.add_argument("--requests", type=positive, default=500, help="per second")
+    parser.add_argument("--steps", type=positive, default=20, help="per second")
+    parser.add_argument("--relays", type=positive, default=4)
+    parser.add_argument("--ranks", type=positive, default=160)
+    parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--profile", action="store_true", help="print where its time goes")
     parser.add_argument("--json", type=Path)

@@ -38,6 +38,7 @@ from rich.table import Table
 
 from balanceroute.engine_patch.hooks import install
 from balanceroute.engine_patch.reader import read_steps
+from balanceroute.proxy.testing.arguments import positive
 
 BATCHES = (16, 256)
 ROUNDS = 7
@@ -115,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20_000, help="steps of a round [%(default)s]")
+    parser.add_argument(
+        "--steps", type=positive, default=20_000, help="steps of a round [%(default)s]"
+    )
     parser.add_argument("--engine", action="store_true", help="measure vLLM's own engine core")
     parser.add_argument("--requests", default="16,64", metavar="N,..", help="with --engine [16,64]")
     parser.add_argument(

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from balanceroute.proxy.testing.arguments import positive
+
 # Its parts stand in a folder.
 sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
 
@@ -34,9 +36,9 @@ _OPENED_PER_S = 250
 def main() -> int:
     """Run the benchmark; return 1 if anything was dropped or reordered."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=10_000, metavar="N")
+    parser.add_argument("--streams", type=positive, default=10_000, metavar="N")
     parser.add_argument("--policy", default="br-h", help="of balanceroute (default: br-h)")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="of balanceroute")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="of balanceroute")
     parser.add_argument(
         "--router",
         type=router,

@@ -26,6 +26,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http1.server import Reply, Server
@@ -466,7 +467,7 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round")
-    parser.add_argument("--streams", type=int, default=256, help="concurrent streams")
+    parser.add_argument("--streams", type=positive, default=256, help="concurrent streams")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     sizes = (

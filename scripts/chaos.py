@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups
 from balanceroute.proxy.testing.chaos.summary import Summary
@@ -37,11 +38,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="how many seeds")
+    parser.add_argument("--seeds", type=positive, default=20, metavar="N", help="how many seeds")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of them")
     parser.add_argument("--seed", type=int, metavar="N", help="run this one alone")
-    parser.add_argument("--requests", type=int, default=100, metavar="N", help="of each seed")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--requests", type=positive, default=100, metavar="N", help="of each seed")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes")
     parser.add_argument(
         "--relays", type=int, default=0, metavar="N", help="as N relays and a scheduler process"
     )

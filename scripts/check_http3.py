@@ -43,6 +43,7 @@ from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import QuicEvent
 
 from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
 from balanceroute.proxy.testing.virtual.udp_relay import UdpRelay
@@ -254,7 +255,7 @@ def _clients(
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=1_000, metavar="N")
+    parser.add_argument("--requests", type=positive, default=1_000, metavar="N")
     parser.add_argument(
         "--client", nargs="+", choices=("aioquic", "quic-go", "own", "chromium"), metavar="NAME"
     )

@@ -11,6 +11,7 @@ import sys
 from statistics import median
 
 from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.deaths import kill_decoders
 
 
@@ -19,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=2000, metavar="N")
+    parser.add_argument("--requests", type=positive, default=2000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--resume", choices=[one.value for one in Resume], default="exact")
     arguments = parser.parse_args()

@@ -42,6 +42,7 @@ from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
 from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.plots import write_prediction_plots
 from balanceroute.proxy.sim.workload import Workload
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, read_trace
@@ -400,18 +401,20 @@ def read_flags() -> tuple[Setup, list[str]]:
     parser.add_argument("--topology", default="emulated-2p8d", help="whose engines are emulated")
     parser.add_argument("--trace", type=Path, default=trace, help="what to replay")
     parser.add_argument("--skip", type=int, default=5000, help="requests to pass over first")
-    parser.add_argument("--requests", type=int, default=1500, help="requests to replay")
-    parser.add_argument("--concurrency", type=int, default=192, help="always outstanding")
+    parser.add_argument("--requests", type=positive, default=1500, help="requests to replay")
+    parser.add_argument("--concurrency", type=positive, default=192, help="always outstanding")
     parser.add_argument("--time-scale", type=float, default=4.0, help="emulated per real second")
     parser.add_argument("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
     parser.add_argument(
         "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
     )
-    parser.add_argument("--workers", type=int, default=1, help="the proxy's relay processes")
+    parser.add_argument("--workers", type=positive, default=1, help="the proxy's relay processes")
     parser.add_argument(
         "--first-token", choices=("prefill", "decode"), default="decode", help="as of serve"
     )
-    parser.add_argument("--simulations", type=int, default=10, help="simulated runs of each policy")
+    parser.add_argument(
+        "--simulations", type=positive, default=10, help="simulated runs of each policy"
+    )
     arguments = vars(parser.parse_args())
     policies = arguments.pop("policy").split(",")
     unknown = [policy for policy in policies if policy not in POLICIES]

@@ -12,6 +12,7 @@ import time
 
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.topologies import CONNECTORS
 
@@ -22,7 +23,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="for each connector"
+        "--requests", type=positive, default=2000, metavar="N", help="for each connector"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--resume", choices=[one.value for one in Resume], default="off")

@@ -24,6 +24,7 @@ from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.service_log import ServiceLog
 from balanceroute.proxy.sim.workload import Workload, playable
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def weights_of(text: str) -> tuple[float, float]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8, help="decode ranks (default 8)")
+    parser.add_argument("--ranks", type=positive, default=8, help="decode ranks (default 8)")
     parser.add_argument("--predictor", default="exact-match", help="(default exact-match)")
     parser.add_argument("--weights", nargs="*", type=weights_of, default=WEIGHTS)
     parser.add_argument("--cost", nargs="*", choices=FAIR_COSTS, default=FAIR_COSTS)

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from functools import partial
 
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.fuzz import fuzz
 
 _CASES_OF_A_SEED = 2_000
@@ -24,10 +25,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", type=int, default=20_000, metavar="N", help="how many in all")
+    parser.add_argument(
+        "--cases", type=positive, default=20_000, metavar="N", help="how many in all"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="this seed alone")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first seed")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes")
     arguments = parser.parse_args()
     each = min(arguments.cases, _CASES_OF_A_SEED)
     seeds = range(arguments.first, arguments.first + -(-arguments.cases // each))

@@ -31,6 +31,7 @@ from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.service_log import ServiceLog
 from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 
 TRACES = Path(__file__).parents[1] / "traces" / "public"
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--workload", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--load", nargs="*", type=float, default=LOADS)
     parser.add_argument("--rule", nargs="*", choices=RULES, default=list(RULES))
-    parser.add_argument("--played", type=int, help="requests of each part (default 2000)")
+    parser.add_argument("--played", type=positive, help="requests of each part (default 2000)")
     arguments = parser.parse_args()
     for name in arguments.workload:
         setting = SETTINGS[name]

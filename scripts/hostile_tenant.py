@@ -32,6 +32,7 @@ import uvloop
 
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.clients import Client, Departure, Leaving, Phase, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import log_kept
 from balanceroute.proxy.testing.chaos.requests import COMPLETIONS, ClientRequest
@@ -252,11 +253,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=1200, metavar="N", help="of the steady one")
-    parser.add_argument("--attacks", type=int, default=10_000, metavar="N", help="of the other")
+    parser.add_argument(
+        "--requests", type=positive, default=1200, metavar="N", help="of the steady one"
+    )
+    parser.add_argument(
+        "--attacks", type=positive, default=10_000, metavar="N", help="of the other"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--live", action="store_true", help="with processes and real sockets")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of --live")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of --live")
     arguments = parser.parse_args()
     print("| hostile tenant has | TTFT p50 s | p99 s | p99 against alone | steady | hostile |")
     print("| --- | ---: | ---: | ---: | --- | --- |")

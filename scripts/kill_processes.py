@@ -30,6 +30,7 @@ from typing import cast
 
 from balanceroute.proxy.emulate.process import emulated_engines
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.oracle import Oracle
@@ -248,8 +249,8 @@ class Run:
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200, help="how many")
-    parser.add_argument("--workers", type=int, default=2, help="relays")
+    parser.add_argument("--kills", type=positive, default=200, help="how many")
+    parser.add_argument("--workers", type=positive, default=2, help="relays")
     parser.add_argument("--seed", type=int, default=0, help="decides requests and kills")
     parser.add_argument(
         "--spare", choices=["", "relay", "scheduler"], default="", help="what is not killed"

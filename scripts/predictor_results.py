@@ -52,6 +52,7 @@ from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
 from balanceroute.proxy.sim.forecast import FORECASTS, Forecast
 from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 
 PUBLIC = Path(__file__).parents[1] / "traces" / "public"
@@ -335,7 +336,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="WORDS", help="scenarios with these words")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes")
+    parser.add_argument("--jobs", type=positive, default=2, metavar="N", help="processes")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write every segment's figures")
     arguments = parser.parse_args()
     chosen = [i for i, one in enumerate(SCENARIOS) if arguments.only in one.name]

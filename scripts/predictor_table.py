@@ -20,6 +20,7 @@ from balanceroute.predictors import registry
 from balanceroute.predictors.evaluation import GAINS, Judgement, judge
 from balanceroute.predictors.questions import Cut, Replay, cut_in_time
 from balanceroute.predictors.traced import past_requests
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import read_trace
 
 PUBLIC = Path("traces/public")
@@ -108,7 +109,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, action="append", metavar="FILE")
     parser.add_argument("--kinds", nargs="+", choices=registry.KINDS, default=registry.KINDS)
-    parser.add_argument("--requests", type=int, metavar="N", help="only the first N of each trace")
+    parser.add_argument(
+        "--requests", type=positive, metavar="N", help="only the first N of each trace"
+    )
     parser.add_argument("--horizon", type=int, default=40, metavar="H")
     parser.add_argument("--frozen", action="store_true", help="nobody learns in the second half")
     parser.add_argument("--json", type=Path, metavar="OUT")

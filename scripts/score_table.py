@@ -35,6 +35,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs, PrefillRequest
 from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.testing.arguments import positive
 
 MS = 1_000_000
 SCRAPE_NS = 3_000 * MS
@@ -308,7 +309,7 @@ def holds(claim: Claim, found: dict[str, list[float]]) -> bool:
 def main() -> int:
     """Print the table; return 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default 3)")
     seeds = parser.parse_args().seeds
     print("| pool | clients | choice | told of TTFT | mean TTFT | p99 TTFT | mean TPOT | as told |")
     print("| --- | ---: | --- | --- | ---: | ---: | ---: | --- |")

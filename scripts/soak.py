@@ -14,13 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.run import SoakSettings, soak
 
 
 def main() -> int:
     """Run the soak of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=5000, help="how many to send")
+    parser.add_argument("--requests", type=positive, default=5000, help="how many to send")
     parser.add_argument("--seed", type=int, default=0, help="decides requests and faults")
     parser.add_argument("--connector", default="nixl", help="how KV caches travel")
     parser.add_argument("--policy", default="br-h", help="of the proxy")

@@ -34,6 +34,7 @@ from statistics import fmean
 
 from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -138,7 +139,7 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--order", nargs="+", choices=[*STREAM_ORDERS], default=[*STREAM_ORDERS])
-    parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    parser.add_argument("--seeds", type=positive, default=3, metavar="N")
     parser.add_argument("--spread-s", type=float, default=6.0, metavar="S")
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--json", type=Path, metavar="OUT")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from balanceroute.proxy.sim.workload import playable
+from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace, write_native
 
 sys.path.insert(0, str(Path(__file__).parent / "table_runs"))
@@ -65,7 +66,7 @@ def main() -> int:
     """Simulate every load under every rule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument("--requests", type=int, default=5_000, metavar="N")
+    parser.add_argument("--requests", type=positive, default=5_000, metavar="N")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     trace = arguments.out / "turns.jsonl"

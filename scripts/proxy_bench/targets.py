@@ -161,22 +161,6 @@ def interpreter(text: str) -> Interpreter:
     return Interpreter(Path(text), said.stdout.strip())
 
 
-def positive(text: str) -> int:
-    """Return an integer of at least 1."""
-    return _at_least(1, text)
-
-
-def several(text: str) -> int:
-    """Return an integer of at least 2."""
-    return _at_least(2, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least {least}")
-    return int(text)
-
-
 @contextmanager
 def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Iterator[Engine]:
     """Run the engine, with so many decode ranks, each of so many streams at a time."""
