@@ -31,6 +31,7 @@ _NUMERIC = (
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "length_penalty", "truncate_prompt_tokens", "stop_token_ids", "timeout", "stream", "echo",
     "ignore_eos", "use_beam_search", "data_parallel_rank", "thinking_token_budget",
+    "stream_interval", "routed_experts_prompt_start", "watermarking", "include_reasoning",
 )  # fmt: skip
 _MEMBERS = (
     *_NUMERIC, "model", "messages", "prompt", "input", "suffix", "stop", "stream_options", "tools",
@@ -38,6 +39,8 @@ _MEMBERS = (
     "ec_transfer_params", "request_id", "metadata", "prompt_embeds", "structured_outputs",
     "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "bad_words",
     "return_token_ids", "previous_response_id", "background", "store", "system", "",
+    "session_id", "truncation_side", "repetition_detection", "logprob_token_ids", "allowed_token_ids",
+    "return_prompt_text", "return_tokens_as_token_ids", "cache_salt", "reasoning_effort",
     "\u0000", "max_tokens\u0000", "Max_Tokens", "__proto__", "\ud800", "x" * 5_000,
 )  # fmt: skip
 _VALUES = (
@@ -88,6 +91,9 @@ _HEADERS = (
     ("x-request-id", "ok-1"), ("x-request-id", "a" * 129), ("x-request-id", "a b"),
     ("x-request-id", "\xe9"), ("x-request-id", ""), ("authorization", "Bearer x"),
     ("authorization", "Basic \xff"), ("x-api-key", "k"), ("origin", "http://evil.example"),
+    ("transfer-encoding", "\x0bchunked"), ("transfer-encoding", "identity, chunked"),
+    ("transfer-encoding ", "chunked"), ("content-length", "5\x0b"), ("content-length", "0x5"),
+    ("content-length", "1_0"), ("content-length", "00000000000000000005"), ("expect", "100-Continue"),
     ("x-data-parallel-rank", "99"), ("traceparent", "00-zz"), ("accept", "text/event-stream"),
     ("cookie", "a" * 2_000), ("bad name", "x"), ("x\x00", "y"), ("x", "a\x00b"), ("x", "a\rb"),
     ("", "x"), (" folded", "x"), ("x", "y" * 40_000), ("range", "bytes=0-1"),
@@ -380,7 +386,10 @@ def _chunked(rng: random.Random, body: bytes) -> bytes:
         pieces.append(b"%x\r\n%b\r\n" % (len(piece), piece))
     pieces.append(
         rng.choice(
-            (b"0\r\n\r\n",) * 6 + (b"", b"0\r\nx: y\r\n\r\n", b"-1\r\n", b"fffffffffffffffff\r\n")
+            (b"0\r\n\r\n",) * 6
+            + (b"", b"0\r\nx: y\r\n\r\n", b"-1\r\n", b"fffffffffffffffff\r\n")
+            + (b"0\n\n", b"0;\r\n\r\n", b"+0\r\n\r\n", b'0;a="\r\n"\r\n\r\n', b"0 \r\n\r\n")
+            + (b"0\r\ncontent-length: 9\r\n\r\n", b"0\r\n folded\r\n\r\n", b"0;a\x00\r\n\r\n")
         )
     )
     return b"".join(pieces)
