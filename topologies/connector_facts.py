@@ -37,6 +37,7 @@ class ConnectorFacts:
         stages: Whether prefill may be a pipeline of several stages. Decode never is.
         recomputes: Whether a decode rank may return a request (`stop_reason` "recomputed").
         ranks_prefill: Whether its decode ranks can compute a prompt reliably.
+        tells_part: Whether a prefill answer tells that the end of the prompt was left to the rank.
         says_first: Whether the token of a prefill answer is the first of the answer. It is not where the
             prefiller leaves the prompt's last token to the rank and does not tell so.
     """
@@ -55,6 +56,7 @@ class ConnectorFacts:
     stages: bool = False
     recomputes: bool = False
     ranks_prefill: bool = True
+    tells_part: bool = False
     says_first: bool = True
 
     @property
@@ -79,6 +81,7 @@ CONNECTORS = {
         port_variable="VLLM_NIXL_SIDE_CHANNEL_PORT",
         host_variable="VLLM_NIXL_SIDE_CHANNEL_HOST",
         port_per="rank",  # vllm, nixl/base_scheduler.py.
+        tells_part=True,  # `remote_num_tokens`.
     ),
     "mooncake": ConnectorFacts(
         vllm_class="MooncakeConnector",

@@ -31,7 +31,12 @@ ASKED: dict[str, Any] = {
 
 
 def play_with(
-    play: "Play", scenario: Any, *, finish: str = "length", computed: int | None, **changes: Any
+    play: "Play",
+    scenario: Any,
+    *,
+    finish: str = "length",
+    computed: int | None,
+    **changes: Any,
 ) -> None:
     """Play before prefillers that say "a", and ranks that say "bc"."""
 
@@ -54,7 +59,7 @@ def play_with(
         site.rank_handlers[COMPLETIONS.encode()] = decode
         await scenario(site)
 
-    play(main, flags=EARLY, **changes)
+    play(main, flags=EARLY | {"direct": "decode"}, **changes)
 
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
@@ -81,6 +86,18 @@ def test_one_that_computes_whole_prompts_is_trusted(play: "Play") -> None:
         assert (record.early_first_token, record.first_token_differences) == (True, 1)
 
     play_with(play, scenario, computed=2)
+
+
+def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        exchange = await site.post(COMPLETIONS, ASKED)
+        assert (exchange.done, exchange.text) == (True, "bc")
+        (leg,) = site.received("decode", COMPLETIONS)
+        assert "kv_transfer_params" not in leg.values
+        (record,) = await site.ended()
+        assert (record.outcome, record.early_first_token) == (Outcome.OK, False)
+
+    play_with(play, scenario, finish="stop", computed=None, connector="mooncake-ascend")
 
 
 def test_where_nothing_is_told_ever_differing_tokens_are_not_given(

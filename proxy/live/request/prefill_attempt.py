@@ -215,8 +215,11 @@ class PrefillAttempt(Attempt):
         session, legs = self._session, self._session.context.legs
         served = LegSucceeded(self.prefiller.target)
         recompute = answer.complete or legs.on_missing_kv == "recompute"
-        # Of a stream that is open nobody knows which events came before the first token.
-        if answer.complete and session.emitted.tokens == 0 and not session.answer.opened:
+        emitted, facts = session.emitted, session.context.connector.facts
+        # Asked for a first token it may end before any, and no rank will say whether that is true. And of a
+        # stream that is open nobody knows which events came before the first token.
+        believed = (emitted.early is None or facts.tells_part) and not session.answer.opened
+        if answer.complete and emitted.tokens == 0 and believed:
             session.record.output_tokens = 1
             session.record.first_token_ns = session.record.prefilled_ns
             session.host.report(served)
