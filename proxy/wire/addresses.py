@@ -20,7 +20,7 @@ class Addresses:
 
     A name is resolved again after `ttl_s`, so that an engine that moved is found. While that fails or
     takes long, the last good addresses are used: a resolver that is down says nothing about the
-    engine.
+    engine. Of several addresses, those at which the last attempt failed come last.
 
     Args:
         host: A name or an address.
@@ -51,6 +51,7 @@ class Addresses:
         self._good_until_s = 0.0
         self._asking: asyncio.Task[None] | None = None
         self._error: OSError | UnicodeError | None = None
+        self._failing: set[str] = set()
         self._is_literal = _is_literal(host)
         if self._is_literal:
             self.known = [host]
@@ -76,6 +77,14 @@ class Addresses:
             raise self._error
         return self.known
 
+    def tried(self, address: str, *, accepted: bool) -> None:
+        """Note what became of an attempt to connect."""
+        if accepted:
+            self._failing.discard(address)
+        else:
+            self._failing.add(address)
+        self.known = self._ordered(self.known)
+
     def invalidate(self) -> None:
         """Resolve again before the next connection: no address accepted this one."""
         self._good_until_s = 0.0
@@ -83,13 +92,21 @@ class Addresses:
     async def _ask(self) -> None:
         try:
             found = await self._resolve(self._host, self._port)
+            if not found:
+                raise socket.gaierror(socket.EAI_AGAIN, "the name has no address")
         except (OSError, UnicodeError) as error:
             self._failed(error)
         else:
-            self.known, self._error = found, None
+            self._failing.intersection_update(found)
+            self.known, self._error = self._ordered(found), None
             self._good_until_s = self._loop.time() + self._ttl_s
         finally:
             self._asking = None
+
+    def _ordered(self, addresses: list[str]) -> list[str]:
+        if not self._failing:
+            return addresses
+        return sorted(addresses, key=lambda one: one in self._failing)
 
     def _failed(self, error: OSError | UnicodeError) -> None:
         if self.known:

@@ -13,6 +13,7 @@ import pytest
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.health import Health, HealthSettings
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.http1.client import Endpoint
@@ -171,12 +172,66 @@ def test_every_address_is_tried() -> None:
     play(scene, ["127.0.0.9", "127.0.0.1"])
 
 
+@pytest.mark.parametrize("silent", [1, 2])
+def test_a_silent_address_does_not_take_the_time_of_the_others(silent: int) -> None:
+    """It took all of it, each time: the engine was down although it answered at another address."""
+
+    async def scene(site: Site) -> None:
+        network = site.loop.network
+        assert isinstance(site.resolver.answer, list)
+        addresses = site.resolver.answer
+        for address in addresses[:silent]:
+            network.rule(address, PORT, Link(connect=Connect.HANG))
+        begin_s = site.loop.time()
+        assert await site.who() == "127.0.0.1"
+        assert site.loop.time() - begin_s < 1.0 + 5.0 * silent / (silent + 1) + 0.1
+        # From then on they come last, also when the name is resolved again.
+        begin_s = site.loop.time()
+        for _ in range(10):
+            assert await site.who() == "127.0.0.1"
+        assert site.loop.time() - begin_s < 10.1
+        assert site.resolver.asked > 1
+        # When the one that answered is gone, the others are tried.
+        site.stop("127.0.0.1")
+        assert await site.fault() is WireFault.CONNECT_TIMEOUT
+        network.rule(addresses[0], PORT, None)
+        await site.serve(addresses[0])
+        assert await site.who() == addresses[0]
+
+    play(scene, [f"127.0.0.{9 - number}" for number in range(silent)] + ["127.0.0.1"])
+
+
+def test_addresses_that_flap_cost_no_request() -> None:
+    async def scene(site: Site) -> None:
+        await site.serve("127.0.0.2")
+        both = ["127.0.0.1", "127.0.0.2"]
+        answers: list[list[str] | Exception | None] = [
+            both,
+            AGAIN,
+            both[1:],
+            [],
+            both[::-1],
+            NO_NAME,
+        ]
+        for round_ in range(60):
+            site.resolver.answer = answers[round_ % len(answers)]
+            assert await site.who() in both
+            await asyncio.sleep(TTL_S)
+
+    play(scene, ["127.0.0.1"])
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
-    [(AGAIN, WireFault.NO_ADDRESS), (None, WireFault.NO_ADDRESS), (NO_NAME, WireFault.CONNECT)],
-    ids=["failure", "silence", "no such name"],
+    [
+        (AGAIN, WireFault.NO_ADDRESS),
+        ([], WireFault.NO_ADDRESS),
+        (None, WireFault.NO_ADDRESS),
+        (NO_NAME, WireFault.CONNECT),
+    ],
+    ids=["failure", "no address", "silence", "no such name"],
 )
-def test_a_name_that_never_resolved(answer: Exception | None, kind: WireFault) -> None:
+def test_a_name_that_never_resolved(answer: list[str] | Exception | None, kind: WireFault) -> None:
     async def scene(site: Site) -> None:
         assert await site.fault() is kind
         assert await site.fault() is kind

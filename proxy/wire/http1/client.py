@@ -289,19 +289,27 @@ class Endpoint:
 
     async def _connect_any(self) -> ClientConnection:
         """Connect to the first address that accepts."""
+        end_s = self._loop.time() + self._connect_timeout_s
         errors: list[OSError] = []
-        for address in await self._addresses.get():
+        addresses = await self._addresses.get()
+        share_s = (end_s - self._loop.time()) / len(addresses)
+        for number, address in enumerate(addresses, start=1):
+            # A host that is silent must not take the time of the others. The last one has what is left.
+            others = len(addresses) - number
             try:
-                transport, connection = await self._loop.create_connection(
-                    lambda: ClientConnection(self, self._max_head_bytes),
-                    address,
-                    self._port,
-                    ssl=self._ssl,
-                    server_hostname=self._server_hostname,
-                )
+                async with asyncio.timeout_at(end_s - share_s * others if others else None):
+                    transport, connection = await self._loop.create_connection(
+                        lambda: ClientConnection(self, self._max_head_bytes),
+                        address,
+                        self._port,
+                        ssl=self._ssl,
+                        server_hostname=self._server_hostname,
+                    )
             except OSError as error:
                 errors.append(error)
+                self._addresses.tried(address, accepted=False)
             else:
+                self._addresses.tried(address, accepted=True)
                 if connection.usable:
                     end_if_silent(transport.get_extra_info("socket"), self._tcp_timeout_s)
                 return connection
