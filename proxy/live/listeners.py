@@ -20,11 +20,13 @@ from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Tenant
-from balanceroute.proxy.live.security.tls import load_certificate, server_context
+from balanceroute.proxy.live.security.tls import ServerTls, server_context
 from balanceroute.proxy.live.telemetry.trace_context import Tracer
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.security.credentials import Credentials
@@ -93,7 +95,7 @@ class PublicListener:
         )
         self.tls = None
         if listening.tls_cert is not None and listening.tls_key is not None:
-            self.tls = server_context(listening.tls_cert, listening.tls_key)
+            self.tls = ServerTls(listening.tls_cert, listening.tls_key)
 
     async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen on sockets that are bound, or else at the address of the settings.
@@ -102,11 +104,11 @@ class PublicListener:
             ConfigError: It cannot be bound.
         """
         if sockets:
-            await self.server.start_on(sockets, ssl=self.tls)
+            await self.server.start_on(sockets, ssl=self._context)
             return
         host, port = self._config.listening.host, self._config.listening.port
         try:
-            await self.server.start(host, port, ssl=self.tls)
+            await self.server.start(host, port, ssl=self._context)
         except OSError as error:
             raise not_bound("--host {} --port {}", host, port, error) from None
         if self.http3 is not None:
@@ -125,7 +127,7 @@ class PublicListener:
 
     async def accept_too(self, one: socket.socket) -> "Listener":
         """Accept on one more socket; see `Server.accept_too`."""
-        return await self.server.accept_too(one, ssl=self.tls)
+        return await self.server.accept_too(one, ssl=self._context)
 
     def load_certificate(self) -> None:
         """Serve with the newest certificate, if with any.
@@ -137,9 +139,14 @@ class PublicListener:
             listening = self._config.listening
             assert listening.tls_cert is not None
             assert listening.tls_key is not None
+            newest = server_context(listening.tls_cert, listening.tls_key)
             if self.http3 is not None:
                 self.http3.load_certificate()
-            load_certificate(self.tls, listening.tls_cert, listening.tls_key)
+            self.tls.use(newest)
+
+    @property
+    def _context(self) -> "SSLContext | None":
+        return None if self.tls is None else self.tls.context
 
     def _alternative(self, head: "RequestHead") -> "Headers":
         """Return where HTTP/3 is spoken (RFC 7838)."""

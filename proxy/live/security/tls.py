@@ -7,8 +7,39 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security.credentials import refuse_if_shared
 
 
+class ServerTls:
+    """What clients are served https with, by the newest certificate.
+
+    Each certificate has a context of its own, which a handshake takes: one that cannot be loaded leaves a
+    part of itself in a context, and no handshake succeeds there any more.
+
+    Args:
+        cert: The certificate chain, PEM.
+        key: Its private key, PEM, not encrypted.
+
+    Attributes:
+        context: For the listeners.
+
+    Raises:
+        ConfigError: See `server_context`.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self.context = self._newest = server_context(cert, key)
+        # Called in every handshake, also where the client names no server.
+        self.context.sni_callback = self._choose
+
+    def use(self, newest: ssl.SSLContext) -> None:
+        """Serve with this context's certificate from the next handshake on."""
+        self._newest = newest
+
+    def _choose(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        del name, context
+        handshake.context = self._newest
+
+
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Return the context to serve clients with.
+    """Return a context with a certificate to serve clients with.
 
     Args:
         cert: The certificate chain, PEM.
@@ -21,15 +52,6 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    load_certificate(context, cert, key)
-    return context
-
-
-def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    """Serve with this certificate from the next handshake on; see `server_context`.
-
-    After an error the context may hold half of it: try it on another context first.
-    """
     for path in (cert, key):
         try:
             status = path.stat()
@@ -47,6 +69,7 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
     except OSError as error:
         reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
         raise ConfigError(f"is {cert} with key {key}: {reason or error}") from None
+    return context
 
 
 def engine_context(ca_file: Path | None, *, insecure: bool) -> ssl.SSLContext:

@@ -4,10 +4,10 @@ import ssl
 from pathlib import Path
 
 import pytest
-from tests.certificate import CERT, KEY
+from tests.certificate import CERT, KEY, make_certificate
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.tls import engine_context, server_context
+from balanceroute.proxy.live.security.tls import ServerTls, engine_context, server_context
 from balanceroute.proxy.live.settings.configure import make_config
 
 OTHER_KEY = """-----BEGIN EC PRIVATE KEY-----
@@ -97,6 +97,24 @@ def test_a_key_that_cannot_serve_is_refused(
     with pytest.raises(ConfigError, match=reason) as refused:
         server_context(cert, key)
     assert str(key) in str(refused.value)
+
+
+def test_a_certificate_that_changes_while_it_is_read_changes_nothing(
+    cert: Path, tmp_path: Path
+) -> None:
+    """Half of it stayed in the context, and no handshake succeeded any more."""
+    (tmp_path / "other").mkdir()
+    clients = [engine_context(cert, insecure=False)]
+    tls = ServerTls(cert, key_file(tmp_path))
+    other_cert, other_key = make_certificate(tmp_path / "other")
+    clients.append(engine_context(other_cert, insecure=False))
+    with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
+        tls.use(server_context(other_cert, tmp_path / "key.pem"))
+    assert handshake(clients[0], tls.context, "localhost") == "TLSv1.3"
+    tls.use(server_context(other_cert, other_key))
+    assert handshake(clients[1], tls.context, "localhost") == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(clients[0], tls.context, "localhost")
 
 
 def test_files_that_are_not_there_are_named(cert: Path, tmp_path: Path) -> None:
