@@ -1,7 +1,7 @@
 """What one scheduling decision costs, by stage.
 
     make bench   or   python scripts/bench_dispatch.py [--steps N] [--bursts N] [--kv-peak-quantile Q]
-        [--json OUT]
+        [--only TEXT] [--json OUT]
 
 Each row keeps G ranks of B slots saturated with requests of a public trace and a constant number of
 them in the pool, and times on one core every decode step that frees a slot: the projection's advance
@@ -10,7 +10,8 @@ the scheduler (ledger, life cycles, pool). The total is what such a step costs t
 `--kv-peak-quantile` the room of every rank that has a slot counts as projection.
 
 The rows of bursts time steps in which 1,000 requests drawn at random end together, so that one
-decision makes 1,000 admissions; five steps lie between two of them.
+decision makes 1,000 admissions; five steps lie between two of them. The rows of long outputs are of
+a trace of reasoning requests, where candidates are scored by their own trajectories.
 
 Times are CPU times of the thread, so that other processes add little to them. Memory is settled before
 the first request arrives, as in `serve`.
@@ -47,27 +48,54 @@ from balanceroute.proxy.sim.workload import playable
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 
-TRACE = Path(__file__).parents[1] / "traces" / "public" / "mooncake_conversation.jsonl.gz"
+_TRACES = Path(__file__).parents[1] / "traces" / "public"
+TRACE = _TRACES / "mooncake_conversation.jsonl.gz"
+LONG_TRACE = _TRACES / "servegen_reasoning.jsonl.gz"
 # So much that the batch limit decides: every rank with a slot is looked at, and takes a request.
 SLOT_KV_TOKENS = 40_000
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
 SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
 BURST = 1000
 BURST_SHAPES = SHAPES[2:]
+STEADY, IN_BURSTS, LONG = "steady", f"{BURST:,} at once", "long outputs"
+LONG_SHAPES = ((8, 128, 256, 2), (144, 64, 1024, 8))
 STEPS_BETWEEN = 5
 WARM_UP_STEPS = 20
+# So that many of those that run were candidates before, as in a fleet that has run for long.
+LONG_WARM_UP_STEPS = 2000
 STAGES = ("step", "projection", "stage_1", "stage_2", "rest", "total")
 
 
 class Bench:
-    """One saturated fleet."""
+    """One saturated fleet.
+
+    Args:
+        ranks: G.
+        batch: B.
+        pool: Requests that wait.
+        horizon: H.
+        quantile: See `PolicySettings.kv_peak_quantile`.
+        trace: Where requests come from.
+        warm_up: Steps before the timed ones.
+
+    Attributes:
+        policy: BR-H.
+    """
 
     def __init__(
-        self, ranks: int, batch: int, pool: int, horizon: int, quantile: float | None = None
+        self,
+        ranks: int,
+        batch: int,
+        pool: int,
+        horizon: int,
+        quantile: float | None = None,
+        *,
+        trace: Path = TRACE,
+        warm_up: int = WARM_UP_STEPS,
     ) -> None:
         self._laps: dict[str, int] = {}
         self._mark = 0
-        requests = playable(read_trace(TRACE))
+        requests = playable(read_trace(trace))
         rng = random.Random(0)
         self._source = self._endless(requests, rng)
         slots = ranks * batch
@@ -77,10 +105,9 @@ class Bench:
         predictor = Survival(request.output_tokens for request in requests)
         capacity = None if quantile is None else SLOT_KV_TOKENS * batch
         parts = PolicyInputs(ranks, batch, settings, rng, predictor, self._on_stage, capacity)
-        self._scheduler = Scheduler(
-            SchedulerConfig(ranks=ranks, batch_limit=batch, rank_kv_tokens=capacity),
-            make_policy("br-h", parts),
-        )
+        self.policy = make_policy("br-h", parts)
+        config = SchedulerConfig(ranks=ranks, batch_limit=batch, rank_kv_tokens=capacity)
+        self._scheduler = Scheduler(config, self.policy)
         self._arrived = 0
         self._step = 0
         self._rng = rng
@@ -94,7 +121,7 @@ class Bench:
         self.samples: dict[str, list[float]] = {stage: [] for stage in STAGES}
         self.admitted: list[int] = []
         # The first step makes the deposits of the whole fleet at once, which a running one never does.
-        self.run(WARM_UP_STEPS)
+        self.run(warm_up)
         self._forget(0)
 
     def run(self, steps: int) -> None:
@@ -181,6 +208,7 @@ def main() -> None:
     parser.add_argument("--bursts", type=positive, default=100, help="timed bursts per shape")
     parser.add_argument("--horizon", type=int, default=80, metavar="H")
     parser.add_argument("--kv-peak-quantile", type=float, metavar="Q")
+    parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
     table = Table(title=f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99")
@@ -188,10 +216,22 @@ def main() -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     rows = []
     settle_memory()
-    shapes = [(*shape, False) for shape in SHAPES] + [(*shape, True) for shape in BURST_SHAPES]
-    for ranks, batch, pool, goal, is_burst in shapes:
-        bench = Bench(ranks, batch, pool, arguments.horizon, arguments.kv_peak_quantile)
-        if is_burst:
+    loads = {STEADY: SHAPES, IN_BURSTS: BURST_SHAPES, LONG: LONG_SHAPES}
+    plan = [(load, shape) for load, shapes in loads.items() for shape in shapes]
+    for load, (ranks, batch, pool, goal) in plan:
+        if arguments.only not in load:
+            continue
+        is_long = load == LONG
+        bench = Bench(
+            ranks,
+            batch,
+            pool,
+            arguments.horizon,
+            arguments.kv_peak_quantile,
+            trace=LONG_TRACE if is_long else TRACE,
+            warm_up=LONG_WARM_UP_STEPS if is_long else WARM_UP_STEPS,
+        )
+        if load == IN_BURSTS:
             bench.run_bursts(arguments.bursts, BURST)
         else:
             bench.run(arguments.steps)
@@ -199,7 +239,6 @@ def main() -> None:
             stage: [float(f) for f in np.percentile(bench.samples[stage], [50, 99])]
             for stage in STAGES
         }
-        load = f"{BURST:,} at once" if is_burst else "steady"
         shape = {"ranks": ranks, "batch": batch, "pool": pool, "load": load, "goal_ms": goal}
         rows.append(shape | figures)
         table.add_row(

@@ -16,6 +16,7 @@ import pytest
 from tests.script import ROOT, script
 
 from balanceroute.proxy.cli import simulate
+from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.replay.faults import Fault
 from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.replay.workload import PlannedRequest
@@ -139,6 +140,14 @@ def test_the_bench_times_every_stage() -> None:
     total = bench.samples["total"]
     parts = [sum(bench.samples[stage][i] for stage in module.STAGES[:-1]) for i in range(5)]
     assert parts == pytest.approx(total)
+
+
+def test_the_bench_has_own_trajectories_decide_long_outputs() -> None:
+    module = script("bench_dispatch")
+    bench = module.Bench(2, 32, 8, 10, trace=module.LONG_TRACE, warm_up=80)
+    bench.run(3)
+    assert skill_share(bench.policy) is not None
+    assert skill_share(module.Bench(2, 4, 8, 10).policy) is None
 
 
 def test_the_bench_frees_slots_in_bursts() -> None:

@@ -31,15 +31,9 @@ _LEAST_KNOWN = 64
 _MOST_CENSORED = 4.0
 _MEAN_WEIGHT = 1 / 512
 _AHEAD = np.arange(POINTS)
-_HALVES = np.arange(2 * POINTS - 1) / 2
-# For each column, the points since a request left on the way to the row's next point.
-_SINCE = _AHEAD[:-1] - _AHEAD[:-1, None]
-# From the points to every half width, between two points linear.
-_TO_HALVES = np.maximum(0.0, 1.0 - np.abs(_HALVES - _AHEAD[:, None]))
-_ONE = np.eye(len(_HALVES))
-_GROWTH: NDArray[np.float64] = np.diag(np.arange(POINTS, dtype=np.float64))
-# For each half width, the row, and each before it, the column: how far before. The last place for none.
-_LATER = np.maximum(np.subtract.outer(np.arange(len(_HALVES)), np.arange(len(_HALVES))) - 1, -1)
+# By how much the row is later than the column, or the other way; negative ones count from the end.
+_LATER = _AHEAD[:-1, None] - _AHEAD[:-1]
+_FROM = _AHEAD - _AHEAD[:, None]
 _WEIGHT_SO_FAR: list[float] = [0.0, *WEIGHTS.cumsum().tolist()]
 
 
@@ -60,7 +54,7 @@ class Slots:
         self._outputs = 0
         self._squares = 0
         self._predicted = 0.0
-        self._refill(np.zeros((POINTS - 1, POINTS - 1)))
+        self._refill(np.zeros(POINTS - 1))
 
     def leave(self, prompt_tokens: int, output_tokens: int) -> None:
         """Note a request that left its rank."""
@@ -94,7 +88,7 @@ class Slots:
             return 1.0
         fitting = round(1.25 * fitting)
         before, self.width = self.width or fitting, fitting
-        self._refill(np.zeros((POINTS - 1, POINTS - 1)))
+        self._refill(np.zeros(POINTS - 1))
         return self.width / before
 
     def expect(self, output_tokens: float) -> None:
@@ -111,19 +105,34 @@ class Slots:
         """
         runs = np.add.reduce(survival) / len(survival)
         held = (prompts @ survival) / len(prompts) + self.width * _AHEAD * runs
-        # At every half width: a request that ends between two points leaves half way.
-        runs, held = runs @ _TO_HALVES, held @ _TO_HALVES
-        ends = np.zeros(len(runs))
-        np.subtract(runs[:-1], runs[1:], out=ends[:-1])
-        # A renewal: what a request holds, and after each end what is held that long after a start.
-        refilled = np.linalg.solve(_ONE - ends[_LATER], held)
-        self._refill(np.where(_SINCE >= 0, refilled[2 * _SINCE + 1], 0.0))
+        ends = runs[:-1] - runs[1:]
+        # A request that ends between two points leaves half way, so the equation is of half widths, of
+        # which both up to a point have half of its ends. With power series D of the ends, X of the
+        # values at the points and Y of those half way, and HX and HY of `held` there, it is
+        #     X = HX + t D (X + Y) / 2,    Y = HY + D X / 2 + t D Y / 2.
+        # Without X: (1 - t D - (t - t**2) D**2 / 4) Y = HY + D (HX - t HY) / 2.
+        half_way = 0.5 * (held[:-1] + held[1:])
+        rises = held[:-1].copy()
+        rises[1:] -= half_way[:-1]
+        right = half_way + 0.5 * np.convolve(ends, rises)[: POINTS - 1]
+        squares = np.zeros(POINTS)
+        squares[1:] = np.convolve(ends, ends)[: POINTS - 1]
+        # Zeros behind it: before its beginning a series has none.
+        left = np.zeros(2 * POINTS - 3)
+        left[0] = 1.0
+        left[1 : POINTS - 1] = 0.25 * (squares[:-2] - squares[1:-1]) - ends[:-1]
+        self._refill(np.linalg.solve(left[_LATER], right))
 
-    def _refill(self, refill: NDArray[np.float64]) -> None:
-        """Note what a slot holds at point m + 1 if its request ends before point j + 1, [j, m]."""
-        gains = self.width * _GROWTH
-        gains[:-1, 1:] += refill
-        gains[1:, 1:] -= refill
+    def _refill(self, half_way: NDArray[np.float64]) -> None:
+        """Note what a refilled slot holds, float64[POINTS - 1], half a point and more after that."""
+        # As the request runs at point k and not at k - 1, its slot is refilled a point later.
+        later = np.zeros(2 * POINTS - 1)
+        later[: POINTS - 1] = -half_way
+        later[1:POINTS] += half_way
+        gains = later[_FROM]
+        gains[0, 0] = 0.0
+        gains[0, 1:] = half_way
+        gains.ravel()[:: POINTS + 1] += self.width * _AHEAD
         self.gains: NDArray[np.float64] = gains
         self.gained: NDArray[np.float64] = gains @ WEIGHTS
         self._gained_so_far: list[float] = [0.0, *self.gained.cumsum().tolist()]

@@ -1,5 +1,7 @@
 """What a slot is expected to hold over a whole output."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,31 @@ def test_a_request_that_stays_grows_by_its_sequences() -> None:
     slots = fitted([1000])
     loads = slots.loads(np.array([70]), np.array([2]), np.ones((1, POINTS)))
     assert loads[0].tolist() == [70 + 2 * slots.width * point for point in range(POINTS)]
+
+
+def test_refills_solve_the_renewal_equation() -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        slots = fitted([rng.randrange(50, 3000)])
+        survival = np.array([sorted([rng.random() for _ in range(POINTS)])[::-1] for _ in range(4)])
+        survival[:, 0] = 1.0
+        prompts = np.array([rng.randrange(1, 900) for _ in range(4)])
+        slots.refill_with(prompts, survival)
+        points, halves = np.arange(POINTS), np.arange(2 * POINTS - 1) / 2
+        runs = survival.mean(axis=0)
+        held = prompts @ survival / 4 + slots.width * points * runs
+        # Half width by half width: what is held, and after each end what was held that long after a start.
+        runs, held = np.interp(halves, points, runs), np.interp(halves, points, held)
+        for half in range(1, len(held)):
+            for begin in range(half):
+                held[half] += (runs[begin] - runs[begin + 1]) * held[half - begin - 1]
+        # One that is known to end just after a point leaves half way to the next.
+        last = rng.randrange(POINTS - 1)
+        ends = (points <= last).astype(np.float64)[None]
+        loads = slots.loads(np.array([70]), np.array([3]), ends)[0]
+        expected = [70 + 3 * slots.width * point for point in range(last + 1)]
+        expected += [3 * held[2 * (point - last) - 1] for point in range(last + 1, POINTS)]
+        assert loads == pytest.approx(expected)
 
 
 def test_a_slot_that_empties_is_refilled() -> None:

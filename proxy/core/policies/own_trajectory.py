@@ -208,8 +208,8 @@ class _Round:
         self._fleet = fleet
         self._pool = pool
         self._speeds = np.ones(len(ranks)) if fleet.speeds is None else fleet.speeds
-        entries, slots, loads, self._expected = candidates
-        self._mean: NDArray[np.float64] = (1.0 / slots) @ loads / len(entries)
+        self._entries, slots, loads, self._expected = candidates
+        self._mean: NDArray[np.float64] = (1.0 / slots) @ loads / len(slots)
         self._level = float(self._mean @ WEIGHTS)
         self._scale = float(self._mean**2 @ WEIGHTS)
         self._levels = loads @ WEIGHTS
@@ -222,7 +222,7 @@ class _Round:
         self._all_speeds = float(self._speeds[is_open].sum())
         # What a rank of speed 1 should hold.
         self._target = self._full[is_open].sum(axis=0) / self._all_speeds
-        self._places = {entry.request: place for place, entry in enumerate(entries)}
+        self._places = {entry.request: place for place, entry in enumerate(self._entries)}
 
     def place_overdue(self, now_ns: int) -> None:
         """Admit entries past their deadline, oldest first, where most is missing."""
@@ -236,38 +236,38 @@ class _Round:
         open_ranks = self._fleet.free_slots > 0
         while len(self._pool) and open_ranks.any():
             rank = self._emptiest(open_ranks)
-            candidates = self._candidates(rank)
-            if not candidates:
+            places = self._candidates(rank)
+            if not places:
                 # Done: room only shrinks during a round.
                 open_ranks[rank] = False
                 continue
-            self._admit(self._best(candidates, rank), rank)
+            self._admit(self._best(places, rank), rank)
             open_ranks[rank] = self._fleet.free_slots.item(rank) > 0
 
-    def _best(self, candidates: list[PoolEntry], rank: int) -> PoolEntry:
-        if len(candidates) == 1:
-            return candidates[0]
-        places = [self._places[entry.request] for entry in candidates]
+    def _best(self, places: list[int], rank: int) -> PoolEntry:
+        entries = self._entries
+        if len(places) == 1:
+            return entries[places[0]]
         # What one slot of the rank should hold.
         missing = self._target * self._speeds[rank] - self._full[rank] + self._mean
         deviation = self._believed[places] - missing
-        late = np.array([entry.overtaken for entry in candidates]) / len(self._pool)
+        late = np.array([entries[place].overtaken for place in places]) / len(self._pool)
         cost = deviation**2 @ WEIGHTS / self._scale - _CREDIT * late
         # On a tie the oldest.
-        return candidates[_first_of_least(cost)]
+        return entries[places[_first_of_least(cost)]]
 
     def _emptiest(self, among: NDArray[np.bool_]) -> int:
         """Return the rank of which a slot misses most."""
         spare = self._full_levels - self._speeds * (self._target @ WEIGHTS)
         return _first_of_least(np.where(among, spare, np.inf))
 
-    def _candidates(self, rank: int) -> list[PoolEntry]:
-        room = self._fleet.room(rank)
+    def _candidates(self, rank: int) -> list[int]:
+        room, places = self._fleet.room(rank), self._places
         return [
-            entry
+            places[entry.request]
             for entry in self._pool.first(_WINDOW)
-            if entry.request in self._places
-            and entry.kv_tokens <= room
+            if entry.kv_tokens <= room
+            and entry.request in places
             and (not entry.restricted or self._fleet.open_to(entry)[rank])
         ]
 
