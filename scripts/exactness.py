@@ -31,15 +31,18 @@ def main() -> int:
         "--first-token", choices=[one.value for one in FirstTokenFrom], default="decode"
     )
     arguments = parser.parse_args()
-    differences = 0
-    for connector in CONNECTORS:
+    differences, first_token = 0, FirstTokenFrom(arguments.first_token)
+    for connector, facts in CONNECTORS.items():
+        if first_token is FirstTokenFrom.PREFILL and not facts.says_first:
+            print(f"{connector:20} refuses a prefiller's first token")
+            continue
         begin = time.perf_counter()
         found = compare(
             arguments.seed,
             requests=arguments.requests,
             connector=connector,
             resume=Resume(arguments.resume),
-            first_token=FirstTokenFrom(arguments.first_token),
+            first_token=first_token,
         )
         differences += len(found.differences)
         statuses = ", ".join(f"{count} of {one}" for one, count in sorted(found.statuses.items()))
