@@ -1,14 +1,16 @@
 """Both event loops, a served application, and clients and engines that speak in raw bytes."""
 
 import asyncio
+import inspect
 import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -21,30 +23,52 @@ from balanceroute.proxy.wire.messages import ServerLimits
 HOST = "127.0.0.1"
 PATIENCE_S = 10.0  # Only ever waited for by a test that fails.
 
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Have both event loops run each test that is a coroutine, or takes `run`, and names none itself."""
+    if inspect.iscoroutinefunction(metafunc.function):
+        metafunc.fixturenames.append("new_loop")
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "new_loop" in metafunc.fixturenames and "new_loop" not in named:
+        loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+        metafunc.parametrize("new_loop", loops.values(), ids=loops)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    run_silently(cast("NewLoop", pyfuncitem.callspec.params["new_loop"]), test)
+    return True
+
+
+def run_silently(new_loop: NewLoop, main: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine; nothing may be left behind or reported to the loop's exception handler."""
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+    reported: list[dict[str, Any]] = []
 
-    def run_silently(main: Coroutine[Any, Any, None]) -> None:
-        reported: list[dict[str, Any]] = []
+    async def guarded() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: reported.append(context))
+        async with asyncio.timeout(PATIENCE_S):
+            await main
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left
 
-        async def guarded() -> None:
-            loop = asyncio.get_running_loop()
-            loop.set_exception_handler(lambda _, context: reported.append(context))
-            async with asyncio.timeout(PATIENCE_S):
-                await main
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not left
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(guarded())
+    assert not reported
 
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(guarded())
-        assert not reported
 
-    return run_silently
+@pytest.fixture
+def run(new_loop: NewLoop) -> Run:
+    """Return `run_silently` for a test that Hypothesis calls many times, which is no coroutine."""
+    return partial(run_silently, new_loop)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from balanceroute.proxy.wire.messages import Request, ServerLimits
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from tests.wire.conftest import Run
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -219,34 +218,31 @@ def test_rejections_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFi
     assert fields[0] == {"reason": "limit", "count": 1, "open": 1, "peer": "127.0.0.1"}
 
 
-def test_over_tls_a_client_that_does_not_help_to_close_is_evicted_all_the_same(
-    run: "Run", contexts: "tuple[SSLContext, SSLContext]"
+async def test_over_tls_a_client_that_does_not_help_to_close_is_evicted_all_the_same(
+    contexts: "tuple[SSLContext, SSLContext]",
 ) -> None:
-    async def main() -> None:
-        server = Server(Desk(), limits=ServerLimits(connection_limit=1))
-        await server.start("127.0.0.1", 0, ssl=contexts[0])
+    server = Server(Desk(), limits=ServerLimits(connection_limit=1))
+    await server.start("127.0.0.1", 0, ssl=contexts[0])
 
-        async def connect() -> Client:
-            client = Client(
-                *await asyncio.open_connection(
-                    "127.0.0.1", server.port, ssl=contexts[1], server_hostname="localhost"
-                )
+    async def connect() -> Client:
+        client = Client(
+            *await asyncio.open_connection(
+                "127.0.0.1", server.port, ssl=contexts[1], server_hostname="localhost"
             )
-            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
-            return client
+        )
+        assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+        return client
 
-        clients: list[Client] = []
-        try:
-            clients.append(await connect())
-            clients[0].writer.transport.pause_reading()  # type: ignore[attr-defined]
-            clients.append(await connect())
-            while server.connections > 1:  # noqa: ASYNC110 (What is waited for sets no event.)
-                await asyncio.sleep(0)
-            assert server.limit.evicted == 1
-        finally:
-            for client in clients:
-                client.writer.transport.abort()
-            server.close()
-            await server.drain()
-
-    run(main())
+    clients: list[Client] = []
+    try:
+        clients.append(await connect())
+        clients[0].writer.transport.pause_reading()  # type: ignore[attr-defined]
+        clients.append(await connect())
+        while server.connections > 1:  # noqa: ASYNC110 (What is waited for sets no event.)
+            await asyncio.sleep(0)
+        assert server.limit.evicted == 1
+    finally:
+        for client in clients:
+            client.writer.transport.abort()
+        server.close()
+        await server.drain()

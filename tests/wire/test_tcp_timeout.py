@@ -12,7 +12,7 @@ from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.tcp_timeout import end_if_silent
 
 if TYPE_CHECKING:
-    from tests.wire.conftest import Engine, RawConnection, Run
+    from tests.wire.conftest import Engine, RawConnection
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
 
@@ -44,8 +44,8 @@ def test_probes_take_the_second_half_of_the_time(
 
 @linux
 @pytest.mark.parametrize(("timeout_s", "is_set"), [(30.0, True), (0.0, False)])
-def test_connections_to_engines_are_watched(
-    run: "Run", engine: "Engine", timeout_s: float, is_set: bool
+async def test_connections_to_engines_are_watched(
+    engine: "Engine", timeout_s: float, is_set: bool
 ) -> None:
     """Finding H3: a host that vanishes ends its connections in tens of seconds."""
 
@@ -60,11 +60,8 @@ def test_connections_to_engines_are_watched(
         connected: socket.socket = connection._transport.get_extra_info("socket")
         return connected
 
-    async def main() -> None:
-        async with engine(answer, tcp_timeout_s=timeout_s) as raw:
-            options = options_of(await ask(raw.endpoint))
-            assert bool(options["SO_KEEPALIVE"]) == is_set
-            assert (options["TCP_USER_TIMEOUT"] == 30_000) == is_set
-            await asyncio.sleep(0)
-
-    run(main())
+    async with engine(answer, tcp_timeout_s=timeout_s) as raw:
+        options = options_of(await ask(raw.endpoint))
+        assert bool(options["SO_KEEPALIVE"]) == is_set
+        assert (options["TCP_USER_TIMEOUT"] == 30_000) == is_set
+        await asyncio.sleep(0)

@@ -131,7 +131,7 @@ def answer_and_close(
     return script
 
 
-def test_a_request_is_written_with_host_and_length(run: "Run", engine: "Engine") -> None:
+async def test_a_request_is_written_with_host_and_length(engine: "Engine") -> None:
     seen: list[bytes] = []
 
     async def script(connection: "RawConnection") -> None:
@@ -140,29 +140,22 @@ def test_a_request_is_written_with_host_and_length(run: "Run", engine: "Engine")
             connection.send(OK)
         await connection.rest()
 
-    async def main() -> None:
-        async with engine(script) as raw:
-            await exchange(raw.endpoint, b"hello")
-            await exchange(raw.endpoint, method=b"GET")
-            host = raw.endpoint.name.removeprefix("http://").encode()
-            assert seen == [
-                b"POST /x?y HTTP/1.1\r\nhost: %b\r\nx-id: 1\r\ncontent-length: 5\r\n\r\nhello"
-                % host,
-                b"GET /x?y HTTP/1.1\r\nhost: %b\r\nx-id: 1\r\n\r\n" % host,
-            ]
-
-    run(main())
+    async with engine(script) as raw:
+        await exchange(raw.endpoint, b"hello")
+        await exchange(raw.endpoint, method=b"GET")
+        host = raw.endpoint.name.removeprefix("http://").encode()
+        assert seen == [
+            b"POST /x?y HTTP/1.1\r\nhost: %b\r\nx-id: 1\r\ncontent-length: 5\r\n\r\nhello" % host,
+            b"GET /x?y HTTP/1.1\r\nhost: %b\r\nx-id: 1\r\n\r\n" % host,
+        ]
 
 
-def test_a_request_that_cannot_be_written_is_not_begun(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine() as raw:
-            for target, headers in ((b"/ HTTP/1.1\r\n", []), (b"/", [(b"x", b"\r\n")])):
-                with pytest.raises(UnsafeHeaderError):
-                    raw.endpoint.request(b"GET", target, headers, b"", Handler())
-            assert raw.endpoint.connections == 0
-
-    run(main())
+async def test_a_request_that_cannot_be_written_is_not_begun(engine: "Engine") -> None:
+    async with engine() as raw:
+        for target, headers in ((b"/ HTTP/1.1\r\n", []), (b"/", [(b"x", b"\r\n")])):
+            with pytest.raises(UnsafeHeaderError):
+                raw.endpoint.request(b"GET", target, headers, b"", Handler())
+        assert raw.endpoint.connections == 0
 
 
 WHOLE = {
@@ -182,69 +175,54 @@ WHOLE = {
 
 @pytest.mark.parametrize(("answer", "body"), WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("split", [False, True])
-def test_a_response_is_read_and_its_connection_reused(
-    run: "Run", engine: "Engine", answer: bytes, body: bytes, *, split: bool
+async def test_a_response_is_read_and_its_connection_reused(
+    engine: "Engine", answer: bytes, body: bytes, *, split: bool
 ) -> None:
-    async def main() -> None:
-        async with engine(answering(answer, answer, split=split)) as raw:
-            for _ in range(2):
-                handler = await exchange(raw.endpoint)
-                assert handler.ended
-                assert handler.body == body
-                assert handler.status in (200, 204, 304)
-                assert (raw.endpoint.connections, raw.endpoint.idle) == (1, 1)
-            assert raw.accepted == 1
-
-    run(main())
+    async with engine(answering(answer, answer, split=split)) as raw:
+        for _ in range(2):
+            handler = await exchange(raw.endpoint)
+            assert handler.ended
+            assert handler.body == body
+            assert handler.status in (200, 204, 304)
+            assert (raw.endpoint.connections, raw.endpoint.idle) == (1, 1)
+        assert raw.accepted == 1
 
 
-def test_one_head_says_nothing_about_the_next(run: "Run", engine: "Engine") -> None:
+async def test_one_head_says_nothing_about_the_next(engine: "Engine") -> None:
     interim = b"HTTP/1.1 103 Early Hints\r\nlink: %b\r\n\r\n" % (b"x" * 1000)
     answers = [interim + OK, b"HTTP/1.1 204 No\r\n\r\n"] * 3
 
-    async def main() -> None:
-        async with engine(answering(*answers, split=True), max_head_bytes=2000) as raw:
-            for _ in answers:
-                assert (await exchange(raw.endpoint)).ended
-            assert raw.accepted == 1
-
-    run(main())
+    async with engine(answering(*answers, split=True), max_head_bytes=2000) as raw:
+        for _ in answers:
+            assert (await exchange(raw.endpoint)).ended
+        assert raw.accepted == 1
 
 
-def test_a_connection_that_closes_is_not_taken(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine(answering(OK), answering(OK)) as raw:
-            await exchange(raw.endpoint)
-            (connection,) = raw.endpoint._idle
-            connection._transport.close()
-            _, call = begin(raw.endpoint)
-            assert call.connection is None
-            await until(lambda: call.done)
-            assert raw.accepted == 2
-
-    run(main())
+async def test_a_connection_that_closes_is_not_taken(engine: "Engine") -> None:
+    async with engine(answering(OK), answering(OK)) as raw:
+        await exchange(raw.endpoint)
+        (connection,) = raw.endpoint._idle
+        connection._transport.close()
+        _, call = begin(raw.endpoint)
+        assert call.connection is None
+        await until(lambda: call.done)
+        assert raw.accepted == 2
 
 
-def test_a_segment_of_several_chunks_is_one_piece(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine(answering(STREAM + b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n0\r\n\r\n")) as raw:
-            assert (await exchange(raw.endpoint)).pieces == [b"abc"]
-
-    run(main())
+async def test_a_segment_of_several_chunks_is_one_piece(engine: "Engine") -> None:
+    async with engine(answering(STREAM + b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n0\r\n\r\n")) as raw:
+        assert (await exchange(raw.endpoint)).pieces == [b"abc"]
 
 
-def test_head_has_no_body_whatever_its_length_says(run: "Run", engine: "Engine") -> None:
+async def test_head_has_no_body_whatever_its_length_says(engine: "Engine") -> None:
     answers = b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", STREAM
 
-    async def main() -> None:
-        async with engine(answering(*answers)) as raw:
-            for _ in answers:
-                handler = await exchange(raw.endpoint, method=b"HEAD")
-                assert handler.ended
-                assert handler.body == b""
-            assert raw.accepted == 1
-
-    run(main())
+    async with engine(answering(*answers)) as raw:
+        for _ in answers:
+            handler = await exchange(raw.endpoint, method=b"HEAD")
+            assert handler.ended
+            assert handler.body == b""
+        assert raw.accepted == 1
 
 
 NOT_REUSED = {
@@ -257,29 +235,23 @@ NOT_REUSED = {
 
 
 @pytest.mark.parametrize("answer", NOT_REUSED.values(), ids=NOT_REUSED)
-def test_a_connection_in_doubt_is_not_reused(run: "Run", engine: "Engine", answer: bytes) -> None:
-    async def main() -> None:
-        async with engine(answering(answer), answering(OK)) as raw:
-            for accepted in (1, 2):
-                handler = await exchange(raw.endpoint)
-                assert (handler.ended, handler.body) == (True, b"ok")
-                assert raw.accepted == accepted
-
-    run(main())
-
-
-def test_a_body_without_a_length_ends_with_the_connection(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine(answer_and_close(b"HTTP/1.1 200 OK\r\n\r\nto the end")) as raw:
+async def test_a_connection_in_doubt_is_not_reused(engine: "Engine", answer: bytes) -> None:
+    async with engine(answering(answer), answering(OK)) as raw:
+        for accepted in (1, 2):
             handler = await exchange(raw.endpoint)
-            assert handler.ended
-            assert handler.body == b"to the end"
-            assert raw.endpoint.idle == 0
-
-    run(main())
+            assert (handler.ended, handler.body) == (True, b"ok")
+            assert raw.accepted == accepted
 
 
-def test_an_answer_before_the_request_was_read_is_not_reused(run: "Run", engine: "Engine") -> None:
+async def test_a_body_without_a_length_ends_with_the_connection(engine: "Engine") -> None:
+    async with engine(answer_and_close(b"HTTP/1.1 200 OK\r\n\r\nto the end")) as raw:
+        handler = await exchange(raw.endpoint)
+        assert handler.ended
+        assert handler.body == b"to the end"
+        assert raw.endpoint.idle == 0
+
+
+async def test_an_answer_before_the_request_was_read_is_not_reused(engine: "Engine") -> None:
     done = asyncio.Event()
 
     async def early(connection: "RawConnection") -> None:
@@ -288,15 +260,12 @@ def test_an_answer_before_the_request_was_read_is_not_reused(run: "Run", engine:
         connection.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
         await done.wait()
 
-    async def main() -> None:
-        async with engine(early, answering(OK)) as raw:
-            handler = await exchange(raw.endpoint, bytes(32 << 20))
-            assert (handler.ended, handler.status) == (True, 413)
-            assert raw.endpoint.idle == 0
-            assert (await exchange(raw.endpoint)).ended
-            done.set()
-
-    run(main())
+    async with engine(early, answering(OK)) as raw:
+        handler = await exchange(raw.endpoint, bytes(32 << 20))
+        assert (handler.ended, handler.status) == (True, 413)
+        assert raw.endpoint.idle == 0
+        assert (await exchange(raw.endpoint)).ended
+        done.set()
 
 
 PROTOCOL_ERRORS = {
@@ -322,18 +291,13 @@ PROTOCOL_ERRORS = {
 
 
 @pytest.mark.parametrize("answer", PROTOCOL_ERRORS.values(), ids=PROTOCOL_ERRORS)
-def test_a_malformed_response_is_a_protocol_error(
-    run: "Run", engine: "Engine", answer: bytes
-) -> None:
-    async def main() -> None:
-        async with engine(answering(answer)) as raw:
-            handler = await exchange(raw.endpoint)
-            assert handler.error is not None
-            assert handler.error.kind is WireFault.PROTOCOL
-            assert (handler.error.sent, handler.error.answered) == (True, True)
-            assert raw.accepted == 1
-
-    run(main())
+async def test_a_malformed_response_is_a_protocol_error(engine: "Engine", answer: bytes) -> None:
+    async with engine(answering(answer)) as raw:
+        handler = await exchange(raw.endpoint)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.PROTOCOL
+        assert (handler.error.sent, handler.error.answered) == (True, True)
+        assert raw.accepted == 1
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -352,30 +316,27 @@ def test_a_malformed_response_is_a_protocol_error(
         (STREAM + b"4\r\npart\r\n0\r\n", True),
     ],
 )
-def test_a_response_that_is_cut_is_an_error_in_every_phase(
-    run: "Run", engine: "Engine", answer: bytes, *, answered: bool, reset: bool
+async def test_a_response_that_is_cut_is_an_error_in_every_phase(
+    engine: "Engine", answer: bytes, *, answered: bool, reset: bool
 ) -> None:
     calls: list[Call] = []
     script = answer_and_close(
         answer, reset=reset, seen=lambda: bool(calls) and calls[0].answered is answered
     )
 
-    async def main() -> None:
-        async with engine(script) as raw:
-            handler, call = begin(raw.endpoint)
-            calls.append(call)
-            await until(lambda: handler.over)
-            assert handler.error is not None
-            assert handler.error.kind is WireFault.RESET
-            assert (handler.error.sent, handler.error.answered) == (True, answered)
-            assert handler.body == (b"part" if b"part" in answer else b"")
-            assert raw.accepted == 1
-            assert raw.endpoint.idle == 0
-
-    run(main())
+    async with engine(script) as raw:
+        handler, call = begin(raw.endpoint)
+        calls.append(call)
+        await until(lambda: handler.over)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.RESET
+        assert (handler.error.sent, handler.error.answered) == (True, answered)
+        assert handler.body == (b"part" if b"part" in answer else b"")
+        assert raw.accepted == 1
+        assert raw.endpoint.idle == 0
 
 
-def test_a_reset_never_ends_a_body_without_a_length(run: "Run", engine: "Engine") -> None:
+async def test_a_reset_never_ends_a_body_without_a_length(engine: "Engine") -> None:
     handlers: list[Handler] = []
     script = answer_and_close(
         b"HTTP/1.1 200 OK\r\n\r\npart",
@@ -383,21 +344,18 @@ def test_a_reset_never_ends_a_body_without_a_length(run: "Run", engine: "Engine"
         seen=lambda: bool(handlers) and handlers[0].body == b"part",
     )
 
-    async def main() -> None:
-        async with engine(script) as raw:
-            handler, _ = begin(raw.endpoint)
-            handlers.append(handler)
-            await until(lambda: handler.over)
-            assert handler.error is not None
-            assert handler.error.kind is WireFault.RESET
-            assert handler.body == b"part"
-
-    run(main())
+    async with engine(script) as raw:
+        handler, _ = begin(raw.endpoint)
+        handlers.append(handler)
+        await until(lambda: handler.over)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.RESET
+        assert handler.body == b"part"
 
 
 @pytest.mark.parametrize("unasked", [b"", b"HTTP/1.1 408 Timeout\r\n\r\n", b"\r\n"])
-def test_an_idle_connection_that_shows_life_is_closed(
-    run: "Run", engine: "Engine", unasked: bytes
+async def test_an_idle_connection_that_shows_life_is_closed(
+    engine: "Engine", unasked: bytes
 ) -> None:
     idle = asyncio.Event()
 
@@ -409,20 +367,17 @@ def test_an_idle_connection_that_shows_life_is_closed(
         if unasked:
             assert await connection.rest() == b""
 
-    async def main() -> None:
-        async with engine(script, answering(OK)) as raw:
-            assert (await exchange(raw.endpoint)).ended
-            assert raw.endpoint.idle == 1
-            idle.set()
-            await until(lambda: raw.endpoint.connections == 0)
-            assert raw.endpoint.idle == 0
-            assert (await exchange(raw.endpoint)).ended
-            assert raw.accepted == 2
-
-    run(main())
+    async with engine(script, answering(OK)) as raw:
+        assert (await exchange(raw.endpoint)).ended
+        assert raw.endpoint.idle == 1
+        idle.set()
+        await until(lambda: raw.endpoint.connections == 0)
+        assert raw.endpoint.idle == 0
+        assert (await exchange(raw.endpoint)).ended
+        assert raw.accepted == 2
 
 
-def test_the_connection_used_last_is_taken_first(run: "Run", engine: "Engine") -> None:
+async def test_the_connection_used_last_is_taken_first(engine: "Engine") -> None:
     waiting: dict[bytes, asyncio.Event] = {}
     used: dict[bytes, object] = {}
 
@@ -435,75 +390,61 @@ def test_the_connection_used_last_is_taken_first(run: "Run", engine: "Engine") -
                     await waiting[body].wait()
                 connection.send(OK)
 
-    async def main() -> None:
-        async with engine(*[script] * 3) as raw:
-            waiting.update({body: asyncio.Event() for body in (b"a", b"b", b"c")})
-            handlers = {body: begin(raw.endpoint, body)[0] for body in waiting}
-            assert raw.endpoint.connections == 3
-            await until(lambda: len(used) == 3)
-            for body in (b"a", b"c", b"b"):
-                waiting[body].set()
-                await until(lambda: handlers[body].ended)  # noqa: B023
-            assert raw.endpoint.idle == 3
-            await exchange(raw.endpoint, b"d")
-            await exchange(raw.endpoint, b"e")
-            assert used[b"d"] is used[b"e"] is used[b"b"]
-
-    run(main())
+    async with engine(*[script] * 3) as raw:
+        waiting.update({body: asyncio.Event() for body in (b"a", b"b", b"c")})
+        handlers = {body: begin(raw.endpoint, body)[0] for body in waiting}
+        assert raw.endpoint.connections == 3
+        await until(lambda: len(used) == 3)
+        for body in (b"a", b"c", b"b"):
+            waiting[body].set()
+            await until(lambda: handlers[body].ended)  # noqa: B023
+        assert raw.endpoint.idle == 3
+        await exchange(raw.endpoint, b"d")
+        await exchange(raw.endpoint, b"e")
+        assert used[b"d"] is used[b"e"] is used[b"b"]
 
 
-def test_a_request_made_as_a_response_ends_reuses_its_connection(
-    run: "Run", engine: "Engine"
-) -> None:
-    async def main() -> None:
-        async with engine(answering(OK, OK)) as raw:
-            handler, _ = begin(raw.endpoint)
-            following = Handler()
+async def test_a_request_made_as_a_response_ends_reuses_its_connection(engine: "Engine") -> None:
+    async with engine(answering(OK, OK)) as raw:
+        handler, _ = begin(raw.endpoint)
+        following = Handler()
 
-            def follow() -> None:
-                raw.endpoint.request(b"GET", b"/", [], b"", following)
+        def follow() -> None:
+            raw.endpoint.request(b"GET", b"/", [], b"", following)
 
-            handler.then = follow
-            await until(lambda: following.over)
-            assert following.ended
-            assert raw.accepted == 1
-
-    run(main())
+        handler.then = follow
+        await until(lambda: following.over)
+        assert following.ended
+        assert raw.accepted == 1
 
 
-def test_no_more_than_max_idle_connections_are_kept(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine(*[answering(OK)] * 5, max_idle=2) as raw:
-            handlers = [begin(raw.endpoint)[0] for _ in range(5)]
-            await until(lambda: all(handler.ended for handler in handlers))
-            assert raw.endpoint.idle == 2
-            await until(lambda: raw.endpoint.connections == 2)
-
-    run(main())
+async def test_no_more_than_max_idle_connections_are_kept(engine: "Engine") -> None:
+    async with engine(*[answering(OK)] * 5, max_idle=2) as raw:
+        handlers = [begin(raw.endpoint)[0] for _ in range(5)]
+        await until(lambda: all(handler.ended for handler in handlers))
+        assert raw.endpoint.idle == 2
+        await until(lambda: raw.endpoint.connections == 2)
 
 
-def test_a_closed_endpoint_keeps_nothing(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine(answering(OK), answering(OK), answering(OK)) as raw:
-            handlers = [begin(raw.endpoint)[0] for _ in range(2)]
-            await until(lambda: all(handler.ended for handler in handlers))
-            raw.endpoint.close()
-            assert raw.endpoint.idle == 0
-            await until(lambda: raw.endpoint.connections == 0)
-            handler, _ = begin(raw.endpoint)
-            raw.endpoint.close()
-            await until(lambda: handler.ended)
-            assert raw.endpoint.idle == 0
-
-    run(main())
+async def test_a_closed_endpoint_keeps_nothing(engine: "Engine") -> None:
+    async with engine(answering(OK), answering(OK), answering(OK)) as raw:
+        handlers = [begin(raw.endpoint)[0] for _ in range(2)]
+        await until(lambda: all(handler.ended for handler in handlers))
+        raw.endpoint.close()
+        assert raw.endpoint.idle == 0
+        await until(lambda: raw.endpoint.connections == 0)
+        handler, _ = begin(raw.endpoint)
+        raw.endpoint.close()
+        await until(lambda: handler.ended)
+        assert raw.endpoint.idle == 0
 
 
 @pytest.mark.parametrize(
     "answer",
     [None, b"", b"HTTP/1.1 200", STREAM, STREAM + b"4\r\ndata\r\n", b"HTTP/1.1 200 O\r\n\r\n"],
 )
-def test_an_aborted_call_closes_its_connection_and_stays_silent(
-    run: "Run", engine: "Engine", answer: bytes | None
+async def test_an_aborted_call_closes_its_connection_and_stays_silent(
+    engine: "Engine", answer: bytes | None
 ) -> None:
     seen: list[bytes] = []
 
@@ -512,55 +453,49 @@ def test_an_aborted_call_closes_its_connection_and_stays_silent(
         connection.send(answer or b"")
         seen.append(await connection.rest())
 
-    async def main() -> None:
-        async with engine(*[script] if answer is not None else []) as raw:
-            handler, call = begin(raw.endpoint)
-            if answer is not None:
-                await until(lambda: raw.accepted == 1 and call.sent)
-                await until(lambda: call.answered is bool(answer))
-            call.abort()
-            call.abort()
-            call.pause()
-            call.resume()
-            assert not handler.over
-            await until(lambda: raw.endpoint.connections == 0)
-            assert not handler.over
-            if answer is not None:
-                await until(lambda: bool(seen))
+    async with engine(*[script] if answer is not None else []) as raw:
+        handler, call = begin(raw.endpoint)
+        if answer is not None:
+            await until(lambda: raw.accepted == 1 and call.sent)
+            await until(lambda: call.answered is bool(answer))
+        call.abort()
+        call.abort()
+        call.pause()
+        call.resume()
         assert not handler.over
-
-    run(main())
+        await until(lambda: raw.endpoint.connections == 0)
+        assert not handler.over
+        if answer is not None:
+            await until(lambda: bool(seen))
+    assert not handler.over
 
 
 @pytest.mark.parametrize("phase", ["on_head", "on_data"])
 @pytest.mark.parametrize(
     "answer", [OK, STREAM + b"2\r\nok\r\n0\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nok"]
 )
-def test_a_call_may_be_aborted_from_within_a_callback(
-    run: "Run", engine: "Engine", answer: bytes, phase: str
+async def test_a_call_may_be_aborted_from_within_a_callback(
+    engine: "Engine", answer: bytes, phase: str
 ) -> None:
-    async def main() -> None:
-        async with engine(answering(answer)) as raw:
-            handler, call = begin(raw.endpoint)
-            taken = getattr(handler, phase)
-            calls = 0
+    async with engine(answering(answer)) as raw:
+        handler, call = begin(raw.endpoint)
+        taken = getattr(handler, phase)
+        calls = 0
 
-            def aborting(*arguments: object) -> None:
-                nonlocal calls
-                calls += 1
-                taken(*arguments)
-                call.abort()
+        def aborting(*arguments: object) -> None:
+            nonlocal calls
+            calls += 1
+            taken(*arguments)
+            call.abort()
 
-            setattr(handler, phase, aborting)
-            await until(lambda: calls == 1)
-            await until(lambda: raw.endpoint.connections == 0)
-            assert not handler.over
-            assert raw.endpoint.idle == 0
-
-    run(main())
+        setattr(handler, phase, aborting)
+        await until(lambda: calls == 1)
+        await until(lambda: raw.endpoint.connections == 0)
+        assert not handler.over
+        assert raw.endpoint.idle == 0
 
 
-def test_a_paused_call_holds_the_engine_back(run: "Run", engine: "Engine") -> None:
+async def test_a_paused_call_holds_the_engine_back(engine: "Engine") -> None:
     piece = bytes(100_000)
     total = 40_000_000  # More than sockets hold.
     written = 0
@@ -577,46 +512,40 @@ def test_a_paused_call_holds_the_engine_back(run: "Run", engine: "Engine") -> No
         connection.send(OK)
         await connection.rest()
 
-    async def main() -> None:
-        async with engine(script) as raw:
-            handler, call = begin(raw.endpoint)
-            call.pause()
-            call.pause()
-            idle_rounds = 0
-            while idle_rounds < 50:
-                before = written
-                await asyncio.sleep(0)
-                idle_rounds = idle_rounds + 1 if written == before and written else 0
-            assert 0 < written < total
-            assert not handler.pieces
-            call.resume()
-            await until(lambda: bool(handler.pieces))
-            call.pause()
-            taken = len(handler.pieces)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert len(handler.pieces) <= taken + 1
-            call.resume()
-            await until(lambda: handler.over)
-            assert len(handler.body) == total
-            assert (await exchange(raw.endpoint)).body == b"ok"
-
-    run(main())
+    async with engine(script) as raw:
+        handler, call = begin(raw.endpoint)
+        call.pause()
+        call.pause()
+        idle_rounds = 0
+        while idle_rounds < 50:
+            before = written
+            await asyncio.sleep(0)
+            idle_rounds = idle_rounds + 1 if written == before and written else 0
+        assert 0 < written < total
+        assert not handler.pieces
+        call.resume()
+        await until(lambda: bool(handler.pieces))
+        call.pause()
+        taken = len(handler.pieces)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(handler.pieces) <= taken + 1
+        call.resume()
+        await until(lambda: handler.over)
+        assert len(handler.body) == total
+        assert (await exchange(raw.endpoint)).body == b"ok"
 
 
-def test_a_connection_paused_at_its_end_is_read_again(run: "Run", engine: "Engine") -> None:
-    async def main() -> None:
-        async with engine(answering(OK, OK)) as raw:
-            handler, call = begin(raw.endpoint)
-            handler.on_data = lambda data: call.pause()  # type: ignore[method-assign]
-            await until(lambda: handler.over)
-            assert (await exchange(raw.endpoint)).body == b"ok"
-            assert raw.accepted == 1
-
-    run(main())
+async def test_a_connection_paused_at_its_end_is_read_again(engine: "Engine") -> None:
+    async with engine(answering(OK, OK)) as raw:
+        handler, call = begin(raw.endpoint)
+        handler.on_data = lambda data: call.pause()  # type: ignore[method-assign]
+        await until(lambda: handler.over)
+        assert (await exchange(raw.endpoint)).body == b"ok"
+        assert raw.accepted == 1
 
 
-def test_large_bodies_go_both_ways(run: "Run", engine: "Engine") -> None:
+async def test_large_bodies_go_both_ways(engine: "Engine") -> None:
     body = bytes(range(256)) * 32_768
     coded = b"".join(b"10000\r\n%b\r\n" % body[i : i + 65_536] for i in range(0, len(body), 65_536))
 
@@ -629,13 +558,10 @@ def test_large_bodies_go_both_ways(run: "Run", engine: "Engine") -> None:
             connection.send(answer)
         await connection.rest()
 
-    async def main() -> None:
-        async with engine(script) as raw:
-            for sent in (body, Pieces([body[:9], memoryview(body)[9:-1], body[-1:]])):
-                assert (await exchange(raw.endpoint, sent)).body == body
-            assert raw.accepted == 1
-
-    run(main())
+    async with engine(script) as raw:
+        for sent in (body, Pieces([body[:9], memoryview(body)[9:-1], body[-1:]])):
+            assert (await exchange(raw.endpoint, sent)).body == body
+        assert raw.accepted == 1
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)

@@ -16,7 +16,7 @@ from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from tests.wire.conftest import Engine, RawConnection, Run
+    from tests.wire.conftest import Engine, RawConnection
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -67,44 +67,36 @@ async def wait_for_the_end(connection: "RawConnection") -> None:
     await connection.rest()
 
 
-def test_a_refused_connection_was_never_sent_anything(run: "Run") -> None:
-    async def main() -> None:
-        listener = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
-        listener.close()
-        await listener.wait_closed()
-        endpoint = Endpoint("127.0.0.1", port)
-        handler = await exchange(endpoint)
-        assert handler.error is not None
-        assert handler.error.kind is WireFault.CONNECT
-        assert (handler.error.sent, handler.error.answered) == (False, False)
-        assert isinstance(handler.error.__cause__, ConnectionRefusedError)
-        await until(lambda: endpoint.connections == 0)
-
-    run(main())
+async def test_a_refused_connection_was_never_sent_anything() -> None:
+    listener = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    listener.close()
+    await listener.wait_closed()
+    endpoint = Endpoint("127.0.0.1", port)
+    handler = await exchange(endpoint)
+    assert handler.error is not None
+    assert handler.error.kind is WireFault.CONNECT
+    assert (handler.error.sent, handler.error.answered) == (False, False)
+    assert isinstance(handler.error.__cause__, ConnectionRefusedError)
+    await until(lambda: endpoint.connections == 0)
 
 
 @pytest.mark.parametrize("banner", [b"", b"220 mail ESMTP\r\n"])
-def test_an_engine_that_closes_at_once_is_an_error(
-    run: "Run", engine: "Engine", banner: bytes
-) -> None:
+async def test_an_engine_that_closes_at_once_is_an_error(engine: "Engine", banner: bytes) -> None:
     async def slam(connection: "RawConnection") -> None:
         connection.send(banner)
         connection.reset()
 
-    async def main() -> None:
-        async with engine(*[slam] * 50) as raw:
-            handlers = [begin(raw.endpoint) for _ in range(50)]
-            await until(lambda: all(handler.over for handler in handlers))
-            for handler in handlers:
-                assert handler.error is not None
-                assert handler.error.kind in (WireFault.RESET, WireFault.PROTOCOL)
-
-    run(main())
+    async with engine(*[slam] * 50) as raw:
+        handlers = [begin(raw.endpoint) for _ in range(50)]
+        await until(lambda: all(handler.over for handler in handlers))
+        for handler in handlers:
+            assert handler.error is not None
+            assert handler.error.kind in (WireFault.RESET, WireFault.PROTOCOL)
 
 
-def test_a_connection_lost_before_its_request_was_never_sent_anything(
-    run: "Run", engine: "Engine", monkeypatch: pytest.MonkeyPatch
+async def test_a_connection_lost_before_its_request_was_never_sent_anything(
+    engine: "Engine", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection_made = ClientConnection.connection_made
 
@@ -112,41 +104,35 @@ def test_a_connection_lost_before_its_request_was_never_sent_anything(
         connection_made(self, transport)
         self.drop()
 
-    async def main() -> None:
-        async with engine(wait_for_the_end) as raw:
-            monkeypatch.setattr(ClientConnection, "connection_made", lose)
-            handler = await exchange(raw.endpoint)
-            assert handler.error is not None
-            assert handler.error.kind is WireFault.RESET
-            assert (handler.error.sent, handler.error.answered) == (False, False)
-
-    run(main())
+    async with engine(wait_for_the_end) as raw:
+        monkeypatch.setattr(ClientConnection, "connection_made", lose)
+        handler = await exchange(raw.endpoint)
+        assert handler.error is not None
+        assert handler.error.kind is WireFault.RESET
+        assert (handler.error.sent, handler.error.answered) == (False, False)
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_call_aborted_while_its_connection_opens_is_forgotten(
-    run: "Run", engine: "Engine", monkeypatch: pytest.MonkeyPatch, later: bool
+async def test_a_call_aborted_while_its_connection_opens_is_forgotten(
+    engine: "Engine", monkeypatch: pytest.MonkeyPatch, later: bool
 ) -> None:
     connection_made = ClientConnection.connection_made
 
-    async def main() -> None:
-        async with engine(wait_for_the_end) as raw:
-            call = raw.endpoint.request(b"GET", b"/", [], b"", Handler())
-            made = asyncio.Event()
+    async with engine(wait_for_the_end) as raw:
+        call = raw.endpoint.request(b"GET", b"/", [], b"", Handler())
+        made = asyncio.Event()
 
-            def leave(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
-                connection_made(self, transport)
-                made.set()
-                if later:
-                    asyncio.get_running_loop().call_soon(call.abort)
-                else:
-                    call.abort()
+        def leave(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
+            connection_made(self, transport)
+            made.set()
+            if later:
+                asyncio.get_running_loop().call_soon(call.abort)
+            else:
+                call.abort()
 
-            monkeypatch.setattr(ClientConnection, "connection_made", leave)
-            await made.wait()
-            await until(lambda: raw.endpoint.connections == 0)
-
-    run(main())
+        monkeypatch.setattr(ClientConnection, "connection_made", leave)
+        await made.wait()
+        await until(lambda: raw.endpoint.connections == 0)
 
 
 async def answer(
@@ -160,65 +146,52 @@ async def answer(
     served.set()
 
 
-def test_a_connection_that_was_taken_during_a_standstill_is_in_time(run: "Run") -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        connect, served = loop.create_connection, asyncio.Event()
+async def test_a_connection_that_was_taken_during_a_standstill_is_in_time() -> None:
+    loop = asyncio.get_running_loop()
+    connect, served = loop.create_connection, asyncio.Event()
 
-        async def connect_and_stand_still(*words: Any, **options: Any) -> Any:
-            connecting = loop.create_task(connect(*words, **options))
-            loop.call_soon(time.sleep, 0.3)  # In the turn in which it begins.
-            return await connecting
+    async def connect_and_stand_still(*words: Any, **options: Any) -> Any:
+        connecting = loop.create_task(connect(*words, **options))
+        loop.call_soon(time.sleep, 0.3)  # In the turn in which it begins.
+        return await connecting
 
-        listener = await asyncio.start_server(partial(answer, served), "127.0.0.1", 0)
-        port = listener.sockets[0].getsockname()[1]
-        endpoint = Endpoint("127.0.0.1", port, connect_timeout_s=0.2)
-        loop.create_connection = connect_and_stand_still  # type: ignore[method-assign]
-        handler = await exchange(endpoint)
-        assert handler.error is None
-        assert handler.body == b"ok"
-        endpoint.close()
-        await until(lambda: endpoint.connections == 0)
-        await served.wait()
-        listener.close()
-        await listener.wait_closed()
-
-    run(main())
+    listener = await asyncio.start_server(partial(answer, served), "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    endpoint = Endpoint("127.0.0.1", port, connect_timeout_s=0.2)
+    loop.create_connection = connect_and_stand_still  # type: ignore[method-assign]
+    handler = await exchange(endpoint)
+    assert handler.error is None
+    assert handler.body == b"ok"
+    endpoint.close()
+    await until(lambda: endpoint.connections == 0)
+    await served.wait()
+    listener.close()
+    await listener.wait_closed()
 
 
-def test_a_name_that_cannot_be_resolved_is_a_connect_error(run: "Run") -> None:
-    async def main() -> None:
-        endpoint = Endpoint("a" * 64 + ".invalid", 80)
-        handler = await exchange(endpoint)
-        assert handler.error is not None
-        assert handler.error.kind is WireFault.CONNECT
-        await until(lambda: endpoint.connections == 0)
-
-    run(main())
+async def test_a_name_that_cannot_be_resolved_is_a_connect_error() -> None:
+    endpoint = Endpoint("a" * 64 + ".invalid", 80)
+    handler = await exchange(endpoint)
+    assert handler.error is not None
+    assert handler.error.kind is WireFault.CONNECT
+    await until(lambda: endpoint.connections == 0)
 
 
-def test_an_engine_behind_tls_is_verified(
-    run: "Run", contexts: "tuple[SSLContext, SSLContext]"
-) -> None:
+async def test_an_engine_behind_tls_is_verified(contexts: "tuple[SSLContext, SSLContext]") -> None:
     served = asyncio.Event()
 
-    async def main() -> None:
-        listener = await asyncio.start_server(
-            partial(answer, served), "127.0.0.1", 0, ssl=contexts[0]
-        )
-        port = listener.sockets[0].getsockname()[1]
-        stranger = Endpoint("127.0.0.1", port, ssl=create_default_context())
-        handler = await exchange(stranger)
-        assert handler.error is not None
-        assert handler.error.kind is WireFault.CONNECT
-        assert not handler.error.sent
-        endpoint = Endpoint("127.0.0.1", port, ssl=contexts[1])
-        assert endpoint.name == f"https://127.0.0.1:{port}"
-        assert (await exchange(endpoint)).body == b"ok"
-        endpoint.close()
-        await until(lambda: stranger.connections + endpoint.connections == 0)
-        await served.wait()
-        listener.close()
-        await listener.wait_closed()
-
-    run(main())
+    listener = await asyncio.start_server(partial(answer, served), "127.0.0.1", 0, ssl=contexts[0])
+    port = listener.sockets[0].getsockname()[1]
+    stranger = Endpoint("127.0.0.1", port, ssl=create_default_context())
+    handler = await exchange(stranger)
+    assert handler.error is not None
+    assert handler.error.kind is WireFault.CONNECT
+    assert not handler.error.sent
+    endpoint = Endpoint("127.0.0.1", port, ssl=contexts[1])
+    assert endpoint.name == f"https://127.0.0.1:{port}"
+    assert (await exchange(endpoint)).body == b"ok"
+    endpoint.close()
+    await until(lambda: stranger.connections + endpoint.connections == 0)
+    await served.wait()
+    listener.close()
+    await listener.wait_closed()

@@ -59,36 +59,33 @@ def chunked(*chunks: bytes) -> bytes:
     return b"POST /p HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%b0\r\n\r\n" % coded
 
 
-def test_a_request_reaches_the_application_whole(
-    run: "Run", serving: "Serving", connect: "Connect"
+async def test_a_request_reaches_the_application_whole(
+    serving: "Serving", connect: "Connect"
 ) -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with serving(recorder) as server, connect(server.port) as client:
-            client.send(
-                b"POST /v1/x?a=1&b=%20 HTTP/1.1\r\nHost: a\r\nX-One: 1\r\nx-one: 2\r\n"
-                b"Content-Length: 5\r\n\r\nhe"
-            )
-            client.send(b"llo")
-            await until(lambda: bool(recorder.requests))
-            (request,) = recorder.requests
-            assert (request.method, request.path, request.query) == (
-                b"POST",
-                b"/v1/x",
-                b"a=1&b=%20",
-            )
-            assert request.body == b"hello"
-            assert request.header(b"x-one") == b"1"
-            assert request.header(b"x-two") is None
-            assert (b"x-one", b"2") in request.headers
-            local = client.writer.get_extra_info("sockname")
-            assert request.peer == f"{local[0]}:{local[1]}"
-            recorder.replies[0].send(201, [(b"x-id", b"7")], b"{}")
-            answer = await client.answer()
-            assert (answer.status, answer.body) == (201, b"{}")
-            assert answer.headers == {"x-id": "7", "content-length": "2"}
-
-    run(main())
+    recorder = Recorder()
+    async with serving(recorder) as server, connect(server.port) as client:
+        client.send(
+            b"POST /v1/x?a=1&b=%20 HTTP/1.1\r\nHost: a\r\nX-One: 1\r\nx-one: 2\r\n"
+            b"Content-Length: 5\r\n\r\nhe"
+        )
+        client.send(b"llo")
+        await until(lambda: bool(recorder.requests))
+        (request,) = recorder.requests
+        assert (request.method, request.path, request.query) == (
+            b"POST",
+            b"/v1/x",
+            b"a=1&b=%20",
+        )
+        assert request.body == b"hello"
+        assert request.header(b"x-one") == b"1"
+        assert request.header(b"x-two") is None
+        assert (b"x-one", b"2") in request.headers
+        local = client.writer.get_extra_info("sockname")
+        assert request.peer == f"{local[0]}:{local[1]}"
+        recorder.replies[0].send(201, [(b"x-id", b"7")], b"{}")
+        answer = await client.answer()
+        assert (answer.status, answer.body) == (201, b"{}")
+        assert answer.headers == {"x-id": "7", "content-length": "2"}
 
 
 BODY = bytes(range(256)) * 4
@@ -111,18 +108,15 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(("raw", "echoed"), WHOLE.values(), ids=WHOLE)
-def test_it_is_understood_whole_or_byte_by_byte(
-    run: "Run", serving: "Serving", connect: "Connect", raw: bytes, echoed: bytes
+async def test_it_is_understood_whole_or_byte_by_byte(
+    serving: "Serving", connect: "Connect", raw: bytes, echoed: bytes
 ) -> None:
-    async def main() -> None:
-        async with serving(echo) as server, connect(server.port) as client:
-            for pieces in ([raw], [raw[i : i + 1] for i in range(len(raw))]):
-                await client.send_each(pieces)
-                answer = await client.answer()
-                assert (answer.status, answer.body) == (200, echoed)
-            assert server.connections == 1
-
-    run(main())
+    async with serving(echo) as server, connect(server.port) as client:
+        for pieces in ([raw], [raw[i : i + 1] for i in range(len(raw))]):
+            await client.send_each(pieces)
+            answer = await client.answer()
+            assert (answer.status, answer.body) == (200, echoed)
+        assert server.connections == 1
 
 
 @pytest.mark.parametrize(
@@ -135,8 +129,8 @@ def test_it_is_understood_whole_or_byte_by_byte(
         (b"GET http://[::1]:2/p HTTP/1.0", b"GET /p? [::1]:2"),
     ],
 )
-def test_a_target_may_be_a_url_and_goes_before_host(
-    run: "Run", serving: "Serving", connect: "Connect", line: bytes, understood: bytes
+async def test_a_target_may_be_a_url_and_goes_before_host(
+    serving: "Serving", connect: "Connect", line: bytes, understood: bytes
 ) -> None:
     """Finding L1: targets in absolute form were refused, which a server must accept."""
 
@@ -145,40 +139,31 @@ def test_a_target_may_be_a_url_and_goes_before_host(
         text = b"%b %b?%b %b" % (request.method, request.path, request.query, hosts)
         reply.send(200, [], text)
 
-    async def main() -> None:
-        async with serving(tell) as server, connect(server.port) as client:
-            client.send(line + b"\r\nHost: a\r\n\r\n")
-            assert (await client.answer()).body == understood
-
-    run(main())
+    async with serving(tell) as server, connect(server.port) as client:
+        client.send(line + b"\r\nHost: a\r\n\r\n")
+        assert (await client.answer()).body == understood
 
 
-def test_who_speaks_tls_to_a_plain_port_is_told_so(
-    run: "Run", serving: "Serving", connect: "Connect"
+async def test_who_speaks_tls_to_a_plain_port_is_told_so(
+    serving: "Serving", connect: "Connect"
 ) -> None:
-    async def main() -> None:
-        async with serving(echo) as server, connect(server.port) as client:
-            client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
-            assert b"this is TLS" in (await client.answer()).body
-
-    run(main())
+    async with serving(echo) as server, connect(server.port) as client:
+        client.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        assert b"this is TLS" in (await client.answer()).body
 
 
-def test_a_large_body_comes_through(run: "Run", serving: "Serving", connect: "Connect") -> None:
+async def test_a_large_body_comes_through(serving: "Serving", connect: "Connect") -> None:
     body = bytes(range(256)) * 32_768
     assert len(body) == 8 << 20
 
-    async def main() -> None:
-        async with serving(echo) as server, connect(server.port) as client:
-            for raw in (
-                post(body),
-                chunked(*[body[i : i + 100_000] for i in range(0, 8 << 20, 100_000)]),
-            ):
-                client.send(raw)
-                answer = await client.answer()
-                assert answer.body == b"POST /p? " + body
-
-    run(main())
+    async with serving(echo) as server, connect(server.port) as client:
+        for raw in (
+            post(body),
+            chunked(*[body[i : i + 100_000] for i in range(0, 8 << 20, 100_000)]),
+        ):
+            client.send(raw)
+            answer = await client.answer()
+            assert answer.body == b"POST /p? " + body
 
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
@@ -273,149 +258,134 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("raw", "status"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused_and_the_connection_closed(
-    run: "Run", serving: "Serving", connect: "Connect", raw: bytes, status: int
+async def test_it_is_refused_and_the_connection_closed(
+    serving: "Serving", connect: "Connect", raw: bytes, status: int
 ) -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with serving(recorder, body_limit_bytes=1000) as server:
-            pieces = [raw[i : i + 1] for i in range(len(raw))] if len(raw) < 300 else [raw]
-            for attempt in ([raw], pieces):
-                async with connect(server.port) as client:
-                    await client.send_each(attempt)
-                    answer = await client.answer()
-                    assert answer.status == status
-                    assert answer.headers["connection"] == "close"
-                    assert json.loads(answer.body)["error"]["code"] == status
-                    assert await client.rest() == b""
-        assert not recorder.requests
-
-    run(main())
+    recorder = Recorder()
+    async with serving(recorder, body_limit_bytes=1000) as server:
+        pieces = [raw[i : i + 1] for i in range(len(raw))] if len(raw) < 300 else [raw]
+        for attempt in ([raw], pieces):
+            async with connect(server.port) as client:
+                await client.send_each(attempt)
+                answer = await client.answer()
+                assert answer.status == status
+                assert answer.headers["connection"] == "close"
+                assert json.loads(answer.body)["error"]["code"] == status
+                assert await client.rest() == b""
+    assert not recorder.requests
 
 
-def test_the_refusals_are_the_embedders(run: "Run", connect: "Connect") -> None:
+async def test_the_refusals_are_the_embedders(connect: "Connect") -> None:
     def refuse(rejection: Rejection, head: RequestHead | None, peer: str) -> tuple[Headers, bytes]:
         assert head is None
         assert peer.startswith("127.0.0.1:")
         return [(b"x-refused", b"yes")], f"{rejection.status} {rejection.message}".encode()
 
-    async def main() -> None:
-        server = Server(echo, refuse=refuse)
-        await server.start("127.0.0.1", 0)
-        async with connect(server.port) as client:
-            client.send(b"nonsense\r\n\r\n")
-            answer = await client.answer()
-            assert answer.headers["x-refused"] == "yes"
-            assert answer.body == b"400 the request line is malformed"
-        server.close()
-        await server.drain()
-
-    run(main())
+    server = Server(echo, refuse=refuse)
+    await server.start("127.0.0.1", 0)
+    async with connect(server.port) as client:
+        client.send(b"nonsense\r\n\r\n")
+        answer = await client.answer()
+        assert answer.headers["x-refused"] == "yes"
+        assert answer.body == b"400 the request line is malformed"
+    server.close()
+    await server.drain()
 
 
-def test_it_serves_on_sockets_that_are_bound_already(run: "Run", connect: "Connect") -> None:
-    async def main() -> None:
-        places = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        server = Server(echo)
-        await server.start_on(places)
-        assert server.addresses == [one.getsockname() for one in places]
-        assert server.listening == [one.fileno() for one in places]
-        for _, port in server.addresses:
-            async with connect(port) as client:
-                client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert (await client.answer()).status == 200
-        server.close()
-        await server.drain()
-        assert server.listening == []
-        for _, port in server.addresses:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port))
-
-    run(main())
-
-
-def test_who_connects_while_it_is_paused_waits(run: "Run", connect: "Connect") -> None:
-    async def main() -> None:
-        server = Server(echo, limits=ServerLimits(connection_limit=5))
-        await server.start("127.0.0.1", 0)
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            one.setblocking(False)
-            server.keep_spares()
-            further = await server.accept_too(one.dup())
-            ports = server.port, one.getsockname()[1]
-            async with connect(server.port) as old:
-                old.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert (await old.answer()).status == 200
-                for _ in range(2):
-                    server.pause()
-                    assert server.listening == []
-                    await asyncio.sleep(0.05)
-                    assert server.connections == 1  # It was idle for less than a second.
-                    async with connect(ports[0]) as first, connect(ports[1]) as second:
-                        for client in (first, second):
-                            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                        await asyncio.sleep(0.05)
-                        assert server.connections == 1
-                        await server.resume()
-                        await server.resume()
-                        assert len(server.listening) == 1
-                        for client in (first, second):
-                            assert (await client.answer()).status == 200
-            server.pause()
-            # What stood in for another process stops while it is paused, and does not begin again.
-            further.close()
-            await server.resume()
-            third = socket.create_connection(one.getsockname())
-            await asyncio.sleep(0.05)
-            one.accept()[0].close()
-            third.close()
-        server.pause()
-        server.close()
-        await server.resume()
-        await server.drain()
-        await asyncio.sleep(0)
+async def test_it_serves_on_sockets_that_are_bound_already(connect: "Connect") -> None:
+    places = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    server = Server(echo)
+    await server.start_on(places)
+    assert server.addresses == [one.getsockname() for one in places]
+    assert server.listening == [one.fileno() for one in places]
+    for _, port in server.addresses:
+        async with connect(port) as client:
+            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await client.answer()).status == 200
+    server.close()
+    await server.drain()
+    assert server.listening == []
+    for _, port in server.addresses:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", ports[0]))
-
-    run(main())
+            socket.create_connection(("127.0.0.1", port))
 
 
-def test_it_accepts_on_one_more_socket_until_that_is_closed_or_it_stops(
-    run: "Run", connect: "Connect"
+async def test_who_connects_while_it_is_paused_waits(connect: "Connect") -> None:
+    server = Server(echo, limits=ServerLimits(connection_limit=5))
+    await server.start("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        one.setblocking(False)
+        server.keep_spares()
+        further = await server.accept_too(one.dup())
+        ports = server.port, one.getsockname()[1]
+        async with connect(server.port) as old:
+            old.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await old.answer()).status == 200
+            for _ in range(2):
+                server.pause()
+                assert server.listening == []
+                await asyncio.sleep(0.05)
+                assert server.connections == 1  # It was idle for less than a second.
+                async with connect(ports[0]) as first, connect(ports[1]) as second:
+                    for client in (first, second):
+                        client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    await asyncio.sleep(0.05)
+                    assert server.connections == 1
+                    await server.resume()
+                    await server.resume()
+                    assert len(server.listening) == 1
+                    for client in (first, second):
+                        assert (await client.answer()).status == 200
+        server.pause()
+        # What stood in for another process stops while it is paused, and does not begin again.
+        further.close()
+        await server.resume()
+        third = socket.create_connection(one.getsockname())
+        await asyncio.sleep(0.05)
+        one.accept()[0].close()
+        third.close()
+    server.pause()
+    server.close()
+    await server.resume()
+    await server.drain()
+    await asyncio.sleep(0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0]))
+
+
+async def test_it_accepts_on_one_more_socket_until_that_is_closed_or_it_stops(
+    connect: "Connect",
 ) -> None:
     async def asks(connect_to: socket.socket) -> None:
         async with connect(connect_to.getsockname()[1]) as client:
             client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await client.answer()).status == 200
 
-    async def main() -> None:
-        server = Server(echo)
-        await server.start("127.0.0.1", 0)
-        with socket.create_server(("127.0.0.1", 0)) as one:
-            one.setblocking(False)
-            listener = await server.accept_too(one.dup())
-            # Another process may close it, which is no fault.
-            assert len(server.listening) == 1
-            await asks(one)
-            listener.close()
-            await asyncio.sleep(0.05)
-            second = socket.create_connection(one.getsockname())
-            await asyncio.sleep(0.05)
-            one.accept()[0].close()
-            second.close()
-            await server.accept_too(one.dup())
-            await asks(one)
-            server.stop_accepting()
-            # Once it stops it begins nowhere.
-            await server.accept_too(one.dup())
-            await asyncio.sleep(0.05)
-            third = socket.create_connection(one.getsockname())
-            one.accept()[0].close()
-            third.close()
-        server.close()
-        await server.drain()
-
-    run(main())
+    server = Server(echo)
+    await server.start("127.0.0.1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        one.setblocking(False)
+        listener = await server.accept_too(one.dup())
+        # Another process may close it, which is no fault.
+        assert len(server.listening) == 1
+        await asks(one)
+        listener.close()
+        await asyncio.sleep(0.05)
+        second = socket.create_connection(one.getsockname())
+        await asyncio.sleep(0.05)
+        one.accept()[0].close()
+        second.close()
+        await server.accept_too(one.dup())
+        await asks(one)
+        server.stop_accepting()
+        # Once it stops it begins nowhere.
+        await server.accept_too(one.dup())
+        await asyncio.sleep(0.05)
+        third = socket.create_connection(one.getsockname())
+        one.accept()[0].close()
+        third.close()
+    server.close()
+    await server.drain()
 
 
 def no_posts(head: RequestHead, peer: str) -> Rejection | None:
@@ -431,150 +401,129 @@ def no_posts(head: RequestHead, peer: str) -> Rejection | None:
         b"Transfer-Encoding: chunked",
     ],
 )
-def test_a_head_that_is_rejected_is_answered_before_its_body(
-    run: "Run", connect: "Connect", framing: bytes
+async def test_a_head_that_is_rejected_is_answered_before_its_body(
+    connect: "Connect", framing: bytes
 ) -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        server = Server(recorder, admit=no_posts)
-        await server.start("127.0.0.1", 0)
-        async with connect(server.port) as client:
-            client.send(b"POST /p?q HTTP/1.1\r\nHost: a\r\n" + framing + b"\r\n\r\n")
-            answer = await client.answer()
-            assert (answer.status, answer.headers["allow"]) == (405, "GET")
-            assert answer.headers["connection"] == "close"
-            assert json.loads(answer.body)["error"] == {"code": 405, "message": "no"}
-            client.send(bytes(1 << 20))
-            assert await client.rest() == b""
-            await client.writer.drain()
-        assert not recorder.requests
-        server.close()
-        await server.drain()
-
-    run(main())
+    recorder = Recorder()
+    server = Server(recorder, admit=no_posts)
+    await server.start("127.0.0.1", 0)
+    async with connect(server.port) as client:
+        client.send(b"POST /p?q HTTP/1.1\r\nHost: a\r\n" + framing + b"\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.headers["allow"]) == (405, "GET")
+        assert answer.headers["connection"] == "close"
+        assert json.loads(answer.body)["error"] == {"code": 405, "message": "no"}
+        client.send(bytes(1 << 20))
+        assert await client.rest() == b""
+        await client.writer.drain()
+    assert not recorder.requests
+    server.close()
+    await server.drain()
 
 
-def test_a_rejected_request_that_came_whole_leaves_its_connection_usable(
-    run: "Run", connect: "Connect"
+async def test_a_rejected_request_that_came_whole_leaves_its_connection_usable(
+    connect: "Connect",
 ) -> None:
-    async def main() -> None:
-        server = Server(echo, admit=no_posts)
-        await server.start("127.0.0.1", 0)
-        async with connect(server.port) as client:
-            client.send(post(b"body") * 2 + GET)
-            assert [(await client.answer()).status for _ in range(3)] == [405, 405, 200]
-            client.send(post(b"body", b"Connection: close"))
-            assert (await client.answer()).headers["connection"] == "close"
-            assert await client.rest() == b""
-        server.close()
-        await server.drain()
-
-    run(main())
+    server = Server(echo, admit=no_posts)
+    await server.start("127.0.0.1", 0)
+    async with connect(server.port) as client:
+        client.send(post(b"body") * 2 + GET)
+        assert [(await client.answer()).status for _ in range(3)] == [405, 405, 200]
+        client.send(post(b"body", b"Connection: close"))
+        assert (await client.answer()).headers["connection"] == "close"
+        assert await client.rest() == b""
+    server.close()
+    await server.drain()
 
 
-def test_a_refused_client_reads_its_answer_while_it_still_sends(
-    run: "Run", serving: "Serving", connect: "Connect"
+async def test_a_refused_client_reads_its_answer_while_it_still_sends(
+    serving: "Serving", connect: "Connect"
 ) -> None:
-    async def main() -> None:
-        async with serving(echo, body_limit_bytes=1000) as server, connect(server.port) as client:
-            client.send(post(bytes(4 << 20)))
-            assert (await client.answer()).status == 413
-            await client.writer.drain()
-
-    run(main())
+    async with serving(echo, body_limit_bytes=1000) as server, connect(server.port) as client:
+        client.send(post(bytes(4 << 20)))
+        assert (await client.answer()).status == 413
+        await client.writer.drain()
 
 
 @pytest.mark.parametrize("option", [b"", b"Connection: close\r\n"])
-def test_a_client_cut_off_behind_its_answer_may_finish_sending(
-    run: "Run", serving: "Serving", connect: "Connect", option: bytes
+async def test_a_client_cut_off_behind_its_answer_may_finish_sending(
+    serving: "Serving", connect: "Connect", option: bytes
 ) -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with serving(recorder) as server, connect(server.port) as client:
-            client.send(GET[:-2] + option + b"\r\n" + b"nonsense" + bytes(16 << 20))
-            await until(lambda: bool(recorder.replies))
-            for _ in range(20):
-                await asyncio.sleep(0)
-            recorder.replies.pop().send(200, [], b"answer")
-            assert (await client.answer()).body == b"answer"
-            if not option:
-                assert (await client.answer()).status == 400
-            assert await client.rest() == b""
-            await client.writer.drain()
-
-    run(main())
-
-
-def test_continue_is_sent_before_the_body_and_only_then(
-    run: "Run", serving: "Serving", connect: "Connect"
-) -> None:
-    async def main() -> None:
-        async with serving(echo) as server, connect(server.port) as client:
-            raw = post(b"hello", b"Expect: 100-Continue")
-            client.send(raw[:-5])
-            assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            client.send(b"hello")
-            assert (await client.answer()).body == b"POST /p? hello"
-            client.send(raw)
-            assert (await client.answer()).body == b"POST /p? hello"
-            await client.send_each([raw[:-2], raw[-2:]])
-            assert (await client.answer()).body == b"POST /p? hello"
-            client.send(post(b"", b"Expect: 100-continue"))
-            assert (await client.answer()).body == b"POST /p? "
-
-    run(main())
-
-
-def test_pipelined_requests_are_answered_in_order_and_one_at_a_time(
-    run: "Run", serving: "Serving", connect: "Connect"
-) -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with serving(recorder) as server, connect(server.port) as client:
-            client.send(post(b"1") + chunked(b"2") + GET + b"GET nonsense")
-            for body in (b"1", b"2", b""):
-                await until(lambda: bool(recorder.requests))
-                assert [request.body for request in recorder.requests] == [body]
-                recorder.requests.clear()
-                recorder.replies.pop().send(200, [], b"answer to " + body)
-                assert (await client.answer()).body == b"answer to " + body
-            client.send(b" HTTP/1.1\r\n\r\n")
+    recorder = Recorder()
+    async with serving(recorder) as server, connect(server.port) as client:
+        client.send(GET[:-2] + option + b"\r\n" + b"nonsense" + bytes(16 << 20))
+        await until(lambda: bool(recorder.replies))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        recorder.replies.pop().send(200, [], b"answer")
+        assert (await client.answer()).body == b"answer"
+        if not option:
             assert (await client.answer()).status == 400
-            assert await client.rest() == b""
+        assert await client.rest() == b""
+        await client.writer.drain()
 
-    run(main())
+
+async def test_continue_is_sent_before_the_body_and_only_then(
+    serving: "Serving", connect: "Connect"
+) -> None:
+    async with serving(echo) as server, connect(server.port) as client:
+        raw = post(b"hello", b"Expect: 100-Continue")
+        client.send(raw[:-5])
+        assert await client.until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(b"hello")
+        assert (await client.answer()).body == b"POST /p? hello"
+        client.send(raw)
+        assert (await client.answer()).body == b"POST /p? hello"
+        await client.send_each([raw[:-2], raw[-2:]])
+        assert (await client.answer()).body == b"POST /p? hello"
+        client.send(post(b"", b"Expect: 100-continue"))
+        assert (await client.answer()).body == b"POST /p? "
 
 
-def test_what_is_pipelined_waits_outside_past_a_bound(
-    run: "Run", serving: "Serving", connect: "Connect"
+async def test_pipelined_requests_are_answered_in_order_and_one_at_a_time(
+    serving: "Serving", connect: "Connect"
+) -> None:
+    recorder = Recorder()
+    async with serving(recorder) as server, connect(server.port) as client:
+        client.send(post(b"1") + chunked(b"2") + GET + b"GET nonsense")
+        for body in (b"1", b"2", b""):
+            await until(lambda: bool(recorder.requests))
+            assert [request.body for request in recorder.requests] == [body]
+            recorder.requests.clear()
+            recorder.replies.pop().send(200, [], b"answer to " + body)
+            assert (await client.answer()).body == b"answer to " + body
+        client.send(b" HTTP/1.1\r\n\r\n")
+        assert (await client.answer()).status == 400
+        assert await client.rest() == b""
+
+
+async def test_what_is_pipelined_waits_outside_past_a_bound(
+    serving: "Serving", connect: "Connect"
 ) -> None:
     many = 20_000
     bound = 32_768 + 262_144  # The limit, and what one read can bring.
     assert len(GET) * many > bound
 
-    async def main() -> None:
-        recorder = Recorder()
-        async with serving(recorder) as server, connect(server.port) as client:
-            client.send(GET * many)
-            await until(lambda: bool(recorder.replies))
-            for _ in range(100):
-                await asyncio.sleep(0)
-            connection: Any = next(iter(server._service.connections))  # type: ignore[union-attr]
-            assert 0 < len(connection._incoming.buffer) <= bound
-            answered = 0
+    recorder = Recorder()
+    async with serving(recorder) as server, connect(server.port) as client:
+        client.send(GET * many)
+        await until(lambda: bool(recorder.replies))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        connection: Any = next(iter(server._service.connections))  # type: ignore[union-attr]
+        assert 0 < len(connection._incoming.buffer) <= bound
+        answered = 0
 
-            def answer() -> None:
-                nonlocal answered
-                while recorder.replies:
-                    recorder.replies.pop().send(200, [], b"")
-                    answered += 1
+        def answer() -> None:
+            nonlocal answered
+            while recorder.replies:
+                recorder.replies.pop().send(200, [], b"")
+                answered += 1
 
-            while answered < many:
-                answer()
-                await asyncio.sleep(0)
-            assert (await client.exactly(38 * many)).count(b"200") == many
-
-    run(main())
+        while answered < many:
+            answer()
+            await asyncio.sleep(0)
+        assert (await client.exactly(38 * many)).count(b"200") == many
 
 
 @pytest.mark.parametrize(
@@ -586,20 +535,17 @@ def test_what_is_pipelined_waits_outside_past_a_bound(
         (GET, None),
     ],
 )
-def test_the_client_decides_whether_its_connection_lives(
-    run: "Run", serving: "Serving", connect: "Connect", raw: bytes, connection: str | None
+async def test_the_client_decides_whether_its_connection_lives(
+    serving: "Serving", connect: "Connect", raw: bytes, connection: str | None
 ) -> None:
-    async def main() -> None:
-        async with serving(echo) as server, connect(server.port) as client:
+    async with serving(echo) as server, connect(server.port) as client:
+        client.send(raw)
+        assert (await client.answer()).headers.get("connection") == connection
+        if connection == "close":
+            assert await client.rest() == b""
+        else:
             client.send(raw)
-            assert (await client.answer()).headers.get("connection") == connection
-            if connection == "close":
-                assert await client.rest() == b""
-            else:
-                client.send(raw)
-                assert (await client.answer()).status == 200
-
-    run(main())
+            assert (await client.answer()).status == 200
 
 
 def stream(request: Request, reply: Reply) -> None:
@@ -610,57 +556,47 @@ def stream(request: Request, reply: Reply) -> None:
     reply.end()
 
 
-def test_each_piece_of_a_streamed_answer_is_a_chunk(
-    run: "Run", serving: "Serving", connect: "Connect"
+async def test_each_piece_of_a_streamed_answer_is_a_chunk(
+    serving: "Serving", connect: "Connect"
 ) -> None:
-    async def main() -> None:
-        async with serving(stream) as server, connect(server.port) as client:
-            client.send(GET + GET)
-            for _ in range(2):
-                assert await client.until(b"\r\n\r\n") == (
-                    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-                    b"transfer-encoding: chunked\r\n\r\n"
-                )
-                chunks = b"9\r\ndata: 1\n\n\r\n9\r\ndata: 2\n\n\r\n0\r\n\r\n"
-                assert await client.exactly(len(chunks)) == chunks
-
-    run(main())
-
-
-def test_a_streamed_answer_in_http_1_0_ends_with_the_connection(
-    run: "Run", serving: "Serving", connect: "Connect"
-) -> None:
-    async def main() -> None:
-        async with serving(stream) as server, connect(server.port) as client:
-            client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
-            assert await client.rest() == (
-                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
-                b"data: 1\n\ndata: 2\n\n"
+    async with serving(stream) as server, connect(server.port) as client:
+        client.send(GET + GET)
+        for _ in range(2):
+            assert await client.until(b"\r\n\r\n") == (
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+                b"transfer-encoding: chunked\r\n\r\n"
             )
+            chunks = b"9\r\ndata: 1\n\n\r\n9\r\ndata: 2\n\n\r\n0\r\n\r\n"
+            assert await client.exactly(len(chunks)) == chunks
 
-    run(main())
+
+async def test_a_streamed_answer_in_http_1_0_ends_with_the_connection(
+    serving: "Serving", connect: "Connect"
+) -> None:
+    async with serving(stream) as server, connect(server.port) as client:
+        client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        assert await client.rest() == (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+            b"data: 1\n\ndata: 2\n\n"
+        )
 
 
 @pytest.mark.parametrize("application", [echo, stream])
-def test_head_is_answered_without_a_body(
-    run: "Run",
+async def test_head_is_answered_without_a_body(
     serving: "Serving",
     connect: "Connect",
     application: Callable[[Request, Reply], None],
 ) -> None:
-    async def main() -> None:
-        async with serving(application) as server, connect(server.port) as client:
-            client.send(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
-            for _ in range(2):
-                assert (await client.answer(to_head=True)).status == 200
-
-    run(main())
+    async with serving(application) as server, connect(server.port) as client:
+        client.send(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
+        for _ in range(2):
+            assert (await client.answer(to_head=True)).status == 200
 
 
 @pytest.mark.parametrize("status", [204, 304])
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_status_without_a_body_has_none(
-    run: "Run", serving: "Serving", connect: "Connect", status: int, *, streamed: bool
+async def test_a_status_without_a_body_has_none(
+    serving: "Serving", connect: "Connect", status: int, *, streamed: bool
 ) -> None:
     def application(request: Request, reply: Reply) -> None:
         if streamed:
@@ -670,18 +606,15 @@ def test_a_status_without_a_body_has_none(
         else:
             reply.send(status, [], b"never")
 
-    async def main() -> None:
-        async with serving(application) as server, connect(server.port) as client:
-            client.send(GET + GET)
-            for _ in range(2):
-                answer = await client.answer()
-                assert (answer.status, answer.headers) == (status, {})
-
-    run(main())
+    async with serving(application) as server, connect(server.port) as client:
+        client.send(GET + GET)
+        for _ in range(2):
+            answer = await client.answer()
+            assert (answer.status, answer.headers) == (status, {})
 
 
-def test_the_application_cannot_frame_or_split_an_answer(
-    run: "Run", serving: "Serving", connect: "Connect"
+async def test_the_application_cannot_frame_or_split_an_answer(
+    serving: "Serving", connect: "Connect"
 ) -> None:
     refused: list[Exception] = []
 
@@ -698,19 +631,16 @@ def test_the_application_cannot_frame_or_split_an_answer(
             b"ok",
         )
 
-    async def main() -> None:
-        async with serving(application) as server, connect(server.port) as client:
-            client.send(GET)
-            answer = await client.answer()
-            assert answer.headers == {"x": "y", "content-length": "2"}
-            assert answer.body == b"ok"
-        assert len(refused) == 3
-
-    run(main())
+    async with serving(application) as server, connect(server.port) as client:
+        client.send(GET)
+        answer = await client.answer()
+        assert answer.headers == {"x": "y", "content-length": "2"}
+        assert answer.body == b"ok"
+    assert len(refused) == 3
 
 
-def test_an_application_that_raises_is_a_logged_500(
-    run: "Run", serving: "Serving", connect: "Connect", caplog: pytest.LogCaptureFixture
+async def test_an_application_that_raises_is_a_logged_500(
+    serving: "Serving", connect: "Connect", caplog: pytest.LogCaptureFixture
 ) -> None:
     def application(request: Request, reply: Reply) -> None:
         if request.path != b"/early":
@@ -720,46 +650,36 @@ def test_an_application_that_raises_is_a_logged_500(
             reply.end()
         raise RuntimeError("told so")
 
-    async def main() -> None:
-        async with serving(application) as server:
-            for path, end in ((b"early", b"}}"), (b"begun", b"begun\r\n"), (b"late", b"0\r\n\r\n")):
-                async with connect(server.port) as client:
-                    client.send(GET.replace(b"/ ", b"/%b " % path))
-                    answer = await client.rest()
-                    assert answer.startswith(
-                        b"HTTP/1.1 " + (b"500" if path == b"early" else b"200")
-                    )
-                    assert answer.endswith(end)
-
-    run(main())
+    async with serving(application) as server:
+        for path, end in ((b"early", b"}}"), (b"begun", b"begun\r\n"), (b"late", b"0\r\n\r\n")):
+            async with connect(server.port) as client:
+                client.send(GET.replace(b"/ ", b"/%b " % path))
+                answer = await client.rest()
+                assert answer.startswith(b"HTTP/1.1 " + (b"500" if path == b"early" else b"200"))
+                assert answer.endswith(end)
     assert caplog.text.count("\nRuntimeError: told so") == 3
 
 
-def test_a_reply_is_dead_after_its_answer(
-    run: "Run", serving: "Serving", connect: "Connect"
-) -> None:
+async def test_a_reply_is_dead_after_its_answer(serving: "Serving", connect: "Connect") -> None:
     recorder = Recorder()
 
-    async def main() -> None:
-        async with serving(recorder) as server, connect(server.port) as client:
-            client.send(GET + GET)
-            await until(lambda: bool(recorder.replies))
-            (reply,) = recorder.replies
-            reply.on_closed = pytest.fail
-            reply.send(200, [], b"first")
-            for _ in range(2):
-                assert reply.closed
-                reply.send(200, [], b"second")
-                reply.start(200, [])
-                reply.write(b"third")
-                reply.end()
-                reply.abort()
-                await until(lambda: len(recorder.replies) == 2)
-            recorder.replies[1].send(200, [], b"answer")
-            assert (await client.answer()).body == b"first"
-            assert (await client.answer()).body == b"answer"
-
-    run(main())
+    async with serving(recorder) as server, connect(server.port) as client:
+        client.send(GET + GET)
+        await until(lambda: bool(recorder.replies))
+        (reply,) = recorder.replies
+        reply.on_closed = pytest.fail
+        reply.send(200, [], b"first")
+        for _ in range(2):
+            assert reply.closed
+            reply.send(200, [], b"second")
+            reply.start(200, [])
+            reply.write(b"third")
+            reply.end()
+            reply.abort()
+            await until(lambda: len(recorder.replies) == 2)
+        recorder.replies[1].send(200, [], b"answer")
+        assert (await client.answer()).body == b"first"
+        assert (await client.answer()).body == b"answer"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)

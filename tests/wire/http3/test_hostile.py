@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, cast
 
 import pytest
+import uvloop
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
@@ -27,14 +28,13 @@ from balanceroute.proxy.wire.messages import ServerLimits
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.wire.conftest import Run
-
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
     from balanceroute.proxy.wire.reply import Reply
 
+
 # One loop is enough: what differs between loops is tested with the server's tests.
-pytestmark = pytest.mark.parametrize("run", ["uvloop"], indirect=True)
+pytestmark = pytest.mark.parametrize("new_loop", [uvloop.new_event_loop], ids=["uvloop"])
 
 
 class Slow:
@@ -118,101 +118,84 @@ VIOLATIONS: dict[str, tuple[Callable[[Http3Client], None], int]] = {
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
-def test_a_violation_ends_its_connection_alone(run: "Run", tmp_path: "Path", name: str) -> None:
+async def test_a_violation_ends_its_connection_alone(tmp_path: "Path", name: str) -> None:
     violate, code = VIOLATIONS[name]
 
-    async def main() -> None:
-        application = Slow()
-        async with http3_site(application, tmp_path) as site, site.client() as good:
-            number = good.begin(b"GET", b"/slow")
-            while not good.streams[number].body:  # noqa: ASYNC110 (no event tells)
-                await asyncio.sleep(0)
-            async with site.client() as bad:
-                assert (await bad.ask(b"GET", b"/")).status == 200
-                # Its own answer that runs goes with it.
-                waiting = bad.begin(b"GET", b"/never")
-                violate(bad)
-                await bad.answer(waiting)
-                assert bad.ended is not None
-                assert bad.ended.error_code == code
-            assert application.slow is not None
-            application.slow.write(b", and done")
-            application.slow.end()
-            assert bytes((await good.answer(number)).body) == b"begun, and done"
-
-    run(main())
+    application = Slow()
+    async with http3_site(application, tmp_path) as site, site.client() as good:
+        number = good.begin(b"GET", b"/slow")
+        while not good.streams[number].body:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0)
+        async with site.client() as bad:
+            assert (await bad.ask(b"GET", b"/")).status == 200
+            # Its own answer that runs goes with it.
+            waiting = bad.begin(b"GET", b"/never")
+            violate(bad)
+            await bad.answer(waiting)
+            assert bad.ended is not None
+            assert bad.ended.error_code == code
+        assert application.slow is not None
+        application.slow.write(b", and done")
+        application.slow.end()
+        assert bytes((await good.answer(number)).body) == b"begun, and done"
 
 
-def test_a_head_that_does_not_end_is_refused(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        limits = ServerLimits(header_limit_bytes=4_096)
-        async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as client:
-            number = client.begin(b"GET", b"/never")  # Only to have a stream to listen to.
-            del number
-            other = client.quic.get_next_available_stream_id()
-            client.streams[other] = type(client.streams[0])([], bytearray(), asyncio.Event())
-            raw(client, other, b"\x01" + encode_uint_var(1 << 30) + bytes(5_000))
-            assert (await client.answer(other)).status == 431
-
-    run(main())
+async def test_a_head_that_does_not_end_is_refused(tmp_path: "Path") -> None:
+    limits = ServerLimits(header_limit_bytes=4_096)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as client:
+        number = client.begin(b"GET", b"/never")  # Only to have a stream to listen to.
+        del number
+        other = client.quic.get_next_available_stream_id()
+        client.streams[other] = type(client.streams[0])([], bytearray(), asyncio.Event())
+        raw(client, other, b"\x01" + encode_uint_var(1 << 30) + bytes(5_000))
+        assert (await client.answer(other)).status == 431
 
 
-def test_a_client_that_sends_nothing_is_given_up(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        limits = ServerLimits(header_timeout_s=0.2, body_timeout_s=0.2)
-        async with http3_site(Slow(), tmp_path, limits=limits) as site:
-            async with site.client() as client:
-                number = client.begin(b"POST", b"/", end=False)
-                assert (await client.answer(number)).status == 408
-            async with site.client() as client:
-                await client.wait_closed()  # It never asked for anything.
-                assert client.ended is not None
-                assert client.ended.error_code == 0x100
-
-    run(main())
-
-
-def test_a_client_that_reads_nothing_is_given_up(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        limits = ServerLimits(write_timeout_s=0.4)
-        application = Slow()
-        async with (
-            http3_site(application, tmp_path, limits=limits) as site,
-            site.client(max_stream_data=4_096, max_data=8_192) as client,
-        ):
-            client.quic._write_stream_limits = lambda **_: None  # type: ignore[method-assign]
-            client.quic._write_connection_limits = lambda **_: None  # type: ignore[method-assign]
-            number = client.begin(b"GET", b"/slow")
-            while application.slow is None:  # noqa: ASYNC110 (no event tells)
-                await asyncio.sleep(0)
-            left = asyncio.Event()
-            application.slow.on_closed = left.set
-            application.slow.write(bytes(200_000))
-            assert application.slow.paused
-            await left.wait()
-            assert (await client.answer(number)).reset == 0x10C
-
-    run(main())
-
-
-def test_requests_that_are_given_up_at_once_end_the_connection(
-    run: "Run", tmp_path: "Path"
-) -> None:
-    async def main() -> None:
-        async with http3_site(Slow(), tmp_path) as site, site.client() as client:
-            for _ in range(40):
-                for _ in range(20):
-                    number = client.begin(b"GET", b"/never")
-                    client.quic.stop_stream(number, 0x10C)
-                    client.quic.reset_stream(number, 0x10C)
-                client.transmit()
-                if client.ended is None:
-                    await asyncio.sleep(0.01)
-            await client.wait_closed()
+async def test_a_client_that_sends_nothing_is_given_up(tmp_path: "Path") -> None:
+    limits = ServerLimits(header_timeout_s=0.2, body_timeout_s=0.2)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site:
+        async with site.client() as client:
+            number = client.begin(b"POST", b"/", end=False)
+            assert (await client.answer(number)).status == 408
+        async with site.client() as client:
+            await client.wait_closed()  # It never asked for anything.
             assert client.ended is not None
-            assert client.ended.error_code == 0x107
+            assert client.ended.error_code == 0x100
 
-    run(main())
+
+async def test_a_client_that_reads_nothing_is_given_up(tmp_path: "Path") -> None:
+    limits = ServerLimits(write_timeout_s=0.4)
+    application = Slow()
+    async with (
+        http3_site(application, tmp_path, limits=limits) as site,
+        site.client(max_stream_data=4_096, max_data=8_192) as client,
+    ):
+        client.quic._write_stream_limits = lambda **_: None  # type: ignore[method-assign]
+        client.quic._write_connection_limits = lambda **_: None  # type: ignore[method-assign]
+        number = client.begin(b"GET", b"/slow")
+        while application.slow is None:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0)
+        left = asyncio.Event()
+        application.slow.on_closed = left.set
+        application.slow.write(bytes(200_000))
+        assert application.slow.paused
+        await left.wait()
+        assert (await client.answer(number)).reset == 0x10C
+
+
+async def test_requests_that_are_given_up_at_once_end_the_connection(tmp_path: "Path") -> None:
+    async with http3_site(Slow(), tmp_path) as site, site.client() as client:
+        for _ in range(40):
+            for _ in range(20):
+                number = client.begin(b"GET", b"/never")
+                client.quic.stop_stream(number, 0x10C)
+                client.quic.reset_stream(number, 0x10C)
+            client.transmit()
+            if client.ended is None:
+                await asyncio.sleep(0.01)
+        await client.wait_closed()
+        assert client.ended is not None
+        assert client.ended.error_code == 0x107
 
 
 def endpoint_of(site: Http3Site) -> "QuicEndpoint":
@@ -251,102 +234,85 @@ async def spoofed(site: Http3Site) -> AsyncIterator[Spoofed]:
         transport.close()
 
 
-def test_a_flood_of_handshakes_makes_newcomers_show_their_address(
-    run: "Run", tmp_path: "Path"
-) -> None:
-    async def main() -> None:
-        settings = Http3Settings(http3_handshakes=3)
-        async with (
-            http3_site(Slow(), tmp_path, settings=settings) as site,
-            spoofed(site) as flood,
-        ):
-            for _ in range(50):
-                flood.begin()
-                await asyncio.sleep(0)
-            async with site.client() as client:  # Which answers the Retry.
-                assert (await client.ask(b"GET", b"/")).status == 200
-            told = site.listener.handshakes()
-            assert (told.open, told.ended_badly) == (3, {"crowd": 0, "late": 0, "failed": 0})
-            assert told.retries >= 47
-
-    run(main())
-
-
-def test_handshakes_that_do_not_end_are_given_up(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        limits = ServerLimits(header_timeout_s=0.2)
-        async with http3_site(Slow(), tmp_path, limits=limits) as site, spoofed(site) as flood:
-            endpoint = endpoint_of(site)
+async def test_a_flood_of_handshakes_makes_newcomers_show_their_address(tmp_path: "Path") -> None:
+    settings = Http3Settings(http3_handshakes=3)
+    async with (
+        http3_site(Slow(), tmp_path, settings=settings) as site,
+        spoofed(site) as flood,
+    ):
+        for _ in range(50):
             flood.begin()
-            while not endpoint.handshakes:  # noqa: ASYNC110 (no event tells)
-                await asyncio.sleep(0)
-            while endpoint.handshakes:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert not endpoint._carriers
-            told = site.listener.handshakes()
-            assert told.ended_badly == {"crowd": 0, "late": 1, "failed": 0}
-
-    run(main())
+            await asyncio.sleep(0)
+        async with site.client() as client:  # Which answers the Retry.
+            assert (await client.ask(b"GET", b"/")).status == 200
+        told = site.listener.handshakes()
+        assert (told.open, told.ended_badly) == (3, {"crowd": 0, "late": 0, "failed": 0})
+        assert told.retries >= 47
 
 
-def test_a_handshake_that_fails_is_counted(run: "Run", tmp_path: "Path") -> None:
+async def test_handshakes_that_do_not_end_are_given_up(tmp_path: "Path") -> None:
+    limits = ServerLimits(header_timeout_s=0.2)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site, spoofed(site) as flood:
+        endpoint = endpoint_of(site)
+        flood.begin()
+        while not endpoint.handshakes:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0)
+        while endpoint.handshakes:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not endpoint._carriers
+        told = site.listener.handshakes()
+        assert told.ended_badly == {"crowd": 0, "late": 1, "failed": 0}
+
+
+async def test_a_handshake_that_fails_is_counted(tmp_path: "Path") -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     other, _ = make_certificate(folder)
 
-    async def main() -> None:
-        async with http3_site(Slow(), tmp_path) as site:
-            with pytest.raises(ConnectionError):
-                async with http3_client(site.server.port, other.read_text()):
-                    raise AssertionError("it trusted a stranger")
-            while not site.listener.handshakes().ended_badly["failed"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert site.listener.handshakes().open == 0
-
-    run(main())
+    async with http3_site(Slow(), tmp_path) as site:
+        with pytest.raises(ConnectionError):
+            async with http3_client(site.server.port, other.read_text()):
+                raise AssertionError("it trusted a stranger")
+        while not site.listener.handshakes().ended_badly["failed"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert site.listener.handshakes().open == 0
 
 
-def test_limits_of_connections_hold(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        limits = ServerLimits(connection_limit=1)
-        async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as client:
-            number = client.begin(b"GET", b"/never")
-            await asyncio.sleep(0.1)
-            async with site.client() as other:
-                answer = await other.ask(b"GET", b"/")
-                assert answer.status == 503
-                await other.wait_closed()
-            assert not client.streams[number].over.is_set()
-            assert site.server.limit.rejected["limit"] == 1
-            client.close()
-
-    run(main())
+async def test_limits_of_connections_hold(tmp_path: "Path") -> None:
+    limits = ServerLimits(connection_limit=1)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as client:
+        number = client.begin(b"GET", b"/never")
+        await asyncio.sleep(0.1)
+        async with site.client() as other:
+            answer = await other.ask(b"GET", b"/")
+            assert answer.status == 503
+            await other.wait_closed()
+        assert not client.streams[number].over.is_set()
+        assert site.server.limit.rejected["limit"] == 1
+        client.close()
 
 
-def test_floods_leave_no_memory_behind(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        async with (
-            http3_site(Slow(), tmp_path) as site,
-            spoofed(site) as flood,
-            site.client() as client,
-        ):
-            held, drawn = [], Random(0)
-            tracemalloc.start()
-            try:
-                for _ in range(4):
-                    for _ in range(12):
-                        flood.transport.sendto(drawn.randbytes(1_200))
-                        flood.transport.sendto(b"\xc0\0\0\0\x01\x08" + drawn.randbytes(1_200))
-                        flood.transport.sendto(b"\x40" + drawn.randbytes(99))
-                        answer = await client.ask(b"POST", b"no-slash", None, bytes(2_000))
-                        assert answer.status == 400
-                    client.streams.clear()
-                    gc.collect()
-                    held.append(tracemalloc.get_traced_memory()[0])
-            finally:
-                tracemalloc.stop()
-            # Requests that stayed would hold their 2,000 bytes in every round. A table that grows once
-            # does so in one.
-            assert min(after - before for before, after in pairwise(held)) < 12_000, held
-
-    run(main())
+async def test_floods_leave_no_memory_behind(tmp_path: "Path") -> None:
+    async with (
+        http3_site(Slow(), tmp_path) as site,
+        spoofed(site) as flood,
+        site.client() as client,
+    ):
+        held, drawn = [], Random(0)
+        tracemalloc.start()
+        try:
+            for _ in range(4):
+                for _ in range(12):
+                    flood.transport.sendto(drawn.randbytes(1_200))
+                    flood.transport.sendto(b"\xc0\0\0\0\x01\x08" + drawn.randbytes(1_200))
+                    flood.transport.sendto(b"\x40" + drawn.randbytes(99))
+                    answer = await client.ask(b"POST", b"no-slash", None, bytes(2_000))
+                    assert answer.status == 400
+                client.streams.clear()
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        # Requests that stayed would hold their 2,000 bytes in every round. A table that grows once
+        # does so in one.
+        assert min(after - before for before, after in pairwise(held)) < 12_000, held

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.http3_client import Http3Client
-    from tests.wire.conftest import Run
 
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.reply import Reply
@@ -51,29 +50,25 @@ async def first_answered(client: "Http3Client", numbers: list[int]) -> int:
 @pytest.mark.parametrize(
     ("value", "order"), [(None, "ab"), (b"u=6", "ab"), (b"u=0", "ba"), (b"u=0, i", "ba")]
 )
-def test_a_running_answer_overtakes(
-    run: "Run", tmp_path: "Path", value: bytes | None, order: str
+async def test_a_running_answer_overtakes(
+    tmp_path: "Path", value: bytes | None, order: str
 ) -> None:
     """`a` is above `b` by their headers, until `b` is raised in the middle of `a`."""
-
-    async def main() -> None:
-        settings = Http3Settings(http3_order="abs")
-        async with (
-            http3_site(answer, tmp_path, settings=settings) as site,
-            site.client(max_data=1 << 24, max_stream_data=1 << 24) as client,
-        ):
-            numbers = [
-                client.begin(b"GET", path, [(b"priority", priority)])
-                for path, priority in ((b"/a", b"u=3"), (b"/b", b"u=5"))
-            ]
-            while not client.streams[numbers[0]].body:  # noqa: ASYNC110 (no event tells)
-                await asyncio.sleep(0)
-            if value is not None:
-                update(client, numbers[1], value)
-            first = await first_answered(client, numbers)
-            assert "ab"[numbers.index(first)] == order[0]
-            for number, path in zip(numbers, (b"/a", b"/b"), strict=True):
-                body = client.streams[number].body
-                assert bytes(body) == path * (BYTES // len(path))
-
-    run(main())
+    settings = Http3Settings(http3_order="abs")
+    async with (
+        http3_site(answer, tmp_path, settings=settings) as site,
+        site.client(max_data=1 << 24, max_stream_data=1 << 24) as client,
+    ):
+        numbers = [
+            client.begin(b"GET", path, [(b"priority", priority)])
+            for path, priority in ((b"/a", b"u=3"), (b"/b", b"u=5"))
+        ]
+        while not client.streams[numbers[0]].body:  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0)
+        if value is not None:
+            update(client, numbers[1], value)
+        first = await first_answered(client, numbers)
+        assert "ab"[numbers.index(first)] == order[0]
+        for number, path in zip(numbers, (b"/a", b"/b"), strict=True):
+            body = client.streams[number].body
+            assert bytes(body) == path * (BYTES // len(path))

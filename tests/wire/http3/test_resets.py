@@ -5,6 +5,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
+import uvloop
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.wire.conftest import Run
-
     from balanceroute.proxy.wire.http3.server_connection import Http3ServerConnection
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.reply import Reply
 
-pytestmark = pytest.mark.parametrize("run", ["uvloop"], indirect=True)
+pytestmark = pytest.mark.parametrize("new_loop", [uvloop.new_event_loop], ids=["uvloop"])
 
 _CANCELLED = 0x10C
 
@@ -121,72 +120,59 @@ async def _settled(connection: "Http3ServerConnection") -> None:
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("phase", PHASES)
-def test_nothing_stays_of_what_is_given_up(
-    run: "Run", tmp_path: "Path", phase: str, settled: bool
+async def test_nothing_stays_of_what_is_given_up(
+    tmp_path: "Path", phase: str, settled: bool
 ) -> None:
-    async def main() -> None:
-        application = Engines()
-        hard = Http3Settings(http3_order="edf", http3_hard_deadlines=True)
-        async with (
-            http3_site(application, tmp_path, settings=hard) as site,
-            site.client() as client,
-        ):
-            # Who has sent all has nothing to reset: it only asks for no answer.
-            ways = (_stop, _both) if phase.startswith("all") else (_reset, _stop, _both)
-            for give_up, path in product(ways, (b"/whole", b"/stream", b"/never")):
-                number = PHASES[phase](client, path)
-                if settled:
-                    assert (await client.ask(b"GET", b"/whole")).status == 200
-                give_up(client, number)
-                client.transmit()
+    application = Engines()
+    hard = Http3Settings(http3_order="edf", http3_hard_deadlines=True)
+    async with (
+        http3_site(application, tmp_path, settings=hard) as site,
+        site.client() as client,
+    ):
+        # Who has sent all has nothing to reset: it only asks for no answer.
+        ways = (_stop, _both) if phase.startswith("all") else (_reset, _stop, _both)
+        for give_up, path in product(ways, (b"/whole", b"/stream", b"/never")):
+            number = PHASES[phase](client, path)
+            if settled:
                 assert (await client.ask(b"GET", b"/whole")).status == 200
-            assert client.ended is None
-            connection = _connection(site)
-            await _settled(connection)
-            assert not application.open
-            assert not connection._timers
-            assert not connection._quic._standings
-            assert {one for one in connection._framing._stream if one % 4 == 0} == set()
-            assert site.server.service.bodies.used == 0
-
-    run(main())
-
-
-def test_priorities_of_requests_that_are_refused_are_forgotten(
-    run: "Run", tmp_path: "Path"
-) -> None:
-    async def main() -> None:
-        async with http3_site(Engines(), tmp_path) as site, site.client() as client:
+            give_up(client, number)
+            client.transmit()
             assert (await client.ask(b"GET", b"/whole")).status == 200
-            control = client.h3._local_control_stream_id
-            assert control is not None
+        assert client.ended is None
+        connection = _connection(site)
+        await _settled(connection)
+        assert not application.open
+        assert not connection._timers
+        assert not connection._quic._standings
+        assert {one for one in connection._framing._stream if one % 4 == 0} == set()
+        assert site.server.service.bodies.used == 0
+
+
+async def test_priorities_of_requests_that_are_refused_are_forgotten(tmp_path: "Path") -> None:
+    async with http3_site(Engines(), tmp_path) as site, site.client() as client:
+        assert (await client.ask(b"GET", b"/whole")).status == 200
+        control = client.h3._local_control_stream_id
+        assert control is not None
+        for _ in range(5):
+            number = client.quic.get_next_available_stream_id()
+            update = encode_frame(0xF0700, encode_uint_var(number) + b"u=1")
+            client.quic.send_stream_data(control, update)
+            assert (await client.ask(b"GET", b"no-slash")).status == 400
+        await _settled(_connection(site))
+        assert not _connection(site)._early_levels
+
+
+async def test_streams_of_unknown_types_that_are_reset_are_forgotten(tmp_path: "Path") -> None:
+    async with http3_site(Engines(), tmp_path) as site, site.client() as client:
+        assert (await client.ask(b"GET", b"/whole")).status == 200
+        known = set(_connection(site)._control._others)
+        # Of a type that nobody knows, and without a whole type.
+        for begin in (b"\x21abc", b"\x40"):
             for _ in range(5):
-                number = client.quic.get_next_available_stream_id()
-                update = encode_frame(0xF0700, encode_uint_var(number) + b"u=1")
-                client.quic.send_stream_data(control, update)
-                assert (await client.ask(b"GET", b"no-slash")).status == 400
-            await _settled(_connection(site))
-            assert not _connection(site)._early_levels
-
-    run(main())
-
-
-def test_streams_of_unknown_types_that_are_reset_are_forgotten(
-    run: "Run", tmp_path: "Path"
-) -> None:
-    async def main() -> None:
-        async with http3_site(Engines(), tmp_path) as site, site.client() as client:
-            assert (await client.ask(b"GET", b"/whole")).status == 200
-            known = set(_connection(site)._control._others)
-            # Of a type that nobody knows, and without a whole type.
-            for begin in (b"\x21abc", b"\x40"):
-                for _ in range(5):
-                    number = client.quic.get_next_available_stream_id(is_unidirectional=True)
-                    client.quic.send_stream_data(number, begin)
-                    assert (await client.ask(b"GET", b"/whole")).status == 200
-                    client.quic.reset_stream(number, 0)
-                    assert (await client.ask(b"GET", b"/whole")).status == 200
-            frames = _connection(site)._control
-            assert (frames._others, frames._begun) == (known, {})
-
-    run(main())
+                number = client.quic.get_next_available_stream_id(is_unidirectional=True)
+                client.quic.send_stream_data(number, begin)
+                assert (await client.ask(b"GET", b"/whole")).status == 200
+                client.quic.reset_stream(number, 0)
+                assert (await client.ask(b"GET", b"/whole")).status == 200
+        frames = _connection(site)._control
+        assert (frames._others, frames._begun) == (known, {})

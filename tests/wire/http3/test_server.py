@@ -18,8 +18,6 @@ from balanceroute.proxy.wire.messages import Rejection, ServerLimits
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.wire.conftest import Run
-
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.reply import Reply
 
@@ -50,108 +48,90 @@ class Recorder:
         return self.replies.pop(0)
 
 
-def test_a_request_is_answered_whole(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        async with http3_site(echo, tmp_path) as site, site.client() as client:
-            answer = await client.ask(b"POST", b"/v1/x?a=1", [(b"x-one", b"1")], b"hello")
-            assert answer.status == 200
-            assert bytes(answer.body) == b"POST /v1/x?a=1 hello"
-            assert (b"content-length", b"20") in answer.headers
-            assert site.server.connections == 1
-            head = await client.ask(b"HEAD", b"/")
-            assert not head.body
-            assert (b"content-length", b"8") in head.headers
-
-    run(main())
+async def test_a_request_is_answered_whole(tmp_path: "Path") -> None:
+    async with http3_site(echo, tmp_path) as site, site.client() as client:
+        answer = await client.ask(b"POST", b"/v1/x?a=1", [(b"x-one", b"1")], b"hello")
+        assert answer.status == 200
+        assert bytes(answer.body) == b"POST /v1/x?a=1 hello"
+        assert (b"content-length", b"20") in answer.headers
+        assert site.server.connections == 1
+        head = await client.ask(b"HEAD", b"/")
+        assert not head.body
+        assert (b"content-length", b"8") in head.headers
 
 
-def test_a_large_body_and_a_large_answer_pass(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        body = bytes(range(256)) * 3_072  # 768 KiB: several windows.
-        async with http3_site(echo, tmp_path) as site, site.client() as client:
-            answer = await client.ask(b"POST", b"/", None, body)
-            assert bytes(answer.body) == b"POST /? " + body
-            assert site.server.bodies.used == 0
-
-    run(main())
+async def test_a_large_body_and_a_large_answer_pass(tmp_path: "Path") -> None:
+    body = bytes(range(256)) * 3_072  # 768 KiB: several windows.
+    async with http3_site(echo, tmp_path) as site, site.client() as client:
+        answer = await client.ask(b"POST", b"/", None, body)
+        assert bytes(answer.body) == b"POST /? " + body
+        assert site.server.bodies.used == 0
 
 
-def test_an_answer_is_streamed_piece_by_piece(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with http3_site(recorder, tmp_path) as site, site.client() as client:
-            number = client.begin(b"GET", b"/")
-            reply = await recorder.next()
-            reply.start(200, [(b"content-type", b"text/event-stream")])
-            for piece in (b"data: 1\n\n", b"data: 2\n\n"):
-                seen = len(client.streams[number].body)
-                reply.write(piece)
-                while len(client.streams[number].body) == seen:  # noqa: ASYNC110 (no event)
-                    await asyncio.sleep(0)
-            reply.end()
-            answer = await client.answer(number)
-            assert bytes(answer.body) == b"data: 1\n\ndata: 2\n\n"
-            assert answer.reset is None
-
-    run(main())
+async def test_an_answer_is_streamed_piece_by_piece(tmp_path: "Path") -> None:
+    recorder = Recorder()
+    async with http3_site(recorder, tmp_path) as site, site.client() as client:
+        number = client.begin(b"GET", b"/")
+        reply = await recorder.next()
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        for piece in (b"data: 1\n\n", b"data: 2\n\n"):
+            seen = len(client.streams[number].body)
+            reply.write(piece)
+            while len(client.streams[number].body) == seen:  # noqa: ASYNC110 (no event)
+                await asyncio.sleep(0)
+        reply.end()
+        answer = await client.answer(number)
+        assert bytes(answer.body) == b"data: 1\n\ndata: 2\n\n"
+        assert answer.reset is None
 
 
-def test_many_requests_share_a_connection(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        async with http3_site(echo, tmp_path) as site, site.client() as client:
-            bodies = [b"%d" % n * 1_000 for n in range(130)]  # More than may be open at a time.
-            numbers = []
-            for body in bodies:
-                numbers.append(client.begin(b"POST", b"/", end=False))
-                client.more(numbers[-1], body)
-            for body, number in zip(bodies, numbers, strict=True):
-                assert bytes((await client.answer(number)).body).endswith(body)
-
-    run(main())
+async def test_many_requests_share_a_connection(tmp_path: "Path") -> None:
+    async with http3_site(echo, tmp_path) as site, site.client() as client:
+        bodies = [b"%d" % n * 1_000 for n in range(130)]  # More than may be open at a time.
+        numbers = []
+        for body in bodies:
+            numbers.append(client.begin(b"POST", b"/", end=False))
+            client.more(numbers[-1], body)
+        for body, number in zip(bodies, numbers, strict=True):
+            assert bytes((await client.answer(number)).body).endswith(body)
 
 
-def test_what_the_head_rules_out_is_answered_before_the_body(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        def refuse(head: object, peer: str) -> Rejection:
-            del head, peer
-            return Rejection(401, "no")
+async def test_what_the_head_rules_out_is_answered_before_the_body(tmp_path: "Path") -> None:
+    def refuse(head: object, peer: str) -> Rejection:
+        del head, peer
+        return Rejection(401, "no")
 
-        async with http3_site(echo, tmp_path, admit=refuse) as site, site.client() as client:
-            number = client.begin(b"POST", b"/", end=False)
-            answer = await client.answer(number)
-            assert answer.status == 401
-            assert b"no" in answer.body
-
-    run(main())
+    async with http3_site(echo, tmp_path, admit=refuse) as site, site.client() as client:
+        number = client.begin(b"POST", b"/", end=False)
+        answer = await client.answer(number)
+        assert answer.status == 401
+        assert b"no" in answer.body
 
 
-def test_a_drain_waits_for_lost_clients_until_its_deadline_and_no_longer(
-    run: "Run", tmp_path: "Path", monkeypatch: pytest.MonkeyPatch
+async def test_a_drain_waits_for_lost_clients_until_its_deadline_and_no_longer(
+    tmp_path: "Path", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with (
-            http3_site(recorder, tmp_path) as site,
-            site.client() as idle,
-            site.client() as client,
-        ):
-            client.begin(b"GET", b"/")
-            reply = await recorder.next()
-            for one in (idle, client):  # They are gone without a word.
-                monkeypatch.setattr(one, "_transport", Mock())
-                monkeypatch.setattr(one, "datagram_received", lambda *_: None)
-            reply.send(200, [], b"for nobody")
-            site.server.stop_accepting()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await site.server.drain()
-            # Of the idle one nothing is awaited; the other one has acknowledged nothing.
-            assert site.server.connections == 1
-            site.server.close()
+    recorder = Recorder()
+    async with (
+        http3_site(recorder, tmp_path) as site,
+        site.client() as idle,
+        site.client() as client,
+    ):
+        client.begin(b"GET", b"/")
+        reply = await recorder.next()
+        for one in (idle, client):  # They are gone without a word.
+            monkeypatch.setattr(one, "_transport", Mock())
+            monkeypatch.setattr(one, "datagram_received", lambda *_: None)
+        reply.send(200, [], b"for nobody")
+        site.server.stop_accepting()
+        with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await site.server.drain()
-
-    run(main())
+        # Of the idle one nothing is awaited; the other one has acknowledged nothing.
+        assert site.server.connections == 1
+        site.server.close()
+        async with asyncio.timeout(0.1):
+            await site.server.drain()
 
 
 @pytest.mark.parametrize(
@@ -168,18 +148,15 @@ def test_a_drain_waits_for_lost_clients_until_its_deadline_and_no_longer(
         (b"/", [(b"expect", b"miracles")], 417),
     ],
 )
-def test_a_bad_head_is_answered_alone(
-    run: "Run", tmp_path: "Path", path: bytes, headers: list[tuple[bytes, bytes]], status: int
+async def test_a_bad_head_is_answered_alone(
+    tmp_path: "Path", path: bytes, headers: list[tuple[bytes, bytes]], status: int
 ) -> None:
-    async def main() -> None:
-        async with http3_site(echo, tmp_path) as site, site.client() as client:
-            number = client.begin(b"POST", path, headers, end=False)
-            answer = await client.answer(number)
-            assert answer.status == status
-            # The connection goes on.
-            assert (await client.ask(b"GET", b"/")).status == 200
-
-    run(main())
+    async with http3_site(echo, tmp_path) as site, site.client() as client:
+        number = client.begin(b"POST", path, headers, end=False)
+        answer = await client.answer(number)
+        assert answer.status == status
+        # The connection goes on.
+        assert (await client.ask(b"GET", b"/")).status == 200
 
 
 HEAD = {b":method": b"GET", b":scheme": b"https", b":authority": b"localhost", b":path": b"/"}
@@ -202,117 +179,93 @@ HEAD = {b":method": b"GET", b":scheme": b"https", b":authority": b"localhost", b
     ],
     ids=repr,
 )
-def test_a_malformed_head_is_answered_alone(
-    run: "Run", tmp_path: "Path", changed: dict[bytes, bytes | None]
+async def test_a_malformed_head_is_answered_alone(
+    tmp_path: "Path", changed: dict[bytes, bytes | None]
 ) -> None:
-    async def main() -> None:
-        async with http3_site(echo, tmp_path) as site, site.client() as client:
-            number = client.quic.get_next_available_stream_id()
-            client.streams[number] = Answered([], bytearray(), asyncio.Event())
-            fields = [
-                (name, value) for name, value in (HEAD | changed).items() if value is not None
-            ]
-            client.h3.send_headers(number, fields, end_stream=True)
-            client.transmit()
-            assert (await client.answer(number)).status == 400
-            assert (await client.ask(b"GET", b"/")).status == 200
-
-    run(main())
+    async with http3_site(echo, tmp_path) as site, site.client() as client:
+        number = client.quic.get_next_available_stream_id()
+        client.streams[number] = Answered([], bytearray(), asyncio.Event())
+        fields = [(name, value) for name, value in (HEAD | changed).items() if value is not None]
+        client.h3.send_headers(number, fields, end_stream=True)
+        client.transmit()
+        assert (await client.answer(number)).status == 400
+        assert (await client.ask(b"GET", b"/")).status == 200
 
 
-def test_a_body_that_is_too_large_is_refused(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        limits = ServerLimits(body_limit_bytes=100)
-        async with http3_site(echo, tmp_path, limits=limits) as site, site.client() as client:
-            answer = await client.ask(b"POST", b"/", None, b"a" * 101)
-            assert answer.status == 413
-            assert site.server.bodies.used == 0
-
-    run(main())
+async def test_a_body_that_is_too_large_is_refused(tmp_path: "Path") -> None:
+    limits = ServerLimits(body_limit_bytes=100)
+    async with http3_site(echo, tmp_path, limits=limits) as site, site.client() as client:
+        answer = await client.ask(b"POST", b"/", None, b"a" * 101)
+        assert answer.status == 413
+        assert site.server.bodies.used == 0
 
 
-def test_a_request_that_a_client_gives_up_is_ended(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        recorder, left = Recorder(), asyncio.Event()
-        async with http3_site(recorder, tmp_path) as site, site.client() as client:
-            number = client.begin(b"GET", b"/")
-            reply = await recorder.next()
-            reply.on_closed = left.set
-            reply.start(200, [])
-            client.quic.stop_stream(number, 0x10C)
-            client.transmit()
-            await left.wait()
-            assert reply.closed
-
-    run(main())
+async def test_a_request_that_a_client_gives_up_is_ended(tmp_path: "Path") -> None:
+    recorder, left = Recorder(), asyncio.Event()
+    async with http3_site(recorder, tmp_path) as site, site.client() as client:
+        number = client.begin(b"GET", b"/")
+        reply = await recorder.next()
+        reply.on_closed = left.set
+        reply.start(200, [])
+        client.quic.stop_stream(number, 0x10C)
+        client.transmit()
+        await left.wait()
+        assert reply.closed
 
 
-def test_an_aborted_answer_arrives_as_far_as_it_was_written(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with http3_site(recorder, tmp_path) as site, site.client() as client:
-            number = client.begin(b"GET", b"/")
-            reply = await recorder.next()
-            reply.start(200, [])
-            reply.write(b"half")
-            reply.abort()
-            answer = await client.answer(number)
-            assert answer.reset == 0x102
-            assert bytes(answer.body) == b"half"
-
-    run(main())
+async def test_an_aborted_answer_arrives_as_far_as_it_was_written(tmp_path: "Path") -> None:
+    recorder = Recorder()
+    async with http3_site(recorder, tmp_path) as site, site.client() as client:
+        number = client.begin(b"GET", b"/")
+        reply = await recorder.next()
+        reply.start(200, [])
+        reply.write(b"half")
+        reply.abort()
+        answer = await client.answer(number)
+        assert answer.reset == 0x102
+        assert bytes(answer.body) == b"half"
 
 
-def test_a_drain_lets_present_answers_end(run: "Run", tmp_path: "Path") -> None:
-    async def main() -> None:
-        recorder = Recorder()
-        async with http3_site(recorder, tmp_path) as site, site.client() as client:
-            number = client.begin(b"GET", b"/")
-            reply = await recorder.next()
-            site.server.stop_accepting()
-            await asyncio.sleep(0.05)
-            late = client.begin(b"GET", b"/late")
-            assert (await client.answer(late)).reset == 0x10B
-            reply.send(200, [], b"done")
-            assert bytes((await client.answer(number)).body) == b"done"
-            await site.server.drain()
-            await client.wait_closed()
-            assert client.ended is not None
-            assert client.ended.error_code == 0x100
-
-    run(main())
+async def test_a_drain_lets_present_answers_end(tmp_path: "Path") -> None:
+    recorder = Recorder()
+    async with http3_site(recorder, tmp_path) as site, site.client() as client:
+        number = client.begin(b"GET", b"/")
+        reply = await recorder.next()
+        site.server.stop_accepting()
+        await asyncio.sleep(0.05)
+        late = client.begin(b"GET", b"/late")
+        assert (await client.answer(late)).reset == 0x10B
+        reply.send(200, [], b"done")
+        assert bytes((await client.answer(number)).body) == b"done"
+        await site.server.drain()
+        await client.wait_closed()
+        assert client.ended is not None
+        assert client.ended.error_code == 0x100
 
 
-def test_an_application_that_fails_is_a_500(
-    run: "Run", tmp_path: "Path", caplog: pytest.LogCaptureFixture
+async def test_an_application_that_fails_is_a_500(
+    tmp_path: "Path", caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(request: "Request", reply: "Reply") -> None:
         raise RuntimeError("on purpose")
 
-    async def main() -> None:
-        async with http3_site(fail, tmp_path) as site, site.client() as client:
-            assert (await client.ask(b"GET", b"/")).status == 500
-
-    run(main())
+    async with http3_site(fail, tmp_path) as site, site.client() as client:
+        assert (await client.ask(b"GET", b"/")).status == 500
     assert "the application failed" in caplog.text
 
 
-def test_a_stream_may_overtake_another(run: "Run", tmp_path: "Path") -> None:
+async def test_a_stream_may_overtake_another(tmp_path: "Path") -> None:
     """Packets are lost, and clients send by priority: a later stream can come first."""
-
-    async def main() -> None:
-        async with http3_site(echo, tmp_path) as site, site.client() as client:
-            client.quic._local_next_stream_id_bidi = 8
-            third = client.begin(b"GET", b"/third")
-            assert bytes((await client.answer(third)).body) == b"GET /third? "
-            client.quic._local_next_stream_id_bidi = 4
-            second = client.begin(b"GET", b"/second")
-            client.quic._local_next_stream_id_bidi = 0
-            first = client.begin(b"GET", b"/first")
-            assert bytes((await client.answer(second)).body) == b"GET /second? "
-            assert bytes((await client.answer(first)).body) == b"GET /first? "
-
-    run(main())
+    async with http3_site(echo, tmp_path) as site, site.client() as client:
+        client.quic._local_next_stream_id_bidi = 8
+        third = client.begin(b"GET", b"/third")
+        assert bytes((await client.answer(third)).body) == b"GET /third? "
+        client.quic._local_next_stream_id_bidi = 4
+        second = client.begin(b"GET", b"/second")
+        client.quic._local_next_stream_id_bidi = 0
+        first = client.begin(b"GET", b"/first")
+        assert bytes((await client.answer(second)).body) == b"GET /second? "
+        assert bytes((await client.answer(first)).body) == b"GET /first? "
 
 
 def forged_ticket() -> SessionTicket:
@@ -330,57 +283,50 @@ def forged_ticket() -> SessionTicket:
     )
 
 
-def test_early_data_is_refused(run: "Run", tmp_path: "Path") -> None:
+async def test_early_data_is_refused(tmp_path: "Path") -> None:
     """A POST that a client sends before the handshake could be sent again by somebody else."""
     recorder = Recorder()
     tickets: list[SessionTicket] = []
 
-    async def main() -> None:
-        async with http3_site(recorder, tmp_path) as site:
-            async with site.client(tickets=tickets) as client:
-                number = client.begin(b"GET", b"/")
-                (await recorder.next()).send(200, [], b"")
-                await client.answer(number)
-            assert not tickets
-            recorder.requests.clear()
-            # As of another server with the same name.
-            async with site.client(session_ticket=forged_ticket(), wait=False) as client:
-                number = client.begin(b"POST", b"/", end=False)
-                client.more(number, b"early")
-                assert client.quic._cryptos[Epoch.ZERO_RTT].send.is_valid()  # It was sent.
-                await client.wait_connected()
-                assert not client.early_data_accepted
-                await recorder.next()
-                assert [one.body for one in recorder.requests] == [b"early"]
-
-    run(main())
+    async with http3_site(recorder, tmp_path) as site:
+        async with site.client(tickets=tickets) as client:
+            number = client.begin(b"GET", b"/")
+            (await recorder.next()).send(200, [], b"")
+            await client.answer(number)
+        assert not tickets
+        recorder.requests.clear()
+        # As of another server with the same name.
+        async with site.client(session_ticket=forged_ticket(), wait=False) as client:
+            number = client.begin(b"POST", b"/", end=False)
+            client.more(number, b"early")
+            assert client.quic._cryptos[Epoch.ZERO_RTT].send.is_valid()  # It was sent.
+            await client.wait_connected()
+            assert not client.early_data_accepted
+            await recorder.next()
+            assert [one.body for one in recorder.requests] == [b"early"]
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_what_follows_the_body_does_not_serve_a_refused_request(
-    run: "Run", tmp_path: "Path", *, refused: bool
+async def test_what_follows_the_body_does_not_serve_a_refused_request(
+    tmp_path: "Path", *, refused: bool
 ) -> None:
     """Head, body and trailers may come at once: the last one ends the request."""
+    served: list[bytes] = []
 
-    async def main() -> None:
-        served: list[bytes] = []
+    def note(request: "Request", reply: "Reply") -> None:
+        served.append(request.body)
+        reply.send(200, [], b"")
 
-        def note(request: "Request", reply: "Reply") -> None:
-            served.append(request.body)
-            reply.send(200, [], b"")
+    def admit(head: object, peer: str) -> Rejection | None:
+        del head, peer
+        return Rejection(401, "no") if refused else None
 
-        def admit(head: object, peer: str) -> Rejection | None:
-            del head, peer
-            return Rejection(401, "no") if refused else None
-
-        async with http3_site(note, tmp_path, admit=admit) as site, site.client() as client:
-            transmit, client.transmit = client.transmit, lambda: None  # type: ignore[method-assign]
-            number = client.begin(b"POST", b"/", end=False)
-            client.more(number, b"body", end=False)
-            client.h3.send_headers(number, [(b"x-after", b"1")], end_stream=True)
-            client.transmit = transmit  # type: ignore[method-assign]
-            client.transmit()
-            assert (await client.answer(number)).status == (401 if refused else 200)
-            assert served == ([] if refused else [b"body"])
-
-    run(main())
+    async with http3_site(note, tmp_path, admit=admit) as site, site.client() as client:
+        transmit, client.transmit = client.transmit, lambda: None  # type: ignore[method-assign]
+        number = client.begin(b"POST", b"/", end=False)
+        client.more(number, b"body", end=False)
+        client.h3.send_headers(number, [(b"x-after", b"1")], end_stream=True)
+        client.transmit = transmit  # type: ignore[method-assign]
+        client.transmit()
+        assert (await client.answer(number)).status == (401 if refused else 200)
+        assert served == ([] if refused else [b"body"])
