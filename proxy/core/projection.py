@@ -290,7 +290,7 @@ class Projection:
         departures = None
         if self._form is Form.EXPECTED:
             # Due for a refresh when the survival falls below one half.
-            doubtful = np.flatnonzero(survival[:, self._refresh] < 0.5)
+            (doubtful,) = (survival[:, self._refresh] < 0.5).nonzero()
             if doubtful.size:
                 first = (survival[doubtful] < 0.5).argmax(axis=1)
                 wait[doubtful] = np.minimum(wait[doubtful], first)
@@ -308,7 +308,9 @@ class Projection:
             self._make_deposits(places)
 
     def _by_rank(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        return places[np.argsort(self._deposits.rank[places], kind="stable")]
+        if len(places) == 1:  # As of nearly every decision.
+            return places
+        return places[self._deposits.rank[places].argsort(kind="stable")]
 
     def _make_deposits(
         self, places: NDArray[np.int64], instead_of: NDArray[np.int64] | None = None
@@ -342,8 +344,11 @@ class Projection:
             deposits.expected[places[block]] = change
             if rests is not None:
                 change -= rests
-            # One sum per rank, so that the rows are written once each.
             of_rank = ranks[block]
+            if len(of_rank) == 1:
+                window[of_rank.item(0)] += change[0]
+                continue
+            # One sum per rank, so that the rows are written once each.
             starts = first_of_each(of_rank)
             window[of_rank[starts]] += np.add.reduceat(change, starts, axis=0)
 
