@@ -112,7 +112,7 @@ async def _query(
         endpoint.close()
     try:
         told = msgspec.json.decode(answer.body, type=_Answer)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         reason = f"status {answer.status}, and no answer of Prometheus"
         raise ConfigError(f"--prometheus: {server}: {reason}") from None
     if told.data is None:

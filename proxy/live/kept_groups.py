@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec import DecodeError, Struct
+from msgspec import Struct
 from msgspec.json import decode, encode
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -92,7 +92,7 @@ class KeptGroups:
         try:
             data = b"" if self._keeper is None else self._keeper.read()
             return decode(data, type=_Kept) if data else nothing
-        except (OSError, DecodeError) as error:
+        except (OSError, ValueError) as error:
             _log.error("orders about groups are lost", extra={"fields": {"reason": str(error)}})
             return nothing
 
@@ -105,6 +105,6 @@ class KeptGroups:
             self._keeper.write(encode(kept))
             if forgotten:
                 KeepingPart(self._whole, forgotten).forget()
-        except (OSError, DecodeError) as error:
+        except (OSError, ValueError) as error:
             fields = {"reason": str(error)}
             _log.error("orders about groups are not kept", extra={"fields": fields})

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import DecodeError, Raw, Struct
+from msgspec import Raw, Struct
 from msgspec.json import decode, encode
 from msgspec.structs import replace
 
@@ -131,7 +131,7 @@ def load(keeper: Keeper | None, settings: Standing) -> Standing:
     try:
         data = b"" if keeper is None else keeper.read()
         kept = decode(data, type=Standing) if data else settings
-    except (OSError, DecodeError) as error:
+    except (OSError, ValueError) as error:
         _log.error("orders are lost", extra={"fields": {"reason": str(error)}})
         return settings
     if kept.basis == settings.basis:
@@ -163,7 +163,7 @@ def save(keeper: Keeper, standing: Standing) -> None:
     """Keep it."""
     try:
         keeper.write(encode(standing))
-    except (OSError, DecodeError) as error:
+    except (OSError, ValueError) as error:
         _log.error("orders are not kept", extra={"fields": {"reason": str(error)}})
 
 

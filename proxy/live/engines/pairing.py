@@ -246,7 +246,7 @@ def _present(instances: Sequence[_One]) -> list[_One]:
 def _version(page: bytes) -> str:
     try:
         return msgspec.json.decode(page, type=VersionPage).version
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return ""
 
 

@@ -110,11 +110,11 @@ def _reasons(body: bytes, name: str) -> list[object]:
 def _ending(body: bytes) -> _Ending:
     try:
         return _decode_ending(body)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         pass  # It may be JSON that is less strict.
     try:
         return msgspec.convert(decode(body), _Ending)
-    except (msgspec.ValidationError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         return _Ending()
 
 

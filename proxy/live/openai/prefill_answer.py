@@ -63,6 +63,8 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     Raises:
         BadPrefillAnswerError: It is no JSON object with choices and usage.
     """
+    if not body.isascii():  # What is not read yet is not looked at, and may be read.
+        _check_text(body)
     usage, choices, params, params_text = _parse(body)
     if not isinstance(usage, dict):
         raise BadPrefillAnswerError("the prefill answer has no usage")
@@ -89,6 +91,13 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     )
 
 
+def _check_text(body: bytes) -> None:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        raise BadPrefillAnswerError("the prefill answer is no UTF-8") from None
+
+
 def _parse(body: bytes) -> tuple[Any, Any, Any, bytes]:
     """Return usage, choices and parameters, and the text of these if the answer is strict JSON.
 
@@ -99,7 +108,7 @@ def _parse(body: bytes) -> tuple[Any, Any, Any, bytes]:
         read = _decode_members(body)
         text = bytes(read.kv_transfer_params)
         return read.usage, read.choices, decode(text) if text else None, text
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         message = _parse_leniently(body)
     params = message.get("kv_transfer_params")
     return message.get("usage"), message.get("choices"), params, b""

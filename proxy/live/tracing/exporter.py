@@ -190,7 +190,7 @@ class SpanExporter:
         try:
             partial_success = msgspec.json.decode(response.body)["partialSuccess"]
             rejected = int(partial_success.get("rejectedSpans", 0))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             return  # There is none.
         if rejected:
             reason = str(partial_success.get("errorMessage", ""))[:200]

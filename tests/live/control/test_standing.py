@@ -45,7 +45,7 @@ def test_what_was_kept_goes_before_the_settings(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["orders"]
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"policy": 3}', b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b'{"policy": 3}', b"\xff", b'{"basis": "\xff"}'])
 def test_what_cannot_be_read_is_logged_and_the_settings_hold(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,13 +124,23 @@ def test_mooncake_does_not_compare_versions(play: "Play") -> None:
     play(scenario, engine_versions={"decode/0": NEW, "decode/1": NEW}, connector="mooncake")
 
 
-def test_an_engine_that_tells_nothing_is_paired(play: "Play") -> None:
-    def missing(engine: str, request: "Request", reply: "Reply") -> None:
+@pytest.mark.parametrize(
+    ("status", "page"),
+    [
+        (404, b"{}"),
+        (200, b'{"version":"0.33\xff"}'),
+        (200, b'{"\xff":1}'),
+        (200, b'{"a":' + b"[" * 5_000),
+    ],
+    ids=["missing", "no UTF-8", "no UTF-8 in a key", "deep"],
+)
+def test_an_engine_that_tells_nothing_is_paired(play: "Play", status: int, page: bytes) -> None:
+    def unreadable(engine: str, request: "Request", reply: "Reply") -> None:
         del engine, request
-        reply.send(404, [], b"{}")
+        reply.send(status, [], page)
 
     async def scenario(site: "Site") -> None:
-        site.handlers[b"/version"] = missing
+        site.handlers[b"/version"] = unreadable
         site.fleet.kill("decode/1")
         await asyncio.sleep(10.0)
         await site.fleet.restore("decode/1")

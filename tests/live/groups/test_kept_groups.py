@@ -107,7 +107,15 @@ def test_orders_for_other_groups_are_dropped(
     assert "orders about groups are dropped: the settings have other groups by now" in caplog.text
 
 
-@pytest.mark.parametrize("kept", [b"{", b'{"[[model]]": 3}', b'{"[[model]]": {"basis": 1}}'])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        b"{",
+        b'{"[[model]]": 3}',
+        b'{"[[model]]": {"basis": 1}}',
+        b'{"[[model]]": {"basis": "\xff"}}',
+    ],
+)
 def test_what_cannot_be_read_is_logged_and_the_settings_hold(
     play_groups: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bytes
 ) -> None:

@@ -85,6 +85,10 @@ def test_a_request_that_a_rank_gave_back_is_told(body: bytes, recomputed: bool) 
         (Api.RESPONSES, b'{"status":"cancelled"}', True),
         (Api.RESPONSES, b'{"status":"completed","metadata":{"status":"cancelled"}}', False),
         (Api.RESPONSES, b'{"metadata":{"finish_reason":"abort"}}', False),
+        # What is no UTF-8, or deeper than any decoder goes, tells nothing.
+        (Api.CHAT, b'{"choices":[{"\xff":1,"finish_reason":"abort"}]}', False),
+        (Api.MESSAGES, b'{"type":"\xff"}', False),
+        (Api.MESSAGES, b'{"a":' + b"[" * 5_000, False),
     ],
 )
 def test_what_an_engine_gave_up_is_told(api: Api, body: bytes, aborted: bool) -> None:

@@ -134,8 +134,11 @@ def nested(levels: int) -> object:
         json.dumps(answer(kv_transfer_params=nested(200))).encode(),
         json.dumps(answer(choices=[{"finish_reason": "stop", "x": nested(200)}])).encode(),
         json.dumps(answer()).encode()[:-9],
+        # Nobody reads it as long as nobody asks for the message.
+        json.dumps(answer(model="X")).encode().replace(b"X", b"\xff"),
+        json.dumps(answer(X=1)).encode().replace(b"X", b"\xff"),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_what_is_no_answer_to_a_probe_is_told(body: bytes) -> None:
     with pytest.raises(BadPrefillAnswerError):
