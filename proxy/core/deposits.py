@@ -69,6 +69,7 @@ class Deposits:
         self._padded: NDArray[np.int32] = np.zeros((places, width + longest), np.int32)
         self.expected = self._padded[:, :width]
         self._windows = self._all_windows()
+        self._memory = self._all_memory()
         self._free = list(range(places))
 
     def add(
@@ -86,14 +87,15 @@ class Deposits:
             self._grow()
         place = self._free.pop()
         self.place_of[request] = place
-        self.request[place] = request
-        self.rank[place] = rank
-        self.since[place] = now
-        self.tokens[place] = kv_tokens
-        self.sequences[place] = sequences
-        self.base[place] = kv_tokens - age * sequences
-        self.started[place] = False
-        self.curves[place] = -1
+        numbers, ranks, since, tokens, each, base, curves, started = self._memory
+        numbers[place] = request
+        ranks[place] = rank
+        since[place] = now
+        tokens[place] = kv_tokens
+        each[place] = sequences
+        base[place] = kv_tokens - age * sequences
+        curves[place] = -1
+        started[place] = False
         return place
 
     def remove(self, request: RequestId) -> int:
@@ -160,6 +162,15 @@ class Deposits:
         self._padded = np.concatenate([self._padded, np.zeros_like(self._padded)])
         self.expected = self._padded[:, : self._width]
         self._windows = self._all_windows()
+        self._memory = self._all_memory()
+
+    def _all_memory(self) -> tuple[memoryview, ...]:
+        """Return the memory of what `add` sets: one number so takes a fifth of what an array takes."""
+        arrays = (
+            *(self.request, self.rank, self.since, self.tokens, self.sequences, self.base),
+            *(self.curves, self.started),
+        )
+        return tuple(array.data for array in arrays)
 
     def _all_windows(self) -> NDArray[np.int32]:
         """Return a view of the W columns that begin at each place of the padded rows."""

@@ -55,11 +55,11 @@ class Holdings:
         """
         if request.prefiller is not None:
             if request.decode:
-                self._prefillers.begin_prefill(request.prefiller, request.held_tokens)
+                self._prefillers.begin_prefill(request.prefiller, request.held_tokens())
                 request.prefilling = True
             else:
                 slots = request.ticket.slots
-                self._prefillers.begin_direct(request.prefiller, request.held_tokens, slots)
+                self._prefillers.begin_direct(request.prefiller, request.held_tokens(), slots)
         match request.state:
             case State.QUEUED:
                 self._prefill_queue.add(request, queue_end_ns(request, config))
@@ -124,7 +124,7 @@ class Holdings:
 
     def emitted(self, request: Request) -> int:
         """Return the KV tokens that a bound request holds beyond its prompt."""
-        return self.ledger.kv_tokens(request.request) - request.kv_tokens
+        return self.ledger.kv_tokens(request.request) - request.kv_tokens()
 
     def end_prefill(self, request: Request) -> None:
         """Free the place of its prefill; its tokens stay charged."""
@@ -136,7 +136,7 @@ class Holdings:
     def release_prefill(self, request: Request) -> None:
         """Release its prefiller's budget, if it holds one."""
         if request.prefiller is not None:
-            self._prefillers.release(request.prefiller, request.held_tokens)
+            self._prefillers.release(request.prefiller, request.held_tokens())
             request.prefiller = None
 
     def bind(self, request: Request, rank: RankId) -> None:
@@ -149,7 +149,7 @@ class Holdings:
         tokens = self.ledger.unbind(request.request)
         # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
         # sequences it is their mean, rounded up: too high an estimate never overfills a rank.
-        emitted = -(-(tokens - request.kv_tokens) // request.ticket.slots)
+        emitted = -(-(tokens - request.kv_tokens()) // request.ticket.slots)
         if self._leases.pace is not None:
             self._leases.pace.left(tokens)
         request.emitted_before += emitted
@@ -192,7 +192,7 @@ def _bind(ledger: Ledger, request: Request, rank: RankId, *, emitted: int = 0) -
     ledger.bind(
         request.request,
         rank,
-        request.kv_tokens,
+        request.kv_tokens(),
         age=request.emitted_before,
         slots=request.ticket.slots,
     )

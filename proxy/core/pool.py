@@ -81,13 +81,14 @@ class Pool:
         order: The order of the entries; empty at first.
 
     Attributes:
+        entries: What waits, by request, in no order. Read-only.
         slots: Slots that all waiting requests need; 0 if none waits.
         mean_prompt_tokens: Running mean over the added entries.
     """
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order
-        self._entries: dict[RequestId, PoolEntry] = {}
+        self.entries: dict[RequestId, PoolEntry] = {}
         self._deadlines = Timers()
         self._expiries = Timers()
         self._leases = Timers()
@@ -100,7 +101,7 @@ class Pool:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[PoolEntry]:
         """Iterate in order."""
@@ -108,15 +109,15 @@ class Pool:
 
     def __contains__(self, request: RequestId) -> bool:
         """Return whether `request` waits here."""
-        return request in self._entries
+        return request in self.entries
 
     def add(self, entry: PoolEntry) -> None:
         """Insert `entry` in order."""
-        assert entry.request not in self._entries, f"request {entry.request} is pooled twice"
+        assert entry.request not in self.entries, f"request {entry.request} is pooled twice"
         if entry.home in self._closed:
             entry = replace(entry, home=None)
         self._order.add(entry.request, entry.ticket)
-        self._entries[entry.request] = entry
+        self.entries[entry.request] = entry
         self._begin_timers(entry)
         self.slots += entry.slots
         # The first entry sets the mean: from 0 it would take some 128 arrivals to become right.
@@ -129,9 +130,9 @@ class Pool:
 
     def replace(self, entry: PoolEntry) -> None:
         """Replace an entry by one with other times; place, home and overtakings stay."""
-        before = self._entries[entry.request]
+        before = self.entries[entry.request]
         entry = replace(entry, overtaken=before.overtaken, home=before.home)
-        self._entries[entry.request] = entry
+        self.entries[entry.request] = entry
         self._set_timers(entry)
 
     def set_open(self, rank: RankId, is_open: bool) -> None:
@@ -140,22 +141,22 @@ class Pool:
             self._closed.discard(rank)
             return
         self._closed.add(rank)
-        for request, entry in self._entries.items():
+        for request, entry in self.entries.items():
             if entry.home == rank:
-                self._entries[request] = replace(entry, home=None)
+                self.entries[request] = replace(entry, home=None)
 
     def first(self, count: int) -> list[PoolEntry]:
         """Return the first `count` entries in order."""
-        entries = self._entries
+        entries = self.entries
         return [entries[request] for request in self._order.first(count)]
 
     def at(self, place: int) -> PoolEntry:
         """Return the entry at a position of the order."""
-        return self._entries[self._order.first(place + 1)[place]]
+        return self.entries[self._order.first(place + 1)[place]]
 
     def admit(self, request: RequestId) -> PoolEntry:
         """Remove an entry that goes to decode; it overtakes every entry ahead of it."""
-        entries = self._entries
+        entries = self.entries
         # Before the removal, while the entry still has its place.
         for ahead in self._order.ahead_of(request):
             entries[ahead].overtaken += 1
@@ -176,7 +177,7 @@ class Pool:
             if ahead in going:
                 behind -= 1
             else:
-                self._entries[ahead].overtaken += behind
+                self.entries[ahead].overtaken += behind
         # Those of them that went before overtook it, too, if they were behind it.
         gone: list[Any] = []
         for request in requests:
@@ -215,13 +216,13 @@ class Pool:
         # The last one first: then the entries ahead of each are those that it overtook.
         for request, entry in reversed(left.items()):
             self._order.add(request, entry.ticket)
-            self._entries[request] = entry
+            self.entries[request] = entry
             self._begin_timers(entry)
             self.slots += entry.slots
             # Only an admission overtook the entries ahead.
             if request not in self._removed:
                 for ahead in self._order.ahead_of(request):
-                    self._entries[ahead].overtaken -= 1
+                    self.entries[ahead].overtaken -= 1
 
     def overdue(self, now_ns: int) -> list[PoolEntry]:
         """Return the entries past their deadline, oldest first. They stay in the pool."""
@@ -229,7 +230,7 @@ class Pool:
         if not due:
             return []
         # By id: the oldest arrival first, whatever the order of the deadlines.
-        return [self._entries[request] for request in sorted(due)]
+        return [self.entries[request] for request in sorted(due)]
 
     def expired(self, now_ns: int) -> list[RequestId]:
         """Return the entries whose time to live has ended, once. The caller removes them."""
@@ -267,7 +268,7 @@ class Pool:
 
     def _take_out(self, request: RequestId) -> PoolEntry:
         self._order.remove(request)
-        entry = self._entries.pop(request)
+        entry = self.entries.pop(request)
         if entry.deadline_ns is not None:
             self._deadlines.clear(request)
         if entry.expires_ns is not None:

@@ -185,7 +185,7 @@ class PrefillQueue:
             self._left(request.request)
             return None
         # No sequences mark a prefill.
-        tokens, sequences = request.held_tokens, 0 if request.decode else request.ticket.slots
+        tokens, sequences = request.held_tokens(), 0 if request.decode else request.ticket.slots
         prefiller = self._prefillers.choose(
             PrefillRequest(request.request, request.ticket, tokens, now_ns),
             request.lost_on_prefillers,

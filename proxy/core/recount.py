@@ -33,7 +33,7 @@ def check_holdings(
         # Rule 2 of `lifecycle`: what a request holds follows from its state.
         if request.prefiller is not None:
             assert request.ticket.prefill
-            held[request.prefiller] += request.held_tokens
+            held[request.prefiller] += request.held_tokens()
             prefills[request.prefiller] += request.prefilling
             direct[request.prefiller] += 0 if decodes else request.ticket.slots
         if request.rank is not None:

@@ -143,7 +143,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that no engine answers yet: queued, prefilling or pooled."""
-        return self.prefill_queue.waiting + self.prefillers.prefilling + len(self.pool)
+        return self.prefill_queue.waiting + self.prefillers.prefilling + len(self.pool.entries)
 
     def emitted(self, number: RequestId) -> int:
         """Return the tokens that a bound request has emitted there, of all its sequences.
@@ -273,7 +273,7 @@ class Scheduler:
         actions = self._expire(self.prefill_queue.take_due(now_ns))
         # Requests in prefill count too: they will be in the pool soon. Each holds KV blocks under a
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
-        held = self.prefillers.prefilling + len(self.pool)
+        held = self.prefillers.prefilling + len(self.pool.entries)
         self.prefillers.kv_capacity_tokens = self.leases.prefiller_kv_tokens
         room = self.intake.room(self.leases.room(held), held, self._holdings.ledger, self.ranks)
         for request, prefiller in self.intake.let(self.prefill_queue.start(room, now_ns)):

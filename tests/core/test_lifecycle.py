@@ -85,8 +85,8 @@ def test_a_new_request_waits_and_holds_nothing() -> None:
 
 
 def test_the_load_of_a_request_is_its_prompt_once_per_slot() -> None:
-    assert Request(RequestId(0), Ticket(3), waiting_since_ns=0).kv_tokens == 3
-    assert Request(RequestId(0), Ticket(3, slots=4), waiting_since_ns=0).kv_tokens == 12
+    assert Request(RequestId(0), Ticket(3), waiting_since_ns=0).kv_tokens() == 3
+    assert Request(RequestId(0), Ticket(3, slots=4), waiting_since_ns=0).kv_tokens() == 12
 
 
 def test_a_lifecycle_error_is_one_of_ours() -> None:

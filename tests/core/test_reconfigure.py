@@ -319,7 +319,7 @@ class Life:
                 return DecodeStarted(rng.choice(bound).request)
             case 6 if request is not None and request.started:
                 held = self._scheduler.ledger.kv_tokens(request.request)
-                return TokensEmitted(request.request, rng.randint(request.kv_tokens - held, 4))
+                return TokensEmitted(request.request, rng.randint(request.kv_tokens() - held, 4))
             case 7 if request is not None and request.started:
                 return RequestRecomputed(request.request)
             case 8 | 11 if request is not None and request.rank is not None:

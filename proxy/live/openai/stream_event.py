@@ -13,7 +13,7 @@ def parsed(event: bytes) -> dict[str, Any] | None:
 
 def decoded(data: bytes) -> dict[str, Any] | None:
     """Return the object that the data of an event is, if it is one."""
-    if not data.lstrip().startswith(b"{"):
+    if data[:1] != b"{" and not data.lstrip().startswith(b"{"):
         return None  # [DONE], a comment, a heartbeat: quicker than the exception for it.
     try:
         message = decode(data)

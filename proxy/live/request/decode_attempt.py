@@ -236,17 +236,16 @@ class DecodeAttempt(Attempt):
 
     def _make_stream(self, asking: "RequestBody", asked: CountsAsked | None) -> Relay:
         session = self._session
-        reader = _make_reader(
-            session,
-            self._repeated,
-            ids=self._ids,
-            usage=self._usage,
-            asks_total=asks_total(asking.values),
-            counts=None if asked is None else TokenCounts(asked),
-            transcript=self._transcript,
-            expensive=partial(_stop_asking, self.engine),
-            may_abort=lambda: session.abort_ordered,
-        )
+        options = {
+            "ids": self._ids,
+            "usage": self._usage,
+            "asks_total": asks_total(asking.values),
+            "counts": None if asked is None else TokenCounts(asked),
+            "transcript": self._transcript,
+            "expensive": partial(_stop_asking, self.engine),
+            "may_abort": lambda: session.abort_ordered,
+        }
+        reader = _make_reader(session, self._repeated, options)
         return Relay(
             self,
             session.answer.reply,
@@ -422,7 +421,7 @@ class DecodeAttempt(Attempt):
 
 
 def _make_reader(
-    session: "AttemptOwner", repeated: "RepeatedText", **options: Any
+    session: "AttemptOwner", repeated: "RepeatedText", options: dict[str, Any]
 ) -> "StreamReader":
     emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
     if shape.api is _GENERATE:

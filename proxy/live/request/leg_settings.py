@@ -1,6 +1,6 @@
 """Time limits and retries of the legs to the engines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
 from balanceroute.proxy.live.request.direct import Direct
@@ -33,6 +33,7 @@ class LegSettings:
         resume: Which streams go on at another rank when theirs fails.
         first_token: Whose first token the client of a stream gets.
         expired_status: Of the answer to a request that waited longer than it may.
+        drop: Members of clients that no engine gets.
     """
 
     prefill_timeout_s: float
@@ -51,11 +52,11 @@ class LegSettings:
     resume: Resume = Resume.OFF
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
     expired_status: int = 503
+    drop: frozenset[str] = field(init=False)
 
-    @property
-    def drop(self) -> frozenset[str]:
-        """Members of clients that no engine gets."""
-        return INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
+    def __post_init__(self) -> None:
+        drop = INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
+        object.__setattr__(self, "drop", drop)
 
     def overdue(self, *, prefill: bool, stream: bool) -> str:
         """Return what to say of a leg that has not begun to answer in time."""

@@ -74,7 +74,7 @@ class IncomingRequest:
         """
         limits = self._limits
         buffer = self.buffer
-        if self._skip_blank and buffer.startswith(b"\r\n"):  # RFC 9112 §2.2: ignore at least one.
+        if self._skip_blank and buffer[:2] == b"\r\n":  # RFC 9112 §2.2: ignore at least one.
             self._skip_blank = False
             buffer = self.buffer = buffer[2:]
         end = buffer.find(b"\r\n\r\n", self._checked and max(0, self._checked - 3)) + 4

@@ -30,7 +30,7 @@ def fill_only_rank(fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment] | 
     rank = RankId(ranks.item(0))
     if pool.slots > fleet.free_slots.item(rank) or pool.overdue(now_ns):
         return None
-    entries = pool.first(len(pool))
+    entries = pool.first(len(pool.entries))
     fits = sum(map(_KV_TOKENS, entries)) <= fleet.free_kv_tokens.item(rank)
     if not fits or any(map(_RESTRICTED, entries)):
         return None
