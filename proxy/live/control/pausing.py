@@ -237,7 +237,7 @@ async def _sleeps(fetcher: "Fetcher", url: str) -> bool:
     try:
         page = await fetcher.body(f"{url}/is_sleeping", max_bytes=_PAGE_BYTES)
         said = json.loads(page)
-    except (FetchError, ValueError):
+    except (FetchError, ValueError, RecursionError):
         return False
     return isinstance(said, dict) and said.get("is_sleeping") is True
 

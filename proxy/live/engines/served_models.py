@@ -21,6 +21,8 @@ _RETRY_S = 5.0
 _TIMEOUT_S = 5.0
 # A page that names more is not read to its end.
 _MAX_MODELS = 10_000
+# No context is longer, and no relay could be told of some numbers.
+_MOST_TOKENS = 1 << 30
 
 
 class ModelsPageError(BalanceRouteError):
@@ -47,7 +49,7 @@ def parse_models(page: bytes) -> tuple[ServedModel, ...]:
             raise ModelsPageError("a model has no id")
         name, parent, length = card["id"], card.get("parent"), card.get("max_model_len")
         parent = parent if isinstance(parent, str) else None
-        if type(length) is not int or length < 1:
+        if type(length) is not int or not 1 <= length <= _MOST_TOKENS:
             length = None if parent is None else lengths.get(parent)
         lengths[name] = length
         models.append(ServedModel(name, parent, length, card))

@@ -55,6 +55,34 @@ def test_adapters_have_the_context_of_their_base_model() -> None:
     assert models[1].card == adapter
 
 
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize(
+    "card",
+    [
+        b'{"id":"tiny","max_model_len":%d}' % 2**64,
+        b'{"id":"tiny","max_model_len":-1}',
+    ],
+    ids=["beyond all messages", "negative"],
+)
+def test_an_engines_odd_model_stops_nothing(play: "Play", relays: int, card: bytes) -> None:
+    def odd(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, JSON, b'{"data":[%b]}' % card)
+
+    async def scenario(site: "Site") -> None:
+        site.rank_handlers[b"/v1/models"] = odd
+        await asyncio.sleep(70.0)  # The lists are read again.
+        assert (await site.post(CHAT, TALK | {"max_tokens": 4})).status == 200
+        site.fleet.kill("decode/0")
+        await asyncio.sleep(30.0)
+        assert (await site.admin("/admin/instances")).status == 200
+        told = (await site.get("/v1/models")).json["data"]
+        assert [one["id"] for one in told] == ["tiny"]
+        assert (await site.post(CHAT, TALK | {"max_tokens": 4})).status == 200
+
+    play(scenario, ranks=2, relays=relays)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
