@@ -22,7 +22,7 @@ class ResponseHandler(Protocol):
 
 
 class LineHandler(ResponseHandler, Protocol):
-    """Receives the events of a stream one by one, too.
+    """Receives the events of a stream as lines, too.
 
     Attributes:
         takes_lines: Whether it does at present.
@@ -32,6 +32,9 @@ class LineHandler(ResponseHandler, Protocol):
 
     def on_line(self, line: bytes) -> None:
         """Process, instead of by `on_data`, an event of one line, without the blank line behind it."""
+
+    def on_lines(self, lines: list[bytes]) -> None:
+        """Process several such events that came together."""
 
 
 class Calling(Protocol):

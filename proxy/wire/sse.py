@@ -23,23 +23,16 @@ class EventScanner:
 
     In a stream whose lines end with a lone CR an event is complete only when the next byte arrives:
     that byte may be the LF of a CRLF.
+
+    Attributes:
+        tail: The bytes that are no complete event yet.
     """
 
-    __slots__ = ("_max_event_bytes", "_tail")
+    __slots__ = ("_max_event_bytes", "tail")
 
     def __init__(self, *, max_event_bytes: int = 16 << 20) -> None:
         self._max_event_bytes = max_event_bytes
-        self._tail = bytearray()
-
-    @property
-    def tail(self) -> bytes:
-        """The bytes that are no complete event yet."""
-        return bytes(self._tail)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all bytes so far belong to complete events."""
-        return not self._tail
+        self.tail = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the events that these bytes complete, each with its terminator.
@@ -48,7 +41,7 @@ class EventScanner:
             WireError: An event, or the start of one, is past the limit (TOO_LARGE).
         """
         # To look for a number costs a sixth of what it costs to look for bytes.
-        if self._tail or _CR in data or data[-2:] != b"\n\n" or len(data) > self._max_event_bytes:
+        if self.tail or _CR in data or data[-2:] != b"\n\n" or len(data) > self._max_event_bytes:
             return self._feed(data)
         events = data[:-2]
         if _LF not in events and events:
@@ -59,14 +52,14 @@ class EventScanner:
 
     def end(self) -> list[bytes]:
         """Return the event that the end of the stream completes, if it ends with a CR."""
-        if not self._tail.endswith(b"\r"):
+        if not self.tail.endswith(b"\r"):
             return []
         events = self._feed(b":")
-        self._tail.clear()
+        self.tail.clear()
         return events
 
     def _feed(self, data: bytes) -> list[bytes]:
-        tail = self._tail
+        tail = self.tail
         searched = max(0, len(tail) - _OVERLAP)
         tail += data
         events: list[bytes] = []
@@ -81,7 +74,7 @@ class EventScanner:
 
     def _event_end(self, start: int, searched: int) -> int:
         """Return where the event at `start` ends; 0 if that is not known yet."""
-        tail = self._tail
+        tail = self.tail
         if start == len(tail):
             return 0
         if tail[start] in b"\r\n":

@@ -14,7 +14,7 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 def scan(segments: list[bytes]) -> tuple[list[bytes], bytes]:
     scanner = EventScanner()
     events = [event for segment in segments for event in scanner.feed(segment)]
-    return events, scanner.tail
+    return events, bytes(scanner.tail)
 
 
 def each_byte(data: bytes) -> list[bytes]:

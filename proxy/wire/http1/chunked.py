@@ -112,6 +112,22 @@ class ChunkedDecoder:
             return b""
         return event
 
+    def take_lines(self, data: bytes) -> list[bytes]:
+        """Return the events in a segment of several such chunks, as `take_line` does that of one."""
+        if self._state is not _SIZE or self._held:
+            return []
+        lines: list[bytes] = []
+        at = 0
+        while at < len(data):
+            begin = data.find(b"\r\n", at, at + _LONGEST_KEY + 2) + 2
+            end = begin + _SIZES.get(data[at : begin - 2], 0) - 2
+            line = data[begin:end]
+            if not line or data[end : end + 4] != _EVENT_END or _LF in line or _CR in line:
+                return []
+            lines.append(line)
+            at = end + 4
+        return lines
+
     def feed(self, data: bytes) -> bytes:
         """Return the payload in the next bytes of the body.
 

@@ -302,12 +302,12 @@ class ClientConnection(asyncio.Protocol):
         try:
             if self._stage is _CHUNKED:
                 lines = self._lines
-                if (
-                    lines is not None
-                    and lines.takes_lines
-                    and (line := self._decoder.take_line(data))
-                ):
+                if lines is None or not lines.takes_lines:
+                    self._read_chunked(data)
+                elif line := self._decoder.take_line(data):
                     lines.on_line(line)
+                elif several := self._decoder.take_lines(data):
+                    lines.on_lines(several)
                 else:
                     self._read_chunked(data)
             elif self._call is None:

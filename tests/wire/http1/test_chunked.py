@@ -58,15 +58,28 @@ def test_an_event_of_one_line_in_a_chunk_of_its_own_is_taken_as_a_line() -> None
     assert decoder.take_line(b"3\r\nx\n\n\r\n") == b""  # In the midst of a size line.
 
 
+def test_events_of_one_line_in_chunks_of_their_own_are_taken_as_lines() -> None:
+    decoder = ChunkedDecoder()
+    lines = [b"x", b"data: token", b": " + b"p" * 4_000]
+    segment = b"".join(b"%x\r\n%b\n\n\r\n" % (len(line) + 2, line) for line in lines)
+    assert decoder.take_lines(segment) == lines
+    for odd in (segment[:-1], segment + END, segment + b"3\r\nab\n\r\n", b"\r\n" + segment):
+        assert decoder.take_lines(odd) == []
+    assert decoder.feed(b"3\r\nab") == b"ab"
+    assert decoder.take_lines(segment) == []
+
+
 @given(st.text("\n\r 02345ax;", max_size=24))
 def test_a_line_is_what_a_segment_says_without_its_framing(text: str) -> None:
     segment = text.encode()
     line = ChunkedDecoder().take_line(segment)
-    if line:
+    lines = ChunkedDecoder().take_lines(segment)
+    assert not line or lines == [line]
+    if lines:
         decoder = ChunkedDecoder()
         payload = decoder.feed(segment)
-        assert payload == line + b"\n\n"
-        assert EventScanner().feed(payload) == [payload]
+        assert payload == b"".join(line + b"\n\n" for line in lines)
+        assert EventScanner().feed(payload) == [line + b"\n\n" for line in lines]
         assert decoder.feed(END) == b""
         assert (decoder.finished, decoder.rest) == (True, b"")
 
