@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import socket
+from collections.abc import Callable
 
 Address = tuple[str, int]
 
@@ -26,16 +27,30 @@ def resolve(host: str | None) -> str:
 
 
 class VirtualSocket:
-    """The socket of a transport or listener, as far as it can be asked: it knows its names."""
+    """The socket of a transport or listener, as far as it can be asked.
 
-    __slots__ = ("_own", "_peer")
+    It knows its names, and that of a transport what the kernel would answer to a poll.
+    """
+
+    __slots__ = ("_has_arrived", "_own", "_peer")
 
     type = socket.SOCK_STREAM
     proto = socket.IPPROTO_TCP
 
-    def __init__(self, own: Address, peer: Address | None = None) -> None:
+    def __init__(
+        self,
+        own: Address,
+        peer: Address | None = None,
+        has_arrived: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._own = own
         self._peer = peer
+        self._has_arrived = has_arrived
+
+    @property
+    def readable(self) -> bool:
+        """Whether something has arrived that was not read, as in a process that stood still."""
+        return self._has_arrived()
 
     @property
     def family(self) -> socket.AddressFamily:

@@ -262,6 +262,14 @@ class Pipe:
             bool(self._queue) and self._queue[0][0] <= self._loop.time() and bool(self._queue[0][1])
         )
 
+    def has_arrived(self) -> bool:
+        """Return whether bytes, a FIN or a reset wait for the target to look."""
+        if self._blocked:
+            return False
+        now = self._loop.time()
+        reset = self._reset_due_s is not None and self._reset_due_s <= now
+        return reset or (bool(self._queue) and self._queue[0][0] <= now)
+
     def arm(self) -> None:
         """See to the next delivery, if the target wants one. Safe to call at any time."""
         if self._timer is None and self._queue and (self.target.wants_bytes or self.target.is_shut):

@@ -78,7 +78,7 @@ class MemoryTransport(asyncio.Transport):
             {
                 "sockname": sockname,
                 "peername": peername,
-                "socket": VirtualSocket(sockname, peername),
+                "socket": VirtualSocket(sockname, peername, incoming.has_arrived),
             }
         )
         self.name = name

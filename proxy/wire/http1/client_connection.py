@@ -239,9 +239,10 @@ class ClientConnection(asyncio.Protocol):
         if self._transport.is_closing():
             return False
         if self._poll is None:
-            descriptor = self._transport.get_extra_info("socket").fileno()
-            if descriptor < 0:  # A loop in virtual time has no sockets and reads at once.
-                return True
+            socket = self._transport.get_extra_info("socket")
+            descriptor = socket.fileno()
+            if descriptor < 0:  # Of a loop in virtual time, which says what a poll would.
+                return not socket.readable
             self._poll = select.poll()
             self._poll.register(descriptor, select.POLLIN)
         return not self._poll.poll(0)
