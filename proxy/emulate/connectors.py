@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd
+from balanceroute.proxy.emulate.leases import EndedLease, Lease, LeaseBook
 from balanceroute.topologies import CONNECTORS, KvFlow
 
 # A decoder that cannot reach the named prefiller reports that after this time.
@@ -86,11 +86,11 @@ class Stale:
 
     Attributes:
         engine_id: The engine that has the blocks.
-        end: How the named lease ended; None if it is held, or was never granted.
+        lease: The named lease; None if it is held, or was never granted.
     """
 
     engine_id: str
-    end: LeaseEnd | None
+    lease: EndedLease | None
 
 
 class Hang:
@@ -257,7 +257,7 @@ def _claim_pull(
     if not source.alive or engine_id != source.engine_id:
         return Failure()
     if lease is None or params["remote_block_ids"] != [lease.blocks]:
-        return Stale(engine_id, book.end_of(engine_id, name))
+        return Stale(engine_id, book.ended(engine_id, name))
     return lease
 
 

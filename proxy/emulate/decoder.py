@@ -1,7 +1,7 @@
 """The work of decode ranks: get a request's KV cache, then emit a token in each step."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.faults import AfterPull
-from balanceroute.proxy.emulate.leases import Lease, LeaseBook, LeaseEnd, Misread
+from balanceroute.proxy.emulate.leases import EndedLease, Lease, LeaseBook, LeaseEnd, Misread
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
 from balanceroute.proxy.emulate.pulled_blocks import NOTHING, pulled
@@ -122,8 +122,8 @@ class Decoder:
         match claim(self._settings.connector, call.kv, self._sources, self._book, self._peer):
             case Lease() as lease:
                 self._pull(arrival, lease)
-            case Stale(engine_id, end):
-                self._pull_stale(arrival, engine_id, end)
+            case Stale(engine_id, ended):
+                self._pull_stale(arrival, engine_id, ended)
             case Failure(after_s):
                 self._wait(arrival, 1e9 * after_s, call.exchange.fail)
             case Await(engine_id, name):
@@ -192,27 +192,20 @@ class Decoder:
         cached = self._caches.cached(arrival.call.rank, tokens)
         return pulled(tokens, cached, prefilled.tokens, settings.block_tokens)
 
-    def _pull_stale(self, arrival: _Arrival, engine_id: str, end: LeaseEnd | None) -> None:
+    def _pull_stale(self, arrival: _Arrival, engine_id: str, ended: EndedLease | None) -> None:
         """Read blocks that hold another prompt's KV cache; no error is reported."""
         prompt = arrival.call.exchange.request.prompts[arrival.number]
         stale = self._book.stale(engine_id, prompt)
         arrival.read = [NOTHING] * len(prompt.tokens)
-        sources = (one.name for one in self._sources if one.engine_id == engine_id)
-        self._misread(arrival, stale, end, sources=sources)
+        self._misread(arrival, stale, ended)
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._arrived, arrival))
 
     def _misread(
-        self,
-        arrival: _Arrival,
-        prompt: Prompt,
-        end: LeaseEnd | None,
-        *,
-        again: bool = False,
-        sources: Iterable[str] = (),
+        self, arrival: _Arrival, prompt: Prompt, ended: EndedLease | None, *, again: bool = False
     ) -> None:
-        engines = frozenset((self._peer.name, *sources))
-        misread = Misread(arrival.call.request_id, end, again, self._loop.time(), engines)
+        call = arrival.call
+        misread = Misread(call.request_id, ended, self._peer.name, call.arrived_s, again)
         self._book.misreads.append(misread)
         for sequence in arrival.call.exchange.sequences_of(arrival.number):
             sequence.misread(prompt)

@@ -15,6 +15,7 @@ class EngineCall:
         request_id: The id of the answer, which carries the client's `X-Request-Id`.
         suffix: Makes the id unique inside the engine.
         rank: Which of the engine's ranks serves it.
+        arrived_s: When the request had arrived, on the event loop's clock.
         length_name: The id by which the length of its answer may be known.
         drop_kv: Leave `kv_transfer_params` out of the answer.
         alien_kv: Answer with those of another request.
@@ -25,6 +26,7 @@ class EngineCall:
     suffix: str
     rank: int
     length_name: str
+    arrived_s: float
     drop_kv: bool = False
     alien_kv: bool = False
 

@@ -70,6 +70,7 @@ class Generation:
 
     def _take(self, request: "Request", reply: "Reply", read: _Read) -> None:
         engine, faults = self._engine, self._engine.faults
+        now_s = self._hub.loop.time()
         for status in STATUSES:
             if self._happens(getattr(faults, f"status_{status}")):
                 self._refuse_on_purpose(reply, status)
@@ -78,19 +79,19 @@ class Generation:
             reply.abort()
             return
         if not faults.hang and not faults.delay_s:
-            self._accept(request, reply, read)
+            self._accept(request, reply, read, now_s)
             return
         engine.held[reply] = None
         reply.on_closed = lambda: engine.held.pop(reply, None)
         if not faults.hang:
             delay_s = self._hub.settings.seconds(1e9 * faults.delay_s)
-            self._hub.loop.call_later(delay_s, self._release, request, reply, read)
+            self._hub.loop.call_later(delay_s, self._release, request, reply, read, now_s)
 
-    def _release(self, request: "Request", reply: "Reply", read: _Read) -> None:
+    def _release(self, request: "Request", reply: "Reply", read: _Read, arrived_s: float) -> None:
         if reply in self._engine.held:
             del self._engine.held[reply]
             reply.on_closed = None
-            self._accept(request, reply, read)
+            self._accept(request, reply, read, arrived_s)
 
     def _refuse_on_purpose(self, reply: "Reply", status: int) -> None:
         error = ApiError(
@@ -101,7 +102,7 @@ class Generation:
             headers.append((b"retry-after", str(self._engine.faults.retry_after_s).encode()))
         reply.send(status, headers, error.body())
 
-    def _accept(self, request: "Request", reply: "Reply", read: _Read) -> None:
+    def _accept(self, request: "Request", reply: "Reply", read: _Read, arrived_s: float) -> None:
         try:
             values = read_json(request.body)
             wanted = read(values, self._hub.settings)
@@ -118,7 +119,7 @@ class Generation:
             name = header.decode("latin-1")
         # A router that makes ids of its own replaces the header, and leaves the body as it is.
         named = name if self._hub.lengths.of(name) is not None else own
-        self._begin(wanted, reply, name, rank, named)
+        self._begin(wanted, reply, name, rank, length_name=named, arrived_s=arrived_s)
 
     def _rank(self, request: "Request") -> int:
         """Return the rank that a request names, or the least busy one.
@@ -143,7 +144,14 @@ class Generation:
         return length
 
     def _begin(
-        self, wanted: GenerationRequest, reply: "Reply", name: str, rank: int, length_name: str
+        self,
+        wanted: GenerationRequest,
+        reply: "Reply",
+        name: str,
+        rank: int,
+        *,
+        length_name: str,
+        arrived_s: float,
     ) -> None:
         engine, hub = self._engine, self._hub
         settings, faults = hub.settings, engine.faults
@@ -189,6 +197,7 @@ class Generation:
             hub.hexadecimal(8),
             rank,
             length_name,
+            arrived_s,
             drop_kv=self._happens(faults.drop_kv_params),
             alien_kv=self._happens(faults.alien_kv_params),
         )

@@ -76,6 +76,8 @@ class Lease:
         pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
             heartbeats renew it).
         overdue: Whether its time ended while it was being read.
+        short: Whether it is shorter than its prefiller says, by a fault.
+        granted_s: When it began, on the event loop's clock.
     """
 
     prefiller: str
@@ -86,7 +88,26 @@ class Lease:
     end: LeaseEnd | None = None
     pulling: bool = False
     overdue: bool = False
+    short: bool = False
+    granted_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLease:
+    """What is known of a lease that ended. Times are those of the event loop's clock.
+
+    Attributes:
+        end: How it ended.
+        granted_s: When it began.
+        ended_s: When it ended.
+        short: See `Lease`.
+    """
+
+    end: LeaseEnd
+    granted_s: float
+    ended_s: float
+    short: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +116,22 @@ class Misread:
 
     Attributes:
         request_id: The id of its answer.
-        end: How the named lease ended; None if it is held, or was never granted.
+        lease: The named lease; None if it is held, or was never granted.
+        engine: The name of the engine that read it.
+        arrived_s: When the request had arrived there, on the event loop's clock.
         again: Whether it comes from the rank's prefix cache, where an earlier misread has left it.
-        at_s: When, on the event loop's clock.
-        engines: The names of the engine that read it and, if it named one, of the prefiller.
     """
 
     request_id: str
-    end: LeaseEnd | None
+    lease: EndedLease | None
+    engine: str
+    arrived_s: float
     again: bool = False
-    at_s: float = 0.0
-    engines: frozenset[str] = frozenset()
+
+    @property
+    def end(self) -> LeaseEnd | None:
+        """How the named lease ended."""
+        return None if self.lease is None else self.lease.end
 
 
 @dataclass(slots=True)
@@ -130,7 +156,7 @@ class LeaseBook:
     _held: dict[Lease, None] = field(default_factory=dict)
     _by_key: dict[tuple[str, str], Lease] = field(default_factory=dict)
     # The last ones that ended, the earliest first.
-    _ended: dict[tuple[str, str], LeaseEnd] = field(default_factory=dict)
+    _ended: dict[tuple[str, str], EndedLease] = field(default_factory=dict)
     _awaited: dict[tuple[str, str], list[Callable[[Lease], None]]] = field(default_factory=dict)
 
     @property
@@ -150,6 +176,7 @@ class LeaseBook:
         # If a transfer id is used twice, the older blocks cannot be claimed any more: they expire.
         self._by_key[lease.key] = lease
         loop = asyncio.get_running_loop()
+        lease.granted_s = loop.time()
         lease.timer = loop.call_at(expires_s, self._expire, lease)
         waiters = self._awaited.get(lease.key)
         if waiters:
@@ -165,13 +192,13 @@ class LeaseBook:
     def find(self, engine_id: str, name: str) -> Lease | None:
         """Return a lease that can still be pulled."""
         lease = self._by_key.get((engine_id, name))
-        end = self.end_of(engine_id, name)
-        if end is not None:
-            self.misses[end] += 1
+        ended = self.ended(engine_id, name)
+        if ended is not None:
+            self.misses[ended.end] += 1
         return None if lease is None or lease.pulling else lease
 
-    def end_of(self, engine_id: str, name: str) -> LeaseEnd | None:
-        """Return how a lease ended; None if it is held, or unknown."""
+    def ended(self, engine_id: str, name: str) -> EndedLease | None:
+        """Return a lease that ended; None if it is held, or unknown."""
         key = (engine_id, name)
         return None if key in self._by_key else self._ended.get(key)
 
@@ -212,7 +239,8 @@ class LeaseBook:
             return
         lease.end = end
         self.ends[end] += 1
-        self._ended[lease.key] = end
+        now_s = asyncio.get_running_loop().time()
+        self._ended[lease.key] = EndedLease(end, lease.granted_s, now_s, lease.short)
         if len(self._ended) > _ENDED_KNOWN:
             del self._ended[next(iter(self._ended))]
         if lease.timer is not None:

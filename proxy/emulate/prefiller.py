@@ -121,8 +121,9 @@ class Prefiller:
         prompt, said = choice.prompt, choice.token_ids[:-1]
         if said:
             prompt = Prompt([*prompt.tokens, *said], None)
-        lease = Lease(source.engine_id, key, prompt, blocks, self.pool)
         lease_s = exchange.faults.lease_s or settings.lease_s
+        short = lease_s < settings.lease_s
+        lease = Lease(source.engine_id, key, prompt, blocks, self.pool, short=short)
         self._book.grant(lease, self._loop.time() + settings.seconds(1e9 * lease_s))
         if CONNECTORS[settings.connector].decode_first and not lease.pulling:
             self._book.finish(lease, LeaseEnd.RELEASED)  # Pushed to a decoder that is gone.

@@ -29,6 +29,7 @@ _PULL_FAILURE_LINE = re.compile(
     r'balanceroute_kv_transfer_failures_total\{.*reason="([a-z_]+)".*\} (\S+)'
 )
 _FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
+_WIRES = frozenset({Act.SILENCE, Act.LINK, Act.MEDDLE})
 SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
 """Faults by which a KV cache may be gone when its engine asks for it."""
 
@@ -99,15 +100,15 @@ def _is_slow(plan: Plan) -> bool:
 
 
 def _slows(fault: Injection) -> bool:
-    slow = fault.act in (Act.SILENCE, Act.LINK, Act.MEDDLE)
-    return slow or not SLOWING.isdisjoint(fault.changes)
+    return fault.act in _WIRES or not SLOWING.isdisjoint(fault.changes)
 
 
 def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) -> bool:
-    """Return whether a slow engine explains a misread.
+    """Return whether something that no proxy can see explains a misread.
 
-    The engine is the one that read or the prefiller that it read from, and it was slow before. A proxy
-    that was suspended is no excuse, however slow other engines were.
+    Its prefiller gave it a shorter lease than it says; or the engine that read had the request before the
+    lease ended, and was slow to begin; or the wire to that engine was bad between the begin of the lease and
+    the request's arrival. A proxy that was suspended is no excuse, however slow other engines were.
 
     Args:
         misread: The misread.
@@ -116,10 +117,16 @@ def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) ->
     """
     if misread.again:  # The misread that left it in the prefix cache is judged itself.
         return True
-    return misread.end is LeaseEnd.EXPIRED and any(
-        _slows(one)
-        and f"{one.role.value}/{one.engine}" in misread.engines
-        and begin_s + one.start_s <= misread.at_s
+    lease = misread.lease
+    if lease is None or lease.end is not LeaseEnd.EXPIRED:
+        return False
+    if lease.short or misread.arrived_s <= lease.ended_s:
+        return True
+    return any(
+        one.act in _WIRES
+        and f"{one.role.value}/{one.engine}" == misread.engine
+        and begin_s + one.start_s <= misread.arrived_s
+        and lease.granted_s <= begin_s + one.end_s
         for one in faults
     )
 
