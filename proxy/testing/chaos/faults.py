@@ -19,6 +19,7 @@ from balanceroute.proxy.emulate.faults import (
 )
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.testing.chaos.decision_faults import Lapse, draw_lapse
+from balanceroute.proxy.testing.chaos.machine import Naming, Spoiling
 from balanceroute.proxy.testing.chaos.meddler import Meddling
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 from balanceroute.topologies import CONNECTORS
@@ -44,10 +45,24 @@ class Act(Enum):
     DECISION = "decision"  # The proxy's own policy or predictor fails.
     STANDSTILL = "standstill"  # The proxy does not run for a while, and the rest goes on.
     WALL_CLOCK = "wall clock"  # It jumps, and jumps back.
+    DESCRIPTORS = "descriptors"  # The proxy can open no connection.
+    NAME = "name"  # Of an engine.
+    DISK = "disk"  # It takes no orders of administrators.
+    KEYS = "keys"  # The file of a key is bad when it is read again.
     SUSPENSION = "suspension"  # Of the proxy's machine: the leases of engines go on, its loop's clock does not.
 
 
-_OF_PROXY = frozenset({Act.DECISION, Act.STANDSTILL, Act.WALL_CLOCK, Act.SUSPENSION})
+_OF_PROXY = frozenset(
+    {
+        Act.DECISION,
+        Act.STANDSTILL,
+        Act.WALL_CLOCK,
+        Act.SUSPENSION,
+        Act.DESCRIPTORS,
+        Act.DISK,
+        Act.KEYS,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,8 @@ class Injection:
         start_s: When it begins, from the beginning of the run.
         end_s: When it ends.
         jump_s: By how much a clock jumps.
+        naming: What a resolver answers for the engine's name.
+        spoiling: What is wrong with the file of a key.
         version: The one with which a killed engine comes back; empty for its own.
     """
 
@@ -75,6 +92,8 @@ class Injection:
     lapse: Lapse | None = None
     jump_s: float = 0.0
     version: str = ""
+    naming: Naming = Naming.WELL
+    spoiling: Spoiling = Spoiling.EMPTY
 
     @property
     def usual(self) -> dict[str, Any]:
@@ -264,7 +283,7 @@ def _draw(rng: random.Random, when: _When, connector: str, policies: tuple[str, 
             return Injection("goes silent", act, *when)
         case Act.DRAIN:
             return Injection("is drained", act, *when)
-        case Act.DECISION | Act.STANDSTILL | Act.WALL_CLOCK | Act.SUSPENSION:
+        case _:
             raise AssertionError("what the proxy meets itself is drawn apart")
 
 
@@ -334,3 +353,41 @@ def draw_suspensions(rng: random.Random, *, span_s: float) -> list[Injection]:
         seconds = rng.choice([0.5, 2.0, 5.0, 600.0])
         suspensions.append(Injection("is suspended", Act.SUSPENSION, *when, jump_s=seconds))
     return suspensions
+
+
+def draw_machine(
+    rng: random.Random,
+    *,
+    prefillers: int,
+    decoders: int,
+    policies: tuple[str, ...],
+    span_s: float,
+    keys: bool,
+) -> list[Injection]:
+    """Return faults of what the proxy's machine gives it, which all begin within `span_s`; often none.
+
+    `keys` is whether there may be some of files of keys.
+    """
+    faults: list[Injection] = []
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        role = Role.PREFILL if rng.random() < 0.4 else Role.DECODE
+        engine = rng.randrange(prefillers if role is Role.PREFILL else decoders)
+        naming = rng.choice([one for one in Naming if one is not Naming.WELL])
+        start_s = rng.uniform(0.0, span_s)
+        when = _When(role, engine, start_s, start_s + rng.uniform(0.5, 8.0))
+        faults.append(Injection(naming.value, Act.NAME, *when, naming=naming))
+    if rng.random() < 0.2:
+        start_s = rng.uniform(0.0, span_s)
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.choice([0.1, 0.5, 2.0]))
+        faults.append(Injection("has no descriptor left", Act.DESCRIPTORS, *when))
+    if rng.random() < 0.2:
+        start_s = rng.uniform(0.0, span_s)
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.5, 4.0))
+        policy = rng.choice(policies)
+        faults.append(Injection("has a full disk", Act.DISK, *when, policy=policy))
+    if keys and rng.random() < 0.2:
+        spoiling, start_s = rng.choice(list(Spoiling)), rng.uniform(0.0, span_s)
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.1, 2.0))
+        kind = f"reads a bad file of a key ({spoiling.value})"
+        faults.append(Injection(kind, Act.KEYS, *when, spoiling=spoiling))
+    return faults

@@ -16,6 +16,7 @@ from balanceroute.proxy.testing.chaos.faults import (
     draw_endings,
     draw_injections,
     draw_lapses,
+    draw_machine,
     draw_suspensions,
 )
 from balanceroute.proxy.testing.chaos.locality import (
@@ -112,10 +113,12 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
         near: Whether all that decides by where KV caches are is on, see `locality`.
     """
     plan = with_orders(_draw_plan(seed, requests, long=long, near=near))
+    tenants = draw_tenants(seed, plan.visits[-1].start_s)
+    # A process that is started again reads all files, and does not start with a bad one.
+    plan = with_machine(plan, keys=tenants is None and not long)
     if collector := draw_collector(seed):
         world = replace(plan.world, flags={**plan.world.flags, **TRACING})
         plan = replace(plan, world=world, collector=collector)
-    tenants = draw_tenants(seed, plan.visits[-1].start_s)
     if tenants is None:
         return plan
     world = replace(
@@ -123,6 +126,30 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
     )
     visits = tuple(with_keys(seed, tenants, plan.visits))
     return replace(plan, world=world, visits=visits, tenants=tenants)
+
+
+def with_machine(plan: Plan, *, keys: bool) -> Plan:
+    """Return a plan with the faults of the proxy's machine; `keys` as in `draw_machine`."""
+    if plan.weather is Weather.CALM:
+        return plan
+    engines = plan.world.engines
+    faults = draw_machine(
+        random.Random(f"machine {plan.seed}"),
+        prefillers=engines.prefillers,
+        decoders=engines.ranks if engines.dp_mode is DpMode.PORTS else 1,
+        policies=_POLICIES,
+        span_s=plan.visits[-1].start_s,
+        keys=keys,
+    )
+    if not faults:
+        return plan
+    return replace(
+        plan,
+        injections=tuple(
+            sorted([*plan.injections, *faults], key=lambda one: (one.start_s, one.end_s))
+        ),
+        calm_s=max(plan.calm_s, *(one.end_s + 0.1 for one in faults)),
+    )
 
 
 def with_orders(plan: Plan, *, of_all: bool = False) -> Plan:

@@ -1,6 +1,7 @@
 """Lets the faults of a plan happen, and undoes them."""
 
 import asyncio
+import random
 from collections import Counter
 from contextlib import suppress
 
@@ -8,6 +9,7 @@ from balanceroute.proxy.emulate.engine import Engine
 from balanceroute.proxy.emulate.faults import AfterPull
 from balanceroute.proxy.live.control.errors import ConflictError
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
+from balanceroute.proxy.testing.chaos.machine import EngineName, Naming
 from balanceroute.proxy.testing.chaos.meddler import Meddler
 from balanceroute.proxy.testing.chaos.world import Part, World
 
@@ -27,13 +29,22 @@ class Saboteur:
         self._part = part
         self._injections = injections
         self._meddlers: dict[Engine, Meddler] = {}
+        self._names: dict[Engine, EngineName] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Stand between the proxy and those engines whose framing is to be broken."""
+        meddled = {self._engine(one) for one in self._injections if one.act is Act.MEDDLE}
         for injection in self._injections:
             engine = self._engine(injection)
+            if injection.act is Act.NAME and engine not in meddled | self._names.keys():
+                host = f"{engine.name.replace('/', '-')}.test"
+                rng = random.Random(f"names {injection.start_s}")
+                self._names[engine] = EngineName(
+                    self._world.loop, host, engine.host, engine.port, rng
+                )
+                self.front[engine.url] = f"http://{host}:{engine.port}"
             if injection.act is Act.MEDDLE and engine not in self._meddlers:
                 meddler = Meddler(self._world.loop, engine.host, engine.port)
                 await meddler.start()
@@ -57,6 +68,10 @@ class Saboteur:
         world.decision_faults.clear()
         for meddler in self._meddlers.values():
             meddler.meddling = None
+        for name in self._names.values():
+            name.naming = Naming.WELL
+        world.lacks_descriptors = False
+        world.disk.free()
         for injection in self._injections:
             engine = self._engine(injection)
             world.loop.network.rule(engine.host, engine.port, None)
@@ -89,6 +104,8 @@ class Saboteur:
                 network.rule(engine.host, engine.port, injection.link)
             case Act.MEDDLE:
                 self._meddlers[engine].meddling = injection.meddling
+            case Act.NAME:
+                self._name(engine, injection.naming)
             case Act.DRAIN:
                 if self._part.is_there:
                     self._part.deployment.roster.drain(injection.role, self._known(engine))
@@ -111,14 +128,27 @@ class Saboteur:
                 world.wall_s += injection.jump_s
             case Act.SUSPENSION:
                 world.suspend(injection.jump_s)
+            case Act.DESCRIPTORS:
+                world.lacks_descriptors = True
+            case Act.DISK:
+                world.disk.fill()
+                if self._part.is_there:
+                    self._part.deployment.set_policy(injection.policy)
+            case Act.KEYS:
+                world.spoil_key(injection.spoiling)
             case _:
                 return False
         return True
+
+    def _name(self, engine: Engine, naming: Naming) -> None:
+        if engine in self._names:
+            self._names[engine].naming = naming
 
     def _end(self, injection: Injection) -> None:
         world, fleet, engine = self._world, self._part.fleet, self._engine(injection)
         network = world.loop.network
         world.journal.write("fault over", injection.name, engine.name)
+        self._end_in_proxy(injection)
         match injection.act:
             case Act.BOARD:
                 fleet.faults.set(engine.name, **injection.usual)
@@ -136,12 +166,27 @@ class Saboteur:
                 self._meddlers[engine].meddling = None
             case Act.DRAIN:
                 self._tasks.append(world.loop.create_task(self._take_back(injection)))
+            case Act.NAME:
+                self._name(engine, Naming.WELL)
+            case _:
+                pass
+
+    def _end_in_proxy(self, injection: Injection) -> None:
+        """End a fault if it is one of the proxy itself that does not end by itself."""
+        world = self._world
+        match injection.act:
             case Act.DECISION:
                 assert injection.lapse is not None
                 world.decision_faults.end(injection.lapse)
             case Act.WALL_CLOCK:
                 world.wall_s -= injection.jump_s
-            case Act.POLICY | Act.PROCESS | Act.STANDSTILL | Act.SUSPENSION:
+            case Act.DESCRIPTORS:
+                world.lacks_descriptors = False
+            case Act.DISK:
+                world.disk.free()
+            case Act.KEYS:
+                world.renew_key()
+            case _:
                 pass
 
     async def _take_back(self, injection: Injection) -> None:

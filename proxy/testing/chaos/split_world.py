@@ -67,25 +67,6 @@ def _refusal(renew: Callable[[], object]) -> ConfigError | None:
     return None
 
 
-class _Kept:
-    """Keeps the orders of administrators; see `Keeper`."""
-
-    def __init__(self) -> None:
-        self._data = b""
-
-    def read(self) -> bytes:
-        """Return what was written last."""
-        return self._data
-
-    def write(self, data: bytes) -> None:
-        """Keep this."""
-        self._data = data
-
-    def retry(self) -> bool:
-        """Return that everything is kept."""
-        return False
-
-
 class SplitWorld(World):
     """Several relays and one scheduler process before one fleet. A client goes to any relay.
 
@@ -121,7 +102,6 @@ class SplitWorld(World):
         self._chosen = random.Random(f"relays {rng.getrandbits(64)}")
 
     async def _start(self, config: ProxyConfig, environment: Environment) -> None:
-        environment = replace(environment, orders=_Kept())
         self.app = SchedulerApp(config, environment, relays=self._number, digest=_DIGEST)
         self._doubt(self.app)
         await self.app.start()
@@ -206,9 +186,8 @@ class SplitWorld(World):
         assert self._environment.read_credentials is not None
         return replace(config, credentials=self._environment.read_credentials())
 
-    def change_tenants(self, text: str) -> None:
-        """Have every process read another file of tenants. Raises ConfigError."""
-        self._write_tenants(text)
+    def reload(self) -> None:
+        """Have every process read keys and tenants again. Raises ConfigError."""
         read = self._environment.read_credentials
         assert read is not None
         up = [one for place, one in enumerate(self.relays) if place not in self._down]

@@ -1,8 +1,12 @@
 """A proxy and its engines in one virtual-time loop."""
 
+import errno
 import json
+import logging
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,9 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.control_plane import DEFAULT, ControlPlane
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.environment import Environment
@@ -29,6 +35,7 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
 )
 from balanceroute.proxy.testing.chaos.journal import Journal
 from balanceroute.proxy.testing.chaos.kv_link import KvLink
+from balanceroute.proxy.testing.chaos.machine import Disk, KeyFile, Spoiling
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.wire.http1.client import Endpoint
@@ -104,6 +111,10 @@ class World:
         versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
         deployments_made: How many the proxy has made so far.
         wall_s: By how much the proxy's wall clock is wrong.
+        lacks_descriptors: Whether the proxy can open no connection.
+        disk: What keeps orders.
+        key_file: Has the engines' key.
+        wrongs: What must not be.
         suspended_s: For how long the proxy's machine was suspended.
         context: What the proxy's processes run in.
         lag_s: What is ordered holds everywhere within this time.
@@ -135,10 +146,15 @@ class World:
             rng=random.Random(rng.getrandbits(64)),
             epoch_s=EPOCH_S,
         )
+        self._folder: TemporaryDirectory[str] | None = None
         self.proxy: Proxy
+        self.lacks_descriptors = False
+        loop.network.denies = self._denied
+        folder = self._own_folder()
+        self.disk, self.key_file = Disk(folder), KeyFile(folder / "key")
+        self.wrongs: list[str] = []
         self._settings = settings
         self._front: Mapping[str, str] = {}
-        self._folder: TemporaryDirectory[str] | None = None
         self._rng = random.Random(rng.getrandbits(64))
         self.observer = SchedulerWatch(lambda: self.scheduler, watch)
 
@@ -156,6 +172,7 @@ class World:
             "log": "none",
             "model": [],
             "tenants": self._write_tenants(self._settings.tenants),
+            "engine_key_file": str(self.key_file.path),
             **_kv_addresses(self._settings.engines),
             **self._settings.flags,
             "prefill": [self.known(url) for url in self.fleet.prefill_urls],
@@ -212,7 +229,13 @@ class World:
             subscribe=KvLink(self.fleet).subscribe,
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
             read_credentials=read,
+            orders=KeepingFile(self.disk.orders),
         )
+
+    def _denied(self) -> OSError | None:
+        if self.lacks_descriptors and _HOST.get() == _PROXY:
+            return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return None
 
     async def _start(self, config: ProxyConfig, environment: Environment) -> None:
         """Start what serves clients."""
@@ -236,7 +259,27 @@ class World:
     def change_tenants(self, text: str) -> None:
         """Have the proxy read another file of tenants. Raises ConfigError."""
         self._write_tenants(text)
+        self.reload()
+
+    def reload(self) -> None:
+        """Have every process read keys and tenants again. Raises ConfigError."""
         self.plane.reload()
+
+    def spoil_key(self, spoiling: Spoiling) -> None:
+        """Have the proxy read a bad file of a key."""
+        self.key_file.spoil(spoiling)
+        with suppress(ConfigError):
+            self.reload()
+            self.wrongs.append(f"keys: a bad file was taken ({spoiling.value})")
+
+    def renew_key(self) -> None:
+        """Have the proxy read a good file of a key."""
+        self.key_file.renew()
+        self.reload()
+
+    def explains(self, record: logging.LogRecord) -> bool:
+        """Tell whether an error that was logged was to be expected."""
+        return self.decision_faults.explains(record) or self.disk.explains(record.getMessage())
 
     def _doubt(self, plane: ControlPlane) -> None:
         """Let its predictor fail when it is to."""

@@ -15,7 +15,7 @@ import ipaddress
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
@@ -123,6 +123,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         errors: Every unhandled exception and misuse reported to the loop, in order.
         callbacks_run: Callbacks run so far.
         datagrams: What create_datagram_endpoint works on; None for no datagrams.
+        names: Returns the addresses of each name that there is, or raises socket.gaierror.
         held_until_s: When what stood still last ran again.
     """
 
@@ -157,6 +158,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.errors: list[UnhandledError] = []
         self._network: Network | None = None
         self.datagrams: DatagramNetwork | None = None
+        self.names: dict[str, Callable[[], Awaitable[Sequence[str]]]] = {}
         self.held_until_s = -math.inf
         self._holds: Callable[[Context], bool] = _nothing
         self._parked: list[asyncio.Handle] = []
@@ -363,13 +365,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         proto: int = 0,
         flags: int = 0,
     ) -> list[Any]:
-        """Answer for literal addresses and localhost, without a resolver.
+        """Answer for literal addresses, localhost and `names`.
 
         Raises:
             socket.gaierror: Any other name.
         """
         del proto, flags
         name = host.decode() if isinstance(host, bytes) else host
+        if name in self.names:
+            return [
+                (socket.AF_INET, type or socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (one, port))
+                for one in await self.names[name]()
+            ]
         address = ipaddress.ip_address(resolve(name))
         number = int(port or 0)
         if address.version == 6:

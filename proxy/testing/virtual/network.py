@@ -40,6 +40,7 @@ class Network:
 
     Attributes:
         traffic: What its connections share: the counters and the journal too.
+        denies: Returns why the system of who connects now lets it have no socket; None if it does.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Network:
             journal: Whether to keep one.
         """
         self.loop = loop
+        self.denies: Callable[[], OSError | None] = lambda: None
         self.traffic = Traffic(loop, rng, abort_resets=abort_resets, journal=journal)
         self._link = link or Link()
         self._listeners: dict[Address, VirtualServer] = {}
@@ -159,7 +161,10 @@ class Network:
             ConnectionRefusedError: Nobody listens there, or a rule or an outage refuses.
             TimeoutError: No answer in 127 s, the kernel's patience.
             socket.gaierror: The host is a name.
+            OSError: What `denies` says.
         """
+        if (denied := self.denies()) is not None:
+            raise denied
         dialled = (resolve(host), port)
         link = self._link_to(dialled)
         bound = await self._shake_hands(dialled, link)
