@@ -1,8 +1,11 @@
 """Connections to engines, as the settings have them."""
 
+import asyncio
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.wire.addresses import Addresses
 from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ class EngineConnections:
         self._config = config
         self._uptime_s = uptime_s
         self._tls: SSLContext | None = None
+        # Probes and requests go to the same addresses, also while the name does not resolve.
+        self._addresses: WeakValueDictionary[tuple[str, int], Addresses] = WeakValueDictionary()
 
     def __call__(self, url: "EngineUrl") -> Endpoint:
         """Return an endpoint that has no connection yet."""
@@ -33,9 +38,14 @@ class EngineConnections:
         is_https = url.scheme == "https"
         if is_https and self._tls is None:
             self._tls = engine_context(engines.engine_ca_file, insecure=engines.insecure_engines)
+        addresses = self._addresses.get((url.host, url.port))
+        if addresses is None:
+            addresses = Addresses(url.host, url.port, asyncio.get_running_loop())
+            self._addresses[url.host, url.port] = addresses
         return Endpoint(
             url.host,
             url.port,
+            addresses=addresses,
             ssl=self._tls if is_https else None,
             connect_timeout_s=times.connect_timeout_s,
             tcp_timeout_s=times.tcp_timeout_s,

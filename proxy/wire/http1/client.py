@@ -37,6 +37,7 @@ class Endpoint:
         connect_timeout_s: Until a connection is open, including name resolution and TLS.
         tcp_timeout_s: Connections to a host that acknowledges nothing for this time are closed; 0 for
             the system's own limits.
+        addresses: Those of the host, which others may share.
         resolve: Returns the addresses of a name; by default the loop's `getaddrinfo`.
         max_idle: Idle connections kept; more are closed.
         idle_timeout_s: How long they are kept. Below the 5 s of uvicorn, which serves vLLM, so that
@@ -59,6 +60,7 @@ class Endpoint:
         host_header: bytes | None = None,
         connect_timeout_s: float = 5.0,
         tcp_timeout_s: float = 30.0,
+        addresses: Addresses | None = None,
         resolve: Resolve | None = None,
         max_idle: int = 1024,
         idle_timeout_s: float = 4.0,
@@ -71,7 +73,7 @@ class Endpoint:
         self._port = port
         self._loop = loop or asyncio.get_running_loop()
         self.turn = WriteTurn(self._loop)
-        self._addresses = Addresses(host, port, self._loop, resolve=resolve)
+        self._addresses = addresses or Addresses(host, port, self._loop, resolve=resolve)
         self._ssl = ssl
         self._host_header = host_header or address.encode()
         self._connect_timeout_s = connect_timeout_s
