@@ -12,7 +12,7 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
-from balanceroute.proxy.testing.chaos.judge import Judging, contradictions
+from balanceroute.proxy.testing.chaos.judge import COMPLETE, Judging, contradictions
 from balanceroute.proxy.testing.chaos.locality import mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.world import Part, World
@@ -185,6 +185,9 @@ def audit_retries(plan: Plan, world: World, *, moved: int = 0) -> list[str]:
     `moved` are those that left an engine by order, which no budget limits.
     """
     retries = sum(record.retries for record in world.ended)
+    if plan.weather is Weather.CALM:
+        # Where no engine may do all of it, an answer that ends with its first token is tried again.
+        retries -= sum(record.retries for record in world.ended if record.reason == COMPLETE)
     if plan.weather is Weather.CALM and retries:
         return [f"retries: {retries} though all was well"]
     # Free of the budget is a retry only where a KV cache could not be pulled. Each group has a budget.

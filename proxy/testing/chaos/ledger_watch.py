@@ -69,6 +69,8 @@ class LedgerWatch:
     def _look(self) -> None:
         world, before = self._world, self._followed
         quiet = not world.is_whole or world.plane.deployment.driver.draining
+        # A proxy that stands still is told nothing.
+        quiet |= world.loop.time() < world.loop.held_until_s + _MAY_DIFFER_S
         self._followed = {}
         for place, session in self._streams():
             followed = before.get(session) or _Followed(deque(maxlen=_LATE_LOOKS), world.app)
