@@ -166,22 +166,7 @@ class Generation:
             settings.prompt_tokens_details,
         )
         answer_format = _format(wanted, head)
-        eos_first = self._happens(faults.eos_first)
-        choices = [
-            Choice(
-                wanted,
-                number * wanted.n + i,
-                prompt,
-                wanted.max_tokens[number],
-                settings.mean_output_tokens,
-                eos_first=eos_first,
-                length=length,
-                partial_utf8=settings.partial_utf8,
-                merged_outputs=settings.merged_outputs,
-            )
-            for number, prompt in enumerate(wanted.prompts)
-            for i in range(wanted.n)
-        ]
+        choices = self._choices(wanted, length)
         exchange = Exchange(
             wanted,
             reply,
@@ -207,6 +192,25 @@ class Generation:
             exchange.abort()
         elif not exchange.over:
             engine.work.serve(call)
+
+    def _choices(self, wanted: GenerationRequest, length: int | None) -> list[Choice]:
+        settings = self._hub.settings
+        eos_first = self._happens(self._engine.faults.eos_first)
+        return [
+            Choice(
+                wanted,
+                number * wanted.n + i,
+                prompt,
+                wanted.max_tokens[number],
+                settings.mean_output_tokens,
+                eos_first=eos_first,
+                length=length,
+                partial_utf8=settings.partial_utf8,
+                merged_outputs=settings.merged_outputs,
+            )
+            for number, prompt in enumerate(wanted.prompts)
+            for i in range(wanted.n)
+        ]
 
     def _respond(self, exchange: Exchange, status: int, body: bytes) -> None:
         headers = json_headers(self._hub.date())

@@ -213,6 +213,9 @@ def audit_rest(world: World) -> list[str]:
     """Return what is left when leases have ended and unused connections have closed."""
     fleets = [part.fleet for part in world.parts]
     found = [f"engines: not idle: {one.stats()}" for one in fleets if not one.idle]
+    found += world.machine.wrongs
+    if world.parts[0].is_there and not world.parts[0].deployment.driver.draining:
+        found += world.machine.disk.audit(world.parts[0].deployment.policy)
     for front in world.fronts:
         if front.server.connections:
             found.append(f"connections: {front.server.connections} of clients are open")

@@ -143,3 +143,22 @@ class Disk:
         except (OSError, DecodeError, KeyError) as error:
             return [f"disk: no order is kept: {error!r}"]
         return [] if kept == policy else [f"disk: policy {kept} is kept, not {policy}"]
+
+
+class Machine:
+    """What the proxy has of its machine.
+
+    Args:
+        folder: On its disk.
+
+    Attributes:
+        lacks_descriptors: Whether the proxy can open no connection.
+        disk: What keeps orders.
+        key_file: Has the engines' key.
+        wrongs: What must not be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.lacks_descriptors = False
+        self.disk, self.key_file = Disk(folder), KeyFile(folder / "key")
+        self.wrongs: list[str] = []

@@ -70,8 +70,8 @@ class Saboteur:
             meddler.meddling = None
         for name in self._names.values():
             name.naming = Naming.WELL
-        world.lacks_descriptors = False
-        world.disk.free()
+        world.machine.lacks_descriptors = False
+        world.machine.disk.free()
         for injection in self._injections:
             engine = self._engine(injection)
             world.loop.network.rule(engine.host, engine.port, None)
@@ -129,9 +129,9 @@ class Saboteur:
             case Act.SUSPENSION:
                 world.suspend(injection.jump_s)
             case Act.DESCRIPTORS:
-                world.lacks_descriptors = True
+                world.machine.lacks_descriptors = True
             case Act.DISK:
-                world.disk.fill()
+                world.machine.disk.fill()
                 if self._part.is_there:
                     self._part.deployment.set_policy(injection.policy)
             case Act.KEYS:
@@ -181,9 +181,9 @@ class Saboteur:
             case Act.WALL_CLOCK:
                 world.wall_s -= injection.jump_s
             case Act.DESCRIPTORS:
-                world.lacks_descriptors = False
+                world.machine.lacks_descriptors = False
             case Act.DISK:
-                world.disk.free()
+                world.machine.disk.free()
             case Act.KEYS:
                 world.renew_key()
             case _:

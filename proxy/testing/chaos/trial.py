@@ -235,7 +235,6 @@ class Trial:
             report.violations += audit_decisions(world)
             report.violations += audit_retries(plan, world, moved=self._administrator.moved)
         report.violations += audit_lapses(world.ended)
-        report.violations += world.wrongs
         report.violations += audit_pairs(plan, world)
         await self._look_at_the_rest(before)
         await self._judge_answers()
@@ -306,9 +305,6 @@ class Trial:
             self._report.violations += misreads
         if self._plan.shutdown_s is None:
             self._report.violations += await audit_census(world, before)
-            if world.parts[0].is_there:
-                policy = world.parts[0].deployment.policy
-                self._report.violations += world.disk.audit(policy)
 
     # Clients.
 

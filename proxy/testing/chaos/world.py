@@ -35,7 +35,7 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
 )
 from balanceroute.proxy.testing.chaos.journal import Journal
 from balanceroute.proxy.testing.chaos.kv_link import KvLink
-from balanceroute.proxy.testing.chaos.machine import Disk, KeyFile, Spoiling
+from balanceroute.proxy.testing.chaos.machine import Machine, Spoiling
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.wire.http1.client import Endpoint
@@ -111,10 +111,7 @@ class World:
         versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
         deployments_made: How many the proxy has made so far.
         wall_s: By how much the proxy's wall clock is wrong.
-        lacks_descriptors: Whether the proxy can open no connection.
-        disk: What keeps orders.
-        key_file: Has the engines' key.
-        wrongs: What must not be.
+        machine: The proxy's.
         suspended_s: For how long the proxy's machine was suspended.
         context: What the proxy's processes run in.
         lag_s: What is ordered holds everywhere within this time.
@@ -148,11 +145,8 @@ class World:
         )
         self._folder: TemporaryDirectory[str] | None = None
         self.proxy: Proxy
-        self.lacks_descriptors = False
         loop.network.denies = self._denied
-        folder = self._own_folder()
-        self.disk, self.key_file = Disk(folder), KeyFile(folder / "key")
-        self.wrongs: list[str] = []
+        self.machine = Machine(self._own_folder())
         self._settings = settings
         self._front: Mapping[str, str] = {}
         self._rng = random.Random(rng.getrandbits(64))
@@ -172,7 +166,7 @@ class World:
             "log": "none",
             "model": [],
             "tenants": self._write_tenants(self._settings.tenants),
-            "engine_key_file": str(self.key_file.path),
+            "engine_key_file": str(self.machine.key_file.path),
             **_kv_addresses(self._settings.engines),
             **self._settings.flags,
             "prefill": [self.known(url) for url in self.fleet.prefill_urls],
@@ -229,11 +223,11 @@ class World:
             subscribe=KvLink(self.fleet).subscribe,
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
             read_credentials=read,
-            orders=KeepingFile(self.disk.orders),
+            orders=KeepingFile(self.machine.disk.orders),
         )
 
     def _denied(self) -> OSError | None:
-        if self.lacks_descriptors and _HOST.get() == _PROXY:
+        if self.machine.lacks_descriptors and _HOST.get() == _PROXY:
             return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return None
 
@@ -267,19 +261,21 @@ class World:
 
     def spoil_key(self, spoiling: Spoiling) -> None:
         """Have the proxy read a bad file of a key."""
-        self.key_file.spoil(spoiling)
+        self.machine.key_file.spoil(spoiling)
         with suppress(ConfigError):
             self.reload()
-            self.wrongs.append(f"keys: a bad file was taken ({spoiling.value})")
+            self.machine.wrongs.append(f"keys: a bad file was taken ({spoiling.value})")
 
     def renew_key(self) -> None:
         """Have the proxy read a good file of a key."""
-        self.key_file.renew()
+        self.machine.key_file.renew()
         self.reload()
 
     def explains(self, record: logging.LogRecord) -> bool:
         """Tell whether an error that was logged was to be expected."""
-        return self.decision_faults.explains(record) or self.disk.explains(record.getMessage())
+        return self.decision_faults.explains(record) or self.machine.disk.explains(
+            record.getMessage()
+        )
 
     def _doubt(self, plane: ControlPlane) -> None:
         """Let its predictor fail when it is to."""

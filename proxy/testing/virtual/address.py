@@ -3,7 +3,8 @@
 import errno
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 Address = tuple[str, int]
 
@@ -24,6 +25,12 @@ def resolve(host: str | None) -> str:
         raise socket.gaierror(
             socket.EAI_NONAME, f"{host!r}: the virtual network has no names but localhost"
         ) from None
+
+
+def infos(addresses: Iterable[str], port: int) -> list[Any]:
+    """Return IPv4 addresses as getaddrinfo does."""
+    kind = socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, ""
+    return [(*kind, (one, port)) for one in addresses]
 
 
 class VirtualSocket:

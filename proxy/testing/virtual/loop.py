@@ -20,7 +20,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
-from balanceroute.proxy.testing.virtual.address import resolve
+from balanceroute.proxy.testing.virtual.address import infos, resolve
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, VirtualDatagrams
 from balanceroute.proxy.testing.virtual.network import Network
 from balanceroute.proxy.testing.virtual.server import VirtualServer
@@ -373,17 +373,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         del proto, flags
         name = host.decode() if isinstance(host, bytes) else host
         if name in self.names:
-            return [
-                (socket.AF_INET, type or socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (one, port))
-                for one in await self.names[name]()
-            ]
+            return infos(await self.names[name](), int(port or 0))
         address = ipaddress.ip_address(resolve(name))
-        number = int(port or 0)
         if address.version == 6:
-            sockaddr: tuple[Any, ...] = (str(address), number, 0, 0)
+            sockaddr: tuple[Any, ...] = (str(address), int(port or 0), 0, 0)
             found = socket.AF_INET6
         else:
-            sockaddr = (str(address), number)
+            sockaddr = (str(address), int(port or 0))
             found = socket.AF_INET
         if family not in {0, found}:
             raise socket.gaierror(socket.EAI_FAMILY, f"{name!r} has no address of that family")
