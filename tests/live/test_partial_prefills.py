@@ -4,6 +4,7 @@ What they say follows a shorter prompt, so it is not the first token of the answ
 """
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,15 +37,18 @@ def play_with(
     *,
     finish: str = "length",
     computed: int | None,
+    says: str = "bc",
+    told: Mapping[str, Any] = {},
     **changes: Any,
 ) -> None:
-    """Play before prefillers that say "a", and ranks that say "bc"."""
+    """Play before prefillers that say "a" and tell what is `told`, and ranks that say two letters."""
 
     async def main(site: "Site") -> None:
         def prefill(engine: str, request: "Request", reply: "Reply") -> None:
             del engine, request
             kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")
             kv |= {"do_remote_prefill": True, "remote_port": 1, "remote_block_ids": [1]}
+            kv |= told
             if computed is not None:
                 kv["remote_num_tokens"] = computed
             choice = SAID | {"finish_reason": finish}
@@ -53,7 +57,7 @@ def play_with(
 
         def decode(engine: str, request: "Request", reply: "Reply") -> None:
             del engine, request
-            say(reply, "b", "c", finish="stop")
+            say(reply, *says, finish="stop")
 
         site.handlers[COMPLETIONS.encode()] = prefill
         site.rank_handlers[COMPLETIONS.encode()] = decode
@@ -100,19 +104,40 @@ def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines(pl
     play_with(play, scenario, finish="stop", computed=None, connector="mooncake-ascend")
 
 
-def test_where_nothing_is_told_ever_differing_tokens_are_not_given(
-    play: "Play", relays: int
-) -> None:
+def test_where_nothing_is_told_ever_differing_tokens_are_never_given(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        early: list[bool] = []
         for number in range(1, 61):
             exchange = await site.post(COMPLETIONS, ASKED)
-            assert exchange.done
+            assert (exchange.done, exchange.text) == (True, "bc")
             record = (await site.ended(number))[-1]
-            early.append(record.early_first_token)
-            assert exchange.text == ("abc" if record.early_first_token else "bc")
-        assert not early[-1]
-        # Each process learns it of both prefillers.
-        assert sum(early) <= 8 * 2 * max(1, relays)
+            assert (record.early_first_token, record.first_token_differences) == (False, 0)
+        # They are not asked for any more, either.
+        assert "return_token_ids" not in site.received("prefill", COMPLETIONS)[-1].values
 
     play_with(play, scenario, computed=None, connector="mooncake-ascend")
+
+
+def test_where_nothing_is_told_trust_follows_agreement_and_ends_with_the_process(
+    play: "Play", relays: int
+) -> None:
+    engine = {"remote_engine_id": "first"}
+
+    async def scenario(site: "Site") -> None:
+        early: list[bool] = []
+
+        async def ask(times: int) -> list[bool]:
+            for _ in range(times):
+                exchange = await site.post(COMPLETIONS, ASKED)
+                assert (exchange.done, exchange.text) == (True, "ac")
+                record = (await site.ended(len(early) + 1))[-1]
+                assert (record.outcome, record.retries) == (Outcome.OK, 0)
+                early.append(record.early_first_token)
+            return early[-times:]
+
+        # Each process learns it of both prefillers.
+        assert not any(await ask(16))
+        assert any(await ask(16 * 2 * max(1, relays)))
+        engine["remote_engine_id"] = "second"
+        assert not any(await ask(16))
+
+    play_with(play, scenario, computed=None, says="ac", told=engine, connector="mooncake-ascend")

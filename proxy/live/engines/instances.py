@@ -106,6 +106,11 @@ class Prefiller:
         return self.usable and known and not self.crowded
 
 
+def process_of(engine_id: str) -> str:
+    """Return what all ids of an engine have in common; vLLM puts the data-parallel rank behind it (`_dp1`)."""
+    return engine_id.rpartition("_dp")[0] or engine_id
+
+
 @dataclass(slots=True, eq=False)
 class Rank:
     """One data-parallel decode rank.

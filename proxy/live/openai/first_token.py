@@ -19,7 +19,9 @@ from balanceroute.proxy.live.openai.answer_events import (
 )
 from balanceroute.proxy.live.openai.backed_up_ids import care_of
 from balanceroute.proxy.live.openai.continuation import continuable, sampling_of
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
 from balanceroute.proxy.live.openai.token_events import first_token_event
 
 _PROMPT = re.compile(rb'"prompt_token_ids":\s*+\[([\d,\s]++)\]')
@@ -120,3 +122,28 @@ def read_first_id(message: Mapping[str, Any], prompt: bytes) -> FirstToken | Non
         head=b"",
         events=write_events([first_token_event(message)]),
     )
+
+
+def says_again(said: FirstToken, left: RepeatedText, event: bytes) -> bool | None:
+    """Return whether a rank says the same as a prefiller; None if that is still open.
+
+    Args:
+        said: By the prefiller.
+        left: What of its text has yet to come; events with a part of it are taken off.
+        event: The next one of the rank's stream.
+    """
+    message = parsed(event)
+    for choice in [] if message is None else choices_of(message):
+        if not said.text:
+            ids = choice.get("token_ids")
+            if ids:
+                return isinstance(ids, list) and ids[0] == said.id
+        else:
+            text = text_of(choice)
+            if text is None or left.trim(text) is None:
+                return False
+            if left.over:
+                return True
+        if choice.get("finish_reason"):
+            return False
+    return None

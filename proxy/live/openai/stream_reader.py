@@ -1,7 +1,12 @@
 """What every reader of an engine's stream has: its beginning, its count of tokens, and its errors."""
 
+from typing import TYPE_CHECKING
+
 from balanceroute.proxy.live.openai.stream_opening import StreamOpening
 from balanceroute.proxy.wire.sse import event_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _MAX_REASON = 200
 
@@ -14,6 +19,7 @@ class StreamReader:
 
     Attributes:
         over: Whether nothing that follows matters: `first_error`, `aborted` or `handed_back` say why.
+        comparison: Called with each event that is read until it returns true; None if nothing is.
         aborted: Whether the engine gave the answer up, though nobody had told it to.
         differs: Whether it says something else than the client has of it.
         handed_back: Whether the rank hands the request back.
@@ -23,14 +29,15 @@ class StreamReader:
     """
 
     __slots__ = (
-        *("_events", "_opening", "aborted", "differs", "error", "handed_back", "over"),
-        *("prompt_tokens", "usage_tokens"),
+        *("_events", "_opening", "aborted", "comparison", "differs", "error", "handed_back"),
+        *("over", "prompt_tokens", "usage_tokens"),
     )
 
     def __init__(self, *, resumes: bool) -> None:
         self._opening = StreamOpening(resumes=resumes)
         self._events = 0  # With tokens, as far as they are counted by events.
         self.over = False
+        self.comparison: Callable[[bytes], bool] | None = None
         self.aborted = False
         self.differs = False
         self.handed_back = False
@@ -73,6 +80,12 @@ class StreamReader:
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""
         return self._opening.begin(self._read(event))
+
+    def compare(self, event: bytes) -> None:
+        """Compare an event that has been read, if anything is to be compared."""
+        # What a rank says that hands the request back is no part of the answer.
+        if self.comparison is not None and not self.handed_back and self.comparison(event):
+            self.comparison = None
 
     def flush(self) -> bytes:
         """Return what is held for an event that does not come."""

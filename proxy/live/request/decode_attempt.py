@@ -246,6 +246,7 @@ class DecodeAttempt(Attempt):
             "may_abort": lambda: session.abort_ordered,
         }
         reader = _make_reader(session, self._repeated, options)
+        reader.comparison = session.emitted.comparison
         return Relay(
             self,
             session.answer.reply,

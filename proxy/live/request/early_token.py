@@ -4,16 +4,22 @@ The decode leg stays as it is: the rank says the token again, which is left out.
 same token, both legs have one seed. Until the rank has said more than the client has, all of it can be
 repeated, as before the first byte. If it says something else, the answer goes on behind the client's
 token, from ids.
+
+Of a prefiller on probation the client gets nothing: what it says is compared with what the rank says.
 """
 
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.openai.continuation import sampling_of
+from balanceroute.proxy.live.openai.first_token import says_again
+from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from balanceroute.proxy.live.engines.first_tokens import FirstTokens
     from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.openai.first_token import FirstToken
 
@@ -35,7 +41,7 @@ class EarlyToken:
         said: What the client has; None if it has nothing.
     """
 
-    __slots__ = ("_giver", "kept", "members", "min_tokens", "said")
+    __slots__ = ("_doubted", "_firsts", "_prefiller", "kept", "members", "min_tokens", "said")
 
     def __init__(self, kept: "Mapping[str, Any]") -> None:
         sampling = sampling_of(kept)
@@ -45,14 +51,41 @@ class EarlyToken:
         # An answer may be empty, and then the prefiller has to say so, too.
         self.min_tokens = 1 if sampling.get("min_tokens") else 0
         self.said: FirstToken | None = None
-        self._giver: Prefiller | None = None
+        self._doubted: FirstToken | None = None
+        self._prefiller = ""
+        self._firsts: FirstTokens | None = None
 
-    def give(self, prefiller: "Prefiller") -> None:
-        """Note that the client has the token of a prefiller."""
-        self._giver = prefiller
-        prefiller.first_tokens.give()
+    @property
+    def comparison(self) -> "Callable[[bytes], bool] | None":
+        """What compares each event of a rank's stream until it is true; None if nothing is to be."""
+        if self._doubted is None:
+            return None
+        return partial(self._compare, self._doubted, RepeatedText(self._doubted.text))
+
+    def give(self, said: "FirstToken", prefiller: "Prefiller") -> None:
+        """Note that the client has what a prefiller said."""
+        self.said, self._doubted = said, None
+        self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
+        self._firsts.count()
+
+    def doubt(self, said: "FirstToken", prefiller: "Prefiller") -> None:
+        """Note what a prefiller said, for a rank to say it first."""
+        self._doubted = said
+        self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
 
     def take_back(self) -> None:
         """Note that the rank said another one."""
-        if self._giver is not None:
-            self._giver.first_tokens.take_back(self._giver.name)
+        if self._firsts is not None:
+            self._firsts.differ(self._prefiller)
+
+    def _compare(self, said: "FirstToken", left: RepeatedText, event: bytes) -> bool:
+        same = says_again(said, left, event)
+        if same is None or self._firsts is None:
+            return False
+        self._doubted = None  # Another rank is no other comparison.
+        self._firsts.count()
+        if same:
+            self._firsts.agree()
+        else:
+            self.take_back()
+        return True

@@ -17,7 +17,7 @@ from balanceroute.proxy.live.openai.told_logprobs import Logprobs
 from balanceroute.proxy.live.request.resume import Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from balanceroute.proxy.live.openai.shape import Shape
@@ -56,6 +56,11 @@ class Emitted(Struct, eq=False):
     def repeated(self) -> RepeatedText:
         """Return what the client has, and that the next rank says again."""
         return RepeatedText(self.overlap, self.overlap_tokens)
+
+    @property
+    def comparison(self) -> "Callable[[bytes], bool] | None":
+        """See `EarlyToken`."""
+        return None if self.early is None else self.early.comparison
 
     @property
     def logprobs(self) -> Logprobs | None:

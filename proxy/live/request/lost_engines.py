@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.live.engines.instances import process_of
+
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
@@ -51,11 +53,8 @@ class LostEngines:
         self._call_soon(self._drop_lost_kv)
 
     def engine_seen(self, prefiller: "Prefiller", engine_id: str) -> None:
-        """Note an id of the engine behind a prefiller's address, which is new with each start.
-
-        vLLM puts the data-parallel rank behind it (`..._dp1`); an address may have several.
-        """
-        engine = engine_id.rpartition("_dp")[0] or engine_id
+        """Note an id of the engine behind a prefiller's address, which is new with each start."""
+        engine = process_of(engine_id)
         if engine in prefiller.engines:
             return
         if prefiller.engines:

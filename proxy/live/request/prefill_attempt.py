@@ -7,6 +7,8 @@ from msgspec.structs import replace
 from balanceroute.proxy.core.events import PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.first_tokens import FirstTokens
+from balanceroute.proxy.live.engines.instances import process_of
 from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.continuation import is_greedy, sampling_of
@@ -115,8 +117,8 @@ class PrefillAttempt(Attempt):
             self._go_on_without_kv(answer, str(error))
         else:
             early = session.emitted.early
-            if early is not None and early.said is None and firsts.trusted:
-                self._give(early, answer, body)
+            if early is not None and early.said is None:
+                self._tell(early, answer, body)
             self._pool(kv, answer, lease_ns)
 
     def _expect_early(self) -> EarlyToken | None:
@@ -124,7 +126,7 @@ class PrefillAttempt(Attempt):
         session, emitted = self._session, self._session.emitted
         if session.context.legs.first_token is _DECODE or emitted.early is not None:
             return emitted.early
-        if session.answer.opened or emitted.members or not self.prefiller.first_tokens.trusted:
+        if session.answer.opened or emitted.members or not self.prefiller.first_tokens.credible:
             return None
         kept = may_begin_early(session.shape, session.body.values)
         if kept is None:
@@ -138,24 +140,30 @@ class PrefillAttempt(Attempt):
         emitted.early = EarlyToken(kept)
         return emitted.early
 
-    def _give(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
-        """Begin the client's stream with the answer's token, unless a rank may refuse the request."""
-        session, record = self._session, self._session.record
-        if not self._fits(answer.prompt_tokens):
+    def _tell(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
+        """Begin the client's stream with the answer's token, unless a rank may refuse the request.
+
+        On probation it waits for the rank, to be compared.
+        """
+        session, record, firsts = self._session, self._session.record, self.prefiller.first_tokens
+        if not firsts.credible or not self._fits(answer.prompt_tokens):
             return
         if session.shape.api is Api.GENERATE:
             prompt = bytes(session.body.value_text(PROMPT))
-            early.said = read_first_id(answer.message, prompt)
+            said = read_first_id(answer.message, prompt)
         else:
-            early.said = read_first_token(session.shape.api, answer.message, body)
-        if early.said is None:
+            said = read_first_token(session.shape.api, answer.message, body)
+        if said is None:
             return
-        early.give(self.prefiller)
-        session.emitted.overlap = early.said.text
+        if not (firsts.proven or session.context.connector.facts.tells_part):
+            early.doubt(said, self.prefiller)
+            return
+        early.give(said, self.prefiller)
+        session.emitted.overlap = said.text
         record.first_token_ns = record.prefilled_ns
         record.early_first_token, record.output_tokens = True, 1
         session.answer.open(200, STREAM_HEADERS)
-        session.answer.reply.write(early.said.events)
+        session.answer.reply.write(said.events)
 
     def _fits(self, prompt_tokens: int) -> bool:
         """Return whether the context surely has room for all that was asked for; this leg's is one token."""
@@ -180,6 +188,9 @@ class PrefillAttempt(Attempt):
         engine_id = params.get("remote_engine_id")
         if type(engine_id) is str:
             session.host.report(EngineSeen(prefiller.id, engine_id))
+            process, firsts = (process_of(engine_id), prefiller.lost_kv), prefiller.first_tokens
+            if process != firsts.of:  # It may be of another version.
+                prefiller.first_tokens = FirstTokens(process, partial=firsts.partial)
         if params is answer.kv_transfer_params and answer.params_text:
             return answer.params_text
         return dump(params)

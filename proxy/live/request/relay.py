@@ -269,6 +269,7 @@ class Relay:
             kept = reader.read(event)
             if reader.over:
                 break
+            reader.compare(event)
             if kept:
                 passed.append(kept)
         self._over = reader.over
@@ -276,7 +277,7 @@ class Relay:
             passed.clear()  # Whose turn it is: vLLM says that with whatever comes first.
         if self.second_s is None and self._before + reader.read_tokens() > 1:
             self.second_s = now_s
-        self._plain = reader.plain and self.second_s is not None
+        self._plain = reader.plain and self.second_s is not None and reader.comparison is None
         if passed:
             self._send(b"".join(passed))
         if self._over:

@@ -47,7 +47,8 @@ def test_a_first_token_from_the_prefiller_changes_nothing_in_an_answer(
     seed: int, connector: str, resume: Resume
 ) -> None:
     early = FirstTokenFrom.PREFILL
-    found = compare(seed, requests=200, connector=connector, resume=resume, first_token=early)
+    # Many enough for the probation of prefillers that do not tell what they leave to the ranks.
+    found = compare(seed, requests=400, connector=connector, resume=resume, first_token=early)
     assert not found.differences
     # With the prefill behind the decode leg there is none before it.
     assert found.early > 10 or connector == "mooncake-layerwise"
