@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "proxy.live.security": {"proxy.core", "proxy.wire"},
     "proxy.live.engines": {
         *("proxy.core", "proxy.wire", "topologies", "__version__"),
-        "proxy.live.connectors",
+        *("proxy.live.connectors", "proxy.live.openai"),
     },
     "proxy.live.telemetry": {
         *("proxy.core", "predictors", "__version__"),

@@ -13,6 +13,7 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.engines.faults import FetchError
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.engines.model_list import ModelList, ServedModel
+from balanceroute.proxy.live.openai.body import is_deep
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
@@ -40,6 +41,8 @@ def parse_models(page: bytes) -> tuple[ServedModel, ...]:
     except (ValueError, RecursionError):
         raise ModelsPageError("the page is not JSON") from None
     cards = message.get("data") if isinstance(message, dict) else None
+    if is_deep(cards):
+        raise ModelsPageError("the page is nested too deep to be shown")
     if not isinstance(cards, list) or len(cards) > _MAX_MODELS:
         raise ModelsPageError("the page has no list of models")
     lengths: dict[str, int | None] = {}

@@ -83,6 +83,29 @@ def test_an_engines_odd_model_stops_nothing(play: "Play", relays: int, card: byt
     play(scenario, ranks=2, relays=relays)
 
 
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("levels", [500, *range(920, 980, 3)])
+def test_a_card_that_could_be_read_and_not_written_is_not_shown(
+    play: "Play", relays: int, levels: int
+) -> None:
+    card = b'{"id":"tiny","more":%b}' % (b"[" * levels + b"]" * levels)
+
+    def deep(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, JSON, b'{"data":[%b]}' % card)
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/v1/models"] = deep
+        await asyncio.sleep(70.0)  # The lists are read again.
+        assert (await site.get("/v1/models")).status == 200
+        assert (await site.get("/v1/models/tiny")).status in (200, 404)
+        site.fleet.kill("decode/0")
+        await asyncio.sleep(30.0)
+        assert (await site.post(CHAT, TALK | {"max_tokens": 4})).status == 200
+
+    play(scenario, ranks=2, relays=relays)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -95,6 +118,7 @@ def test_an_engines_odd_model_stops_nothing(play: "Play", relays: int, card: byt
         b'{"data":[{}]}',
         b'{"data":[{"id":1}]}',
         b"[" * 10_000,
+        b'{"data":[{"id":"x","more":%b}]}' % (b"[" * 100 + b"]" * 100),
         page(*({"id": "x"} for _ in range(10_001))),
     ],
 )
