@@ -33,7 +33,8 @@ class Channel(asyncio.Protocol, Generic[_Heard]):
 
     Args:
         reader: For what the peer sends.
-        on_messages: Called with the messages of whole frames, in order. It must not raise.
+        on_messages: Called with the messages of whole frames, in order. It raises nothing but
+            a FrameError, for messages that cannot stand there: that closes the channel.
         on_close: Called once with the reason, when the channel is of no use any more.
 
     Attributes:
@@ -106,11 +107,10 @@ class Channel(asyncio.Protocol, Generic[_Heard]):
             return
         try:
             messages = self._reader.feed(data)
-        except FrameError as error:
-            self._abort(str(error))
-        else:
             if messages:
                 self._on_messages(messages)
+        except FrameError as error:
+            self._abort(str(error))
 
     def pause_writing(self) -> None:
         """Note that the peer reads slowly."""

@@ -15,6 +15,7 @@ from balanceroute.proxy.live.openai.urgency import Urgency
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.adoption import adoption
 from balanceroute.proxy.live.processes.alone_requests import AloneRequests
+from balanceroute.proxy.live.processes.frames import FrameError
 from balanceroute.proxy.live.processes.outbox import Outbox
 from balanceroute.proxy.live.processes.remote_request import RemoteRequest
 from balanceroute.proxy.live.request import reports
@@ -87,7 +88,13 @@ class RelayDesk:
         self._takers = defaultdict(lambda: self._report, takers)
 
     def take(self, messages: Sequence[from_relay.FromRelay]) -> None:
-        """Take the messages of a frame, in order. What fails ends one request at most."""
+        """Take the messages of a frame, in order. What fails ends one request at most.
+
+        Raises:
+            FrameError: The relay is not welcome yet, and says something else than `Hello`.
+        """
+        if self._welcome is None and [type(one) for one in messages] != [from_relay.Hello]:
+            raise FrameError("a relay says Hello first, and nothing else until it is welcome")
         if not self._hub.gathering.over:
             self._gather(messages)
             return

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from balanceroute.proxy.live.processes.channel import Channel
-from balanceroute.proxy.live.processes.frames import encode, for_relay, for_scheduler
+from balanceroute.proxy.live.processes.frames import FrameError, encode, for_relay, for_scheduler
 from balanceroute.proxy.live.processes.from_relay import Failure, FromRelay, Hello
 from balanceroute.proxy.live.processes.to_relay import Readiness, ToRelay
 
@@ -170,6 +170,24 @@ def test_a_peer_that_catches_up_is_behind_no_more() -> None:
         while await loop.sock_recv(far, 1 << 20):
             pass
         assert await end.ended == "done"
+        far.close()
+
+    play(main())
+
+
+def test_messages_that_cannot_stand_there_close_it() -> None:
+    async def main() -> None:
+        near, far = socket.socketpair()
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def refuse(messages: list[FromRelay]) -> None:
+            raise FrameError(f"{len(messages)} too many")
+
+        channel = Channel(for_scheduler(), on_messages=refuse, on_close=ended.set_result)
+        await connect(channel, near)
+        far.send(encode([HELLO]))
+        assert await ended == "1 too many"
+        assert channel.closed
         far.close()
 
     play(main())

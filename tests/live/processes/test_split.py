@@ -10,7 +10,7 @@ import pytest
 from balanceroute.proxy.core.events import RequestArrived
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.processes import from_relay, to_relay
-from balanceroute.proxy.live.processes.frames import VERSION
+from balanceroute.proxy.live.processes.frames import VERSION, FrameError
 from balanceroute.proxy.live.processes.stream_counts import PROGRESS_S
 from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -226,6 +226,27 @@ def test_relays_log_as_much_as_was_ordered(play: "Play", caplog: pytest.LogCaptu
         assert log.level == logging.ERROR
 
     caplog.set_level(logging.INFO, LOGGER)  # And back at the end.
+    play(scenario, relays=1)
+
+
+@pytest.mark.parametrize("settings", ["the same", "other"])
+def test_a_relay_says_hello_and_nothing_else_until_it_is_welcome(
+    play: "Play", settings: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        hello: from_relay.FromRelay = from_relay.Hello(VERSION, 5, settings)
+        more: from_relay.FromRelay = from_relay.Resumed()
+        for said in ([more], [hello, more], [more, hello]):
+            with pytest.raises(FrameError, match="says Hello first"):
+                split(site).app.connect(lambda _: None).take(said)
+        desk = split(site).app.connect(lambda _: None)
+        desk.take([hello])
+        if settings == "the same":
+            desk.take([more])
+        else:
+            with pytest.raises(FrameError, match="until it is welcome"):
+                desk.take([more])
+
     play(scenario, relays=1)
 
 
