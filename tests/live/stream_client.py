@@ -8,6 +8,7 @@ from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.shape import Api, read_shape
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite
 from balanceroute.proxy.live.request.relay import Relay
@@ -36,6 +37,7 @@ class Client:
         keep_text: bool = False,
         counts: TokenCounts | None = None,
         asks_total: bool = False,
+        ids: TokenIds | None = None,
     ) -> None:
         self.now_s = 100.0
         self.may_abort = False
@@ -57,6 +59,7 @@ class Client:
                 asks_total=asks_total,
                 counts=counts,
                 transcript=self.transcript if keep_text else None,
+                ids=ids,
                 may_abort=lambda: self.may_abort,
                 expensive=lambda: self.turns.append("expensive"),
             )

@@ -302,7 +302,8 @@ class CompletionStream(StreamReader):
         event = transcript.keep_withheld(message, choice)
         if event and self._counts is not None:
             event = self._counts.take(event)
-        transcript.withheld = self._usage.apply(event)
+        event = self._usage.apply(event)
+        transcript.withheld = event if self._ids is None else self._ids.hide(event, message)
         self.handed_back = True
         # Where only the end reports a count, that is awaited.
         self.over = self._counts is None or self._counts.asked.each

@@ -23,6 +23,8 @@ from tests.live.stream_client import (
     usage,
 )
 
+from balanceroute.proxy.live.openai.token_ids import TokenIds
+
 
 @pytest.mark.parametrize(
     ("text", "kept"),
@@ -127,6 +129,14 @@ def test_text_that_came_only_with_the_hand_back_is_an_event_of_its_own() -> None
     assert client.received == completion("a")
     assert client.text == ["a", "b"]
     assert client.transcript.withheld == completion("b")
+
+
+def test_withheld_text_comes_without_ids_that_the_client_did_not_ask_for() -> None:
+    back = completion("b", "stop", "recomputed")
+    client = Client(keep_text=True, ids=TokenIds())
+    client.answer(completion("a"), back.replace(b'"index":0', b'"index":0,"token_ids":[7]'))
+    seen = json.loads(client.transcript.withheld.removeprefix(b"data: "))
+    assert seen["choices"][0]["token_ids"] is None
 
 
 def test_a_hand_back_without_text_withholds_nothing() -> None:
