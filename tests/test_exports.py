@@ -17,11 +17,11 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
 proxy: __main__ advise audit cli core emulate live model_choice pictures replay service_levels sim validate wire
-proxy.cli: advise audit drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
+proxy.cli: advise audit command_line drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate watched_fleet
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses others outside pace placement policies pool prediction prefill
-    prefill_queue projection queueing rank_memory rank_prompts rank_speeds ranks recount scheduler skill standing
+    prefill_queue projection queueing rank_memory rank_prompts rank_speeds rank_trajectories ranks recount scheduler skill standing
     step_model subset switching time_limits timers trajectories triples turnover
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
@@ -86,7 +86,7 @@ proxy.validate: barrier errors fit load_log matching mirror plots timeline valid
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout
     turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch heads incoming_body
-    incoming_request repeated_head reply server server_connection service
+    incoming_request listener repeated_head reply server server_connection service
 proxy.wire.http3: client control_frames framing heads leaky_bucket reply server_connection server_stream
     stream_numbers
 proxy.wire.quic: carrier connection endpoint stream_orders
