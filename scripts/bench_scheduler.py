@@ -174,13 +174,14 @@ class Relay:
         self._reader = for_relay()
         self._loop = asyncio.get_running_loop()
         self._deliver: Callable[[bytes], object]
+        self._welcome = False
 
     def begin(self, scheduling: Scheduling) -> None:
         """Say hello."""
         call_soon = self._loop.call_soon
         take = scheduling.connect(lambda frame: call_soon(self._receive, frame))
         self._deliver = lambda frame: call_soon(take, frame)
-        self._out.append(from_relay.Hello(VERSION, self._place, ""))
+        self._deliver(bytes(encode([from_relay.Hello(VERSION, self._place, "")])))
 
     def arrive(self, now_s: float) -> None:
         """Have a request come."""
@@ -200,7 +201,7 @@ class Relay:
         if now_s >= self._progress_s:
             self._progress_s = now_s + PROGRESS_S
             self._tell_progress(int(now_s * self._load.steps))
-        if self._out:
+        if self._out and self._welcome:
             self.messages += len(self._out)
             self.frames += 1
             self._deliver(bytes(encode(self._out)))
@@ -218,6 +219,8 @@ class Relay:
         self.frames += 1
         for message in messages:
             match message:
+                case to_relay.Welcome():
+                    self._welcome = True
                 case to_relay.Accepted(number, row):
                     self._rows[number] = row
                 case to_relay.Refused(number):

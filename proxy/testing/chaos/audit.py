@@ -230,7 +230,11 @@ def excused_names(plan: Plan, part: Part, begin_s: float) -> set[str]:
     """Return the requests that read another prompt's KV cache because their engine was slow."""
     faults = plan.injections
     misreads = [one for one in part.fleet.misreads if is_excused(one, faults, begin_s)]
-    return {one.request_id.partition("-")[2] for one in misreads}
+    # What an engine puts before a name: `cmpl-`, `chatcmpl-`, `generate-tokens-`.
+    return {
+        one.request_id.removeprefix("generate-tokens-").removeprefix("chat").removeprefix("cmpl-")
+        for one in misreads
+    }
 
 
 def may_be_killed(told: "Sequence[RequestRecord]", *, sent: int) -> bool:

@@ -98,6 +98,11 @@ class Plan:
         return any(one.link or one.meddling for one in self.injections)
 
     @property
+    def spoils_keys(self) -> bool:
+        """Whether the file of the engines' key is bad for a while."""
+        return any(one.act is Act.KEYS for one in self.injections)
+
+    @property
     def requests(self) -> list[ClientRequest]:
         """What all clients send."""
         return [request for visit in self.visits for request in visit.requests]

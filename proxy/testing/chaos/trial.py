@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import (
@@ -165,7 +165,7 @@ class Trial:
         self._begin_s = 0.0
 
     def _make_world(self, relays: int) -> World:
-        settings = self._plan.world
+        settings = replace(self._plan.world, engine_key=self._plan.spoils_keys)
         if relays:
             return SplitWorld(settings, self._loop, self._rng, relays=relays, watch=self._saw)
         return World(settings, self._loop, self._rng, watch=self._saw)

@@ -60,11 +60,13 @@ class WorldSettings:
         engines: The fleet.
         flags: Of the proxy, by name, besides its engines and its addresses.
         tenants: The file of tenants; empty for none.
+        engine_key: Whether the proxy has a key for its engines, in a file.
     """
 
     engines: EmulationSettings
     flags: Mapping[str, object]
     tenants: str = ""
+    engine_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +168,8 @@ class World:
             "log": "none",
             "model": [],
             "tenants": self._write_tenants(self._settings.tenants),
-            "engine_key_file": str(self.machine.key_file.path),
             **_kv_addresses(self._settings.engines),
+            **self._key_file(),
             **self._settings.flags,
             "prefill": [self.known(url) for url in self.fleet.prefill_urls],
             "decode": [self.known(url) for url in self.fleet.decode_urls],
@@ -176,6 +178,11 @@ class World:
         }
         environment = self._make_environment(partial(read_credentials, None, flags))
         await self._begin(make_config(None, flags), environment)
+
+    def _key_file(self) -> dict[str, str]:
+        if not self._settings.engine_key:
+            return {}
+        return {"engine_key_file": str(self.machine.key_file.path)}
 
     async def _begin(self, config: ProxyConfig, environment: Environment) -> None:
         """Start what serves clients, as something that can stand still by itself."""
