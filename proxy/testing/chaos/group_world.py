@@ -107,7 +107,7 @@ class GroupWorld(World):
             "tenants": self._write_tenants(self._settings.tenants),
             **self._settings.flags,
         }
-        path = self._own_folder() / "groups.toml"
+        path = self._folder / "groups.toml"
         path.write_text(self.topology())
         for name, data in self._files.items():
             path.with_name(name).write_bytes(data)

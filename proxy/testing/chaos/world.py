@@ -11,8 +11,10 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 from types import MappingProxyType
+from weakref import finalize
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.scheduler import Scheduler
@@ -145,10 +147,12 @@ class World:
             rng=random.Random(rng.getrandbits(64)),
             epoch_s=EPOCH_S,
         )
-        self._folder: TemporaryDirectory[str] | None = None
+        self._folder = Path(mkdtemp())
+        # A world that fails to start is never closed.
+        self._remove_folder = finalize(self, rmtree, self._folder)
         self.proxy: Proxy
         loop.network.denies = self._denied
-        self.machine = Machine(self._own_folder())
+        self.machine = Machine(self._folder)
         self._settings = settings
         self._front: Mapping[str, str] = {}
         self._rng = random.Random(rng.getrandbits(64))
@@ -248,14 +252,9 @@ class World:
         """Return the file of tenants; None if there are none."""
         if not text:
             return None
-        path = self._own_folder() / "tenants.toml"
+        path = self._folder / "tenants.toml"
         path.write_text(text)
         return str(path)
-
-    def _own_folder(self) -> Path:
-        if self._folder is None:
-            self._folder = TemporaryDirectory()
-        return Path(self._folder.name)
 
     def change_tenants(self, text: str) -> None:
         """Have the proxy read another file of tenants. Raises ConfigError."""
@@ -359,8 +358,7 @@ class World:
         await self.close_proxy()
         for part in self.parts:
             await part.fleet.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._remove_folder()
 
 
 def _kv_addresses(engines: EmulationSettings) -> dict[str, object]:
