@@ -197,15 +197,23 @@ class Decoder:
         prompt = arrival.call.exchange.request.prompts[arrival.number]
         stale = self._book.stale(engine_id, prompt)
         arrival.read = [NOTHING] * len(prompt.tokens)
-        self._misread(arrival, stale, ended)
+        names = (one.name for one in self._sources if one.engine_id == engine_id)
+        self._misread(arrival, stale, ended, prefiller=next(names, ""))
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._arrived, arrival))
 
     def _misread(
-        self, arrival: _Arrival, prompt: Prompt, ended: EndedLease | None, *, again: bool = False
+        self,
+        arrival: _Arrival,
+        prompt: Prompt,
+        ended: EndedLease | None,
+        *,
+        again: bool = False,
+        prefiller: str = "",
     ) -> None:
         call = arrival.call
-        misread = Misread(call.request_id, ended, self._peer.name, call.arrived_s, again)
+        decoder, arrived_s = self._peer.name, call.arrived_s
+        misread = Misread(call.request_id, ended, decoder, arrived_s, again, prefiller)
         self._book.misreads.append(misread)
         for sequence in arrival.call.exchange.sequences_of(arrival.number):
             sequence.misread(prompt)

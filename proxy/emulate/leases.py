@@ -120,6 +120,7 @@ class Misread:
         engine: The name of the engine that read it.
         arrived_s: When the request had arrived there, on the event loop's clock.
         again: Whether it comes from the rank's prefix cache, where an earlier misread has left it.
+        prefiller: The name of the engine that gave the lease; empty if that is not known.
     """
 
     request_id: str
@@ -127,6 +128,7 @@ class Misread:
     engine: str
     arrived_s: float
     again: bool = False
+    prefiller: str = ""
 
     @property
     def end(self) -> LeaseEnd | None:

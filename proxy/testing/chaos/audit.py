@@ -107,8 +107,8 @@ def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) ->
     """Return whether something that no proxy can see explains a misread.
 
     Its prefiller gave it a shorter lease than it says; or the engine that read had the request before the
-    lease ended, and was slow to begin; or the wire to that engine was bad between the begin of the lease and
-    the request's arrival. A proxy that was suspended is no excuse, however slow other engines were.
+    lease ended, and was slow to begin; or the wire to that engine or its prefiller was bad between the begin of
+    the lease and the request's arrival. A proxy that was suspended is no excuse, however slow other engines were.
 
     Args:
         misread: The misread.
@@ -124,7 +124,7 @@ def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) ->
         return True
     return any(
         one.act in _WIRES
-        and f"{one.role.value}/{one.engine}" == misread.engine
+        and f"{one.role.value}/{one.engine}" in (misread.engine, misread.prefiller)
         and begin_s + one.start_s <= misread.arrived_s
         and lease.granted_s <= begin_s + one.end_s
         for one in faults

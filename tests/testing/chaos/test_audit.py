@@ -46,7 +46,7 @@ def test_an_engine_excuses_a_misread_that_had_the_request_in_time(
 
 
 def test_only_the_wire_on_which_a_request_came_late_excuses_a_misread() -> None:
-    misread = Misread("r", EXPIRED, "decode/1", 13.0)
+    misread = Misread("r", EXPIRED, "decode/1", 13.0, prefiller="prefill/0")
     for role, engine, start_s, end_s, excused in (
         (Role.DECODE, 1, 0.0, 9.0, True),
         (Role.DECODE, 1, 3.0, 9.0, True),
@@ -55,6 +55,7 @@ def test_only_the_wire_on_which_a_request_came_late_excuses_a_misread() -> None:
         (Role.DECODE, 1, 0.0, 0.9, False),  # There was nothing to send yet.
         (Role.DECODE, 0, 0.0, 9.0, False),
         (Role.PREFILL, 1, 0.0, 9.0, False),
+        (Role.PREFILL, 0, 0.0, 9.0, True),  # Its answer may have come late.
     ):
         silent = Injection("is silent", Act.SILENCE, role, engine, start_s, end_s)
         assert is_excused(misread, [silent], 10.0) == excused
