@@ -32,12 +32,10 @@ BANNED_IN_CORE = {
     "time",
     "uvloop",
 }
-MAX_FILE_LINES = 500
-MAX_TEST_FILE_LINES = 800
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_TEST_FUNCTION_LINES = 70
-MAX_CLASS_LINES = 350  # Without comments.
-MAX_ATTRIBUTES = 20
+MAX_CLASS_LINES = 500  # Without comments.
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 
@@ -170,8 +168,7 @@ def test_files_functions_and_classes_stay_short() -> None:
     shipped = set(SHIPPED)
     for path in WRITTEN:
         lines = path.read_text().splitlines()
-        limit = MAX_FILE_LINES if path in shipped else MAX_TEST_FILE_LINES
-        assert len(lines) <= limit, f"{relative(path)}: {len(lines)} lines"
+        assert len(lines) <= MAX_FILE_LINES, f"{relative(path)}: {len(lines)} lines"
         limit = MAX_FUNCTION_LINES if path in shipped else MAX_TEST_FUNCTION_LINES
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -184,26 +181,12 @@ def test_files_functions_and_classes_stay_short() -> None:
 def check_class(node: ast.ClassDef, lines: list[str], name: str) -> None:
     body = lines[node.lineno - 1 : node.end_lineno]
     found = sum(not line.lstrip().startswith("#") for line in body)
-    attributes = len(attributes_of(node))
     assert found <= MAX_CLASS_LINES, f"{name}: {node.name}: {found} lines"
-    assert attributes <= MAX_ATTRIBUTES, f"{name}: {node.name}: {attributes} attributes"
 
 
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
-
-
-def attributes_of(node: ast.ClassDef) -> set[str]:
-    """Return the names that methods assign on `self`."""
-    return {
-        target.attr
-        for target in ast.walk(node)
-        if isinstance(target, ast.Attribute)
-        and isinstance(target.ctx, ast.Store)
-        and isinstance(target.value, ast.Name)
-        and target.value.id == "self"
-    }
 
 
 def test_no_file_has_a_vague_name() -> None:
