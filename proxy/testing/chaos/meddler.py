@@ -246,7 +246,7 @@ class _ToEngine(asyncio.Protocol):
         broken = self._payloads > _PAYLOADS_BEFORE_BREAK
         match self._meddling:
             case Meddling.EXTENSIONS:
-                write(b'%X;name="va lue";x\r\n%b\r\n' % (len(payload), payload))
+                write(b'%X ;name = "va lue"\t; x\r\n%b\r\n' % (len(payload), payload))
             case Meddling.TINY_CHUNKS:
                 for begin in range(0, len(payload), 3):
                     piece = payload[begin : begin + 3]

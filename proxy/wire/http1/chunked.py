@@ -30,10 +30,13 @@ _END = b"\r\n0\r\n\r\n"
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++"
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*+"
 _QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e]|\\[\t\x20-\x7e])*+"'
-_EXTENSIONS = rb"(?:;" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb"|" + _QUOTED + rb"))?)*+"
+# A recipient must read white space around the marks of extensions; some senders pad the size with it, too.
+_BLANKS = rb"[ \t]*+"
+_EXTENSION_VALUE = _BLANKS + rb"=" + _BLANKS + rb"(?:" + _TOKEN + rb"|" + _QUOTED + rb")"
+_EXTENSIONS = rb"(?:" + _BLANKS + rb";" + _BLANKS + _TOKEN + rb"(?:" + _EXTENSION_VALUE + rb")?)*+"
 # At most 15 digits, so a size is below 2**60. Extensions are matched only to check their grammar.
-_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})" + _EXTENSIONS + rb"\r\n")
-_SIZE_LINE_START = re.compile(rb"[0-9A-Fa-f]{1,15}(?:;[\t\x20-\x7e]*+)?\r?")
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})" + _EXTENSIONS + _BLANKS + rb"\r\n")
+_SIZE_LINE_START = re.compile(rb"[0-9A-Fa-f]{1,15}" + _BLANKS + rb"(?:;[\t\x20-\x7e]*+)?\r?")
 _TRAILER = re.compile(_TOKEN + rb":" + _VALUE)
 _TRAILER_START = re.compile(rb"(?:" + _TOKEN + rb"(?::" + _VALUE + rb"\r?)?|\r)")
 _MAX_LINE_BYTES = 4096

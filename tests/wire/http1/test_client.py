@@ -163,6 +163,7 @@ WHOLE = {
     "a length of zero": (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
     "chunks": (STREAM + b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n", b"hello world"),
     "extensions and trailers": (STREAM + b"2;a=b\r\nok\r\n0;c\r\nx: y\r\n\r\n", b"ok"),
+    "white space in extensions": (STREAM + b'2 ; a = "b"\t\r\nok\r\n0\t;c\r\n\r\n', b"ok"),
     "no chunk": (STREAM + b"0\r\n\r\n", b""),
     "no content": (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
     "not modified": (b"HTTP/1.1 304 Not Modified\r\ncontent-length: 9\r\n\r\n", b""),

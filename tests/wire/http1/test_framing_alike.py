@@ -160,9 +160,10 @@ def test_how_a_spoiled_request_is_cut_does_not_matter(seed: int) -> None:
 
 
 # What one of them refuses, and a recipient may take: a keep-alive of HTTP/1.0, a blank line before a
-# request, and trailers, which are dropped, with names of fields that say something of the connection.
+# request, white space in the line of a chunk's size, and trailers, which are dropped, with names of
+# fields that say something of the connection.
 EXCUSE = re.compile(
-    rb"HTTP/1\.0\r\n|\A\r\n|\r\n\r\n\r\n|"
+    rb"HTTP/1\.0\r\n|\A\r\n|\r\n\r\n\r\n|\r\n[0-9A-Fa-f]+(?:;[^\r]*)?[ \t]|"
     rb"\r\n0(?:;[^\r]*)?\r\n(?:\S+:.*\r\n)*?(?i:content-length|transfer-encoding|connection)"
 )
 

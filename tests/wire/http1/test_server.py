@@ -97,6 +97,10 @@ WHOLE = {
         chunked(b"abc")[:-2] + b"X-Sum: 1\r\nContent-Length: 9\r\n\r\n",
         b"POST /p? abc",
     ),
+    "white space in extensions": (
+        chunked(b"abc").replace(b"3\r\n", b'3 ;a = "b"\r\n').replace(b"0\r\n", b"0\t\r\n"),
+        b"POST /p? abc",
+    ),
     "a leading blank line": (b"\r\n" + GET, b"GET /? "),
     "an offered upgrade": (
         b"GET / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
