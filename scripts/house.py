@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "proxy.core": set[str](),
     "proxy.pictures": {"proxy.core.errors"},
     "proxy.service_levels": set[str](),
+    "proxy.page_client": {"proxy.core.errors", "proxy.live.security", "__version__"},
     "proxy.model_choice": {"proxy.core.errors", "proxy.pictures"},
     "proxy.wire": {"proxy.core.errors"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
@@ -106,11 +107,12 @@ MAY_IMPORT = {
         *("traces", "__version__"),
     },
     "proxy.audit": {
-        *("proxy.core", "proxy.pictures", "proxy.sim", "proxy.validate.fit", "proxy.wire"),
-        "traces",
+        *("proxy.core", "proxy.page_client", "proxy.pictures", "proxy.sim"),
+        *("proxy.validate.fit", "traces"),
     },
     "proxy.advise": {
-        *("proxy.audit", "proxy.core", "proxy.service_levels", "proxy.sim"),
+        *("proxy.audit", "proxy.core", "proxy.page_client", "proxy.service_levels"),
+        "proxy.sim",
     },
     "proxy.validate": {
         *("proxy.core.errors", "proxy.pictures"),
@@ -136,6 +138,7 @@ MAY_IMPORT = {
             "proxy.emulate",
             "proxy.live",
             "proxy.model_choice",
+            "proxy.page_client",
             "proxy.replay",
         ),
         "proxy.sim",

@@ -16,7 +16,7 @@ engine_patch: hooks identity plugin reader records writer
 predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor PredictorFileError
     RequestFeatures Savable State StateError Survival load save
 predictors.gbdt: Gbdt KIND
-proxy: __main__ advise audit cli core emulate live model_choice pictures replay service_levels sim validate wire
+proxy: __main__ advise audit cli core emulate live model_choice page_client pictures replay service_levels sim validate wire
 proxy.cli: advise audit command_line drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate watched_fleet
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings

@@ -1,12 +1,17 @@
 """A fleet as the proxy before it tells of it, in place of the pages of all its engines."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.proxy.audit.looking import Watcher, endpoint_of, metrics_page
+from balanceroute.proxy.audit.looking import Watcher, metrics_url
 from balanceroute.proxy.audit.observation import Look
-from balanceroute.proxy.audit.pages import PageError, RankPage
+from balanceroute.proxy.audit.pages import PageError, RankPage, checked
+from balanceroute.proxy.page_client import UnansweredError
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.page_client import PageClient
 
 _PREFIX = "balanceroute_"
 _BATCH = "batch_limit"
@@ -26,24 +31,19 @@ class ProxyPages(Watcher):
         batch: Slots of a rank, once it was looked at.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, pages: "PageClient") -> None:
         self.batch = 1
-        self._url = url
-        self._endpoint = endpoint_of(url)
-        self._timeout_s = timeout_s
+        self._url, self._at = url, metrics_url("--proxy", url)
+        self._pages = pages
 
     async def look(self) -> Look:
         """Look at the page once."""
-        page = await metrics_page(self._url, self._endpoint, self._timeout_s)
         try:
+            page = await self._pages.page(self._at)
             look, self.batch = read_proxy_page(page, asyncio.get_running_loop().time())
-        except PageError as error:
+        except (UnansweredError, PageError) as error:
             raise PageError(f"{self._url}: {error}") from None
         return look
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._endpoint.close()
 
 
 def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
@@ -65,16 +65,17 @@ def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
         for family in text_string_to_metric_families(b"\n".join(lines).decode() + "\n"):
             for sample in family.samples:
                 name = sample.name.removeprefix(_PREFIX)
+                value = checked(sample.name, sample.labels, sample.value)
                 if name == _BATCH:
-                    batch = int(sample.value)
+                    batch = int(value)
                 elif name == _WAITING:
-                    waiting[sample.labels.get("state", "")] = sample.value
+                    waiting[sample.labels.get("state", "")] = value
                 elif name == _PREFILLER:
-                    prefill[sample.labels["name"]] = RankPage(running=sample.value)
+                    prefill[sample.labels["name"]] = RankPage(running=value)
                 for field, metric in _RANK.items():
                     if name == metric:
                         told = decode.setdefault(sample.labels["name"], RankPage())
-                        setattr(told, field, sample.value)
+                        setattr(told, field, value)
     except (ValueError, KeyError) as error:
         raise PageError(f"not a page of the proxy's metrics: {error}") from error
     if not decode or not batch or any(one.kv_tokens is None for one in decode.values()):

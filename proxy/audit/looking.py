@@ -1,17 +1,18 @@
 """Looks at all engines, again and again; nothing is ever sent to a model."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from balanceroute.proxy.audit.observation import Look
 from balanceroute.proxy.audit.pages import PageError, RankPage, read_page
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
-from balanceroute.proxy.wire.messages import WireError
+from balanceroute.proxy.page_client import UnansweredError, root_of
 
-_MAX_PAGE_BYTES = 16 << 20
+if TYPE_CHECKING:
+    from balanceroute.proxy.page_client import PageClient
+
 _MOST_FAILURES = 10
 """Looks in a row that may fail."""
 
@@ -34,20 +35,16 @@ class Watcher:
             try:
                 looks.append(await self.look())
                 failures = 0
-            except (TimeoutError, OSError, WireError, PageError) as error:
+            except PageError as error:
                 failures += 1
                 if not looks or failures >= _MOST_FAILURES:
-                    raise ConfigError(str(error) or "no answer in time") from error
+                    raise ConfigError(str(error)) from error
             progress(len(looks))
             await asyncio.sleep(max(0.0, next_s - loop.time()))
         return looks
 
     async def look(self) -> Look:
-        """Look once. Raises TimeoutError, OSError, WireError, PageError."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Close the connections."""
+        """Look once. Raises PageError."""
         raise NotImplementedError
 
 
@@ -57,66 +54,42 @@ class Engines(Watcher):
     Args:
         prefill: Addresses of prefillers, http://host:port, with or without /metrics.
         decode: Those of decode engines; their ranks in the order of the pages are the fleet's.
-        timeout_s: Of one page.
+        pages: Asks them.
     """
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], *, timeout_s: float) -> None:
-        self._prefill = {url: endpoint_of(url) for url in prefill}
-        self._decode = {url: endpoint_of(url) for url in decode}
-        self._timeout_s = timeout_s
-
-    def close(self) -> None:
-        """Close the connections."""
-        for endpoint in (*self._prefill.values(), *self._decode.values()):
-            endpoint.close()
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], pages: "PageClient") -> None:
+        self._prefill = {url: metrics_url("--prefill", url) for url in prefill}
+        self._decode = {url: metrics_url("--decode", url) for url in decode}
+        self._pages = pages
 
     async def look(self) -> Look:
         """Look at all engines once."""
-        decode, prefill = await asyncio.gather(
-            self._pages(self._decode), self._pages(self._prefill)
-        )
+        decode, prefill = await asyncio.gather(self._look(self._decode), self._look(self._prefill))
         return Look(asyncio.get_running_loop().time(), decode, prefill)
 
-    async def _pages(self, endpoints: dict[str, Endpoint]) -> dict[str, RankPage]:
-        pages = await asyncio.gather(
-            *(self._page(url, endpoint) for url, endpoint in endpoints.items())
-        )
+    async def _look(self, urls: Mapping[str, str]) -> dict[str, RankPage]:
+        pages = await asyncio.gather(*(self._page(*one) for one in urls.items()))
         return {
             url if len(page) == 1 else f"{url}@{rank}": told
-            for url, page in zip(endpoints, pages, strict=True)
+            for url, page in zip(urls, pages, strict=True)
             for rank, told in page.items()
         }
 
-    async def _page(self, url: str, endpoint: Endpoint) -> dict[str, RankPage]:
-        body = await metrics_page(url, endpoint, self._timeout_s)
+    async def _page(self, url: str, at: str) -> dict[str, RankPage]:
         try:
-            return read_page(body)
-        except PageError as error:
+            return read_page(await self._pages.page(at))
+        except (UnansweredError, PageError) as error:
             raise PageError(f"{url}: {error}") from None
 
 
-async def metrics_page(url: str, endpoint: Endpoint, timeout_s: float) -> bytes:
-    """Return the page at a URL, or at its /metrics if it has no path.
+def metrics_url(flag: str, url: str) -> str:
+    """Return where a server's metrics are: at its URL, or at /metrics if that has no path.
 
     Raises:
-        TimeoutError, OSError, WireError: It does not come.
-        PageError: Its status is not 200.
+        ConfigError: It is none.
     """
-    path = urlsplit(url).path.rstrip("/") or "/metrics"
-    answer = await fetch(
-        endpoint, b"GET", path.encode(), [], b"", timeout_s=timeout_s, max_bytes=_MAX_PAGE_BYTES
-    )
-    if answer.status != 200:
-        raise PageError(f"{url}: status {answer.status}")
-    return answer.body
-
-
-def endpoint_of(url: str) -> Endpoint:
-    """Return the connections to a URL. Raises ConfigError: it is none."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ConfigError(f"{url!r} is not http://host:port or http://host:port/metrics")
     try:
-        return Endpoint(parts.hostname, parts.port or 80)
-    except ValueError as error:
-        raise ConfigError(f"{url!r}: {error}") from None
+        root = root_of(url)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from None
+    return root if urlsplit(root).path else f"{root}/metrics"

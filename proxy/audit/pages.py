@@ -18,6 +18,7 @@ _GAUGES = {
 }
 _HISTOGRAMS = {"prompts": "vllm:request_prompt_tokens", "outputs": "vllm:request_generation_tokens"}
 _CAPACITY = "vllm:cache_config_info"
+_TOO_MUCH = 1e18
 _RANK_LABELS = ("engine", "dp_rank")
 METRICS = (
     *(name for names in _GAUGES.values() for name in names),
@@ -106,7 +107,7 @@ def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
         told = ranks.setdefault(rank, RankPage())
         if sample.name == _CAPACITY:
             capacity[rank] = _capacity(sample.labels)
-        elif not _take_length(told, sample.name, sample.labels, sample.value):
+        elif not _take_length(told, sample.name, sample.labels, checked(*sample)):
             values.setdefault(rank, {})[sample.name] = sample.value
     for rank, told in ranks.items():
         found = values.get(rank, {})
@@ -118,6 +119,13 @@ def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
     if not ranks or any(told.running is None for told in ranks.values()):
         raise PageError("neither vLLM's nor SGLang's metrics")
     return ranks
+
+
+def checked(name: str, _labels: object, value: float) -> float:
+    """Return the value of a sample. Raises PageError: it is no count, no share and no sum."""
+    if not 0.0 <= value < _TOO_MUCH:  # NaN is not either.
+        raise PageError(f"{name} is {value}")
+    return value
 
 
 def _first(values: dict[str, float], what: str) -> float | None:

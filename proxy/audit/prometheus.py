@@ -5,20 +5,20 @@ Source of the interface: https://prometheus.io/docs/prometheus/latest/querying/a
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-from urllib.parse import quote, urlencode, urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from balanceroute.proxy.audit.observation import Look
 from balanceroute.proxy.audit.pages import METRICS, PageError, RankPage, Sample, pages_of
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
-from balanceroute.proxy.wire.messages import WireError
+from balanceroute.proxy.page_client import UnansweredError, root_of
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.page_client import PageClient
 
 _MAX_ANSWER_BYTES = 256 << 20
-_FORM = [(b"content-type", b"application/x-www-form-urlencoded")]
 _MOST_NAMED = 5
 
 
@@ -46,7 +46,11 @@ class Window(NamedTuple):
 
 
 async def looks_of(
-    server: str, prefill: Sequence[str], decode: Sequence[str], window: Window, *, timeout_s: float
+    server: str,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    window: Window,
+    pages: "PageClient",
 ) -> list[Look]:
     """Return the looks that a server's samples are.
 
@@ -56,13 +60,13 @@ async def looks_of(
             `instance`, which is host:port.
         decode: Those of decode engines.
         window: When.
-        timeout_s: For the answer.
+        pages: Asks the server.
 
     Raises:
         ConfigError: The server cannot be read, or has nothing of an engine.
     """
     instances = {url: _instance(url) for url in (*prefill, *decode)}
-    series = await _query(server, instances.values(), window, timeout_s)
+    series = await _query(server, instances.values(), window, pages)
     _check(instances, series)
     found: dict[float, dict[str, list[Sample]]] = {}
     for one in series:
@@ -80,11 +84,12 @@ async def looks_of(
 
 
 async def _query(
-    server: str, instances: Iterable[str], window: Window, timeout_s: float
+    server: str, instances: Iterable[str], window: Window, pages: "PageClient"
 ) -> list[_Series]:
-    parts = urlsplit(server)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ConfigError(f"--prometheus is {server!r}, must be http://host:port")
+    try:
+        root = root_of(server)
+    except ConfigError as error:
+        raise ConfigError(f"--prometheus {error}") from None
     names, engines = _any_of(METRICS, "(_bucket|_sum)?"), _any_of(instances)
     form = {
         "query": f'{{__name__=~"{names}",instance=~"{engines}"}}',
@@ -93,23 +98,11 @@ async def _query(
         "step": f"{window.step_s:g}",
     }
     try:
-        endpoint = Endpoint(parts.hostname, parts.port or 80)
-    except ValueError as error:
-        raise ConfigError(f"--prometheus is {server!r}: {error}") from None
-    try:
-        answer = await fetch(
-            endpoint,
-            b"POST",
-            f"{quote(parts.path.rstrip('/'))}/api/v1/query_range".encode(),
-            _FORM,
-            urlencode(form).encode(),
-            timeout_s=timeout_s,
-            max_bytes=_MAX_ANSWER_BYTES,
+        answer = await pages.ask(
+            "POST", f"{root}/api/v1/query_range", form=form, max_bytes=_MAX_ANSWER_BYTES
         )
-    except (WireError, OSError) as error:
-        raise ConfigError(f"--prometheus: {error}") from error
-    finally:
-        endpoint.close()
+    except UnansweredError as error:
+        raise ConfigError(f"--prometheus: {server}: {error}") from None
     try:
         told = msgspec.json.decode(answer.body, type=_Answer)
     except (ValueError, RecursionError):

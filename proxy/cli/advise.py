@@ -25,7 +25,8 @@ from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import choice, integer, number, words
+from balanceroute.proxy.live.settings.setting import choice, file, integer, number, words
+from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
 
@@ -35,6 +36,9 @@ class Judged(Watched):
     """How a running fleet is looked at, and how busy it may be."""
 
     busy: float = number(0.8, "share of the time or the slots to use", 0.05, 1.0, metavar="U")
+    token_file: Path | None = file(
+        "with --proxy: holds the token of its administrators, or an API key at its clients' address"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         watched = given.read(Judged)
+        if watched.token_file is not None and arguments.proxy is None:
+            raise ConfigError("--token-file means nothing without --proxy")
         seen = asyncio.run(_watch(arguments, watched))
         found = _of_fleet(seen, watched.busy)
         told, advice = list(lines(found, watched.busy)), as_json(found)
@@ -133,12 +139,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _watch(arguments: argparse.Namespace, watched: Judged) -> Observation:
-    if arguments.proxy is not None:
-        pages = ProxyPages(arguments.proxy, timeout_s=watched.timeout_s)
-        looks = await look_at(pages, watched)
-        return observe(looks, batch=pages.batch)
-    engines = Engines(arguments.prefill or (), arguments.decode, timeout_s=watched.timeout_s)
-    return observe(await look_at(engines, watched))
+    client = PageClient.of_flags(watched.ca_file, watched.token_file, timeout_s=watched.timeout_s)
+    async with client as pages:
+        if arguments.proxy is not None:
+            proxy = ProxyPages(arguments.proxy, pages)
+            looks = await look_at(proxy, watched)
+            return observe(looks, batch=proxy.batch)
+        engines = Engines(arguments.prefill or (), arguments.decode, pages)
+        return observe(await look_at(engines, watched))
 
 
 def _of_fleet(seen: Observation, busy: float) -> Needs:

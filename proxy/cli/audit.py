@@ -19,6 +19,7 @@ from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer, number
+from balanceroute.proxy.page_client import PageClient
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:
@@ -119,10 +120,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
-    return await look_at(Engines(prefill, decode, timeout_s=watched.timeout_s), watched)
+    async with PageClient.of_flags(watched.ca_file, timeout_s=watched.timeout_s) as pages:
+        return await look_at(Engines(prefill, decode, pages), watched)
 
 
 async def _read(server: str, prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
     end_s = datetime.now(UTC).timestamp()
     window = Window(end_s - 60.0 * watched.minutes, end_s, watched.interval_s)
-    return await looks_of(server, prefill, decode, window, timeout_s=watched.timeout_s)
+    async with PageClient.of_flags(watched.ca_file, timeout_s=watched.timeout_s) as pages:
+        return await looks_of(server, prefill, decode, window, pages)

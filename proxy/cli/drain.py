@@ -6,16 +6,16 @@ For hooks that run before an engine ends, as a pod's preStop.
 """
 
 import argparse
-import json
+import asyncio
 import sys
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
+    from balanceroute.proxy.page_client import Answer, PageClient
 
 _ROLES = ("prefill", "decode")
 _ANSWER_S = 10.0
@@ -46,6 +46,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--token-file", type=Path, metavar="FILE", help="holds the token of administrators"
     )
     parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="verifies an https:// listener's certificate (default: the system's authorities)",
+    )
+    parser.add_argument(
         "--wait",
         action="store_true",
         help="until its last request has ended and the last KV cache that it holds was pulled",
@@ -74,57 +80,77 @@ def run(arguments: argparse.Namespace) -> int:
     """
     # Here, so that the other subcommands start without them.
     from balanceroute.proxy.live.engines.engine_url import EngineUrl  # noqa: PLC0415
-    from balanceroute.proxy.live.security.credentials import read_secret  # noqa: PLC0415
+    from balanceroute.proxy.page_client import PageClient  # noqa: PLC0415
 
     url = _address(EngineUrl, "URL", arguments.url)
-    headers = {"content-type": "application/json"}
-    if arguments.token_file is not None:
-        try:
-            token = read_secret(arguments.token_file).value.decode()
-        except ConfigError as error:
-            raise ConfigError(f"--token-file {error}") from None
-        headers["authorization"] = f"Bearer {token}"
-    admin = _Admin(_address(EngineUrl, "--admin", arguments.admin), headers)
-    role = arguments.role or _role(admin, url.base)
-    order: dict[str, object] = {"role": role, "url": url.base}
+    admin = _address(EngineUrl, "--admin", arguments.admin)
+    pages = PageClient.of_flags(arguments.ca_file, arguments.token_file, timeout_s=_ANSWER_S)
+    return asyncio.run(_drain(arguments, url.base, _Admin(admin.base, pages)))
+
+
+async def _drain(arguments: argparse.Namespace, url: str, admin: "_Admin") -> int:
     wait_s = arguments.timeout_s if arguments.wait else 0.0
-    if wait_s:
-        order["wait_s"] = wait_s
-    if arguments.deadline_s is not None:
-        order["deadline_s"] = arguments.deadline_s
-    status, answer = admin.ask(
-        "POST", "/admin/instances/drain", order, timeout_s=wait_s + _ANSWER_S
-    )
-    if status not in (200, _TIMEOUT):
-        raise ConfigError(answer["error"]["message"])
-    if status == _TIMEOUT:
-        print(f"balanceroute: {answer['error']['message']}", file=sys.stderr)  # noqa: T201
+    async with admin.pages:
+        role = arguments.role or await admin.role(url)
+        order: dict[str, object] = {"role": role, "url": url}
+        if wait_s:
+            order["wait_s"] = wait_s
+        if arguments.deadline_s is not None:
+            order["deadline_s"] = arguments.deadline_s
+        answer = await admin.ask(
+            "POST", "/admin/instances/drain", order, timeout_s=wait_s + _ANSWER_S
+        )
+    if answer.status == _TIMEOUT:
+        print(f"balanceroute: {admin.reason(answer)}", file=sys.stderr)  # noqa: T201
         return 1
+    if answer.status != 200:
+        raise ConfigError(admin.reason(answer))
     word = "is drained" if arguments.wait else "gets nothing new"
-    print(f"{url.base} ({role}) {word}")  # noqa: T201 - the command's answer.
+    print(f"{url} ({role}) {word}")  # noqa: T201 - the command's answer.
     return 0
 
 
 class _Admin:
     """The admin listener at an address."""
 
-    def __init__(self, address: "EngineUrl", headers: dict[str, str]) -> None:
-        self._address, self._headers = address, headers
+    def __init__(self, address: str, pages: "PageClient") -> None:
+        self._address, self.pages = address, pages
 
-    def ask(
+    async def ask(
         self, method: str, path: str, order: object = None, *, timeout_s: float = _ANSWER_S
-    ) -> tuple[int, Any]:
-        """Return the status and the content of a page. Raises ConfigError: it has none."""
-        connection = HTTPConnection(self._address.host, self._address.port, timeout=timeout_s)
+    ) -> "Answer":
+        """Return an answer. Raises ConfigError: there is none."""
+        from balanceroute.proxy.page_client import UnansweredError  # noqa: PLC0415
+
         try:
-            body = None if order is None else json.dumps(order)
-            connection.request(method, path, body, self._headers)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        except (OSError, HTTPException, ValueError) as error:
-            raise ConfigError(f"--admin {self._address}: {str(error) or 'no answer'}") from None
-        finally:
-            connection.close()
+            return await self.pages.ask(
+                method, self._address + path, json=order, timeout_s=timeout_s
+            )
+        except UnansweredError as error:
+            raise ConfigError(f"--admin {self._address}: {error}") from None
+
+    async def role(self, url: str) -> str:
+        """Return what an engine does. Raises ConfigError: it is not known, or does both."""
+        answer = await self.ask("GET", "/admin/instances")
+        if answer.status != 200:
+            raise ConfigError(self.reason(answer))
+        try:
+            roles = {row["role"] for row in answer.json()["instances"] if row["url"] == url}
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(self._stranger(answer)) from None
+        if len(roles) != 1:
+            raise ConfigError(f"there is no engine {url}" if not roles else f"{url}: give --role")
+        return str(roles.pop())
+
+    def reason(self, answer: "Answer") -> str:
+        """Return what an answer of another status than 200 says."""
+        try:
+            return str(answer.json()["error"]["message"])
+        except (ValueError, LookupError, TypeError):
+            return self._stranger(answer)
+
+    def _stranger(self, answer: "Answer") -> str:
+        return f"--admin {self._address}: status {answer.status}, and no answer of a proxy"
 
 
 def _address(kind: "type[EngineUrl]", name: str, word: str) -> "EngineUrl":
@@ -132,13 +158,3 @@ def _address(kind: "type[EngineUrl]", name: str, word: str) -> "EngineUrl":
         return kind.parse(word)
     except ConfigError as error:
         raise ConfigError(f"{name} {error}") from None
-
-
-def _role(admin: _Admin, url: str) -> str:
-    status, answer = admin.ask("GET", "/admin/instances")
-    if status != 200:
-        raise ConfigError(answer["error"]["message"])
-    roles = {row["role"] for row in answer["instances"] if row["url"] == url}
-    if len(roles) != 1:
-        raise ConfigError(f"there is no engine {url}" if not roles else f"{url}: give --role")
-    return str(roles.pop())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.engine_facts import EngineFacts, facts_of, misfits
 from balanceroute.proxy.live.engines.engine_gauges import (
     MAX_PAGE_BYTES,
@@ -20,15 +19,17 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     cache_configs,
     kv_tokens_of,
 )
-from balanceroute.proxy.live.engines.faults import FetchError
-from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.engines.pairing import VersionPage
 from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
+from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.page_client import PageClient, UnansweredError
 from balanceroute.topologies import Finding
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.topologies import Topology
@@ -67,8 +68,12 @@ class Seen:
         return min((size for size in sizes if size is not None), default=None)
 
 
-def check_online(topology: "Topology") -> tuple[list[Finding], str]:
+def check_online(topology: "Topology", ca_file: "Path | None" = None) -> tuple[list[Finding], str]:
     """Ask all engines of a topology; return the findings, and the KV memory of the ranks in words.
+
+    Args:
+        topology: Of one group.
+        ca_file: Verifies their certificates in place of what the topology says.
 
     Raises:
         ConfigError: Its proxy cannot be configured, or its engines are emulated.
@@ -76,7 +81,7 @@ def check_online(topology: "Topology") -> tuple[list[Finding], str]:
     if topology.emulation is not None:
         raise ConfigError(f"{topology.path}: --online: its engines are emulated")
     config = make_config(topology, {}, environment=os.environ)
-    seen = asyncio.run(_look_at_all(config))
+    seen = asyncio.run(_look_at_all(config, _client(config, ca_file)))
     return [*judge(topology, config.engines.connector, seen)], _memory(config, seen)
 
 
@@ -142,13 +147,22 @@ def _memory(config: "ProxyConfig", seen: Sequence[Seen]) -> str:
     return f"; a decode rank holds {least:,} KV tokens, {least // batch:,} for each of {batch}"
 
 
-async def _look_at_all(config: "ProxyConfig") -> list[Seen]:
-    key = config.credentials.engine_key
-    fetcher = Fetcher(
-        EngineConnections(config),
+def _client(config: "ProxyConfig", ca_file: "Path | None") -> PageClient:
+    key, engines = config.credentials.engine_key, config.engines
+    try:
+        tls = engine_context(
+            ca_file or engines.engine_ca_file, insecure=engines.insecure_engines and not ca_file
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--ca-file {error}") from None
+    return PageClient(
+        tls,
         timeout_s=2 * config.times.connect_timeout_s,
-        key=None if key is None else key.value,
+        bearer=None if key is None else key.value,
     )
+
+
+async def _look_at_all(config: "ProxyConfig", client: PageClient) -> list[Seen]:
     decoders: dict[EngineUrl, int | None] = {}
     for server in config.decoders:
         decoders[server.url] = None if server.discover else len(server.rank_ids or (0,))
@@ -160,25 +174,23 @@ async def _look_at_all(config: "ProxyConfig") -> list[Seen]:
 
     async def look(role: str, url: "EngineUrl", ranks: int | None) -> Seen:
         async with turns:
-            return await _look_at(fetcher, role, url.base, ranks)
+            return await _look_at(pages, role, url.base, ranks)
 
-    try:
+    async with client as pages:
         return await asyncio.gather(*(look(*target) for target in targets))
-    finally:
-        fetcher.close()
 
 
-async def _look_at(fetcher: Fetcher, role: str, url: str, ranks: int | None) -> Seen:
+async def _look_at(pages: PageClient, role: str, url: str, ranks: int | None) -> Seen:
     page = "/version"
     try:
         version = msgspec.json.decode(
-            await fetcher.body(url + page, max_bytes=1 << 16), type=VersionPage
+            await pages.page(url + page, max_bytes=1 << 16), type=VersionPage
         ).version
         page = "/v1/models"
-        models = parse_models(await fetcher.body(url + page, max_bytes=1 << 20))
+        models = parse_models(await pages.page(url + page, max_bytes=1 << 20))
         page = "/metrics"
-        metrics = await fetcher.body(url + page, max_bytes=MAX_PAGE_BYTES)
+        metrics = await pages.page(url + page, max_bytes=MAX_PAGE_BYTES)
         caches = tuple(cache_configs(metrics))
-    except (FetchError, ModelsPageError, MetricsPageError, ValueError) as error:
+    except (UnansweredError, ModelsPageError, MetricsPageError, ValueError) as error:
         return Seen(role, url, fault=f"{page}: {error}")
     return Seen(role, url, ranks, version, models, caches)

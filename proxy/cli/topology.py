@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.engine_parser import installed_python, parse_with
@@ -55,6 +56,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="also compare the running engines: their /version, /v1/models and /metrics",
     )
+    check.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="with --online: verifies the certificates of https:// engines (default: the topology's "
+        "engine_ca_file)",
+    )
     show = actions.add_parser(
         "commands",
         help="show each process's command and environment",
@@ -78,9 +86,12 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Run `topology check`; return 2 if anything cannot work.
 
     Raises:
+        ConfigError: A flag means nothing, or the engines cannot be asked.
         TopologyError: The file is no topology.
     """
     topology = read_topology(arguments.topology)
+    if arguments.ca_file is not None and not arguments.online:
+        raise ConfigError("--ca-file means nothing without --online")
     findings = tuple(check_topology(topology))
     options, refused = _check_flags(topology, arguments.engine_python)
     findings += refused
@@ -90,7 +101,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         from balanceroute.proxy.cli.online_check import check_online  # noqa: PLC0415
 
         for one in topology.deployments:
-            found, told = check_online(one)
+            found, told = check_online(one, arguments.ca_file)
             findings += tuple(found)
             memory += told
     for finding in findings:

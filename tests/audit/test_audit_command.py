@@ -18,4 +18,4 @@ def test_an_engine_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[s
 
 def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--decode", "10.0.0.1"]) == 2
-    assert "'10.0.0.1' is not http://host:port" in capsys.readouterr().err
+    assert "--decode is '10.0.0.1', must be http://host:port" in capsys.readouterr().err

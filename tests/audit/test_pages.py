@@ -53,7 +53,11 @@ def test_a_page_of_sglang_tells_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [b"", b"<html>", b"other_metric 1\n", b"vllm:num_requests_running x\n"]
+    "page",
+    [
+        *(b"", b"<html>", b"other_metric 1\n", b"vllm:num_requests_running x\n"),
+        *(VLLM.replace(b"} 4.0", word) for word in (b"} NaN", b"} +Inf", b"} -1", b"} 1e300")),
+    ],
 )
 def test_other_pages_are_refused(page: bytes) -> None:
     with pytest.raises(PageError):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from math import nan
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -10,6 +11,7 @@ import pytest
 from balanceroute.proxy.audit.observation import Look, observe
 from balanceroute.proxy.audit.prometheus import Window, looks_of
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request
@@ -67,13 +69,14 @@ def ask(result: list[dict[str, Any]] | bytes, seen: list[Request], **addresses: 
         server = Server(answer)
         await server.start("127.0.0.1", 9090)
         try:
-            return await looks_of(
-                addresses.get("server", "http://127.0.0.1:9090/prom/"),
-                addresses.get("prefill", PREFILL),
-                addresses.get("decode", DECODE),
-                WINDOW,
-                timeout_s=5.0,
-            )
+            async with PageClient.of_flags(None, timeout_s=5.0) as pages:
+                return await looks_of(
+                    addresses.get("server", "http://127.0.0.1:9090/prom/"),
+                    addresses.get("prefill", PREFILL),
+                    addresses.get("decode", DECODE),
+                    WINDOW,
+                    pages,
+                )
         finally:
             server.close()
             await server.drain()
@@ -124,6 +127,7 @@ def test_a_moment_at_which_an_engine_was_down_is_no_look() -> None:
     ("result", "addresses", "message"),
     [
         (fleet, {"decode": ["http://d7:8000"]}, "vLLM or SGLang of the instance d7:8000 then (d0:"),
+        (lambda: of_rank("p0:8000", nan) + fleet(), {}, "vllm:kv_cache_usage_perc is nan"),
         (list, {}, "of the instance p0:8000 then (none of any engine)"),
         (
             lambda: b'{"status":"error","error":"bad step"}',

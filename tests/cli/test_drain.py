@@ -1,13 +1,17 @@
 """`balanceroute drain`, against what answers as the admin listener does."""
 
 import json
+import socket
+import ssl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from tests.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
 
@@ -44,9 +48,9 @@ class Listener:
         return self.status, {"error": {"message": "3 requests are in flight on it still"}}
 
 
-@pytest.fixture
-def listener() -> Iterator[tuple[Listener, str]]:
-    """Return a listener and its address."""
+@contextmanager
+def listening(tls: ssl.SSLContext | None = None) -> Iterator[tuple[Listener, str]]:
+    """Yield a listener and its address."""
     told = Listener()
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,12 +73,31 @@ def listener() -> Iterator[tuple[Listener, str]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield told, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield told, f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[Listener, str]]:
+    """Return a listener and its address."""
+    with listening() as both:
+        yield both
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    path.chmod(0o600)
+    return path
 
 
 def test_the_role_is_what_the_proxy_says(
@@ -88,12 +111,9 @@ def test_the_role_is_what_the_proxy_says(
 
 
 def test_it_waits_with_the_token(
-    listener: tuple[Listener, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    listener: tuple[Listener, str], capsys: pytest.CaptureFixture[str], token: Path
 ) -> None:
     told, address = listener
-    token = tmp_path / "token"
-    token.write_text("secret\n")
-    token.chmod(0o600)
     words = ["http://both:8000", "--role", "prefill", "--token-file", str(token)]
     words += ["--admin", address, "--wait", "--timeout-s", "7", "--deadline-s", "0"]
     assert main(["drain", *words]) == 0
@@ -143,3 +163,66 @@ def test_what_cannot_be_ordered_is_an_error_of_one_line(
 def test_a_proxy_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "http://p:8000", "--admin", "http://127.0.0.1:1"]) == 2
     assert "--admin http://127.0.0.1:1: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> tuple[Path, ssl.SSLContext]:
+    """Return a certificate that nobody known has signed, and what serves it."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_text(CERT)
+    key.write_text(KEY)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    return cert, context
+
+
+def test_over_https_the_certificate_is_verified_before_the_token_is_told(
+    certified: tuple[Path, ssl.SSLContext], token: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, context = certified
+    words = ["drain", "http://p:8000", "--token-file", str(token), "--ca-file", str(cert)]
+    with listening(context) as (told, address):
+        assert main([*words, "--admin", address]) == 0
+        assert told.tokens == ["Bearer secret"] * 2
+        told.tokens.clear()
+        capsys.readouterr()
+        assert main([*words[:4], "--admin", address]) == 2
+        assert told.tokens == []
+    assert capsys.readouterr().err == (
+        f"balanceroute: --admin {address}: its certificate is not accepted: self-signed certificate "
+        "(--ca-file names the authority to trust)\n"
+    )
+
+
+@pytest.mark.parametrize("role", [[], ["--role", "prefill"]])
+def test_the_token_never_goes_in_clear_to_an_https_address(
+    role: list[str], token: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[bytes] = []
+
+    def hear(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            heard.append(connection.recv(4096))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=hear, args=(server,))
+        thread.start()
+        address = f"https://127.0.0.1:{server.getsockname()[1]}"
+        words = ["drain", "http://p:8000", *role, "--token-file", str(token), "--admin", address]
+        assert main(words) == 2
+        thread.join()
+    assert heard[0][:1] == b"\x16"  # A handshake.
+    assert capsys.readouterr().err.startswith(f"balanceroute: --admin {address}: ")
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"<html>", b'{"instances": 3}', b'{"a": NaN}'])
+def test_what_is_no_admin_listener_is_said(
+    body: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(json, "dumps", lambda _: body.decode())
+    with listening() as (_, address):
+        assert main(["drain", "http://p:8000", "--admin", address]) == 2
+    assert capsys.readouterr().err == (
+        f"balanceroute: --admin {address}: status 200, and no answer of a proxy\n"
+    )

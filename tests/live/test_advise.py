@@ -12,6 +12,7 @@ from balanceroute.proxy.advise.proxy_page import ProxyPages
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Observation, observe
 from balanceroute.proxy.audit.verdict import Bound
+from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.forecast import forecast_called
 from balanceroute.proxy.sim.prefill_fleet import PrefillModel
@@ -120,20 +121,19 @@ def looked(play: "Play", prefillers: int, ranks: int) -> tuple[Observation, Obse
     async def scenario(site: "Site") -> None:
         clients = asyncio.create_task(replay(site, load(240, 20.0)))
         await asyncio.sleep(2.0)
-        engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, timeout_s=5.0)
         assert site.world.plane.admin is not None
         url = f"http://127.0.0.1:{site.world.plane.admin.port}"
-        proxy = ProxyPages(url, timeout_s=5.0)
-        looks = await asyncio.gather(
-            *(
-                one.watch(seconds=8.0, interval_s=0.2, progress=lambda _: None)
-                for one in (engines, proxy)
+        async with PageClient.of_flags(None, timeout_s=5.0) as pages:
+            engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, pages)
+            proxy = ProxyPages(url, pages)
+            looks = await asyncio.gather(
+                *(
+                    one.watch(seconds=8.0, interval_s=0.2, progress=lambda _: None)
+                    for one in (engines, proxy)
+                )
             )
-        )
         seen.append(observe(looks[0], batch=BATCH))
         seen.append(observe(looks[1], batch=proxy.batch))
-        engines.close()
-        proxy.close()
         await clients
 
     play(scenario, **fleet(prefillers, ranks))

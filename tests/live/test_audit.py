@@ -12,6 +12,7 @@ from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Observation, observe
 from balanceroute.proxy.audit.replica import recover
 from balanceroute.proxy.audit.verdict import Bound
+from balanceroute.proxy.page_client import PageClient
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -67,11 +68,11 @@ def seen_with(play: "Play", policy: str | None) -> Seen:
         rng = random.Random(1)  # One list of requests, whoever of the clients sends the next.
         clients = [asyncio.create_task(keep_busy(site, rng, port)) for _ in range(IN_FLIGHT)]
         await asyncio.sleep(WARM_UP_S)
-        engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, timeout_s=5.0)
-        before = site.fleet.stats()
-        looks = await engines.watch(seconds=WATCHED_S, interval_s=0.25, progress=lambda _: None)
-        after = site.fleet.stats()
-        engines.close()
+        async with PageClient.of_flags(None, timeout_s=5.0) as pages:
+            engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, pages)
+            before = site.fleet.stats()
+            looks = await engines.watch(seconds=WATCHED_S, interval_s=0.25, progress=lambda _: None)
+            after = site.fleet.stats()
         idle, capacity, tokens = (
             after[name] - before[name]
             for name in ("idle_tokens", "capacity_tokens", "output_tokens")

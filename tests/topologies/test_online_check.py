@@ -1,6 +1,7 @@
 """Running engines, by the pages they show, against a topology and each other."""
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
 
@@ -41,7 +43,7 @@ class Pages:
 
 
 @contextmanager
-def engine(pages: Pages) -> Iterator[str]:
+def engine(pages: Pages, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """Serve the pages; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -58,9 +60,11 @@ def engine(pages: Pages) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http{'' if tls is None else 's'}://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
@@ -148,7 +152,7 @@ def test_engines_that_fit_are_told_with_their_memory(
         ),
         (Pages(name="other"), Pages(), 2, "error: prefill P0: does not serve 'm', but other"),
         (Pages(), Pages(ranks=3), 2, "error: decode D0: has 3 data-parallel ranks, the topology 1"),
-        (Pages(key="secret"), Pages(), 2, "error: prefill P0: /version: protocol: status 401"),
+        (Pages(key="secret"), Pages(), 2, "error: prefill P0: /version: status 401"),
     ],
 )
 def test_what_does_not_fit_is_told_with_the_engines(
@@ -202,3 +206,31 @@ def test_an_engine_that_does_not_answer_is_told(
 def test_emulated_engines_are_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "check", "emulated-2p8d", "--online"]) == 2
     assert "its engines are emulated" in capsys.readouterr().err
+
+
+def test_https_engines_are_asked_by_the_topologys_authority_or_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_text(CERT)
+    key.write_text(KEY)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    path = tmp_path / "fleet.toml"
+    words = ["topology", "check", str(path), "--online"]
+    with engine(Pages(), context) as url, engine(Pages(), context) as other:
+        fleet = f'[[prefill]]\nurl = "{url}"\n[[decode]]\nurl = "{other}"\n[proxy]\n'
+        path.write_text(fleet)
+        assert main(words) == 2
+        reason = "/version: its certificate is not accepted: self-signed certificate"
+        assert f"error: prefill {url}: {reason} (--ca-file names" in capsys.readouterr().out
+        assert main([*words, "--ca-file", str(cert)]) == 0
+        path.write_text(f'{fleet}engine_ca_file = "{cert}"\n')
+        assert main(words) == 0
+        path.write_text(f"{fleet}insecure_engines = true\n")
+        assert main(words) == 0
+
+
+def test_an_authority_is_for_running_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "check", "emulated-2p8d", "--ca-file", "a"]) == 2
+    assert "--ca-file means nothing without --online" in capsys.readouterr().err
