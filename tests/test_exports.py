@@ -51,7 +51,7 @@ proxy.live.frontend: aliases asking body_queue clients cors fall_back gateway ge
     pass_through refusals
     request_head single_exchange tenancy
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
-    continuation_stream first_token form_body generated_ids held_end json_scan json_text json_value leg_body named_events numeric_members
+    continuation_stream engine_error first_token form_body generated_ids held_end json_scan json_text json_value leg_body named_events numeric_members
     prefill_answer prompt_blocks prompt_keys prompt_summary repeated_text resume routes shape stream_event
     stream_opening stream_reader token_continuation token_continuation_stream token_counts token_estimate token_events token_ids token_shape token_stream told_logprobs transcript urgency
     usage

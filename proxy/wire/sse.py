@@ -55,8 +55,16 @@ class EventScanner:
         if not self.tail.endswith(b"\r"):
             return []
         events = self._feed(b":")
-        self.tail.clear()
+        del self.tail[-1:]
         return events
+
+    def rest(self) -> bytes:
+        """Return what stands behind the last event, with the line ends that make it one; empty if nothing does."""
+        tail = bytes(self.tail)
+        if not tail:
+            return b""
+        line_end = next((end for end in (b"\r\n", b"\n", b"\r") if tail.endswith(end)), b"\n\n")
+        return tail + line_end
 
     def _feed(self, data: bytes) -> list[bytes]:
         tail = self.tail

@@ -140,6 +140,9 @@ class Client:
     def stream_recomputed(self) -> None:
         self.turns.append("recomputed")
 
+    def stream_unreadable(self, reason: str) -> None:
+        self.turns.append(f"unreadable: {reason}")
+
     def stream_ended(self) -> None:
         self.turns.append("ended")
 

@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
-from balanceroute.proxy.live.openai.answer import counts_of, error_words, passable_headers
+from balanceroute.proxy.live.openai.answer import counts_of, passable_headers
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
+from balanceroute.proxy.live.openai.engine_error import error_words
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.live.telemetry.trace import Step
 from balanceroute.proxy.wire.messages import WireError, WireFault

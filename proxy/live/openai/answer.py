@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 # What of an engine's response head may reach a client. The rest belongs to the
 # connection, or is not for clients.
 _PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
-_MAX_ERROR_BYTES = 65_536
-_MAX_WORDS = 200
 # The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
 ABORT = "abort"
 _RECOMPUTED = "recomputed"
@@ -47,28 +45,6 @@ _decode_ending = msgspec.json.Decoder(_Ending).decode
 def passable_headers(headers: "Headers") -> "Headers":
     """Return the headers that may go on to the client."""
     return [(name, value) for name, value in headers if name in _PASSABLE]
-
-
-def is_error(body: bytes) -> bool:
-    """Return whether an answer is an API's error; that of a server without the route is not."""
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(message, dict) and isinstance(message.get("error"), dict)
-
-
-def error_words(body: bytes) -> str:
-    """Return what an API's error answer says of its reason, cut for a log; empty if it says nothing."""
-    if len(body) > _MAX_ERROR_BYTES:
-        return ""
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError):
-        return ""
-    error = message.get("error") if isinstance(message, dict) else None
-    words = error.get("message") if isinstance(error, dict) else None
-    return words[:_MAX_WORDS] if isinstance(words, str) else ""
 
 
 def is_whole(body: bytes) -> bool:

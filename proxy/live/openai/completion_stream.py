@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from balanceroute.proxy.live.openai.answer import ABORT
+from balanceroute.proxy.live.openai.engine_error import EngineError, read_error
 from balanceroute.proxy.live.openai.held_end import HeldEnd
-from balanceroute.proxy.live.openai.stream_event import choices_of, decoded, is_opening
+from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded, is_opening
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.token_counts import TokenCounts
 from balanceroute.proxy.live.openai.token_ids import TokenIds
@@ -58,7 +59,6 @@ class CompletionStream(StreamReader):
         "_has_begun",
         "_held_end",
         "_ids",
-        "_is_done",
         "_last",
         "_may_abort",
         "_sequences",
@@ -94,7 +94,6 @@ class CompletionStream(StreamReader):
         self._may_abort = may_abort
         self._has_begun = False  # Nothing but openings came so far.
         self._awaits_total = asks_total
-        self._is_done = False
         self._last: dict[str, Any] = {}  # The event that ended the last sequence.
         self.finished = 0
 
@@ -159,7 +158,7 @@ class CompletionStream(StreamReader):
         """Return what a stream lacks that breaks off now, if all of the answer has come."""
         if self.handed_back or super().ending() is None:
             return None
-        if self._is_done:
+        if self.done:
             return b""
         total: bytes | None = b""
         if self._awaits_total:
@@ -197,14 +196,20 @@ class CompletionStream(StreamReader):
     def _read_data(self, event: bytes, data: bytes, message: dict[str, Any] | None) -> bytes:
         """Read an event by its data, and by the object that these are, if they are one."""
         if message is None:
-            if data:
-                self._is_done |= data == b"[DONE]"
-                if self._ids is not None:
-                    self._ids.lost = True
-            return self._opening.pass_empty(event)
-        error = message.get("error")
+            if data and self._ids is not None:
+                self._ids.lost = True
+            return self._take_done(event) if data == DONE else self._opening.pass_empty(event)
+        error = read_error(message)
         if error is not None:
             return self._read_error(event, error)
+        total = is_total(message)
+        if not total and not isinstance(message.get("choices"), list):
+            return self._opening.pass_empty(event)  # Nobody can read that.
+        if total:
+            self._take_usage(message.get("usage"))
+            self._awaits_total = False
+            if self._held_end is not None:
+                return b""  # Before the end that it is to stand behind.
         choices = choices_of(message)
         for choice in choices:
             if choice.get("finish_reason") == ABORT and not self._may_abort():
@@ -229,15 +234,14 @@ class CompletionStream(StreamReader):
         ids = self._ids
         return ids is not None and (ids.usable or not ids.begun)
 
-    def _read_error(self, event: bytes, error: object) -> bytes:
+    def _read_error(self, event: bytes, error: EngineError) -> bytes:
         if self._may_be_mended:
             self._opening.error = event  # Another engine goes on.
             passed = b""
         else:
             passed = self._opening.pass_error(event)
         if passed:
-            text = error.get("message") if isinstance(error, dict) else error
-            self._report(str(text or "error"))
+            self._report(error.words or "error")
         else:
             self.over = True
         return passed
@@ -255,10 +259,8 @@ class CompletionStream(StreamReader):
                 self._take_choice(choice)
         if self._ids is not None:
             self._ids.note(event, message)
-        total = is_total(message)
-        if total or self.finished == self._sequences == 1:
+        if self.finished == self._sequences == 1:
             self._take_usage(message.get("usage"))
-        self._awaits_total &= not total
         said = message.get("choices")
         if said and self.finished >= self._sequences:
             self._last = message
@@ -285,7 +287,8 @@ class CompletionStream(StreamReader):
             self._events += self._tokens_of(choice)
         if self._transcript is not None:
             self._transcript.keep_choice(choice)
-        if choice.get("finish_reason"):
+        reason = choice.get("finish_reason")
+        if reason and isinstance(reason, str):
             self.finished += 1
 
     def _take_usage(self, usage: object) -> None:

@@ -1,8 +1,9 @@
 """The events of /v1/messages and /v1/responses that say how a stream ends.
 
-Their streams have no [DONE]: Anthropic's end with `message_stop`, those of the Responses API with
-`response.completed`, `response.incomplete` or `response.failed`. vLLM 0.32 names each event in its
+Anthropic's streams end with `message_stop`, behind which vLLM writes [DONE], those of the Responses API
+with `response.completed`, `response.incomplete` or `response.failed`. vLLM 0.32 names each event in its
 first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so those events are recognised by that.
+Events without a name there are recognised by the `type` of their data, which is the same.
 """
 
 import re
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.live.openai.answer import CANCELLED
-from balanceroute.proxy.live.openai.stream_event import parsed
+from balanceroute.proxy.live.openai.engine_error import read_error
+from balanceroute.proxy.live.openai.stream_event import DONE, parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.usage import token_count
+from balanceroute.proxy.wire.sse import event_data
 
 _NAME = re.compile(rb"event: ?([^\r\n]+)")
 _FINAL = frozenset(
@@ -31,7 +34,8 @@ class Turn:
 
     Attributes:
         final: Whether the answer is complete with it.
-        is_answer: Whether its data is an error as an answer without a stream would have it.
+        error: What it reports; empty if it reports none.
+        is_answer: Whether it is an error alone, as an answer without a stream would be.
         output_tokens: The engine's count of the answer's tokens; None if it tells none.
         aborted: Whether the engine gave the answer up: it has no reason for its end, or another status.
     """
@@ -46,22 +50,31 @@ class Turn:
 def read_turn(event: bytes) -> Turn | None:
     """Return what an event says of its stream, None if it only goes on."""
     named = _NAME.match(event)
-    if named is None or named[1] not in _TELLING:
-        return None
-    name = named[1]
-    message = parsed(event) or {}
+    if named is not None:
+        name = named[1]
+        if name not in _TELLING:
+            return None
+        message = parsed(event) or {}
+    else:
+        message = parsed(event) or {}
+        kind = message.get("type")
+        name = kind.encode() if isinstance(kind, str) else b""
+        if name not in _TELLING:
+            if read_error(message) is None:
+                return None
+            name = b"error"
     response = _object(message, "response")
     usage = _object(message, "usage") or _object(response, "usage")
     error = ""
     if name in _FAILED:
-        said = _object(message, "error") or _object(response, "error") or message
-        error = str(said.get("message") or "error")
+        told = read_error(message) or read_error(response)
+        error = (told and told.words) or "error"
     delta = _object(message, "delta")
     return Turn(
         final=name in _FINAL,
         aborted=delta.get("stop_reason", "") is None or response.get("status") == CANCELLED,
         error=error,
-        is_answer=bool(_object(message, "error")),
+        is_answer=name == b"error",
         output_tokens=token_count(usage, "output_tokens"),
     )
 
@@ -98,6 +111,8 @@ class NamedEventStream(StreamReader):
     def _read(self, event: bytes) -> bytes:
         if not self.is_progress(event):
             return self._opening.pass_empty(event)
+        if not event.startswith(b"event:") and event_data(event) == DONE:
+            return self._take_done(event)
         self._events += 1
         turn = read_turn(event)
         if turn is None:

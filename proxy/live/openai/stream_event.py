@@ -5,6 +5,9 @@ from typing import Any
 from balanceroute.proxy.live.openai.json_value import decode
 from balanceroute.proxy.wire.sse import event_data
 
+# The data of the event behind the last one.
+DONE = b"[DONE]"
+
 
 def parsed(event: bytes) -> dict[str, Any] | None:
     """Return the object that an event carries, if it carries one."""

@@ -18,10 +18,13 @@ class StreamReader:
         resumes: Whether the client's stream began on an earlier binding.
 
     Attributes:
-        over: Whether nothing that follows matters: `first_error`, `aborted` or `handed_back` say why.
+        over: Whether nothing that follows matters: `first_error`, `aborted`, `handed_back` or `cut_short`
+            say why.
         comparison: Called with each event that is read until it returns true; None if nothing is.
         aborted: Whether the engine gave the answer up, though nobody had told it to.
+        cut_short: Whether the engine says that the stream is done, and the answer is not.
         differs: Whether it says something else than the client has of it.
+        done: Whether the engine said that the stream is.
         handed_back: Whether the rank hands the request back.
         error: What the engine reported to the client as an error; empty if nothing.
         usage_tokens: Tokens of the answer by the engine's usage object; None if it sent none.
@@ -29,8 +32,8 @@ class StreamReader:
     """
 
     __slots__ = (
-        *("_events", "_opening", "aborted", "comparison", "differs", "error", "handed_back"),
-        *("over", "prompt_tokens", "usage_tokens"),
+        *("_events", "_opening", "aborted", "comparison", "cut_short", "differs", "done", "error"),
+        *("handed_back", "over", "prompt_tokens", "usage_tokens"),
     )
 
     def __init__(self, *, resumes: bool) -> None:
@@ -39,7 +42,9 @@ class StreamReader:
         self.over = False
         self.comparison: Callable[[bytes], bool] | None = None
         self.aborted = False
+        self.cut_short = False
         self.differs = False
+        self.done = False
         self.handed_back = False
         self.error = ""
         self.usage_tokens: int | None = None
@@ -101,6 +106,16 @@ class StreamReader:
 
     def _read(self, event: bytes) -> bytes:
         raise NotImplementedError
+
+    def _take_done(self, event: bytes) -> bytes:
+        """Return the event that says that the stream is done; nothing if the answer is not.
+
+        Clients take it for the end of a whole answer, whatever comes behind it.
+        """
+        self.done = True
+        if not self.complete and not self.error:
+            self.over = self.cut_short = True
+        return b"" if self.over else event
 
     def _report(self, error: str) -> None:
         self.error = error[:_MAX_REASON]

@@ -100,7 +100,7 @@ def asks_total(values: Mapping[str, Any]) -> bool:
 
 def is_total(message: Mapping[str, Any]) -> bool:
     """Return whether an event is the one at the end that reports the usage."""
-    return message.get("choices") == [] and isinstance(message.get("usage"), dict)
+    return not message.get("choices") and isinstance(message.get("usage"), dict)
 
 
 def continuous_usage_is_expensive(message: Mapping[str, Any]) -> bool:

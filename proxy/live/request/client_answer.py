@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.live.openai.answer import error_words, is_error, passable_headers
+from balanceroute.proxy.live.openai.answer import passable_headers
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
+from balanceroute.proxy.live.openai.engine_error import error_words, is_error
 from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """An engine that was asked for the answer: a rank, or a prefiller that does the whole request."""
 
-import json
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +15,30 @@ from balanceroute.proxy.live.openai.answer import (
     is_whole,
     stops_at_recomputed,
 )
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.continuation_stream import OWN_ERRORS, ContinuationStream
+from balanceroute.proxy.live.openai.engine_error import error_in, read_error
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.stream_event import decoded
 from balanceroute.proxy.live.openai.token_continuation_stream import EXPERTS, TokenContinuation
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.transcript import Transcript
 from balanceroute.proxy.live.openai.usage import UsageRewrite, asks_total, with_cached_tokens
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
-from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
+from balanceroute.proxy.live.request.failures import (
+    ABORTED,
+    Failure,
+    What,
+    breakage,
+    refusal,
+    reported,
+)
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.relay import Relay
@@ -270,6 +278,7 @@ class DecodeAttempt(Attempt):
             number=session.number,
             other_than=session.hung,
             prefilled=self._prefilled,
+            refused=self._refused,
             failed=self._not_prefilled,
             crashed=session.crashed,
         )
@@ -295,6 +304,9 @@ class DecodeAttempt(Attempt):
             self._usage.correct_cached_tokens(answer.cached_tokens)
         session.host.report(PromptCounted(session.number, answer.prompt_tokens))
 
+    def _refused(self, failure: Failure) -> None:
+        self._session.failed(self, failure)
+
     def _not_prefilled(self, fault: Fault) -> None:
         failure = Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}")
         self._session.failed(self, failure)
@@ -305,6 +317,8 @@ class DecodeAttempt(Attempt):
         """Take an answer that is no stream."""
         if status != 200:
             self._session.failed(self, refusal(status, headers, body))
+        elif (error := error_in(body)) is not None:
+            self._session.failed(self, reported(error, body))
         elif self.hands_back and is_recomputed(body):
             self.stream_recomputed()
         elif not self._session.abort_ordered and is_aborted(self._session.shape.api, body):
@@ -364,6 +378,10 @@ class DecodeAttempt(Attempt):
             session.recomputed(elsewhere=True)
             return
         session.failed(self, _reported(event, opened=session.answer.opened))
+
+    def stream_unreadable(self, reason: str) -> None:
+        """Fail: what the engine calls a whole answer is none."""
+        self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
 
     def stream_aborted(self) -> None:
         """Fail: the engine gave the answer up, as one that is told to stop does."""
@@ -485,15 +503,15 @@ def _count_prompt(session: "AttemptOwner", tokens: int) -> None:
 
 
 def _reported(event: bytes, *, opened: bool) -> Failure:
-    """Return the failure that an engine reports in an event."""
+    """Return the failure that an engine reports in an event, or the proxy's own in place of one."""
     payload = event_data(event)
-    error = json.loads(payload)["error"]
-    code = error.get("code") if isinstance(error, dict) else None
-    status = code if type(code) is int and 400 <= code <= 599 else 500
-    what = What.REFUSED if status < 500 else What.ERROR_EVENT
-    if opened:  # The status was sent long ago.
-        words = error.get("message") if isinstance(error, dict) else error
-        said = words if event in OWN_ERRORS or event == EXPERTS else f"the engine reported: {words}"
-        return Failure(what, Fault.SERVER_ERROR, str(said)[:_MOST_WORDS])
-    answer = (status, JSON_HEADERS, payload)
-    return Failure(what, Fault.SERVER_ERROR, f"status {status}", answer)
+    error = read_error(decoded(payload) or {})
+    if error is None:  # Nobody can read it, but for its name.
+        return Failure(What.ERROR_EVENT, Fault.SERVER_ERROR, "the engine reported an error")
+    failure = reported(error, payload)
+    if not opened:
+        return failure
+    # The status was sent long ago.
+    own = event in OWN_ERRORS or event == EXPERTS
+    said = error.words if own else f"the engine reported: {error.words or 'error'}"
+    return replace(failure, reason=said[:_MOST_WORDS], answer=None)

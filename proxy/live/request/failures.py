@@ -13,7 +13,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
-from balanceroute.proxy.live.openai.answer import is_error
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
+from balanceroute.proxy.live.openai.engine_error import EngineError, is_error
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireFault
 
@@ -38,7 +39,7 @@ class What(Enum):
     NO_ANSWER = "a status below 400 that is not 200"
     UNREADABLE = "an unreadable answer"
     NO_KV = "no usable KV parameters"
-    ERROR_EVENT = "the first event is an error of 5xx"
+    ERROR_EVENT = "an error of 5xx as the first event, or with the status 200"
     ABORTED = "the engine aborted the request, as one that is told to stop does"
     NOT_SENT = "no connection"
     TOO_LATE = "not sent before the end of the lease"
@@ -199,6 +200,13 @@ def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
     if status < 500:
         return Failure(What.REFUSED, Fault.SERVER_ERROR, reason, answer)
     return Failure(What.SERVER_ERROR, Fault.SERVER_ERROR, reason, answer)
+
+
+def reported(error: EngineError, body: bytes) -> Failure:
+    """Return the failure that an error is which an engine sent with the status 200; `body` tells it."""
+    what = What.REFUSED if error.status < 500 else What.ERROR_EVENT
+    answer = (error.status, JSON_HEADERS, body)
+    return Failure(what, Fault.SERVER_ERROR, f"status {error.status}", answer)
 
 
 def breakage(error: "WireError") -> Failure:

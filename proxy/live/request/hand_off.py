@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
 from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.openai.engine_error import error_in
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.request.failures import Failure, What, refusal
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class HandOff:
         members: Changed by an earlier binding; see `resumed_members`.
         other_than: Asked only if there is no other prefiller.
         prefilled: Called with the prefiller's answer once the prefill is done.
+        refused: Called with a prefiller's 4xx, which is the client's: no other one would do it.
         failed: Called when no prefiller did it: the decode leg waits in vain.
         crashed: Called with an exception in the handling of the prefill's answer.
     """
@@ -53,6 +56,7 @@ class HandOff:
         "_params",
         "_prefilled",
         "_prefiller",
+        "_refused",
         "_tries",
         "_turn",
     )
@@ -68,6 +72,7 @@ class HandOff:
         number: "RequestId",
         other_than: "Prefiller | None",
         prefilled: "Callable[[bytes], None]",
+        refused: "Callable[[Failure], None]",
         failed: "Callable[[Fault], None]",
         crashed: "Callable[[Exception], None]",
     ) -> None:
@@ -78,6 +83,7 @@ class HandOff:
         self._members = members
         self._headers = headers
         self._prefilled = prefilled
+        self._refused = refused
         self._failed = failed
         self._crashed = crashed
         self._params: Mapping[str, Any] = {}
@@ -137,9 +143,14 @@ class HandOff:
         )
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
-        del headers
         assert self._prefiller is not None
         self._done()
+        error = error_in(body) if status == 200 else None
+        status = status if error is None else error.status
+        failure = refusal(status, headers, body)
+        if failure.what is What.REFUSED:
+            self._refused(failure)
+            return
         if status == 200 and not is_aborted(self._api, body):
             self._host.report(LegSucceeded(self._prefiller.target))
             self._prefilled(body)

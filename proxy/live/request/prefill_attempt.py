@@ -12,6 +12,7 @@ from balanceroute.proxy.live.engines.instances import process_of
 from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.continuation import is_greedy, sampling_of
+from balanceroute.proxy.live.openai.engine_error import error_in
 from balanceroute.proxy.live.openai.first_token import (
     may_begin_early,
     read_first_id,
@@ -89,8 +90,10 @@ class PrefillAttempt(Attempt):
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
         session = self._session
-        if status != 200:
-            session.failed(self, refusal(status, headers, body))
+        error = error_in(body) if status == 200 else None
+        if status != 200 or error is not None:
+            told = status if error is None else error.status
+            session.failed(self, refusal(told, headers, body))
             return
         try:
             answer = read_prefill_answer(body)

@@ -7,9 +7,11 @@ reader's to say (`openai/completion_stream.py`, `openai/named_events.py`).
 
 from typing import TYPE_CHECKING, Protocol
 
+from balanceroute.proxy.live.openai.engine_error import error_in
+from balanceroute.proxy.live.openai.stream_event import DONE, decoded
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.wire.messages import WireError, WireFault, first_value
-from balanceroute.proxy.wire.sse import EventScanner
+from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Of an answer to a stream's request that is no stream.
 _ANSWER_BYTES = 64 << 20
+_CUT_SHORT = "the answer is cut short"
 
 
 class StreamEvents(Protocol):
@@ -39,6 +42,9 @@ class StreamEvents(Protocol):
 
     def stream_aborted(self) -> None:
         """The engine gave the answer up; nothing of this event was sent."""
+
+    def stream_unreadable(self, reason: str) -> None:
+        """The engine called the stream done, and it is no whole answer; nothing of that event was sent."""
 
     def stream_ended(self) -> None:
         """The engine ended the stream as it should."""
@@ -192,10 +198,11 @@ class Relay:
     def on_end(self) -> None:
         """Take the end of the response."""
         if not self._over and self._whole is None:
-            events = self._scanner.end()
-            if events:
-                self._read(events, [])
+            self._read_rest()
         if self._over:
+            return
+        if bytes(self._scanner.tail).strip()[:1] not in (b"", b":") and not self.reader.done:
+            self._break_off(_broken(WireFault.RESET, _CUT_SHORT))
             return
         self._flush()
         self._over = True
@@ -209,7 +216,7 @@ class Relay:
             self._owner.stream_ended()
         else:
             # The HTTP message is whole, but the answer is not: never a silent short end.
-            self._owner.stream_broken(_broken(WireFault.RESET, "the answer is cut short"))
+            self._owner.stream_broken(_broken(WireFault.RESET, _CUT_SHORT))
 
     def on_error(self, error: WireError) -> None:
         """Take the failure of the response."""
@@ -218,6 +225,9 @@ class Relay:
 
     def _break_off(self, error: WireError) -> None:
         if self.started:
+            self._read_rest()
+            if self._over:
+                return
             self._flush()
         if self.complete():
             self._owner.stream_cut(error)
@@ -243,8 +253,23 @@ class Relay:
             self._write(lacking)
         return True
 
+    def _read_rest(self) -> None:
+        """Read what came behind the last blank line, if the blank line is all that it lacks.
+
+        Browsers leave such an event out, and so do OpenAI's clients; those that read line by line take it.
+        With its blank line all take it. What holds only a part of an object is none.
+        """
+        events = self._scanner.end()
+        rest = self._scanner.rest()
+        data = event_data(rest)
+        if data and (data == DONE or decoded(data) is not None):
+            self._scanner.tail.clear()
+            events.append(rest)
+        if events:
+            self._read(events, [])
+
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
-        if status == 200 and self._resumes:
+        if status == 200 and self._resumes and error_in(body) is None:
             # The client has the beginning of a stream, which this cannot go on with.
             self._owner.stream_broken(_broken(WireFault.PROTOCOL, "the answer is no stream"))
         else:
@@ -273,20 +298,27 @@ class Relay:
             if kept:
                 passed.append(kept)
         self._over = reader.over
-        if reader.aborted and not self.started:
-            passed.clear()  # Whose turn it is: vLLM says that with whatever comes first.
+        if (reader.aborted or reader.cut_short) and not self.started:
+            passed.clear()  # Whose turn it is, for example: vLLM says that with whatever comes first.
         if self.second_s is None and self._before + reader.read_tokens() > 1:
             self.second_s = now_s
         self._plain = reader.plain and self.second_s is not None and reader.comparison is None
         if passed:
             self._send(b"".join(passed))
         if self._over:
-            if reader.handed_back:
-                self._owner.stream_recomputed()
-            elif reader.aborted:
-                self._owner.stream_aborted()
-            else:
-                self._owner.stream_error_first(reader.first_error)
+            self._tell_why()
+
+    def _tell_why(self) -> None:
+        """Tell why nothing that follows matters."""
+        reader = self.reader
+        if reader.handed_back:
+            self._owner.stream_recomputed()
+        elif reader.aborted:
+            self._owner.stream_aborted()
+        elif reader.cut_short:
+            self._owner.stream_unreadable(_CUT_SHORT)
+        else:
+            self._owner.stream_error_first(reader.first_error)
 
     def _send(self, data: bytes) -> None:
         if not self.started:

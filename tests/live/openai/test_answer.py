@@ -7,7 +7,6 @@ import pytest
 
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
-    error_words,
     is_aborted,
     is_recomputed,
     passable_headers,
@@ -133,24 +132,6 @@ def test_tokens_of_a_real_answer_are_counted(
 )
 def test_counts_are_taken_from_the_usage_object_alone(body: bytes, counts: tuple[int, int]) -> None:
     assert counts_of(body) == counts
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b'{"error":{"message":"max_tokens is 0","code":400}}', "max_tokens is 0"),
-        (b'{"type":"error","error":{"type":"x","message":"no"}}', "no"),
-        (b'{"error":{"message":"' + b"x" * 1000 + b'"}}', "x" * 200),
-        (b'{"error":{"message":"' + b"x" * 70_000 + b'"}}', ""),
-        (b'{"error":{"message":7}}', ""),
-        (b'{"error":"no"}', ""),
-        (b"[" * 10_000, ""),
-        (b"<html>", ""),
-        (b"", ""),
-    ],
-)
-def test_an_engines_own_words_are_kept_for_the_log(body: bytes, words: str) -> None:
-    assert error_words(body) == words
 
 
 @pytest.mark.parametrize(

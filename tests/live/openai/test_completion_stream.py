@@ -50,7 +50,9 @@ def test_an_absent_error_is_none() -> None:
 def test_every_sequence_has_to_finish() -> None:
     one = LAST
     two = LAST.replace(b'"index":0', b'"index":1')
-    assert Client(sequences=2).answer(chat(), one, DONE).end().turns[-1] == "broken"
+    cut = Client(sequences=2).answer(chat(), one, DONE).end()
+    assert cut.turns[-1] == "unreadable: the answer is cut short"
+    assert cut.received == chat() + one
     assert Client(sequences=2).answer(chat(), one, two, DONE).end().turns[-1] == "ended"
 
 

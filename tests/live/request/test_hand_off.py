@@ -14,6 +14,7 @@ from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status, Target
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.request.failures import Failure, What
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.reports import (
     LegFailed,
@@ -129,6 +130,7 @@ class Site:
             number=RequestId(3),
             other_than=other_than,
             prefilled=self.told.append,
+            refused=self.told.append,
             failed=self.told.append,
             crashed=self.told.append,
         )
@@ -207,6 +209,11 @@ def status(code: int) -> Callable[[Sent], None]:
     return lambda sent: sent.answer(code)
 
 
+def in_words(code: int) -> Callable[[Sent], None]:
+    """Answer 200 with an error."""
+    return lambda sent: sent.answer(200, b'{"error":{"message":"no","code":%d}}' % code)
+
+
 def broken(sent: Sent) -> None:
     sent.handler.on_error(RESET)
 
@@ -218,7 +225,8 @@ def broken(sent: Sent) -> None:
         (status(500), [(0, Fault.SERVER_ERROR)]),
         (status(503), []),  # Busy, not broken.
         (status(429), []),
-        (status(400), []),
+        (in_words(500), [(0, Fault.SERVER_ERROR)]),
+        (in_words(503), []),
     ],
 )
 def test_another_prefiller_is_asked(
@@ -233,6 +241,17 @@ def test_another_prefiller_is_asked(
     assert site.sent[1].values == site.sent[0].values
     site.sent[1].answer(200)
     assert site.told == [b"{}"]
+
+
+@pytest.mark.parametrize("fail", [status(400), status(404), status(422), in_words(400)])
+def test_a_clients_own_error_costs_one_prefill(fail: Callable[[Sent], None]) -> None:
+    site = Site(2)
+    site.hand_off().take(PARAMS)
+    fail(site.sent[0])
+    assert (len(site.sent), site.blamed, site.running) == (1, [], [0, 0])
+    (failure,) = site.told
+    assert isinstance(failure, Failure)
+    assert failure.what is What.REFUSED
 
 
 def test_it_is_tried_no_more_often_than_any_leg() -> None:

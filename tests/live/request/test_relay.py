@@ -20,12 +20,18 @@ from tests.live.stream_client import (
     chat,
     chunk,
     counts,
+    event,
     in_pieces,
     total,
     usage,
 )
 
 from balanceroute.proxy.wire.messages import WireFault
+
+
+def dumps(value: object) -> bytes:
+    return json.dumps(value).encode()
+
 
 # name: sequences, content events, completion tokens by the usage object.
 STREAMS: dict[str, tuple[int, int, int | None]] = {
@@ -122,6 +128,8 @@ def test_a_client_has_only_whole_events_whenever_a_stream_breaks_off(
     for at in range(len(body)):
         client = Client().answer(*filter(None, [body[:at]])).end()
         whole = body[: body.rfind(b"\n\n", 0, at) + 2] if b"\n\n" in body[:at] else b""
+        if body[at:].startswith(b"\n") and body[:at].rstrip(b"\n").endswith(b"}"):
+            whole = body[:at].rstrip(b"\n") + b"\n\n"  # All that it lacks is its blank line.
         assert client.received == whole
         assert client.turns[-1] == "broken"
         assert client.errors[0].kind is WireFault.RESET
@@ -193,9 +201,75 @@ def test_a_resumed_stream_cannot_go_on_as_something_else() -> None:
 # Ending.
 
 
-@pytest.mark.parametrize("pieces", [[], [chat()], [OPENING, chat(), DONE], [b": ping\n\n"], [DONE]])
+@pytest.mark.parametrize("pieces", [[], [chat()], [OPENING, chat()], [b": ping\n\n"]])
 def test_a_clean_end_without_a_finish_reason_is_a_break(pieces: list[bytes]) -> None:
     assert Client().answer(*pieces).end().turns[-1] == "broken"
+
+
+UNFINISHED: list[object] = [None, 0, 1, "", {}, {"type": "stop"}, [], ["stop"], True]
+
+
+@pytest.mark.parametrize("reason", UNFINISHED)
+def test_an_answer_that_is_not_finished_is_never_called_done(reason: object) -> None:
+    last = LAST.replace(b'"finish_reason":"stop"', b'"finish_reason":' + dumps(reason))
+    for pieces in ([OPENING, chat(), last, DONE], [OPENING, chat(), last, DONE.rstrip(b"\n")]):
+        client = Client().answer(*pieces).end()
+        assert client.received == OPENING + chat() + last
+        assert client.turns[-1] == "unreadable: the answer is cut short"
+    # Nothing of it has been sent, so another engine may give the answer.
+    assert Client().answer(OPENING + last + DONE).turns == ["unreadable: the answer is cut short"]
+
+
+@pytest.mark.parametrize("choices", ["a", {}, {"index": 0}, 5, None, True])
+def test_an_answer_without_a_list_of_choices_reaches_no_client(choices: object) -> None:
+    odd = event(object="chat.completion.chunk", choices=choices)
+    for pieces in ([odd, odd, DONE], [odd + odd + DONE], [DONE]):
+        assert Client().answer(*pieces).turns == ["unreadable: the answer is cut short"]
+    later = Client().answer(chat(), odd, DONE)
+    assert later.received == chat() + odd
+    assert later.turns[-1] == "unreadable: the answer is cut short"
+
+
+@pytest.mark.parametrize("lacks", [1, 2])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("end", [LAST, LAST + DONE, chat() + LAST + total(3) + DONE])
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+def test_an_event_that_lacks_its_blank_line_at_the_end_is_one(
+    end: bytes, line_end: str, lacks: int, size: int
+) -> None:
+    body = (OPENING + chat() + end).replace(b"\n", line_end.encode())
+    given = body[: -lacks * len(line_end)]
+    client = Client().answer(*in_pieces(given, size)).end()
+    # Without any line end nothing tells which ones the stream has.
+    whole = given + b"\n\n" if lacks == 2 else body
+    assert client.received == whole
+    assert client.turns[-1] == "ended"
+    assert client.finished == 1
+    # As does one that breaks off there, which is told, too.
+    cut = Client().answer(given)
+    cut.leg.on_error(GONE)
+    assert cut.received == (whole if DONE[:-2] in end else whole + DONE)
+    assert cut.turns[-1] == "cut"
+
+
+@pytest.mark.parametrize("at", range(1, len(DONE) - 2))
+def test_a_stream_that_breaks_off_within_its_last_event_ends_whole(at: int) -> None:
+    client = Client().answer(OPENING, chat(), LAST + DONE[:at]).end()
+    assert client.received == OPENING + chat() + LAST + DONE
+
+
+@pytest.mark.parametrize("rest", [b"\n", b"\r\n", b": bye", b"x", b"data: x", b'data: {"a":', DONE])
+def test_what_stands_behind_the_end_changes_nothing(rest: bytes) -> None:
+    client = Client().answer(OPENING, chat(), LAST, DONE + rest).end()
+    assert client.received.startswith(OPENING + chat() + LAST + DONE)
+    assert client.turns[-1] == "ended"
+
+
+def test_a_part_of_an_event_is_none() -> None:
+    for at in range(1, len(LAST) - 2):
+        client = Client().answer(OPENING, chat(), LAST[:at]).end()
+        assert client.received == OPENING + chat()
+        assert client.turns[-1] == "broken"
 
 
 def test_a_connection_that_breaks_is_told_once() -> None:

@@ -1,0 +1,172 @@
+"""Errors that engines report, in every form that their frontends have.
+
+| who | form |
+| --- | --- |
+| vLLM | {"error": {"message", "type", "param", "code": 400}}, also as an event of a stream whose status is 200 |
+| vLLM's Rust frontend | the same with a word: "code": "invalid_request_error" |
+| SGLang, and vLLM before 0.10 | flat: {"object": "error", "message", "type", "code": 400} |
+| `/v1/messages` | {"type": "error", "error": {"type": "invalid_request_error", "message"}} |
+| `/v1/responses` | in a stream {"type": "error", "code": "server_error", "message"} |
+| FastAPI | {"detail": "words"}, or a list of what is invalid |
+| vLLM's middlewares, other servers | {"error": "words"}, {"code", "message"} |
+
+What the status does not say is read from the code, else from the type. What neither says is the engine's fault.
+"""
+
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from balanceroute.proxy.live.openai.json_value import decode
+
+_MAX_ERROR_BYTES = 65_536
+_MAX_WORDS = 200
+_MAX_NAME = 64
+# Where errors say their status, the surest first.
+_STATUS_MEMBERS = ("code", "status_code", "status", "type", "error_type")
+_NO_LETTER = re.compile(r"[^a-z]+")
+
+
+def _plain(name: str) -> str:
+    """Return a name without what its spellings differ by: "Bad Request", "BadRequestError", "BAD_REQUEST"."""
+    return _NO_LETTER.sub("", name.lower()).removesuffix("error").removesuffix("exception")
+
+
+_NAMES = {
+    **{_plain(status.phrase): status.value for status in HTTPStatus if status >= 400},
+    **dict.fromkeys(("invalidrequest", "validation", "requestvalidation", "value", "type"), 400),
+    **dict.fromkeys(("jsonparse", "contextlengthexceeded", "invalidprompt", "badparameter"), 400),
+    **dict.fromkeys(("authentication", "invalidapikey"), 401),
+    **dict.fromkeys(("permission", "permissiondenied"), 403),
+    "modelnotfound": 404,
+    "requesttoolarge": 413,
+    "unprocessableentity": 422,
+    **dict.fromkeys(("ratelimit", "ratelimitexceeded", "insufficientquota"), 429),
+    **dict.fromkeys(("server", "internal", "api"), 500),
+    "overloaded": 503,
+    "timeout": 504,
+}
+
+
+class EngineError(Struct, frozen=True):
+    """What an engine reported.
+
+    Attributes:
+        status: From 400 to 599.
+        words: Its reason, cut for a log; empty if it gives none.
+        of_api: Whether an API wrote it; else a web server or a gateway may have.
+    """
+
+    status: int
+    words: str
+    of_api: bool
+
+
+def read_error(message: Mapping[str, Any]) -> EngineError | None:
+    """Return the error that an object is; None if it is none."""
+    error = message.get("error")
+    if "choices" in message and not error:
+        return None  # As nearly every event.
+    if isinstance(error, dict):
+        return EngineError(_status_of(error), _words(error.get("message")), of_api=True)
+    if error is not None:
+        return EngineError(_status_of(message), _words(error), of_api=False)
+    if message.get("object") == "error" or message.get("type") == "error":
+        return EngineError(_status_of(message), _words(message.get("message")), of_api=True)
+    if "detail" in message:
+        return _detail_error(message, message["detail"])
+    if isinstance(message.get("message"), str) and not message.keys().isdisjoint(_STATUS_MEMBERS):
+        return EngineError(_status_of(message), _words(message["message"]), of_api=False)
+    return None
+
+
+def _detail_error(message: Mapping[str, Any], detail: object) -> EngineError:
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        status, words = HTTPStatus.UNPROCESSABLE_ENTITY.value, detail[0].get("msg")
+    else:
+        status, words = _status_of(message), detail
+    return EngineError(status, _words(words), of_api=False)
+
+
+def _words(told: object) -> str:
+    return str(told)[:_MAX_WORDS] if told else ""
+
+
+def _status_of(error: Mapping[str, Any]) -> int:
+    for name in _STATUS_MEMBERS:
+        status = _read_status(error.get(name))
+        if status is not None:
+            return status
+    return HTTPStatus.INTERNAL_SERVER_ERROR.value
+
+
+def _read_status(told: object) -> int | None:
+    if isinstance(told, str) and len(told) <= _MAX_NAME:
+        if not (told.isascii() and told.isdigit()):
+            return _NAMES.get(_plain(told))
+        told = int(told)
+    if isinstance(told, int | float) and told in range(400, 600):
+        return int(told)
+    return None
+
+
+class _Told(Struct):
+    """The members of a whole answer that may tell an error; the rest is passed over."""
+
+    choices: Any = msgspec.UNSET
+    error: Any = msgspec.UNSET
+    object: Any = msgspec.UNSET
+    type: Any = msgspec.UNSET
+    error_type: Any = msgspec.UNSET
+    detail: Any = msgspec.UNSET
+    message: Any = msgspec.UNSET
+    code: Any = msgspec.UNSET
+    status_code: Any = msgspec.UNSET
+    status: Any = msgspec.UNSET
+
+
+_decode_told = msgspec.json.Decoder(_Told).decode
+
+
+def error_in(body: bytes) -> EngineError | None:
+    """Return the error that a whole answer with status 200 is; None if it is none.
+
+    A response of the Responses API that failed is an answer of its own.
+    """
+    # Text is escaped, so it cannot hold these names with plain quotes.
+    if body.find(b'"error"') < 0 and body.find(b'"choices"') >= 0:
+        return None
+    try:
+        told = msgspec.structs.asdict(_decode_told(body))
+    except (ValueError, RecursionError):
+        return _error_of(body)  # It may be JSON that is less strict.
+    if told["object"] == "response":
+        return None
+    return read_error({name: value for name, value in told.items() if value is not msgspec.UNSET})
+
+
+def _error_of(body: bytes) -> EngineError | None:
+    """Return the error that a short text is."""
+    if len(body) > _MAX_ERROR_BYTES:
+        return None
+    try:
+        message = decode(body)
+    except (ValueError, RecursionError):
+        return None
+    return read_error(message) if isinstance(message, dict) else None
+
+
+def is_error(body: bytes) -> bool:
+    """Return whether an answer is an API's error; that of a server without the route is not."""
+    error = _error_of(body)
+    return error is not None and error.of_api
+
+
+def error_words(body: bytes) -> str:
+    """Return what an error answer says of its reason, cut for a log; empty if it says nothing."""
+    error = _error_of(body)
+    return "" if error is None else error.words
