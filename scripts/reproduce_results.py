@@ -130,11 +130,9 @@ EXPERIMENTS = (
         "deadline_30": f"{SATURATED} --policy br-0,br-h --deadline 30",
         "point": f"{SATURATED} --policy br-h --projection point",
         "point_oracle": f"{SATURATED} --policy br-h --projection point --predictor oracle",
-        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper --window 8 --horizon 80 --beta 48 --gamma 0.9",
-        "paper_oracle": f"{SATURATED} --policy br-h --paper --window 8 --horizon 80 --beta 48 --gamma 0.9 "
-        "--predictor oracle",
-        "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper "
-        "--window 8 --horizon 80 --beta 48 --gamma 0.9",
+        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper",
+        "paper_oracle": f"{SATURATED} --policy br-h --paper --predictor oracle",
+        "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper",
         "kv_capacity": f"{SATURATED} --kv-capacity 260000",
         "azure_conv": f"--trace {TRACES}/azure_2023_conv.csv.gz --backlog 64 --segments 6",
         "azure_code": f"--trace {TRACES}/azure_2023_code.csv.gz --backlog 64 --segments 6",

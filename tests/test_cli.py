@@ -241,8 +241,8 @@ def test_the_json_echoes_what_every_default_came_to(tmp_path: Path) -> None:
         "policy": ["jsq", "br-h"],
         "predictor": "survival",
         "projection": "expected",
-        "horizon": DEFAULTS.horizon_steps,
-        "gamma": DEFAULTS.gamma,
+        "horizon": 40,
+        "gamma": 0.8,
         "alpha": DEFAULTS.alpha,
         "beta": 2.0,
         "theta": 2,
@@ -348,6 +348,18 @@ def test_the_requests_are_those_behind_what_is_skipped(tmp_path: Path) -> None:
     for row in (*behind, *rest):
         del row["dispatch_us_p50"], row["dispatch_us_p99"]
     assert behind == rest
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"horizon": 9}, {"gamma": 0.5}, {"beta": 3.0}, {"window": 20}, {"horizon": 0}]
+)
+def test_the_papers_form_is_at_its_operating_point_but_for_what_is_given(
+    tmp_path: Path, given: dict[str, float]
+) -> None:
+    flags = [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
+    config = report([*SMALL, "--policy", "br-h", "--paper", *flags], tmp_path)["config"]
+    paper = {"horizon": 80, "gamma": 0.9, "beta": 48.0, "window": 8, "projection": "point"}
+    assert {name: config[name] for name in paper} == paper | given
 
 
 def test_infinite_patience_is_a_word_in_the_json(tmp_path: Path) -> None:

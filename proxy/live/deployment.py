@@ -13,9 +13,9 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import (
+    HORIZON,
     Policy,
     PolicyInputs,
-    PolicySettings,
     is_outside,
     make_policy,
 )
@@ -399,7 +399,7 @@ class Deployment:
             named(scheduling.predictor, active),
             [named(word, make_predictor(word)) for word in scheduling.shadow_predictor],
             # Scores need a horizon, also if the policy looks at none.
-            horizon_steps=self.config.policies.horizon_steps or PolicySettings().horizon_steps,
+            horizon_steps=self.config.policies.steps_ahead or HORIZON,
             metrics=self._metrics.predictors,
             on_failure=self._failures.report,
             stopwatch=environment.stopwatch,

@@ -41,7 +41,7 @@ def _oracle(workload: Workload, _: PolicySettings) -> Predictor:
 
 def _trained(kind: str, workload: Workload, settings: PolicySettings) -> Predictor:
     try:
-        return train(kind, past_requests(workload.history), horizon_steps=settings.horizon_steps)
+        return train(kind, past_requests(workload.history), horizon_steps=settings.steps_ahead)
     except ConfigError as error:
         raise ConfigError(f"{error}: --known N has it learn from the first N") from None
 

@@ -77,15 +77,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """The parameters of the policies. None selects the default for the form that `paper` selects.
+    """The parameters of the policies. None selects the default, or with `paper` what the paper has.
 
     Attributes:
-        horizon_steps: H of BR-H; 0 gives it BR-0's view with BR-H's weights.
+        horizon_steps: H of BR-H; 0 gives it BR-0's view with BR-H's weights. None for `HORIZON`, or
+            `PAPER_HORIZON`.
         gamma: Discount per step, in (0, 1]. It is an upper bound, see `lasting_discount`; in the
-            paper's form it is constant.
+            paper's form it is constant. None for `GAMMA`, or `PAPER_GAMMA`.
         alpha: Reward per token filled.
         beta: BR-H's penalty per token overflowed; None for one per rank, which makes F minus the
-            change of the idle tokens, or `PAPER_BETA_PER_RANK` per rank.
+            change of the idle tokens, or `PAPER_BETA`.
         theta: Free slots below which Stage 2 decides; None for one per rank.
         window: K, the entries that Stage 2 considers; None for `WINDOW`, or `PAPER_WINDOW`.
         patience: Overtakings that offset an overflow of one mean prompt; None for
@@ -95,13 +96,13 @@ class PolicySettings:
         form: How BR-H projects; None for expected, or point in the paper's form.
         refresh_tokens: M, tokens between two predictions of a request.
         bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
-        paper: Use the paper's two-stage rule and projection.
+        paper: Use the paper's two-stage rule and projection, at its operating point.
         kv_peak_quantile: A rank takes a request only if this quantile of its KV tokens is expected to
             fit as long as its requests run; None if only their present tokens must fit.
     """
 
-    horizon_steps: int = 40
-    gamma: float = 0.8
+    horizon_steps: int | None = None
+    gamma: float | None = None
     alpha: float = 1.0
     beta: float | None = None
     theta: int | None = None
@@ -127,7 +128,7 @@ class PolicySettings:
         quantile = self.kv_peak_quantile
         if quantile is not None and not 0.5 <= quantile < 1.0:
             raise ConfigError(f"kv_peak_quantile is {quantile}, must be in [0.5, 1)")
-        if not 0.0 < self.gamma <= 1.0:
+        if self.gamma is not None and not 0.0 < self.gamma <= 1.0:
             raise ConfigError(f"gamma is {self.gamma}, must be in (0, 1]")
         if not 0.0 <= self.hold_s < inf:
             raise ConfigError(f"hold_s is {self.hold_s}, must be at least 0 and finite")
@@ -143,13 +144,22 @@ class PolicySettings:
             if number == inf and name != "patience":
                 raise ConfigError(f"{name} is {number}, must be finite")
 
+    @property
+    def steps_ahead(self) -> int:
+        """H."""
+        if self.horizon_steps is not None:
+            return self.horizon_steps
+        return PAPER_HORIZON if self.paper else HORIZON
+
     def resolved(self, *, ranks: int, batch_limit: int) -> "PolicySettings":
         """Return the settings with every None replaced by its default for the fleet."""
         default = Form.POINT if self.paper else Form.EXPECTED
         return replace(
             self,
+            horizon_steps=self.steps_ahead,
             # Zeros were rejected above, so `or` replaces None only.
-            beta=self.beta or (PAPER_BETA_PER_RANK if self.paper else 1.0) * ranks,
+            gamma=self.gamma or (PAPER_GAMMA if self.paper else GAMMA),
+            beta=self.beta or (PAPER_BETA if self.paper else float(ranks)),
             window=self.window or (PAPER_WINDOW if self.paper else WINDOW),
             theta=ranks if self.theta is None else self.theta,
             patience=self.patience or PATIENCE_PER_SLOT * ranks * batch_limit,
@@ -161,8 +171,9 @@ class PolicySettings:
 PATIENCE_PER_SLOT = 1.25
 # From 32 on the saturated results are the same within their errors.
 WINDOW = 64
-PAPER_BETA_PER_RANK = 3.0
-PAPER_WINDOW = 16
+HORIZON, GAMMA = 40, 0.8
+# The paper's operating point.
+PAPER_HORIZON, PAPER_GAMMA, PAPER_BETA, PAPER_WINDOW = 80, 0.9, 48.0, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +238,15 @@ def _br_h(inputs: PolicyInputs) -> Policy:
     settings = inputs.settings
     assert settings.beta is not None
     assert settings.form is not None
-    steps = discounts(settings.horizon_steps, settings.gamma)
+    assert settings.gamma is not None
+    steps = discounts(settings.steps_ahead, settings.gamma)
     weights = Weights(steps, alpha=settings.alpha, beta=settings.beta)
     # Without steps ahead there is nothing to project.
-    if settings.horizon_steps == 0:
+    if settings.steps_ahead == 0:
         return _two_stage(inputs, weights, None)
     projection = Projection(
         ranks=inputs.ranks,
-        horizon_steps=settings.horizon_steps,
+        horizon_steps=settings.steps_ahead,
         refresh_tokens=settings.refresh_tokens,
         predictor=inputs.predictor,
         form=settings.form,

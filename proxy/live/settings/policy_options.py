@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from math import inf
 
 from balanceroute.proxy.core.policies import (
-    PAPER_BETA_PER_RANK,
+    GAMMA,
+    HORIZON,
+    PAPER_BETA,
+    PAPER_GAMMA,
+    PAPER_HORIZON,
     PAPER_WINDOW,
     PATIENCE_PER_SLOT,
     WINDOW,
@@ -34,11 +38,23 @@ class PolicyOptions:
         {"auto": None, **named(Form)},
         shown_default="expected; point with --paper",
     )
-    horizon: int = integer(
-        _POLICY_DEFAULTS.horizon_steps, "steps that br-h looks ahead", 0, 10_000, metavar="H"
+    horizon: int | None = integer(
+        None,
+        "steps that br-h looks ahead",
+        0,
+        10_000,
+        shown_default=f"{HORIZON}; {PAPER_HORIZON} with --paper",
+        word="auto",
+        metavar="H",
     )
-    gamma: float = number(
-        _POLICY_DEFAULTS.gamma, "br-h's discount of each step ahead, at most", 1e-9, 1, metavar="γ"
+    gamma: float | None = number(
+        None,
+        "br-h's discount of each step ahead, at most",
+        1e-9,
+        1,
+        shown_default=f"{GAMMA:g}; {PAPER_GAMMA:g} with --paper",
+        word="auto",
+        metavar="γ",
     )
     alpha: float = number(
         _POLICY_DEFAULTS.alpha,
@@ -52,7 +68,7 @@ class PolicyOptions:
         "br-h's penalty per token beyond a margin",
         1e-9,
         1e9,
-        shown_default=f"G; {PAPER_BETA_PER_RANK:g} G with --paper",
+        shown_default=f"G; {PAPER_BETA:g} with --paper",
         word="auto",
         metavar="β",
     )
@@ -105,7 +121,9 @@ class PolicyOptions:
         word="none",
         metavar="Q",
     )
-    paper: bool = switch(False, "the paper's exact two-stage rule")
+    paper: bool = switch(
+        False, "the paper's exact two-stage rule and projection, at its operating point"
+    )
 
     @property
     def settings(self) -> PolicySettings:
