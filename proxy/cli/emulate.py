@@ -11,15 +11,19 @@ import sys
 import time
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import DpMode, EmulatedFleet, EmulationSettings, Preemption
 from balanceroute.proxy.emulate.kv_log import Publish
+from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     choice,
+    file,
     flag,
     integer,
     named,
@@ -30,6 +34,9 @@ from balanceroute.proxy.live.settings.setting import (
     words,
 )
 from balanceroute.topologies import CONNECTORS
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 _DEFAULTS = EmulationSettings()
 _MAX_PORT = 65_535
@@ -81,6 +88,10 @@ class Fleet:
         named(Preemption),
     )
     lease_s: float = seconds(_DEFAULTS.lease_s, "lease of prefilled KV", 1e-6, 1e9)
+    proxy_ca_file: Path | None = file(
+        "with mooncake-layerwise, certificates that ranks trust when they call an https proxy back; "
+        "without it they trust any"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +252,9 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
         _watch_stdin(loop, stopped)
     epoch_s = time.time_ns() / 1e9 - loop.time()
     rng = random.Random(given.read(Answers).seed)
-    fleet = EmulatedFleet(settings, rng=rng, epoch_s=epoch_s, publish=_publish(settings))
+    fleet = EmulatedFleet(
+        settings, rng=rng, epoch_s=epoch_s, publish=_publish(settings), trust=_trust(given)
+    )
     await fleet.start(place.host, place.port)
     try:
         # What is there stays, and requests leave few cycles. A collection holds up every rank.
@@ -251,6 +264,17 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
         await stopped.wait()
     finally:
         await fleet.close()
+
+
+def _trust(given: Given) -> "SSLContext | None":
+    fleet = given.read(Fleet)
+    if fleet.proxy_ca_file is None:
+        return None
+    if not CONNECTORS[fleet.connector].decode_first:
+        reason = f"means nothing with {fleet.connector}, whose ranks call no proxy"
+        raise ConfigError(f"{given.where('proxy_ca_file')}: {reason}")
+    with given.blamed("proxy_ca_file"):
+        return engine_context(fleet.proxy_ca_file, insecure=False)
 
 
 def _publish(settings: EmulationSettings) -> Publish | None:

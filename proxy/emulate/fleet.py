@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from ssl import SSLContext
 from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -35,6 +36,7 @@ class EmulatedFleet:
         rng: For ids and faults.
         epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
         publish: With `kv_events`, publishes a prefiller's events; None for nobody.
+        trust: Whom ranks trust that call an https proxy; None for everybody.
 
     Attributes:
         engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
@@ -48,6 +50,7 @@ class EmulatedFleet:
         rng: random.Random,
         epoch_s: float = _EPOCH_S,
         publish: Publish | None = None,
+        trust: SSLContext | None = None,
     ) -> None:
         self.settings = settings
         self.kv_logs: dict[Engine, KvLog] = {}
@@ -56,7 +59,7 @@ class EmulatedFleet:
         self.engines: list[Engine] = []
         self._rng = rng
         self._epoch_s = epoch_s
-        self._poster = HttpPoster()
+        self._poster = HttpPoster(trust)
         self._prefillers: dict[Engine, Prefiller] = {}
         self._hub: Hub
         self.faults: FaultBoard

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 from urllib.parse import urlsplit
 
 from balanceroute.proxy.wire.http1.client import Endpoint
@@ -13,13 +14,19 @@ _TRIES = 3  # As vllm-ascend's layerwise connector.
 # The metaserver may answer only when the prefill is done.
 _TIMEOUT_S = 3_600.0
 _MAX_BYTES = 1 << 20
+_PORTS = {"http": 80, "https": 443}
 
 
 class HttpPoster:
-    """Posts JSON over HTTP."""
+    """Posts JSON over HTTP or HTTPS.
 
-    def __init__(self) -> None:
-        self._endpoints: dict[tuple[str, int], Endpoint] = {}
+    Args:
+        trust: Whom to trust over HTTPS; None for everybody.
+    """
+
+    def __init__(self, trust: ssl.SSLContext | None = None) -> None:
+        self._trust = trust
+        self._endpoints: dict[tuple[str, str, int], Endpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def post(self, url: str, body: bytes) -> None:
@@ -40,12 +47,13 @@ class HttpPoster:
     async def _post(self, url: str, body: bytes) -> None:
         parts = urlsplit(url)
         try:
-            address = parts.hostname or "", parts.port or 80
-        except ValueError:
+            address = parts.scheme, parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        except (ValueError, KeyError):
             _LOG.warning("no metaserver at %r", url)
             return
         if address not in self._endpoints:
-            self._endpoints[address] = Endpoint(*address)
+            secure = parts.scheme == "https"
+            self._endpoints[address] = Endpoint(*address[1:], ssl=self._tls() if secure else None)
         target = (parts.path or "/").encode()
         headers = [(b"content-type", b"application/json")]
         for _ in range(_TRIES):
@@ -63,3 +71,10 @@ class HttpPoster:
                 _LOG.warning("the metaserver %s did not answer: %s", url, error)
             else:
                 return
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._trust is None:
+            self._trust = ssl.create_default_context()
+            self._trust.check_hostname = False
+            self._trust.verify_mode = ssl.CERT_NONE
+        return self._trust

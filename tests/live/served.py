@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
@@ -141,9 +142,11 @@ async def serving(
 
 
 @asynccontextmanager
-async def engines() -> AsyncIterator[EmulatedFleet]:
+async def engines(
+    trust: ssl.SSLContext | None = None, **changes: Any
+) -> AsyncIterator[EmulatedFleet]:
     """Emulated engines, in real time."""
-    fleet = EmulatedFleet(ENGINES, rng=random.Random(5))
+    fleet = EmulatedFleet(replace(ENGINES, **changes), rng=random.Random(5), trust=trust)
     await fleet.start()
     try:
         yield fleet

@@ -220,6 +220,8 @@ class DecodeAttempt(Attempt):
             return
         else:
             reason = legs.overdue(prefill=False, stream=session.shape.stream)
+            if self._remote is not None and not self._remote.taken:
+                reason += ": the rank did not call the proxy back"
         blamed = None
         if self._remote is not None and self._remote.target is not None:
             blamed, session.hung = self._remote.target, self._remote.prefiller

@@ -102,6 +102,11 @@ class HandOff:
         """The instance that prefills at present, if one does."""
         return None if self._call is None or self._prefiller is None else self._prefiller.target
 
+    @property
+    def taken(self) -> bool:
+        """Whether the rank has called for it."""
+        return bool(self._params)
+
     def take(self, params: Mapping[str, Any]) -> None:
         """Start the prefill with what the decode rank posted. A repeated post changes nothing."""
         if self._params:

@@ -1,9 +1,19 @@
 """MooncakeLayerwiseConnector of vllm-ascend."""
 
+import json
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
+from tests.certificate import make_certificate
+from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
+
+if TYPE_CHECKING:
+    from tests.live.conftest import MakeExchanged
 
 ADDRESS = "http://10.0.0.9:8080"
 
@@ -33,3 +43,59 @@ def test_without_an_address_there_is_nothing_to_tell() -> None:
 def test_the_proxy_does_not_make_up_the_prefill_leg() -> None:
     with pytest.raises(AssertionError):
         make_connector("mooncake-layerwise", callback=ADDRESS).prefill_params("t0")
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_rank_calls_back_by_https_if_it_trusts_the_proxy(
+    make_exchanged: "MakeExchanged", tmp_path: Path, *, trusted: bool
+) -> None:
+    cert, key = make_certificate(tmp_path)
+    known = ssl.create_default_context(cafile=cert if trusted else None)
+    flags = ["--connector", "mooncake-layerwise", "--tls-cert", str(cert), "--tls-key", str(key)]
+    flags += ["--first-token-timeout-s", "0.3", "--prefill-timeout-s", "5", "--retry-attempts", "1"]
+
+    async def main() -> None:
+        trusting = ssl.create_default_context(cafile=str(cert))
+        async with (
+            engines(known, connector="mooncake-layerwise") as fleet,
+            serving(
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting
+            ) as served,
+        ):
+            for stream in (True, False) if trusted else (True,):
+                answer = await served.client.post(COMPLETIONS, STREAM | {"stream": stream})
+                if trusted:
+                    assert answer.status == 200
+                    assert answer.done or not stream
+                else:
+                    assert answer.status == 504
+                    assert b": the rank did not call the proxy back" in answer.body
+
+    play(main())
+
+
+def test_a_rank_that_is_told_of_no_authority_trusts_any_proxy(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    pytest.importorskip("aioquic", reason="needs the extra h3")
+    from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
+
+    cert, key = make_certificate(tmp_path)
+    flags = ["--connector", "mooncake-layerwise", "--http3", "--tls-cert", str(cert)]
+
+    async def main() -> None:
+        async with (
+            engines(connector="mooncake-layerwise") as fleet,
+            serving(
+                make_exchanged,
+                fleet.prefill_urls,
+                fleet.decode_urls,
+                *(*flags, "--tls-key", str(key)),
+            ) as served,http3_client(served.ports()[0], cert.read_text()) as client
+        ):
+            body = json.dumps(STREAM).encode()
+            head = [(b"content-type", b"application/json")]
+            answer = await client.ask(b"POST", COMPLETIONS.encode(), head, body)
+            assert bytes(answer.body).endswith(b"data: [DONE]\n\n")
+
+    play(main())
