@@ -109,7 +109,7 @@ async def play(
         sent.append(Echoed(one, loop))
         headers = [
             (b"priority", b"u=%d" % one.kind.urgency),
-            (b"x-request-deadline-ms", b"%d" % round(1_000 * one.kind.due_s)),
+            (b"x-answer-deadline-ms", b"%d" % round(1_000 * one.kind.due_s)),
         ]
         endpoint.request(b"POST", b"/", headers, bytes(one.kind.size), sent[-1])
     took = [(one.planned.kind, await one.over) for one in sent]

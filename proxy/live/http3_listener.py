@@ -13,7 +13,12 @@ from aioquic.h3.connection import H3_ALPN
 from aioquic.quic.configuration import QuicConfiguration
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.openai.urgency import deadline_ms, urgency
+from balanceroute.proxy.live.openai.urgency import (
+    ANSWER_DUE,
+    FIRST_TOKEN_DUE,
+    deadline_ms,
+    urgency,
+)
 from balanceroute.proxy.live.telemetry.handshake_metrics import Handshakes
 from balanceroute.proxy.wire.http3.server_connection import Http3ServerConnection, Priorities
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
@@ -121,8 +126,12 @@ class Http3Listener:
 
 def standing_of(headers: "Headers", now_s: float) -> Standing:
     """Return how a request's answer is to be sent, by its own word; what cannot be read is ignored."""
-    ms = deadline_ms(headers)
-    return Standing(_level(headers), inf if ms is None else now_s + ms / 1_000)
+
+    def due_s(name: bytes) -> float:
+        ms = deadline_ms(headers, name)
+        return inf if ms is None else now_s + ms / 1_000
+
+    return Standing(_level(headers), due_s(ANSWER_DUE), due_s(FIRST_TOKEN_DUE))
 
 
 def _level(headers: "Headers") -> int:

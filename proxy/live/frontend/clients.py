@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.frontend.request_head import given_keys
 from balanceroute.proxy.live.openai.routes import Media
-from balanceroute.proxy.live.openai.urgency import Urgency, read_deadline_ns, read_level
+from balanceroute.proxy.live.openai.urgency import (
+    FIRST_TOKEN_DUE,
+    Urgency,
+    deadline_ms,
+    read_level,
+)
 from balanceroute.proxy.live.security.credentials import Secret, Tenant, digest_of, matches_any
 
 if TYPE_CHECKING:
@@ -96,14 +101,13 @@ def urgency_of(
 ) -> Urgency:
     """Return how urgent a request is: by its own word where its tenant may, else by the tenant's.
 
-    Raises:
-        BodyError: Its deadline cannot be read.
+    A deadline that cannot be read was refused with the head.
     """
     level, deadline_ns = tenant.level, None
     if tenant.client_priority:
         level += read_level(api, headers, body)
-    if tenant.client_deadline:
-        deadline_ns = read_deadline_ns(headers, arrived_ns)
+    if tenant.client_deadline and (ms := deadline_ms(headers, FIRST_TOKEN_DUE)) is not None:
+        deadline_ns = arrived_ns + ms * _NS_PER_MS
     if deadline_ns is None and tenant.deadline_s is not None:
         deadline_ns = arrived_ns + round(tenant.deadline_s * 1e9)
     return Urgency(level, deadline_ns, tenant.weight)

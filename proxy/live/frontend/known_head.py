@@ -17,6 +17,7 @@ from balanceroute.proxy.live.frontend.request_head import (
     user_agent,
 )
 from balanceroute.proxy.live.openai.routes import Media, Route, find
+from balanceroute.proxy.live.openai.urgency import unreadable_deadline
 from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
@@ -96,4 +97,7 @@ def _refuse(
         return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
     if tenant is None:
         return _UNAUTHORISED
+    unreadable = unreadable_deadline(head.headers)
+    if unreadable is not None:
+        return Rejection(400, unreadable, param=unreadable.split(" ", 1)[0])
     return check_json_body(head.headers) if route.media is _JSON else None

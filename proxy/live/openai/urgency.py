@@ -1,4 +1,4 @@
-"""How urgent a request is by its client's own word: level and deadline.
+"""How urgent a request is by its client's own word: level and deadlines.
 
 The level is the body's `priority`, as in vLLM: lower goes first, and 0 is the usual one. Without it
 the level is the urgency of the `Priority` header less 3, so that RFC 9218's default is 0 too.
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.numeric_members import integer
 from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.wire.messages import Headers
 
 _USUAL_URGENCY = 3
-DEADLINE_HEADER = "X-Request-Deadline-Ms"
+# When the first token is due, and when the whole answer is, both from the request's arrival.
+FIRST_TOKEN_DUE, ANSWER_DUE = b"x-request-deadline-ms", b"x-answer-deadline-ms"
 # A day. A longer wait is no deadline.
 _MOST_MS = 86_400_000
 _DEADLINE = re.compile(rb"[0-9]{1,8}")
@@ -47,7 +48,7 @@ class Urgency(Struct, frozen=True):
     weight: float = 1.0
 
 
-def read_level(api: Api, headers: "Headers", body: RequestBody) -> int:
+def read_level(api: Api, headers: "Headers", body: "RequestBody") -> int:
     """Return the level that a request asks for; its shape has been read."""
     # Anthropic's API has no such member, and ignores what it does not know.
     priority = None if api is Api.MESSAGES else integer(body.values.get("priority"))
@@ -77,27 +78,22 @@ def urgency(headers: "Headers") -> int:
     return found
 
 
-def read_deadline_ns(headers: "Headers", arrived_ns: int) -> int | None:
-    """Return when the first token of a request is due; None if its client does not say.
-
-    Raises:
-        BodyError: It is given twice, or is no integer from 1 to 86,400,000.
-    """
-    values = [value for name, value in headers if name == b"x-request-deadline-ms"]
-    if not values:
-        return None
-    ms = deadline_ms(headers)
-    if ms is not None:
-        return arrived_ns + ms * 1_000_000
-    raise BodyError(
-        f"{DEADLINE_HEADER} must be given once, as an integer from 1 to {_MOST_MS}",
-        DEADLINE_HEADER,
-    )
-
-
-def deadline_ms(headers: "Headers") -> int | None:
-    """Return the milliseconds of the deadline; None if there is none that can be read."""
-    values = [value for name, value in headers if name == b"x-request-deadline-ms"]
-    if len(values) == 1 and _DEADLINE.fullmatch(values[0]) and 1 <= int(values[0]) <= _MOST_MS:
-        return int(values[0])
+def unreadable_deadline(headers: "Headers") -> str | None:
+    """Return what is wrong with a header of a deadline, beginning with its name; None if nothing is."""
+    for name in (FIRST_TOKEN_DUE, ANSWER_DUE):
+        values = [value for one, value in headers if one == name]
+        if values and (len(values) > 1 or _read_ms(values[0]) is None):
+            shown = name.decode().title()
+            return f"{shown} must be given once, as an integer from 1 to {_MOST_MS}"
     return None
+
+
+def deadline_ms(headers: "Headers", name: bytes) -> int | None:
+    """Return the milliseconds of a deadline; None if there is none that can be read."""
+    values = [value for one, value in headers if one == name]
+    return _read_ms(values[0]) if len(values) == 1 else None
+
+
+def _read_ms(value: bytes) -> int | None:
+    ms = int(value) if _DEADLINE.fullmatch(value) else 0
+    return ms if 1 <= ms <= _MOST_MS else None

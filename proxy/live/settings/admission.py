@@ -35,5 +35,5 @@ class AdmissionSettings:
         "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
     )
     client_deadline: bool = switch(
-        False, "let requests say by X-Request-Deadline-Ms how long they may wait for a rank"
+        False, "let requests say by X-Request-Deadline-Ms when their first token is due"
     )

@@ -22,7 +22,7 @@ class Http3Settings:
     )
     http3_hard_deadlines: bool = switch(
         False,
-        "break off an answer over HTTP/3 that was not sent within its X-Request-Deadline-Ms",
+        "break off an answer over HTTP/3 that was not sent within its X-Answer-Deadline-Ms",
     )
     http3_streams: int = integer(
         100, "requests that one HTTP/3 connection may have at a time", 1, 10_000

@@ -93,7 +93,10 @@ class OrderedConnection(QuicConnection):
         turn = self._turns.get(number)
         if turn is None:
             turn = self._turns[number] = next(self._next_turn)
-        return self._order(self._standings.get(number, USUAL), number, turn)
+        standing = self._standings.get(number, USUAL)
+        if standing.begin_s < standing.deadline_s and not stream.sender.highest_offset:
+            standing = standing._replace(deadline_s=standing.begin_s)
+        return self._order(standing, number, turn)
 
     # What waits.
 

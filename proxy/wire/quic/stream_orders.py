@@ -16,10 +16,13 @@ class Standing(NamedTuple):
     Attributes:
         level: The higher goes first; 0 is the usual one.
         deadline_s: When its last byte is due, in seconds of the connection's clock; inf for never.
+        begin_s: When its first byte is due, likewise. Until that was sent, it stands for the deadline if
+            it is earlier.
     """
 
     level: int = 0
     deadline_s: float = inf
+    begin_s: float = inf
 
 
 USUAL = Standing()

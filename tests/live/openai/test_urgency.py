@@ -1,5 +1,6 @@
 """Levels and deadlines: what clients may say, what is ignored, and what a proxy does with them."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -102,21 +103,51 @@ def test_a_message_has_only_the_header(play: "Play") -> None:
     play(scenario, flags={"client_priority": True})
 
 
-@pytest.mark.parametrize("value", [b"", b"0", b"-1", b"1.5", b"soon", b"86400001", b"1" * 30])
-def test_a_wrong_deadline_is_refused_if_deadlines_are_allowed(play: "Play", value: bytes) -> None:
+WRONG = [b"", b"0", b"-5", b"1.5", b"1e309", b"NaN", b"soon", b"5, 5", b"86400001", b"1" * 30]
+
+
+@pytest.mark.parametrize("value", [*WRONG, None])
+@pytest.mark.parametrize("name", ["X-Request-Deadline-Ms", "X-Answer-Deadline-Ms"])
+def test_a_wrong_deadline_is_refused_whatever_it_would_do(
+    play: "Play", name: str, value: bytes | None
+) -> None:
+    line = (name.lower().encode(), b"5" if value is None else value)
+    lines = [line, line] if value is None else [line]
+
     async def scenario(site: "Site") -> None:
-        answer = await site.post(CHAT, TALK, [(b"x-request-deadline-ms", value)])
-        message = "X-Request-Deadline-Ms must be given once, as an integer from 1 to 86400000"
-        assert is_error(answer, 400) == message
-        assert answer.json["error"]["param"] == "X-Request-Deadline-Ms"
+        message = f"{name} must be given once, as an integer from 1 to 86400000"
+        for path, values in ((CHAT, TALK), (COMPLETIONS, BODY), ("/v1/embeddings", BODY)):
+            answer = await site.post(path, values, lines)
+            assert is_error(answer, 400) == message
+            assert answer.json["error"]["param"] == name
+        for path in (MESSAGES, "/v1/responses"):
+            answer = await site.post(path, TALK, lines)
+            assert (answer.status, message in answer.json["error"]["message"]) == (400, True)
         assert site.seen == []
 
-    play(scenario, flags={"client_deadline": True})
+    for allowed in (False, True):
+        play(scenario, flags={"client_deadline": allowed})
 
 
-def test_two_deadlines_are_refused(play: "Play") -> None:
+def test_only_who_may_come_is_told_of_a_wrong_deadline(play: "Play", tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+
     async def scenario(site: "Site") -> None:
-        is_error(await site.post(CHAT, TALK, [(b"x-request-deadline-ms", b"5")] * 2), 400)
+        wrong = [(b"x-answer-deadline-ms", b"soon")]
+        assert (await site.post(CHAT, TALK, wrong)).status == 401
+        key = (b"authorization", b"Bearer secret")
+        assert (await site.post(CHAT, TALK, [*wrong, key])).status == 400
+
+    play(scenario, flags={"api_key_file": str(keys)})
+
+
+def test_the_deadline_of_an_answer_is_none_of_its_first_token(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        answer = await site.post(CHAT, TALK, [(b"x-answer-deadline-ms", b"1")])
+        assert answer.status == 200
+        assert all(one.header(b"x-answer-deadline-ms") is None for one in site.seen)
 
     play(scenario, flags={"client_deadline": True})
 

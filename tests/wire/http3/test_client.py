@@ -204,13 +204,25 @@ def test_a_hard_deadline_breaks_an_answer_off(tmp_path: "Path") -> None:
     async def scenario(endpoint: Http3Endpoint, server: Server) -> None:
         begun_s = asyncio.get_running_loop().time()
         fits = asyncio.create_task(
-            ask(endpoint, b"/fits", b"", [(b"x-request-deadline-ms", b"5000")])
+            ask(endpoint, b"/fits", b"", [(b"x-answer-deadline-ms", b"5000")])
         )
         with pytest.raises(WireError, match="0x10c"):
-            await ask(endpoint, b"/late", b"", [(b"x-request-deadline-ms", b"300")])
+            await ask(endpoint, b"/late", b"", [(b"x-answer-deadline-ms", b"300")])
         assert len(await fits) == 1_000_000
         (ended_s,) = left
         assert 0.3 <= ended_s - begun_s < 0.4  # From its head on.
+
+    play(tmp_path, answer, scenario, settings=HARD)
+
+
+def test_the_deadline_of_the_first_token_breaks_no_answer_off(tmp_path: "Path") -> None:
+    def answer(request: "Request", reply: "Reply") -> None:
+        reply.send(200, [(b"x-path", request.path)], bytes(1_000_000))
+
+    async def scenario(endpoint: Http3Endpoint, server: Server) -> None:
+        for more in ([], [(b"x-answer-deadline-ms", b"5000")]):
+            due: Headers = [(b"x-request-deadline-ms", b"100"), *more]
+            assert len(await ask(endpoint, b"/slow", b"", due)) == 1_000_000
 
     play(tmp_path, answer, scenario, settings=HARD)
 

@@ -77,7 +77,7 @@ def _whole(client: Http3Client, path: bytes) -> int:
 
 
 def _expired(client: Http3Client, path: bytes) -> int:
-    number = client.begin(b"POST", path, [(b"x-request-deadline-ms", b"1")], end=False)
+    number = client.begin(b"POST", path, [(b"x-answer-deadline-ms", b"1")], end=False)
     client.more(number, bytes(100))
     return number
 

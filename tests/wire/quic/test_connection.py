@@ -74,6 +74,23 @@ def test_streams_are_sent_in_the_order(pair_of: Any, order: str, expected: list[
     assert ends(pair) == expected
 
 
+def test_the_first_byte_is_due_by_a_deadline_of_its_own(pair_of: Any) -> None:
+    # The first packet of 4 is due before all others, the rest of it last; 8 never has the earlier one.
+    due = {0: Standing(0, 6.0), 4: Standing(0, begin_s=1.0), 8: Standing(0, 8.0, begin_s=9.0)}
+    pair = pair_of("edf")
+    opened(pair)
+    for number, standing in due.items():
+        pair.server.stand(number, standing)
+        pair.server.send_stream_data(number, bytes(PIECE), end_stream=True)
+    got: list[StreamDataReceived] = []
+    while sum(one.end_stream for one in got) < len(due):
+        pair.to_client()
+        got += [one for one in pair.events(pair.client) if isinstance(one, StreamDataReceived)]
+        pair.to_server()
+    assert got[0].stream_id == 4
+    assert [one.stream_id for one in got if one.end_stream] == [0, 8, 4]
+
+
 def test_every_order_is_tested() -> None:
     assert set(STREAM_ORDERS) == {"rr", "fcfs", "edf", "abs", "ml"}
 
