@@ -37,6 +37,8 @@ def adopted(event: RequestAdopted, config: SchedulerConfig) -> Request:
     request.lost_on_ranks = event.lost_on_ranks
     if event.served:
         request.due_ns = None
+    if event.answered or isinstance(event.phase, InBatch):
+        request.begin_answer()
     match event.phase:
         case InQueue():
             pass

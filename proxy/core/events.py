@@ -52,8 +52,8 @@ class Ticket(Struct, frozen=True):
             orders.
         level: Its class of service; lower goes first, and 0 is the usual one.
         weight: Its share among requests of the same level.
-        deadline_ns: When its first token is due: if no rank has taken it by then, it expires. None
-            for never.
+        deadline_ns: When its first token is due: if its client has none by then and no rank has taken
+            it, it expires. None for never.
         predicted_tokens: What a predictor expects of each sequence; 0 if none was asked.
         blocks: Hashes of the prompt's blocks, below 2**63, each of all that comes before it too; empty
             if unused.
@@ -63,6 +63,7 @@ class Ticket(Struct, frozen=True):
         home: The rank that it is to go to while that is open, as it has a part of the prompt; None for
             any.
         home_tokens: The tokens that this rank has.
+        early_token: Whether its client may get its first token when its prefill ends; see `FirstToken`.
     """
 
     prompt_tokens: int
@@ -85,6 +86,7 @@ class Ticket(Struct, frozen=True):
     session: int = 0
     home: RankId | None = None
     home_tokens: int = 0
+    early_token: bool = False
 
 
 class RequestArrived(Struct, frozen=True):
@@ -151,7 +153,7 @@ class RequestAdopted(Struct, frozen=True):
         phase: Where it stands, and so what it holds.
         prompt_tokens: Tokens of the prompt and of what a sequence emitted before; as the engine
             counted them once it was prefilled.
-        waiting_since_ns: When it arrived, or was queued again after it had been served.
+        waiting_since_ns: When it arrived, or was queued again after its client had a token.
         decode: Whether a rank decodes it; False also if a loss left it to a prefiller.
         emitted_before: Tokens that each sequence emitted in earlier bindings.
         pooled_ns: When it first entered the pool since then; None if it has not.
@@ -159,6 +161,7 @@ class RequestAdopted(Struct, frozen=True):
         lapses: Leases that ended since it was last served, while it was in the pool.
         lost_on_prefillers: Prefillers to avoid, the earliest loss first.
         lost_on_ranks: Ranks to avoid, the earliest loss first.
+        answered: Whether its client has its first token already.
     """
 
     request: RequestId
@@ -173,6 +176,17 @@ class RequestAdopted(Struct, frozen=True):
     lapses: int = 0
     lost_on_prefillers: tuple[PrefillerId, ...] = ()
     lost_on_ranks: tuple[RankId, ...] = ()
+    answered: bool = False
+
+
+class FirstToken(Struct, frozen=True):
+    """The client got the first token of a request while a prefiller has it.
+
+    It is the prefiller's, of an answer that a rank goes on with or of one that the prefiller does
+    whole. Of the others `DecodeStarted` says that it came. Told again, it changes nothing.
+    """
+
+    request: RequestId
 
 
 class PrefillDone(Struct, frozen=True):
@@ -342,6 +356,7 @@ class Tick(Struct, frozen=True):
 Event = (
     RequestArrived
     | RequestAdopted
+    | FirstToken
     | PrefillDone
     | PrefillLost
     | DecodeLost

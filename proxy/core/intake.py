@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
 from balanceroute.proxy.core.events import Observer, Ticket
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import FairQueueing, MakeQueueOrder, MakeStartOrder
@@ -93,7 +93,9 @@ class Intake:
         """Return what an admission rule is told of a request that arrives."""
         if self.first_tokens is None:
             return Load(waiting)
-        expected_ns = self.first_tokens.expected_ns(ticket.prompt_tokens, queue.ahead(ticket))
+        expected_ns = self.first_tokens.expected_ns(
+            ticket.prompt_tokens, queue.ahead(ticket), early=_may_come_early(ticket)
+        )
         return Load(waiting, expected_ns, idle=requests == 0)
 
     def left_queue(self, request: Request, now_ns: int) -> None:
@@ -116,14 +118,28 @@ class Intake:
         if self.meter is not None:
             tokens = ledger.kv_tokens(request.request)
             self.meter.begin(request.request, request.ticket, tokens)
-        # One that was decoded before has had its first token.
-        if request.emitted_before:
+        self.answered(request, now_ns)
+
+    def answered(self, request: Request, now_ns: int) -> None:
+        """Note that the client of a request has its first token now, unless it has it already."""
+        if request.answered:
             return
+        request.begin_answer()
         if self.budget is not None:
-            self.budget.first_token(now_ns - request.waiting_since_ns, now_ns)
+            self.budget.first_token(now_ns - request.arrived_ns, now_ns)
         if self.first_tokens is not None and request.left_queue_ns is not None:
             left_ns = request.left_queue_ns
             prefilled_ns = left_ns if request.prefilled_ns is None else request.prefilled_ns
+            if request.state is State.PREFILLING:  # The token is the prefiller's.
+                prefilled_ns = now_ns
             self.first_tokens.came(
-                request.prompt_tokens, max(0, prefilled_ns - left_ns), now_ns - prefilled_ns
+                request.prompt_tokens,
+                max(0, prefilled_ns - left_ns),
+                now_ns - prefilled_ns,
+                early=_may_come_early(request.ticket),
             )
+
+
+def _may_come_early(ticket: Ticket) -> bool:
+    """Return whether a prefiller may say the first token that the client gets."""
+    return ticket.early_token or not ticket.decode

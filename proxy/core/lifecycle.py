@@ -94,8 +94,10 @@ class Request:
     Attributes:
         request: Its id, the arrival number.
         ticket: What was known when it arrived.
-        due_ns: When it expires unless it is decoded; None for never, and once it was served.
-        waiting_since_ns: When it arrived, or was last queued after it had been served.
+        due_ns: When it expires unless it is decoded; None for never, and once it was answered or served.
+        waiting_since_ns: When it arrived, or was last queued after it had been answered or served.
+        arrived_ns: When it arrived, as far as it is known.
+        answered: Whether its client has its first token.
         prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far
             (of several sequences: their mean, rounded up).
         decode: Whether a rank decodes it; otherwise a prefiller answers the whole request.
@@ -123,6 +125,8 @@ class Request:
     prompt_tokens: int = 0
     decode: bool = True
     due_ns: int | None = None
+    arrived_ns: int = 0
+    answered: bool = False
     state: State = State.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
@@ -143,6 +147,7 @@ class Request:
         self.prompt_tokens = self.ticket.prompt_tokens
         self.decode = self.ticket.decode
         self.due_ns = self.ticket.deadline_ns
+        self.arrived_ns = self.waiting_since_ns
 
     # No properties: up to Python 3.11 those take twice as long as methods.
 
@@ -168,6 +173,11 @@ class Request:
         self.lease_expires_ns = event.lease_expires_ns
         # It succeeded, so the failures before it no longer restrict a later prefill.
         self.lost_on_prefillers = ()
+
+    def begin_answer(self) -> None:
+        """Note that its client has its first token."""
+        self.answered = True
+        self.due_ns = None
 
     def wait_anew(self, now_ns: int) -> None:
         """Note that it was served, and waits from now on as if it had just arrived."""

@@ -10,7 +10,9 @@ from balanceroute.proxy.core.lifecycle import Request, State, Trigger
 from balanceroute.proxy.core.prefill.pairs import Pairs
 
 
-def lose_prefill(request: Request, event: PrefillLost, holdings: Holdings) -> list[Action]:
+def lose_prefill(
+    request: Request, event: PrefillLost, holdings: Holdings, now_ns: int
+) -> list[Action]:
     """Release what a request holds that has to be prefilled again; the caller queues it.
 
     Raises:
@@ -32,6 +34,9 @@ def lose_prefill(request: Request, event: PrefillLost, holdings: Holdings) -> li
         assert prefiller is not None
         request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
     request.decode = request.decode and event.decode
+    if request.answered:
+        # The limit of the wait before prefill is for the first token.
+        request.waiting_since_ns = now_ns
     return actions
 
 

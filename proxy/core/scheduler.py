@@ -24,6 +24,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    FirstToken,
     InBatch,
     InstanceEvent,
     Observer,
@@ -305,6 +306,13 @@ class Scheduler:
         self._to_pool(request, now_ns)
         return self._start_prefills(now_ns)
 
+    def _first_token(self, event: FirstToken, now_ns: int) -> list[Action]:
+        request = self._get(event.request)
+        if request.state is not State.PREFILLING:
+            raise LifecycleError(f"request {request.request} is not on a prefiller")
+        self.intake.answered(request, now_ns)
+        return []
+
     def _to_pool(self, request: Request, now_ns: int) -> None:
         if request.state is _QUEUED:
             request.move(Trigger.SKIP_PREFILL)
@@ -317,12 +325,12 @@ class Scheduler:
         return pool_entry(request, self.config, self.prefillers.pairs)
 
     def _prefill_lost(self, event: PrefillLost, now_ns: int) -> list[Action]:
-        actions = self._lose_prefill(self._get(event.request), event)
+        actions = self._lose_prefill(self._get(event.request), event, now_ns)
         self.leases.prefill_ended(event.request, now_ns)
         return actions + self._start_prefills(now_ns)
 
-    def _lose_prefill(self, request: Request, event: PrefillLost) -> list[Action]:
-        actions = lose_prefill(request, event, self._holdings)
+    def _lose_prefill(self, request: Request, event: PrefillLost, now_ns: int) -> list[Action]:
+        actions = lose_prefill(request, event, self._holdings, now_ns)
         self.prefill_queue.add(request, queue_end_ns(request, self.config))
         return actions
 
@@ -420,7 +428,7 @@ class Scheduler:
         # them would decode from another request's KV cache.
         lost = self.pool.lapsed(now_ns) + unpaired(self.requests, self.prefillers.pairs)
         for number in dict.fromkeys(lost):
-            actions += self._lose_prefill(self.requests[number], PrefillLost(number))
+            actions += self._lose_prefill(self.requests[number], PrefillLost(number), now_ns)
         if self.intake.queues_all:
             # So that what needs no prefiller is in the pool when the policy decides.
             actions += self._start_prefills(now_ns)
@@ -465,6 +473,7 @@ def _handlers_of(scheduler: Scheduler) -> dict[type[Event], Callable[[Any, int],
         Tick: scheduler._tick,
         RequestArrived: scheduler._arrive,
         PrefillDone: scheduler._prefilled,
+        FirstToken: scheduler._first_token,
         DecodeStarted: scheduler._start,
         RequestFinished: scheduler._ended,
         RequestFailed: scheduler._ended,

@@ -16,6 +16,7 @@ from balanceroute.proxy.core.events import (
     DecodeLost,
     DecodeStarted,
     Event,
+    FirstToken,
     InBatch,
     InPool,
     InQueue,
@@ -43,6 +44,7 @@ class Standing:
     """
 
     __slots__ = (
+        "_answered",
         "_counted_after",
         "_decode",
         "_emitted_before",
@@ -70,7 +72,7 @@ class Standing:
         self._counted_after = 0  # As many of them are in `_prompt_tokens`.
         self._waiting_since_ns = now_ns
         self._pooled_ns: int | None = None
-        self._served = False
+        self._served = self._answered = False
         self._lapses = 0
         self._lost_on_prefillers: tuple[PrefillerId, ...] = ()
         self._lost_on_ranks: tuple[RankId, ...] = ()
@@ -99,6 +101,7 @@ class Standing:
             lapses=self._lapses,
             lost_on_prefillers=self._lost_on_prefillers,
             lost_on_ranks=self._lost_on_ranks,
+            answered=self._answered,
         )
 
     def renumber(
@@ -150,11 +153,11 @@ class Standing:
         """Note `Admit`."""
         self._phase = OnRank(rank, self._kv)
 
-    def lease_ended(self) -> None:
+    def lease_ended(self, now_ns: int) -> None:
         """Note `ReleasePrefill`: the KV cache lapsed in the pool, unless it was reported lost."""
         if isinstance(self._phase, InPool):
             self._lapses += 1
-            self._to_queue()
+            self._lose_kv(now_ns)
 
     def prefill_again(self, now_ns: int) -> None:
         """Note that the scheduler took a loss for a recompute."""
@@ -178,7 +181,10 @@ class Standing:
                 self._prompt_tokens, self._counted_after = prompt_tokens, emitted_before
                 self._lost_on_prefillers = ()
                 self._to_pool(now_ns)
+            case FirstToken():
+                self._answered = True
             case DecodeStarted():
+                self._answered = True
                 assert isinstance(self._phase, OnRank)
                 pulled_from = None if self._kv is None else self._kv.prefiller
                 self._phase = InBatch(self._phase.rank, 0, pulled_from)
@@ -188,7 +194,7 @@ class Standing:
                 self._lose_rank()
                 self._to_pool(now_ns)
             case PrefillLost():
-                self._lose_prefill(event)
+                self._lose_prefill(event, now_ns)
             case RequestRecomputed(_, elsewhere):
                 if elsewhere:
                     self._lose_rank()
@@ -197,14 +203,14 @@ class Standing:
             case _:
                 pass
 
-    def _lose_prefill(self, event: PrefillLost) -> None:
+    def _lose_prefill(self, event: PrefillLost, now_ns: int) -> None:
         if not event.same_rank:
             self._lose_rank()
         if event.elsewhere:
             self._lose_prefiller()
         self._lapses += isinstance(self._phase, InPool)
         self._decode = self._decode and event.decode
-        self._to_queue()
+        self._lose_kv(now_ns)
 
     def _lose_rank(self) -> None:
         if isinstance(self._phase, OnRank | InBatch):
@@ -228,6 +234,11 @@ class Standing:
             self._to_queue()
         else:
             self._to_pool(now_ns)
+
+    def _lose_kv(self, now_ns: int) -> None:
+        if self._answered:
+            self._waiting_since_ns = now_ns
+        self._to_queue()
 
     def _to_queue(self) -> None:
         self._kv = None

@@ -14,7 +14,7 @@ class Known:
     slots: int
     prefill: bool
     decode: bool
-    since_ns: int  # It arrived, or came back from being served.
+    since_ns: int  # It arrived, or came back after it had been answered or served.
     phase: str = "queued"
     emitted_before: int = 0
     prefiller: PrefillerId | None = None  # Whose budget it holds.
@@ -26,6 +26,7 @@ class Known:
     started: bool = False
     kv_tokens: int = 0
     lost_on_ranks: list[int] = field(default_factory=list)
+    answered: bool = False  # Its client has its first token.
 
     @property
     def floor_tokens(self) -> int:

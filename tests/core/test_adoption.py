@@ -125,6 +125,7 @@ def adoption(known: Known) -> RequestAdopted:
         pooled_ns=known.pooled_ns,
         lost_on_prefillers=tuple(PrefillerId(one) for one in known.lost_on_prefillers),
         lost_on_ranks=tuple(RankId(one) for one in known.lost_on_ranks),
+        answered=known.answered,
     )
 
 

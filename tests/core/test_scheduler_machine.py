@@ -36,6 +36,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    FirstToken,
     PrefillDone,
     PrefillerClosed,
     PrefillerId,
@@ -93,7 +94,7 @@ LIVE = ("queued", "prefilling", "pooled", "decoding")
 # Prompt tokens, slots, and who serves it: both roles, a rank alone, or a prefiller alone.
 WAYS = ("both", "both", "rank", "prefiller")
 NEWCOMER = st.tuples(st.integers(1, 60), st.sampled_from([1, 1, 1, 3]), st.sampled_from(WAYS))
-BEFALLS = ("lose", "bounce", "emit", "finish", "recompute", "cancel", "fail")
+BEFALLS = ("lose", "bounce", "emit", "answer", "finish", "recompute", "cancel", "fail")
 SWITCHES = ("close rank", "open rank", "close prefiller", "open prefiller")
 KINDS: tuple[Callable[..., Event], ...] = (
     RequestArrived,
@@ -101,6 +102,7 @@ KINDS: tuple[Callable[..., Event], ...] = (
     PrefillLost,
     DecodeLost,
     DecodeStarted,
+    FirstToken,
     TokensEmitted,
     RequestRecomputed,
     RequestFinished,
@@ -289,6 +291,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drop(known)
         if known.prefill:
             known.phase = "queued"
+            if known.answered:
+                known.since_ns = self.now_ns
             insort(self.lines[known.decode], known.number)
         else:
             self.to_pool(known)
@@ -366,6 +370,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.bounce(index)
             case "emit" if self.running():
                 self.emit(index, tokens=index % 9 - 4)
+            case "answer" if self.phase("prefilling"):
+                self.answer(index)
             case "finish" if self.phase("prefilling", "decoding"):
                 self.finish(index)
             case "recompute" if self.phase("decoding"):
@@ -408,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def join(self, index: int) -> None:
         known = self.choose(index, self.joinable())
-        known.started, known.prefiller = True, None
+        known.started, known.prefiller, known.answered = True, None, True
         known.lost_on_ranks.clear()
         self.feed(DecodeStarted(known.number))
 
@@ -424,6 +430,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = max(tokens, known.floor_tokens - known.kv_tokens)
         known.kv_tokens += tokens
         self.feed(TokensEmitted(known.number, tokens))
+
+    def answer(self, index: int) -> None:
+        known = self.choose(index, self.phase("prefilling"))
+        known.answered = True
+        self.feed(FirstToken(known.number))
 
     def finish(self, index: int) -> None:
         known = self.choose(index, self.phase("prefilling", "decoding"))
@@ -590,7 +601,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         match known.phase, known.started:
             case "prefilling", _:
                 done: set[object] = {PrefillDone} if known.decode else set()
-                return always | losable | done | {RequestFinished}
+                return always | losable | done | {RequestFinished, FirstToken}
             case "pooled", _:
                 return always | losable
             case "decoding", False:

@@ -14,6 +14,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Eligible,
     Expire,
+    FirstToken,
     PrefillDone,
     PrefillerId,
     PrefillLost,
@@ -239,3 +240,37 @@ def test_another_prefill_choice_says_who_takes_the_prefill(new_driver: "type[Dri
     driver = new_driver(prefillers=2, probe_limit=1, prefill_choice=TheLast)
     assert driver(RequestArrived(A, Ticket(10))) == [StartPrefill(A, P1, 10)]
     assert driver(RequestArrived(B, Ticket(10))) == [StartPrefill(B, P0, 10)]
+
+
+def test_a_first_token_that_came_is_not_due_any_more(new_driver: "type[Driver]") -> None:
+    driver = new_driver()
+    driver.to_decode(B)
+    driver(RequestArrived(A, Ticket(10, deadline_ns=100)))
+    driver.at(20, FirstToken(A), PrefillDone(A, 10))
+    assert driver.at(500, Tick()) == []
+    assert driver(RequestFinished(B), Tick()) == [Admit(A, RANK0)]
+
+
+def test_who_is_prefilled_again_behind_a_first_token_is_not_due_and_waits_anew(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(probe_limit=1, queue_ttl_ns=50)
+    driver.to_decode(B)
+    driver(RequestArrived(A, Ticket(10, deadline_ns=100)))
+    driver.at(20, FirstToken(A), PrefillDone(A, 10), RequestArrived(C, Ticket(10)))
+    # The only prefiller is busy with C, so A waits before its prefill: for 50 ns from here on.
+    driver.at(200, PrefillLost(A))
+    assert driver.at(249, Tick()) == []
+    assert driver.at(250, Tick()) == [Expire(A)]
+
+
+def test_a_first_token_is_said_by_prefillers_alone(new_driver: "type[Driver]") -> None:
+    driver = new_driver(pool_limit=1)
+    driver.to_pool(A)
+    driver(RequestArrived(B, Ticket(10)))
+    for request in (A, B, C):
+        with pytest.raises(LifecycleError):
+            driver(FirstToken(request))
+    driver(Tick())
+    with pytest.raises(LifecycleError):
+        driver(FirstToken(A))

@@ -42,8 +42,8 @@ from balanceroute.proxy.core.standing import Standing
 A = RequestId(0)
 P0, RANK0 = PrefillerId(0), RankId(0)
 # What only the scheduler sees, and what it takes when it adopts the request. When a request left the
-# queue matters for the measure of times to the first token, which leaves out those that are adopted.
-NOT_COMPARED = {"left_queue_ns", "overtaken", "prefilling", "pulled_from"}
+# queue, or arrived before it was served, matters for the measure of times to the first token alone.
+NOT_COMPARED = {"arrived_ns", "left_queue_ns", "overtaken", "prefilling", "pulled_from"}
 
 
 class Followed:
@@ -69,7 +69,7 @@ class Followed:
                 case Admit(request, rank):
                     self.standings[request].start_decode(rank)
                 case ReleasePrefill(request) if request in requests:
-                    self.standings[request].lease_ended()
+                    self.standings[request].lease_ended(now_ns)
                 case _:
                     pass
         self.standings = {one: self.standings[one] for one in requests}

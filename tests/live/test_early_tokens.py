@@ -17,6 +17,7 @@ from tests.live.test_proxy_connectors import (
     same,
 )
 
+from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.request import decode_attempt
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -24,6 +25,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
+    from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
@@ -470,3 +472,101 @@ def test_ids_of_an_answer_that_the_prefiller_ended_are_told_to_who_asked(
         assert not site.received("decode", path)
 
     play(scenario, flags={"first_token": first_token})
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("by_tenant", [False, True])
+def test_no_stream_is_cut_by_a_deadline_that_its_first_token_kept(
+    play: "Play", relays: int, *, by_tenant: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        # They take 2 s each, 4 at a time, and their first token is due after 2 s.
+        due = [] if by_tenant else [(b"x-request-deadline-ms", b"2000")]
+        asked = [site.send(COMPLETIONS, STREAMS[COMPLETIONS], headers=due) for _ in range(100)]
+        assert [(await one.end()).done for one in asked] == [True] * 100
+        ended = await site.ended(100)
+        assert all(one.early_first_token for one in ended)
+        took_s = [first_token_s(one) for one in ended]
+        assert max(took_s) < 2.0
+        assert max(one.pool_wait_ns for one in ended) > 30e9
+
+    tenants = '[[tenant]]\nname = "a"\ndefault = true\ndeadline_s = 2.0\n' if by_tenant else ""
+    flags = EARLY | {"batch": 2, "pool_limit": 100, "client_deadline": True, "lease_s": 1000.0}
+    engines = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
+    play(scenario, flags=flags, relays=relays, tenants=tenants, **engines)
+
+
+def first_token_s(record: "RequestRecord") -> float:
+    assert record.first_token_ns is not None
+    return (record.first_token_ns - record.arrived_ns) / 1e9
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_the_limit_in_flight_is_moved_by_what_clients_got(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        asked = [site.send(COMPLETIONS, STREAMS[COMPLETIONS]) for _ in range(40)]
+        await site.until(lambda: len(site.received("prefill")) == 40)
+        await asyncio.sleep(5.0)
+        budget = site.world.scheduler.intake.budget
+        assert budget is not None
+        told_s = (budget.ttft_ns or 0.0) / 1e9
+        assert [(await one.end()).done for one in asked] == [True] * 40
+        took_s = sorted(first_token_s(one) for one in await site.ended(40))
+        assert told_s == pytest.approx(took_s[-1], rel=0.1)
+        assert told_s < 1.0
+        assert budget.decisions[Decision.DECREASE] == 0
+        assert budget.cap >= 64
+
+    flags = EARLY | {"batch": 2, "pool_limit": 100, "aimd": "post5", "lease_s": 1000.0}
+    engines = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
+    play(scenario, flags=flags | {"queue_ttl_s": 100.0}, relays=relays, **engines)
+
+
+def test_a_first_token_that_comes_after_it_was_due_is_not_begun_with(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        late = await site.post(
+            COMPLETIONS, STREAMS[COMPLETIONS], [(b"x-request-deadline-ms", b"900")]
+        )
+        assert (late.status, late.header(b"retry-after")) == (503, b"1")
+        assert site.received("decode") == []
+        in_time = [(b"x-request-deadline-ms", b"1100")]
+        assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS], in_time)).done
+        assert [one.early_first_token for one in site.world.ended] == [False, True]
+
+    play(scenario, flags=EARLY | {"client_deadline": True}, prefill_base_ns=1_000_000_000)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("fault", ["status_503", "reset_before_headers", "reset_after_tokens"])
+def test_what_is_repeated_behind_its_first_token_is_not_due(
+    play: "Play", fault: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, COMPLETIONS, STREAMS[COMPLETIONS])
+        site.fleet.faults.set("decode", **{fault: 1.0 if fault != "reset_after_tokens" else 0})
+        due = [*ID, (b"x-request-deadline-ms", b"1000")]
+        before = len(site.received("decode"))
+        exchange = site.send(COMPLETIONS, STREAMS[COMPLETIONS], headers=due)
+        await site.until(lambda: len(site.received("decode")) == before + 1)
+        await asyncio.sleep(0.1)
+        site.fleet.faults.set("decode", **{fault: None if fault == "reset_after_tokens" else 0.0})
+        same(await exchange.end(), right)
+        (record,) = await site.ended()
+        assert record.retries > 0
+
+    # The wait before the second try is longer than both limits of a first token.
+    flags = EARLY | {"client_deadline": True, "retry_backoff_s": 1.5, "retry_backoff_limit_s": 1.5}
+    play(scenario, flags=flags | {"queue_ttl_s": 1.0}, relays=relays)
+
+
+def test_a_request_that_waits_for_its_ranks_token_is_due_as_ever(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        busy = [site.send(COMPLETIONS, STREAMS[COMPLETIONS]) for _ in range(4)]
+        due = [(b"x-request-deadline-ms", b"1000")]
+        kinds: list[dict[str, Any]] = [{"stream": False}, {"stop": "never"}, {}]
+        asked = [site.send(COMPLETIONS, STREAMS[COMPLETIONS] | more, headers=due) for more in kinds]
+        assert [(await one.end()).status for one in asked] == [503, 503, 200]
+        assert all([(await one.end()).done for one in [*busy, asked[2]]])
+
+    flags = EARLY | {"client_deadline": True, "batch": 2, "pool_limit": 100}
+    play(scenario, flags=flags, batch_limit=2, step_base_ns=100_000_000)

@@ -6,8 +6,8 @@ waits there holds nothing. A request is granted a start only while fewer than `c
 in flight. So a limit that grows takes effect at once, and one that shrinks cancels nothing: it takes
 effect as requests end, whatever it was in between.
 
-Only requests that a rank answered count for the time to first token. Errors are fast, and would raise
-the limit of a fleet that fails.
+Only requests whose client got a first token count for the time to it, whoever said it. Errors are fast,
+and would raise the limit of a fleet that fails.
 """
 
 from collections import Counter, deque
@@ -77,7 +77,7 @@ class Budget:
         return self.cap * open_ranks - in_flight
 
     def first_token(self, ttft_ns: int, now_ns: int) -> None:
-        """Note the first token of a request that a rank answers."""
+        """Note the first token that a client got."""
         self._firsts.add(ttft_ns, now_ns)
 
     def step(self, duration_ns: int, now_ns: int) -> None:

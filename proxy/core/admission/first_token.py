@@ -2,7 +2,8 @@
 
 Three parts: the wait before prefill, by the requests ahead in the queue's order and the measured rate
 at which they start; the prefill, by its prompt and the measured time per token; and the rest (pool, KV
-transfer, first step), as it was lately. All are means, so half of the requests take longer.
+transfer, first step), as it was lately. Those whose first token may be the prefiller's have a rest of
+their own, which is none if it is. All are means, so half of the requests take longer.
 """
 
 from math import exp
@@ -35,7 +36,8 @@ class FirstTokens:
         # Starts of requests that had waited, and the time in which any waited; both decay.
         self._starts = self._backlog_ns = 0.0
         self._since_ns: int | None = None
-        self._prefill_ns_per_token, self._rest_ns = _Mean(), _Mean()
+        self._prefill_ns_per_token = _Mean()
+        self._rest_ns = {early: _Mean() for early in (False, True)}
 
     def advance(self, now_ns: int, *, waiting: bool) -> None:
         """Note the time; `waiting` is whether anything waited before prefill until now."""
@@ -51,19 +53,20 @@ class FirstTokens:
         """Note that a request that had waited before prefill waits no longer."""
         self._starts += 1
 
-    def came(self, prompt_tokens: int, prefill_ns: int, rest_ns: int) -> None:
-        """Note a first token: what its prefill took, and what came after that."""
+    def came(self, prompt_tokens: int, prefill_ns: int, rest_ns: int, *, early: bool) -> None:
+        """Note a first token: what its prefill took, and what came after that; `early` as below."""
         self._prefill_ns_per_token.add(prefill_ns / prompt_tokens)
-        self._rest_ns.add(rest_ns)
+        self._rest_ns[early].add(rest_ns)
 
-    def expected_ns(self, prompt_tokens: int, ahead: int) -> float | None:
+    def expected_ns(self, prompt_tokens: int, ahead: int, *, early: bool) -> float | None:
         """Return the expected time to first token; None while too little was measured.
 
         Args:
             prompt_tokens: Of the request.
             ahead: The requests that will start before it.
+            early: Whether its first token may be the prefiller's.
         """
-        per_token_ns, rest_ns = self._prefill_ns_per_token.value, self._rest_ns.value
+        per_token_ns, rest_ns = self._prefill_ns_per_token.value, self._rest_ns[early].value
         if per_token_ns is None or rest_ns is None:
             return None
         wait_ns = 0.0

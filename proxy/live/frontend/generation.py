@@ -17,6 +17,7 @@ from balanceroute.proxy.live.frontend.request_head import (
 )
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
+from balanceroute.proxy.live.openai.first_token import may_begin_early
 from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
 from balanceroute.proxy.live.openai.token_shape import read_token_shape
 from balanceroute.proxy.live.request.direct import check_direct
@@ -148,9 +149,14 @@ class Generation:
             return
         name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
         session = session_of(headers, name) if b"x-session-id" in rare else 0
+        early = (
+            group.intake.context.legs.asks_early
+            and not (shape.direct or group.intake.context.connector.facts.decode_first)
+            and may_begin_early(shape, asking.body.values) is not None
+        )
         group.intake.submit(
             Arrival(
-                Asked(shape, eligible, expected_tokens, asking.urgency, name, session),
+                Asked(shape, eligible, expected_tokens, asking.urgency, name, session, early),
                 asking.body,
                 partial(self._engine_lines, asking.known, headers),
                 asking.reply,

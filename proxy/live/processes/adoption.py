@@ -60,6 +60,7 @@ def live_message(
         told.lapses,
         told.lost_on_prefillers,
         told.lost_on_ranks,
+        told.answered,
     )
 
 
@@ -88,6 +89,7 @@ def adoption(live: Live, request: RequestId, ticket: Ticket) -> RequestAdopted:
         lapses=live.lapses,
         lost_on_prefillers=live.lost_on_prefillers,
         lost_on_ranks=live.lost_on_ranks,
+        answered=live.answered,
     )
 
 

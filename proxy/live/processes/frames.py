@@ -14,7 +14,7 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.processes.from_relay import FromRelay
 from balanceroute.proxy.live.processes.to_relay import ToRelay
 
-VERSION = 3
+VERSION = 4
 """Of the protocol. Messages may get more fields at their end under the same version, never fewer."""
 
 MAX_FRAME_BYTES = 64 << 20

@@ -46,6 +46,7 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
         weight: Its share among requests of the same level.
         blocks: See `prompt_blocks`; empty unless `Welcome.uses_blocks`.
         session: Hash of the name of its conversation; 0 for none.
+        early_token: Whether its client may get its first token when its prefill ends.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Arrival(Struct, frozen=True, array_like=True, tag=2):
     weight: float = 1.0
     blocks: PromptBlocks = PromptBlocks()
     session: int = 0
+    early_token: bool = False
 
 
 class Live(Struct, frozen=True, array_like=True, tag=3):
@@ -79,12 +81,13 @@ class Live(Struct, frozen=True, array_like=True, tag=3):
         lease_expires_ns: When its KV cache may be gone; None for never.
         pulls: Whether a rank has yet to pull a KV cache.
         rank: Who decodes; None if nobody.
-        waiting_since_ns: When it arrived, or was last queued again after a rank had served it.
+        waiting_since_ns: When it arrived, or was last queued again after its client had a token.
         pooled_ns: When it first waited for a rank since then; None if it has not.
         served: Whether a rank has served it before.
         lapses: KV caches that it lost since then while it waited for a rank.
         lost_on_prefillers: Prefillers that lost it, the latest last, since its last prefill.
         lost_on_ranks: Ranks that lost it, the latest last, since it last began to decode.
+        answered: Whether its client has its first token.
     """
 
     arrival: Arrival
@@ -105,6 +108,7 @@ class Live(Struct, frozen=True, array_like=True, tag=3):
     lapses: int
     lost_on_prefillers: tuple[PrefillerId, ...]
     lost_on_ranks: tuple[RankId, ...]
+    answered: bool = False
 
 
 # Events of the core. Each counts for `heard` of what the scheduler process answers.
@@ -161,6 +165,13 @@ class Recomputed(Struct, frozen=True, array_like=True, tag=8):
     number: int
     taken: int
     elsewhere: bool
+
+
+class FirstToken(Struct, frozen=True, array_like=True, tag=9):
+    """See `events.FirstToken`."""
+
+    number: int
+    taken: int
 
 
 # Reports; see `request/reports.py`.
@@ -351,7 +362,7 @@ class AskAlone(Struct, frozen=True, array_like=True, tag=30):
     tenant: str
 
 
-CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed
+CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | FirstToken
 Loss = PrefillLost | DecodeLost | Recomputed
 Report = (
     LegSucceeded

@@ -136,7 +136,7 @@ class Link(Struct, eq=False):
             return False
         match order:
             case to_relay.LeaseEnded():
-                self._noted.append((Standing.lease_ended, ()))
+                self._noted.append((Standing.lease_ended, (now_ns,)))
             case to_relay.PrefillAgain():
                 self._noted.append((Standing.prefill_again, (now_ns,)))
             case to_relay.Expire() | to_relay.Crash():

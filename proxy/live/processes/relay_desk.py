@@ -66,6 +66,7 @@ class RelayDesk:
             from_relay.Resumed: lambda _: None,
             from_relay.Arrival: self._arrival,
             from_relay.PrefillDone: self._prefill_done,
+            from_relay.FirstToken: self._first_token,
             from_relay.PrefillLost: self._event,
             from_relay.DecodeLost: self._event,
             from_relay.DecodeStarted: self._decode_started,
@@ -194,6 +195,7 @@ class RelayDesk:
                 Urgency(message.level, message.deadline_ns, message.weight),
                 message.tenant,
                 message.session,
+                message.early_token,
             )
         )
         if message.blocks.hashes:
@@ -238,6 +240,12 @@ class RelayDesk:
             self._count_prompt(request, tokens)
         request.prefilled(message)
         self._feed(request, events.PrefillDone(number, tokens, message.lease_expires_ns))
+
+    def _first_token(self, message: from_relay.FirstToken) -> None:
+        request = self.requests.get(message.number)
+        if request is not None:
+            request.answered(message)
+            self._feed(request, events.FirstToken(request.number))
 
     def _decode_started(self, message: from_relay.DecodeStarted) -> None:
         request = self.requests.get(message.number)

@@ -46,6 +46,8 @@ def event_message(
             return from_relay.PrefillLost(number, taken, elsewhere, decode, same_rank)
         case events.DecodeLost(number):
             return from_relay.DecodeLost(number, taken)
+        case events.FirstToken(number):
+            return from_relay.FirstToken(number, taken)
         case events.RequestRecomputed(number, elsewhere):
             return from_relay.Recomputed(number, taken, elsewhere)
         case _:

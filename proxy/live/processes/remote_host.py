@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.core.events import PrefillerId, RequestId
@@ -177,6 +179,7 @@ class RemoteHost:
             urgency.weight,
             blocks,
             asked.session,
+            asked.early_token,
         )
         self._links[number] = Link(arrival, message, session)
         self.uplink.send(message)
@@ -203,7 +206,7 @@ class RemoteHost:
             tell = self.uplink.send_late if type(message) is _DecodeStarted else self.uplink.send
             tell(message)
             link.sent += 1
-        elif not isinstance(event, events.DecodeStarted):
+        elif not isinstance(event, events.DecodeStarted | events.FirstToken):
             self.uplink.send(self._anew(link))
 
     def ask_retry(
@@ -257,6 +260,8 @@ class RemoteHost:
     def _anew(self, link: Link) -> from_relay.Arrival:
         await_anew(link.session)
         link.arrive_anew()
+        if link.session.answer.opened:  # Its first token is not due any more.
+            link.message = structs.replace(link.message, deadline_ns=None)
         return link.message
 
     # What the relay's own parts do.

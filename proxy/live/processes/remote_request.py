@@ -154,6 +154,11 @@ class RemoteRequest:
             self._counts.update(np.array([self.row]), np.array([event.emitted]))
         self._kv = self._remote = None
 
+    def answered(self, event: from_relay.FirstToken) -> None:
+        """Count an event likewise."""
+        self.heard += 1
+        self.given = event.taken
+
     def lost(self, event: from_relay.Loss) -> bool:
         """Count an event likewise; return whether it crossed a binding."""
         crossed = event.taken < self.given

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.core.events import DecodeStarted
+from balanceroute.proxy.core.events import DecodeStarted, FirstToken
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
@@ -344,6 +344,7 @@ class DecodeAttempt(Attempt):
             session.host.feed(DecodeStarted(session.number), served)
         else:
             session.host.report(served)
+            session.host.feed(FirstToken(session.number))
 
     def _served(self) -> LegSucceeded:
         pair = self.pair

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.core.events import RequestId, Ticket
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -101,6 +101,7 @@ class AttemptOwner(Protocol):
     """What an attempt needs of its session: the request, and whom to tell what becomes of it."""
 
     number: "RequestId"
+    ticket: "Ticket"
     shape: "Shape"
     decodes: bool
     headers: bytes

@@ -32,6 +32,8 @@ class LegSettings:
         pass_priority: Whether engines get the priority that a client gives its request.
         resume: Which streams go on at another rank when theirs fails.
         first_token: Whose first token the client of a stream gets.
+        asks_early: Whether each request is to say when it comes whether its first token may be the
+            prefiller's.
         expired_status: Of the answer to a request that waited longer than it may.
         drop: Members of clients that no engine gets.
     """
@@ -51,6 +53,7 @@ class LegSettings:
     pass_priority: bool
     resume: Resume = Resume.OFF
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
+    asks_early: bool = False
     expired_status: int = 503
     drop: frozenset[str] = field(init=False)
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from balanceroute.proxy.core.events import PrefillDone
+from balanceroute.proxy.core.events import FirstToken, PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.first_tokens import FirstTokens
@@ -146,10 +146,11 @@ class PrefillAttempt(Attempt):
     def _tell(self, early: EarlyToken, answer: PrefillAnswer, body: bytes) -> None:
         """Begin the client's stream with the answer's token, unless a rank may refuse the request.
 
-        On probation it waits for the rank, to be compared.
+        On probation it waits for the rank, to be compared. One that comes too late is no answer: the
+        scheduler ends the request, as any that is due in the pool.
         """
         session, record, firsts = self._session, self._session.record, self.prefiller.first_tokens
-        if not firsts.credible or not self._fits(answer.prompt_tokens):
+        if not firsts.credible or not self._fits(answer.prompt_tokens) or self._is_late():
             return
         if session.shape.api is Api.GENERATE:
             prompt = bytes(session.body.value_text(PROMPT))
@@ -167,6 +168,11 @@ class PrefillAttempt(Attempt):
         record.early_first_token, record.output_tokens = True, 1
         session.answer.open(200, STREAM_HEADERS)
         session.answer.reply.write(said.events)
+        session.host.feed(FirstToken(session.number))
+
+    def _is_late(self) -> bool:
+        due_ns, came_ns = self._session.ticket.deadline_ns, self._session.record.prefilled_ns
+        return due_ns is not None and came_ns is not None and due_ns <= came_ns
 
     def _fits(self, prompt_tokens: int) -> bool:
         """Return whether the context surely has room for all that was asked for; this leg's is one token."""

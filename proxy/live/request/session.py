@@ -310,6 +310,7 @@ class Session:
         """Answer with the one token of the prefill, behind which nothing comes."""
         self._enter(Phase.ENDED)
         answer_shortly(self.answer, self.shape, self.body, message)
+        self.host.feed(events.FirstToken(self.number))
         self._end(events.RequestFinished(self.number), Outcome.OK)
 
     # What the engine answers that does the request.

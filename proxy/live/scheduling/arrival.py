@@ -28,6 +28,7 @@ class Asked(Struct, frozen=True):
         expected_tokens: What its client expects one sequence to emit; None if it does not say.
         tenant: Whose it is; empty if tenants are not told apart.
         session: See `Ticket`.
+        early_token: See `Ticket`.
     """
 
     shape: "Shape"
@@ -36,6 +37,7 @@ class Asked(Struct, frozen=True):
     urgency: "Urgency"
     tenant: str
     session: int = 0
+    early_token: bool = False
 
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
@@ -56,6 +58,7 @@ class Asked(Struct, frozen=True):
             weight=self.urgency.weight,
             deadline_ns=self.urgency.deadline_ns,
             session=self.session,
+            early_token=self.early_token,
         )
 
 

@@ -67,11 +67,17 @@ class AimdOptions:
             return None
         return _POST_4_TIMEOUT_S if self.aimd == "post4" else _TIMEOUT_SHARE * self.aimd_ttft_s
 
-    def too_long(self, queue_ttl_s: float, pool_ttl_s: float) -> str | None:
-        """Return why the target cannot be kept, if requests may wait for longer than it."""
-        if self.aimd == "off" or queue_ttl_s + pool_ttl_s <= self.aimd_ttft_s:
+    def too_long(self, queue_ttl_s: float, pool_ttl_s: float | None) -> str | None:
+        """Return why the target cannot be kept, if requests may wait for longer than it.
+
+        Args:
+            queue_ttl_s: How long before prefill.
+            pool_ttl_s: How long after it for the first token; None if they do not.
+        """
+        if self.aimd == "off" or queue_ttl_s + (pool_ttl_s or 0.0) <= self.aimd_ttft_s:
             return None
+        pool = "" if pool_ttl_s is None else f" + --pool-ttl-s ({pool_ttl_s:g})"
         return (
             f"requests may wait for longer than --aimd-ttft-s ({self.aimd_ttft_s:g}): --queue-ttl-s "
-            f"({queue_ttl_s:g}) + --pool-ttl-s ({pool_ttl_s:g})"
+            f"({queue_ttl_s:g}){pool}"
         )

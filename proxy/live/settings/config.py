@@ -8,6 +8,7 @@ from enum import Enum
 from math import inf
 from pathlib import Path
 
+from balanceroute.proxy.core.admission import EXPECTING
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.ranks import repeated
@@ -104,7 +105,11 @@ class ProxyConfig:
     def legs(self) -> LegSettings:
         """Time limits and retries of what is sent to engines."""
         sections = (self.times, self.failures, self.limits, self.scheduling)
-        return part(LegSettings, *sections, direct=self.direct)
+        asks_early = (
+            self.scheduling.first_token is FirstTokenFrom.PREFILL
+            and self.admission.admission in EXPECTING
+        )
+        return part(LegSettings, *sections, direct=self.direct, asks_early=asks_early)
 
     @property
     def health(self) -> HealthSettings:
@@ -120,7 +125,9 @@ class ProxyConfig:
     def too_long_waits(self) -> str | None:
         """Why the target of --aimd cannot be kept with these time limits; None if it can."""
         assert self.times.queue_ttl_s is not None, "make_config replaces it"
-        return self.aimd.too_long(self.times.queue_ttl_s, self.times.pool_ttl_s)
+        early = self.scheduling.first_token is FirstTokenFrom.PREFILL
+        pool_ttl_s = None if early else self.times.pool_ttl_s
+        return self.aimd.too_long(self.times.queue_ttl_s, pool_ttl_s)
 
     @property
     def hears_kv_events(self) -> bool:

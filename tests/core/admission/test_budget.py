@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,6 +23,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    FirstToken,
     PrefillDone,
     PrefillLost,
     RankClosed,
@@ -32,6 +34,7 @@ from balanceroute.proxy.core.events import (
     RequestFailed,
     RequestFinished,
     RequestId,
+    RequestRecomputed,
     StartPrefill,
     StepCompleted,
     Tick,
@@ -368,3 +371,40 @@ def test_a_lost_prefill_returns_its_place() -> None:
     # It starts again at once: its place is its own.
     assert fleet.feed(PrefillLost(number))
     assert fleet.in_flight == 1
+
+
+def test_a_first_token_counts_once_from_the_arrival_whoever_says_it() -> None:
+    fleet = Fleet(POST_5)
+    took_ns = []
+    for number in map(RequestId, range(12)):
+        arrived_ns = fleet.now_ns
+        fleet.feed(RequestArrived(number, Ticket(10)))
+        fleet.now_ns += S // 100 * (number + 1)
+        if number % 2:  # The prefiller's, long before there is a rank.
+            fleet.feed(FirstToken(number))
+            took_ns.append(fleet.now_ns - arrived_ns)
+            fleet.now_ns += S // 2
+        fleet.feed(PrefillDone(number, 10))
+        assert Admit(number, RankId(0)) in fleet.feed(Tick())
+        if number % 4 == 0:  # The rank gives it back before it says anything.
+            fleet.perform(fleet.feed(RequestRecomputed(number)))
+        else:
+            fleet.feed(DecodeStarted(number))
+        if not number % 2:
+            took_ns.append(fleet.now_ns - arrived_ns)
+        fleet.perform(fleet.feed(RequestRecomputed(number)))
+        fleet.feed(RequestFinished(number))
+    fleet.at(11)
+    assert fleet.budget.ttft_ns == pytest.approx(np.percentile(took_ns, 99))
+
+
+def test_the_whole_of_a_request_that_a_prefiller_answers_counts_too() -> None:
+    fleet = Fleet(POST_5)
+    for number in map(RequestId, range(12)):
+        fleet.feed(RequestArrived(number, Ticket(10, decode=False)))
+        fleet.now_ns += S // 10
+        fleet.feed(FirstToken(number))
+        fleet.feed(FirstToken(number))
+        fleet.feed(RequestFinished(number))
+    fleet.at(5)
+    assert fleet.budget.ttft_ns == S // 10

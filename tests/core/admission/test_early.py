@@ -24,37 +24,37 @@ def measured(*, starts_per_s: float = 2.0, seconds: int = 40) -> FirstTokens:
     for number in range(round(seconds * starts_per_s)):
         first_tokens.advance(round(number * S / starts_per_s), waiting=True)
         first_tokens.started()
-    first_tokens.came(100, 100_000_000, S // 2)
+    first_tokens.came(100, 100_000_000, S // 2, early=False)
     return first_tokens
 
 
 def test_the_parts_of_a_first_token_add_up() -> None:
-    expected_ns = measured().expected_ns(1_000, ahead=9)
+    expected_ns = measured().expected_ns(1_000, ahead=9, early=False)
     # It is the tenth to start at two a second; then a prefill of 1 s, and the rest.
     assert expected_ns == pytest.approx(5 * S + S + S / 2, rel=0.02)
-    assert measured().expected_ns(1_000, ahead=0) == pytest.approx(S + S / 2)
+    assert measured().expected_ns(1_000, ahead=0, early=False) == pytest.approx(S + S / 2)
 
 
 def test_nothing_is_expected_before_it_was_measured() -> None:
-    assert FirstTokens().expected_ns(10, ahead=0) is None
+    assert FirstTokens().expected_ns(10, ahead=0, early=False) is None
     first_tokens = FirstTokens()
-    first_tokens.came(100, 100_000_000, S)
-    assert first_tokens.expected_ns(100, ahead=0) is not None
-    assert first_tokens.expected_ns(100, ahead=1) is None
+    first_tokens.came(100, 100_000_000, S, early=False)
+    assert first_tokens.expected_ns(100, ahead=0, early=False) is not None
+    assert first_tokens.expected_ns(100, ahead=1, early=False) is None
 
 
 def test_time_without_a_queue_says_nothing_about_the_rate() -> None:
     first_tokens = measured()
-    before_ns = first_tokens.expected_ns(10, ahead=9)
+    before_ns = first_tokens.expected_ns(10, ahead=9, early=False)
     first_tokens.advance(10_000 * S, waiting=False)
-    assert first_tokens.expected_ns(10, ahead=9) == before_ns
+    assert first_tokens.expected_ns(10, ahead=9, early=False) == before_ns
 
 
 def test_a_queue_that_does_not_move_takes_longer_and_longer() -> None:
     first_tokens = measured()
-    before_ns = first_tokens.expected_ns(10, ahead=1)
+    before_ns = first_tokens.expected_ns(10, ahead=1, early=False)
     first_tokens.advance(70 * S, waiting=True)
-    after_ns = first_tokens.expected_ns(10, ahead=1)
+    after_ns = first_tokens.expected_ns(10, ahead=1, early=False)
     assert before_ns is not None
     assert after_ns is not None
     assert after_ns > 5 * before_ns

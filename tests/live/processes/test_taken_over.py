@@ -127,6 +127,24 @@ def test_a_deadline_that_its_client_set_holds_under_the_next_one(play: "Play") -
     play(scenario, relays=2, flags=flags, batch_limit=1, **SLOW)
 
 
+def test_a_first_token_that_came_before_is_not_due_under_the_next_one(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        busy = [await site.send(COMPLETIONS, STREAM).until_events(3) for _ in range(2)]
+        headers = [(b"x-request-deadline-ms", b"500")]
+        late = [site.send(COMPLETIONS, STREAM, headers=headers) for _ in range(3)]
+        for one in late:
+            await one.until_events(1)
+        await restart(site)
+        requests = site.world.scheduler.requests.values()
+        pooled = [one for one in requests if one.state is State.POOLED]
+        assert [(one.answered, one.due_ns) for one in pooled] == [(True, None)] * 3
+        for one in (*busy, *late):
+            assert (await one.end()).done
+
+    flags = {"batch": 1, "client_deadline": True, "first_token": "prefill"}
+    play(scenario, relays=2, flags=flags, batch_limit=1, **SLOW)
+
+
 def test_engines_may_have_other_ids_and_one_that_is_missing_is_not_accounted_for(
     play: "Play",
 ) -> None:
