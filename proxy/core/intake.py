@@ -51,7 +51,8 @@ class Intake:
         self.local_prefill = local_prefill
         self.follows_time = budget is not None or first_tokens is not None
         self.held = False
-        self.queues_all = budget is not None
+        # What is to be expected of a wait is measured in the queue.
+        self.queues_all = self.follows_time
 
     @property
     def observer(self) -> Observer | None:

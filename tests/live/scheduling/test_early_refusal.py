@@ -11,6 +11,44 @@ if TYPE_CHECKING:
 COMPLETIONS = "/v1/completions"
 
 
+@pytest.mark.parametrize("connector", ["nixl", "mooncake-layerwise"])
+def test_a_request_that_needs_no_prefiller_is_refused_early_too(
+    play: "Play", connector: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        # A prefiller's prompts take a moment, an answer 2 s on one of two ranks with a slot each.
+        def send(*headers: tuple[bytes, bytes]) -> "Exchanged":
+            values = BODY | {"max_tokens": 20, "ignore_eos": True, "stream": True}
+            return site.send(COMPLETIONS, values, headers=list(headers))
+
+        for _ in range(3):
+            await send().end()
+        load = [send() for _ in range(12)]
+        await load[3].end()
+        begin_s = site.loop.time()
+        refused = await send((b"x-request-deadline-ms", b"2000")).end()
+        assert refused.status == 503
+        assert "the first token is expected in" in refused.json["error"]["message"]
+        assert site.loop.time() - begin_s < 0.1
+        patient = send((b"x-request-deadline-ms", b"60000"))
+        for one in (*load, patient):
+            assert (await one.end()).done
+        record = site.world.ended[-1]
+        assert record.first_token_ns is not None
+        assert record.expected_ttft_ns is not None
+        ratio = (record.first_token_ns - record.arrived_ns) / record.expected_ttft_ns
+        assert 0.6 < ratio < 1.6
+
+    flags = {"admission": "early", "client_deadline": True, "batch": 1, "pool_limit": 2}
+    play(
+        scenario,
+        connector=connector,
+        batch_limit=1,
+        step_base_ns=100_000_000,
+        flags=flags | {"connector": connector},
+    )
+
+
 @pytest.mark.parametrize("admission", ["bounded", "early"])
 def test_a_request_that_cannot_be_in_time_is_refused_at_once(play: "Play", admission: str) -> None:
     async def scenario(site: "Site") -> None:
