@@ -41,6 +41,7 @@ PIECES = (
     *(b"content-length: 1\x0b\r\n", b"content-length: 005\r\n", b"host: b\r\n", b"x: y\r\n"),
     *(b"transfer-encoding: chunked\r\n", b"transfer-encoding: gzip, chunked\r\n"),
     *(b"Transfer-Encoding: \x0bchunked\r\n", b"transfer-encoding: identity\r\n"),
+    *(b"transfer-encoding: chunked\t\r\n", b"transfer-encoding: chunked \r\n"),
     *(b"Transfer-Encoding:\tchunked\r\n", b" folded\r\n", b"\tfolded: 2\r\n", b"HTTP/1.0"),
     *(b"connection: close\r\n", b"expect: 100-continue\r\n", b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"),
 )

@@ -93,8 +93,13 @@ fields = st.lists(
         b"Content-Length: +5",
         b"Content-Length:",
         b"Transfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked ",
+        b"Transfer-Encoding:\tchunked",
+        b"Transfer-Encoding: chunked\t",
+        b"Transfer-Encoding: Chunked \t ",
         b"Transfer-Encoding: gzip, chunked",
         b"Transfer-Encoding: chunked, identity",
+        b"Content-Length: 5\t",
         b"Connection: close",
         b"X : y",
         b" folded",
@@ -175,12 +180,22 @@ def test_a_response_head_is_read() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 1_0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\t\r\n\r\n",
         b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
 def test_an_ambiguous_response_head_is_refused(head: bytes) -> None:
     with pytest.raises(MalformedError):
         parse_response_head(head)
+
+
+@pytest.mark.parametrize("after", [b"\t", b" \t", b"\t "])
+def test_a_tab_behind_the_transfer_coding_is_refused_as_by_llhttp(after: bytes) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked%b\r\n\r\n" % after
+    with pytest.raises(httptools.HttpParserError):
+        httptools.HttpRequestParser(object()).feed_data(head)
+    with pytest.raises(MalformedError, match="a tab follows the transfer coding"):
+        parse_request_head(head, max_target_bytes=100, max_headers=10)
 
 
 @pytest.mark.parametrize(
