@@ -12,6 +12,8 @@ from collections.abc import Collection
 from balanceroute.proxy.wire.messages import Headers, Rejection, first_value
 
 _PORT = re.compile(r":[0-9]*$")
+# Brackets stand around an IPv6 address, and nowhere else.
+_BRACKETED = re.compile(r"\[([0-9a-f:.]+)\]")
 
 
 def is_loopback(host: str) -> bool:
@@ -22,6 +24,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_loopback_in_url(host: str) -> bool:
+    bracketed = _BRACKETED.fullmatch(host)
+    if bracketed is None:
+        return ":" not in host and is_loopback(host)
+    return ":" in host and is_loopback(bracketed[1])
 
 
 def check_host(headers: Headers, names: Collection[str]) -> Rejection | None:
@@ -35,7 +44,7 @@ def check_host(headers: Headers, names: Collection[str]) -> Rejection | None:
     if authority is None:
         return None
     host = _PORT.sub("", authority.decode("latin-1").lower())
-    if host not in names and not is_loopback(host.strip("[]")):
+    if host not in names and not _is_loopback_in_url(host):
         return Rejection(
             403, f"without a token this listener is not called {host[:256]!r}: see --admin-name"
         )
