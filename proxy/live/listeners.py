@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import (
+    CONNECTIONS,
     MAX_BODY_BYTES,
     Admin,
     Control,
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.service import Common
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
-_ADMIN_CONNECTIONS = 16
+# Of the admin listener: who gives orders is near.
+_HEADER_TIMEOUT_S = 2.0
 # How long a client may believe that HTTP/3 is spoken.
 _ALTERNATIVE_S = 86_400
 
@@ -179,12 +181,15 @@ class AdminListener:
             token=config.credentials.admin_token,
             names={listening.admin_host, *listening.admin_name},
         )
-        # Few and its own: it answers when the public listener is full.
+        # Few and its own: it answers when the public listener is full. Nobody holds them without a request
+        # that is at work: what else is there makes room, and what holds a place for long is bounded.
         limits = replace(
             config.server_limits,
             body_limit_bytes=MAX_BODY_BYTES,
-            connection_limit=_ADMIN_CONNECTIONS,
-            peer_connection_limit=None,
+            connection_limit=CONNECTIONS,
+            peer_connection_limit=0,
+            unread_gives_way=True,
+            header_timeout_s=min(config.server_limits.header_timeout_s, _HEADER_TIMEOUT_S),
         )
         self.server = Server(self.pages, limits=limits, refuse=_refuse)
 

@@ -135,7 +135,10 @@ class ServerLimits:
             nginx (`proxy_ignore_client_abort off`) and in every ASGI server.
         connection_limit: Connections at a time; see `ConnectionLimit` for more. With TLS a connection
             counts from the end of its handshake. None for no limit.
-        peer_connection_limit: The same, per client address.
+        peer_connection_limit: The same, per client address. 0 for no limit, None for what
+            `ConnectionLimit` does without one.
+        unread_gives_way: Whether a connection whose answer is complete, but unread, makes room for a
+            new one. For answers that can be asked for again.
         body_budget_bytes: All bodies that are being received or whose requests are not answered yet;
             a request above it gets 503. None for no limit.
     """
@@ -153,6 +156,7 @@ class ServerLimits:
     half_close: bool = False
     connection_limit: int | None = None
     peer_connection_limit: int | None = None
+    unread_gives_way: bool = False
     body_budget_bytes: int | None = None
 
 

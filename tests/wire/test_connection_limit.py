@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
+from balanceroute.proxy.wire.connection_limit import ConnectionLimit
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 
@@ -44,15 +46,32 @@ class Client:
         self.writer.write(GET.replace(b"/", path, 1))
         return await self.reader.readuntil(b"\r\n\r\n")
 
+    async def is_closed(self) -> bool:
+        """Return whether the server has closed it, whatever it said before."""
+        if self.reader.at_eof() or self.writer.transport.is_closing():
+            return True
+        with suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(0.01):
+                while await self.reader.read(1000):
+                    pass
+            return True
+        return self.reader.at_eof() or self.reader.exception() is not None
+
     async def wait(self, desk: Desk) -> None:
         """Begin a request that is kept."""
         count = len(desk.kept)
         self.writer.write(GET.replace(b"/", b"/wait", 1))
-        while len(desk.kept) == count:  # noqa: ASYNC110 (What is waited for sets no event.)
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(5.0):
+            while len(desk.kept) == count:  # noqa: ASYNC110 (What is waited for sets no event.)
+                await asyncio.sleep(0.001)
 
 
-Connect = Callable[[], Awaitable[Client]]
+class Connect(Protocol):
+    """Opens a connection, from an address; the server has accepted it then."""
+
+    def __call__(self, host: str = "127.0.0.1") -> Awaitable[Client]: ...
+
+
 Scenario = Callable[[VirtualLoop, Server, Desk, Connect], Awaitable[None]]
 
 
@@ -65,8 +84,10 @@ def play(scenario: Scenario, **limits: Any) -> None:
         await server.start("127.0.0.1", 0)
         writers: list[asyncio.StreamWriter] = []
 
-        async def connect() -> Client:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        async def connect(host: str = "127.0.0.1") -> Client:
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", server.port, local_addr=(host, 0)
+            )
             writers.append(writer)
             await asyncio.sleep(0.01)  # Accepted by now.
             return Client(reader, writer)
@@ -147,30 +168,216 @@ def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
     """Finding H5: silent connections kept everybody out."""
 
     async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        silent = await connect()
-        used = await connect()
-        busy = await connect()
+        first, second, busy = [await connect() for _ in range(3)]
+        for client in (first, second):
+            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+            await asyncio.sleep(1.0)
         await busy.wait(desk)
-        half = await connect()
-        half.writer.write(GET[:10])
-        await asyncio.sleep(1.0)
-        assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
-        await asyncio.sleep(1.0)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
-        assert await silent.reader.read() == b""
-        newest = await connect()
-        assert await used.reader.read() == b""
-        await newest.wait(desk)
-        await asyncio.sleep(1.0)
-        await (await connect()).wait(desk)  # In the place of the one before the newest.
+        for oldest in (first, second):
+            await (await connect()).wait(desk)
+            assert await oldest.reader.read() == b""
         # Everybody left is at work.
         assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
-        assert server.limit.evicted == 3
-        half.writer.write(GET[10:])
-        assert (await half.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert server.limit.evicted == 2
         assert len(desk.kept) == 3
 
-    play(scenario, connection_limit=4)
+    play(scenario, connection_limit=3)
+
+
+HALF = GET[:-2]
+UPLOAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n{"
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", HALF, UPLOAD, UPLOAD[:-1]])
+def test_who_leaves_a_request_unfinished_keeps_nobody_out(begun: bytes) -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        used = await connect()
+        assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
+        holders = [await connect() for _ in range(15)]
+        for holder in holders:
+            holder.writer.write(begun)
+        await asyncio.sleep(1.5)
+        upload = begun.startswith(b"POST")
+        for count in range(30):
+            client = await connect()
+            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+            # Half a body is worth more than a connection without a request, half a head is not.
+            assert await used.is_closed() is upload
+            assert (sum([await one.is_closed() for one in holders]) > 0) is not upload or count
+            client.writer.close()
+            # Renewed for ever.
+            holders.append(await connect())
+            holders[-1].writer.write(begun)
+            await asyncio.sleep(0.1)
+        assert server.limit.rejected == {"limit": 0, "peer": 0}
+
+    play(scenario, connection_limit=16)
+
+
+def test_a_head_that_comes_byte_by_byte_keeps_nobody_out() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        holders = [await connect() for _ in range(8)]
+        for byte in HALF[:20]:
+            for holder in holders:
+                if not holder.writer.is_closing():
+                    holder.writer.write(bytes([byte]))
+            await asyncio.sleep(0.3)
+            client = await connect()
+            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+            client.writer.close()
+            await asyncio.sleep(0.1)
+
+    play(scenario, connection_limit=8)
+
+
+def test_half_a_request_that_gives_way_is_told_so() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        half = await connect()
+        half.writer.write(HALF)
+        await asyncio.sleep(1.5)
+        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
+        told = await half.reader.read()
+        assert told.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in told
+        assert b"too many connections: this request was not complete" in told
+        assert (server.limit.evicted, server.limit.rejected["limit"]) == (1, 0)
+
+    play(scenario, connection_limit=1)
+
+
+def test_what_is_on_its_way_stays_while_others_are_late() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        refused, half, used, trickle, upload = [await connect() for _ in range(5)]
+        trickle.writer.write(UPLOAD)
+        upload.writer.write(UPLOAD + bytes(200_000))  # Three seconds' worth.
+        half.writer.write(HALF)
+        assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(1.5)
+        fresh = await connect()
+        fresh.writer.write(HALF)
+        refused.writer.write(b"\0")
+        await asyncio.sleep(0.01)
+        for gone in (refused, half, used, trickle, fresh):
+            assert not await upload.is_closed()
+            await (await connect()).wait(desk)
+            assert await gone.is_closed(), server.limit.evicted
+        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+        await asyncio.sleep(4.0)
+        await (await connect()).wait(desk)  # The rest of the upload has become late, too.
+        assert await upload.is_closed()
+
+    play(scenario, connection_limit=6)
+
+
+def test_those_of_the_busiest_address_give_way_first() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        slow = await connect("127.0.0.2")
+        slow.writer.write(HALF)
+        await asyncio.sleep(1.0)
+        holders = [await connect("127.0.0.3") for _ in range(7)]
+        for holder in holders:
+            holder.writer.write(HALF)
+        await asyncio.sleep(1.5)
+        for _ in range(20):
+            client = await connect("127.0.0.4")
+            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+            client.writer.close()
+            (await connect("127.0.0.3")).writer.write(HALF)
+        slow.writer.write(b"\r\n")
+        assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+    play(scenario, connection_limit=8)
+
+
+def test_an_address_beyond_its_share_takes_no_place_of_one_within() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        others = [await connect(f"127.0.1.{n}") for n in range(8)]
+        for one in others:
+            assert (await one.ask()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(2.0)
+        busy = [await connect("127.0.0.2") for _ in range(8)]
+        for one in busy:
+            await one.wait(desk)
+        for _ in range(3):  # The limit is reached, and 8 are more than a quarter of it.
+            assert (await (await connect("127.0.0.2")).ask()).startswith(b"HTTP/1.1 503 ")
+        assert not any([await one.is_closed() for one in others])
+        # Somebody else does get the place of an idle one.
+        assert (await (await connect("127.0.0.3")).ask()).startswith(b"HTTP/1.1 200 ")
+        assert server.limit.evicted == 1
+
+    play(scenario, connection_limit=16)
+
+
+def test_one_address_may_have_all_places_while_nobody_else_wants_them() -> None:
+    """As behind a gateway, where it stands for all clients."""
+
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        kept = [await connect() for _ in range(16)]
+        for one in kept[:15]:
+            await one.wait(desk)
+        assert (await kept[15].ask()).startswith(b"HTTP/1.1 200 ")
+        await (await connect()).wait(desk)  # In the place of the gateway's own idle one.
+        assert server.limit.rejected == {"limit": 0, "peer": 0}
+        assert len(desk.kept) == 16
+
+    play(scenario, connection_limit=16)
+
+
+@pytest.mark.parametrize("bound", [0, 12])
+def test_an_own_limit_per_address_takes_the_place_of_the_share(bound: int) -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        other = await connect("127.0.0.3")
+        assert (await other.ask()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(2.0)
+        for _ in range(15):
+            client = await connect("127.0.0.2")
+            if len(desk.kept) == bound > 0:
+                assert (await client.ask()).startswith(b"HTTP/1.1 429 ")
+            else:
+                await client.wait(desk)
+        assert not await other.is_closed()
+        if not bound:
+            await (await connect("127.0.0.2")).wait(desk)
+            assert await other.is_closed()
+
+    play(scenario, connection_limit=16, peer_connection_limit=bound)
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_an_unread_answer_gives_way_only_if_it_may_be_asked_for_again(gives_way: bool) -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        for _ in range(4):
+            client = await connect()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.writer.write(GET * 40_000)
+        await asyncio.sleep(1.0)
+        expected = b"HTTP/1.1 200 " if gives_way else b"HTTP/1.1 503 "
+        assert (await (await connect()).ask()).startswith(expected)
+
+    play(scenario, connection_limit=4, unread_gives_way=gives_way)
+
+
+def test_searches_do_not_grow_with_the_newcomers() -> None:
+    """Among many connections that are at work a few are looked for, not once for each newcomer."""
+    looks = 0
+
+    class Busy:
+        def gives_way(self, now_s: float) -> None:
+            nonlocal looks
+            looks += 1
+
+        def evict(self) -> bool:
+            raise AssertionError("it is at work")
+
+    now_s = 0.0
+    limit = ConnectionLimit(1000, None, clock=lambda: now_s)
+    open_ones = [Busy() for _ in range(1000)]
+    for one in open_ones:
+        assert limit.take(one, "a", open_ones)
+    for _ in range(10_000):
+        assert not limit.take(Busy(), "b", open_ones)
+        now_s += 0.0001
+    assert looks <= 5 * 1000
 
 
 def test_for_want_of_descriptors_those_that_are_idle_for_a_while_are_closed() -> None:

@@ -69,12 +69,18 @@ from balanceroute.proxy.live.security.host_check import check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.wire.messages import Request
 
+CONNECTIONS = 32
+"""Of the admin listener at a time."""
+KEPT = 4
+"""Of them, for what is answered at once: probes, metrics and most orders."""
 MAX_BODY_BYTES = 65_536
 """Of an order; the listener refuses a larger one."""
 MAX_ADDITIONS = 16
 """Additions that may go on at a time: each asks the new instance for its ranks."""
-MAX_WAITS = 256
-"""Orders to drain whose end may be waited for at a time."""
+MAX_WAITS = CONNECTIONS - KEPT
+"""Requests that hold a connection until something is done: orders that are waited for, and live views."""
+MAX_REMOVALS = 256
+"""Removals of workers that go on at a time; nobody waits for them."""
 _WAIT_STEP_S = 0.25
 
 _MORE_OF_AN_INSTANCE = frozenset({"ranks", "bootstrap", "group", "kv_events", "kv_replay"})
@@ -192,6 +198,7 @@ class Admin:
         self._workers = Workers(engines, control.instance_rows)
         self._additions: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Task[None]] = set()
         self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
             b"/": {b"GET": self._page},
             b"/health": {b"GET": self._health},
@@ -208,7 +215,7 @@ class Admin:
             b"/admin/reload": {b"POST": self._reload},
             PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
         }
-        self._routes |= PausePages(control.pausing, self._waits).routes
+        self._routes |= PausePages(control.pausing, self._waits, self._check_places).routes
         if groups is not None:
             self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
@@ -235,8 +242,13 @@ class Admin:
     def close(self) -> None:
         """Give up the additions and the waits that go on, and end the live views."""
         self._live_view.close()
-        for task in (*self._additions, *self._waits):
+        for task in (*self._additions, *self._waits, *self._removals):
             task.cancel()
+
+    def _check_places(self) -> None:
+        """Raise Refusal if one more may not hold a connection."""
+        if len(self._additions) + len(self._waits) + self._live_view.viewers >= MAX_WAITS:
+            raise Refusal(429, f"too many orders and views go on: {MAX_WAITS} at a time")
 
     def _authorise(self, request: Request) -> None:
         if request.path in _OPEN_PATHS:
@@ -285,6 +297,7 @@ class Admin:
         elif self._live_view.full:
             raise Refusal(503, "too many look at the live view")
         else:
+            self._check_places()
             self._live_view.open(reply)
 
     def _requests(self, request: Request, reply: Reply) -> None:
@@ -307,6 +320,7 @@ class Admin:
             raise Refusal(400, "ranks must be a positive integer", param="ranks")
         if len(self._additions) >= MAX_ADDITIONS:
             raise Refusal(429, "too many instances are being added")
+        self._check_places()
 
         async def add() -> None:
             with answering(reply):
@@ -329,8 +343,8 @@ class Admin:
         role, url = instance_of(order)
         wait_s = seconds_of(order, "wait_s") or 0.0
         deadline_s = seconds_of(order, "deadline_s")
-        if wait_s and len(self._waits) >= MAX_WAITS:
-            raise Refusal(429, "too many instances are being waited for")
+        if wait_s:
+            self._check_places()
         self._engines.drain(role, url, deadline_s=deadline_s)
         _log.info("admin: drains an instance", extra=_where(request, order))
         if not wait_s:
@@ -379,6 +393,7 @@ class Admin:
         order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
         if len(self._additions) >= MAX_ADDITIONS:
             raise Refusal(429, "too many instances are being added")
+        self._check_places()
 
         async def add() -> None:
             with answering(reply):
@@ -388,11 +403,11 @@ class Admin:
         begin(self._additions, add())
 
     def _remove_worker(self, request: Request, reply: Reply) -> None:
-        if len(self._waits) >= MAX_WAITS:
-            raise Refusal(429, "too many instances are being waited for")
+        if len(self._removals) >= MAX_REMOVALS:
+            raise Refusal(429, "too many workers are being removed")
         answer, role, url = self._workers.begin_removal(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
-        begin(self._waits, self._workers.end_removal(role, url))
+        begin(self._removals, self._workers.end_removal(role, url))
         send_json(reply, 202, answer)
 
     def _set_policy(self, request: Request, reply: Reply) -> None:

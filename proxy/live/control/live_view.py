@@ -13,7 +13,7 @@ import msgspec
 from balanceroute.proxy.wire.messages import Headers
 
 MAX_VIEWERS = 8
-"""The admin listener has 16 connections, and orders need some."""
+"""The admin listener has few connections, and orders need some."""
 INTERVAL_S = 0.8
 """Between two events. So that 95 of 100 changes are seen within a second."""
 EVENTS: Headers = [
@@ -58,6 +58,11 @@ class LiveView:
         self._view = view
         self._viewers: dict[Viewer, None] = {}
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def viewers(self) -> int:
+        """How many look."""
+        return len(self._viewers)
 
     @property
     def full(self) -> bool:

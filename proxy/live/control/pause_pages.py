@@ -45,13 +45,20 @@ class PausePages:
     Args:
         pausing: Carries out the orders.
         tasks: Those that do so.
+        check_places: Raises Refusal if one more may not be waited for long.
 
     Attributes:
         routes: By path and method.
     """
 
-    def __init__(self, pausing: "Pausing", tasks: set[asyncio.Task[None]]) -> None:
+    def __init__(
+        self,
+        pausing: "Pausing",
+        tasks: set[asyncio.Task[None]],
+        check_places: "Callable[[], None]",
+    ) -> None:
         self._pausing = pausing
+        self._check_places = check_places
         self._tasks = tasks
         self.routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
             b"/pause": {b"POST": self._pause},
@@ -65,6 +72,7 @@ class PausePages:
 
     def _pause(self, request: Request, reply: Reply) -> None:
         asked = _query(request, "mode", "clear_cache", "engines", "timeout_s")
+        self._check_places()
         self._begin(
             request,
             reply,
@@ -86,6 +94,7 @@ class PausePages:
 
     def _sleep(self, request: Request, reply: Reply) -> None:
         asked = _query(request, "level", "mode", "timeout_s")
+        self._check_places()
         level = asked.get("level", "1")
         if not (level.isascii() and level.isdigit()):
             raise Refusal(400, "level must be 0, 1 or 2", param="level")

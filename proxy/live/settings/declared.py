@@ -249,8 +249,8 @@ class ExchangeLimits:
 
     connection_limit: int | None = integer(
         None,
-        "connections of clients; beyond it idle ones are closed for newcomers, and then newcomers "
-        "get 503",
+        "connections of clients; beyond it those without a complete request are closed for newcomers, "
+        "and then newcomers get 503",
         1,
         10**6,
         shown_default="a third of the file descriptors left",
@@ -258,10 +258,12 @@ class ExchangeLimits:
     )
     peer_connection_limit: int | None = integer(
         None,
-        "connections of one client address; beyond it newcomers get 429",
+        "connections of one client address; beyond it newcomers get 429. auto: no such limit, but an "
+        "address with more than a quarter of all takes no place of one with fewer; none: neither",
         1,
         10**6,
-        word="none",
+        word="auto",
+        off="none",
     )
     body_limit_bytes: int = integer(
         _LIMITS.body_limit_bytes, "size of a request's body", 1, 1 << 40

@@ -107,6 +107,7 @@ def integer(
     most: int,
     *,
     word: str = "",
+    off: str = "",
     shown_default: str = "",
     metavar: str = "N",
 ) -> T | int:
@@ -118,10 +119,12 @@ def integer(
         least: The smallest value.
         most: The largest value.
         word: The word for None; "" if None cannot be given.
+        off: The word for 0, which is below `least` then; "" if there is none.
         shown_default: What None comes to, in words; the word itself if "".
         metavar: What stands for it in the help.
     """
-    check = _or_word(partial(_integer, least=least, most=most, word=word), word)
+    some = partial(_integer, least=least, most=most, word=f"{word}' or '{off}" if off else word)
+    check = _or_word(lambda value: 0 if off and value == off else some(value), word)
     shown_default = shown_default or word if default is None else f"{default}"
     return _declare(default, text, check, shown_default, metavar, parse=_parse_integer)
 

@@ -117,7 +117,7 @@ _GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
 _COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (
         "evicted_connections",
-        "Idle client connections closed for a newcomer.",
+        "Client connections without a complete request that were closed for a newcomer.",
         attrgetter("evicted_connections"),
     ),
     (

@@ -89,7 +89,7 @@ class Held:
     client_connections: int
     engine_connections: int
     rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
-    evicted_connections: int = 0  # Idle ones, for a newcomer.
+    evicted_connections: int = 0  # For a newcomer.
     body_bytes: int = 0  # Of requests that are being received or not answered yet.
     rejected_bodies: int = 0  # For want of room for them.
 
@@ -141,7 +141,7 @@ class Snapshot:
     predictors: list[PredictorScores]  # The one in use first, then its shadows.
     budget: BudgetState | None = None  # None without one.
     rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
-    evicted_connections: int = 0  # Idle ones, for a newcomer.
+    evicted_connections: int = 0  # For a newcomer.
     body_bytes: int = 0  # Of requests that are being received or not answered yet.
     rejected_bodies: int = 0  # For want of room for them.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.

@@ -160,10 +160,14 @@ class IncomingRequest:
         self.charged = 0
 
     @property
+    def body_due_s(self) -> float:
+        """When what has arrived of the body is due, at `ServerLimits.body_bytes_per_s`."""
+        return self._body_since_s + self._body.size / self._limits.body_bytes_per_s
+
+    @property
     def body_deadline_s(self) -> float:
         """When the rest of the body must have arrived; see `ServerLimits.body_timeout_s`."""
-        earned_s = self._body.size / self._limits.body_bytes_per_s
-        return self._body_since_s + self._limits.body_timeout_s + earned_s
+        return self.body_due_s + self._limits.body_timeout_s
 
     def release_body(self) -> None:
         """Release the body from the budget."""

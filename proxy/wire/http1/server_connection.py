@@ -20,6 +20,7 @@ from enum import Enum, auto
 from typing import cast
 
 from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.connection_limit import GAVE_WAY, Loss, loss_of_body, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
 from balanceroute.proxy.wire.http1.reply import Http1Reply
@@ -53,8 +54,8 @@ class ServerConnection(asyncio.Protocol):
     """One connection of a client; see `SweptConnection` and `ReplyTransport` for its attributes."""
 
     __slots__ = (
-        *("_advancing", "_eof", "_idle_since_s", "_incoming", "_is_served", "_last_idle_s"),
-        *("_peer", "_reading", "_reply", "_service", "_stage", "_transport", "_writes"),
+        *("_advancing", "_eof", "_incoming", "_is_served", "_last_idle_s"),
+        *("_peer", "_reading", "_reply", "_service", "_since_s", "_stage", "_transport", "_writes"),
         *("closes_after_answer", "deadline_s", "paused"),
     )
 
@@ -73,7 +74,7 @@ class ServerConnection(asyncio.Protocol):
         self.paused = False
         self.closes_after_answer = False
         self.deadline_s = 0.0
-        self._idle_since_s = 0.0
+        self._since_s = 0.0  # When it became idle, or its head began.
         self._last_idle_s = 0.0  # How long it waits for one more request; 0 while it is not to end.
         # The present answer.
         self._reply: Http1Reply | None = None
@@ -92,13 +93,13 @@ class ServerConnection(asyncio.Protocol):
         if address:
             host, port = address[:2]
             self._peer = f"{bracketed(host)}:{port}"
-        self._idle_since_s = service.loop.time()
-        self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
+        self._since_s = service.loop.time()
+        self.deadline_s = self._since_s + service.limits.header_timeout_s
         self.closes_after_answer = service.stopping  # It was accepted just before the stop.
         self._is_served = service.add(self, host)
         if not self._is_served:
             self._stage = _Stage.REJECTED
-            self.deadline_s = self._idle_since_s + _LINGER_S
+            self.deadline_s = self._since_s + _LINGER_S
             if service.limit.rejection(self) is None:
                 self._abort()
 
@@ -133,8 +134,7 @@ class ServerConnection(asyncio.Protocol):
             self._close()
             return False
         if (
-            self._service.limits.half_close
-            and self._transport.get_extra_info("sslcontext") is None  # TLS has no half-close.
+            self._service.limits.half_close and not self._is_tls  # Which has no half-close.
         ):
             self._eof = True
             return True
@@ -174,8 +174,8 @@ class ServerConnection(asyncio.Protocol):
                 self._close()
             return
         self._stage = _HEAD
-        self._idle_since_s = self._service.loop.time()
-        self.deadline_s = self._idle_since_s + self._service.idle_check_s
+        self._since_s = self._service.loop.time()
+        self.deadline_s = self._since_s + self._service.idle_check_s
         if self._last_idle_s:
             self.end(self._last_idle_s)
         # Not at once: this runs within a call of the application, which must not be re-entered.
@@ -212,21 +212,40 @@ class ServerConnection(asyncio.Protocol):
             if not idle_s:
                 self._close()
 
-    @property
-    def idle_since_s(self) -> float | None:
+    def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
         """See `Evictable`."""
-        if self._stage is not _HEAD or self._incoming.buffer:
+        stage, incoming = self._stage, self._incoming
+        if stage is _Stage.LINGER:
+            return Loss.NOTHING, self.deadline_s
+        if stage is _ANSWER or stage is _Stage.REJECTED:
             return None
-        return None if self._transport.get_write_buffer_size() else self._idle_since_s
+        if self._transport.get_write_buffer_size():
+            unread = self._service.limits.unread_gives_way and stage is not _BODY
+            return (Loss.UNREAD, self._since_s) if unread else None
+        if stage is _BODY:
+            return loss_of_body(incoming.body_due_s, now_s)
+        if stage is not _HEAD:
+            return None
+        if incoming.begun:
+            return loss_of_head(self._since_s, now_s)
+        return None if incoming.buffer else (Loss.IDLE, self._since_s)
 
     def evict(self) -> bool:
-        """Close if idle; return whether it was closed."""
-        if self.idle_since_s is None:
+        """See `Evictable`."""
+        found = self.gives_way(self._service.loop.time())
+        if found is None:
             return False
-        if self._transport.get_extra_info("sslcontext") is None:
-            self._close()
+        if found[0] in (Loss.NOTHING, Loss.UNREAD):
+            self._abort()
+            return True
+        if self._stage is _BODY or self._incoming.buffer:
+            head = self._incoming.head
+            self._transport.write(self._service.last_answer(GAVE_WAY, head, self._peer))
+        # The client's part of closing TLS may never arrive, nor may it read the answer.
+        if self._is_tls or self._transport.get_write_buffer_size():
+            self._abort()
         else:
-            self._abort()  # The client's part of closing TLS may never arrive.
+            self._close()
         return True
 
     def drop(self) -> None:
@@ -240,10 +259,10 @@ class ServerConnection(asyncio.Protocol):
             case _Stage.HEAD if self._incoming.buffer and self._incoming.begun:
                 self._refuse(Rejection(408, "the request's head did not arrive in time"))
             case _Stage.HEAD if self._transport.get_write_buffer_size():
-                self._idle_since_s = now_s
+                self._since_s = now_s
                 self._check_stall(now_s)
             case _Stage.HEAD:
-                self.deadline_s = self._idle_since_s + self._service.limits.keep_alive_timeout_s
+                self.deadline_s = self._since_s + self._service.limits.keep_alive_timeout_s
                 if self._incoming.begun or self.closes_after_answer or self.deadline_s <= now_s:
                     self._close()
             case _Stage.BODY:
@@ -269,7 +288,8 @@ class ServerConnection(asyncio.Protocol):
             while incoming.buffer and self._stage is _HEAD and not self.paused:
                 if not incoming.begun:
                     incoming.begin()
-                    self.deadline_s = service.loop.time() + service.limits.header_timeout_s
+                    self._since_s = service.loop.time()
+                    self.deadline_s = self._since_s + service.limits.header_timeout_s
                 head = incoming.take_head()
                 if head is None:
                     break
@@ -389,6 +409,10 @@ class ServerConnection(asyncio.Protocol):
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.lose_client()
+
+    @property
+    def _is_tls(self) -> bool:
+        return self._transport.get_extra_info("sslcontext") is not None
 
     def _read_on(self, *, reads: bool) -> None:
         if reads is not self._reading:

@@ -22,6 +22,7 @@ from aioquic.quic.events import (
 )
 
 from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.connection_limit import GAVE_WAY, Loss, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.http3.control_frames import ControlError, ControlFrames
@@ -253,16 +254,26 @@ class Http3ServerConnection:
         """How often streams are looked at: their deadlines change with what they wait for."""
         return self.service.limits.write_timeout_s / 4
 
-    @property
-    def idle_since_s(self) -> float | None:
-        """See `Evictable`."""
-        return None if self._streams else self._idle_since_s
+    def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
+        """See `Evictable`: as the most of what is lost with its streams."""
+        if not self._is_counted:
+            return None
+        if self._streams:
+            found = [stream.gives_way(now_s) for stream in self._streams.values()]
+            known = [one for one in found if one is not None]
+            return max(known) if len(known) == len(found) else None
+        if self._numbers.end:
+            return Loss.IDLE, self._idle_since_s
+        return loss_of_head(self._idle_since_s, now_s)
 
     def evict(self) -> bool:
-        """Close if idle; return whether it was closed."""
-        if self._streams or not self._is_counted:
+        """See `Evictable`."""
+        if self.gives_way(self.service.loop.time()) is None:
             return False
-        self._close(ErrorCode.H3_NO_ERROR, "")
+        if self._streams:
+            self._close(ErrorCode.H3_EXCESSIVE_LOAD, GAVE_WAY.message)
+        else:
+            self._close(ErrorCode.H3_NO_ERROR, "")
         return True
 
     def end(self, idle_s: float) -> None:

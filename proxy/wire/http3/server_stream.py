@@ -8,6 +8,7 @@ import logging
 from enum import Enum, auto
 from typing import Protocol
 
+from balanceroute.proxy.wire.connection_limit import Loss, loss_of_body, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.incoming_body import IncomingBody
 from balanceroute.proxy.wire.http1.service import Service
@@ -227,6 +228,17 @@ class ServerStream:
             if self._reply is not None and self._reply.on_resume is not None:
                 self._reply.on_resume()
 
+    def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
+        """See `Evictable`."""
+        match self._stage:
+            case _Stage.HEAD:
+                begun_s = self.deadline_s - self._owner.service.limits.header_timeout_s
+                return loss_of_head(begun_s, now_s)
+            case _Stage.BODY:
+                return loss_of_body(self._body_due_s, now_s)
+            case _Stage.ANSWER | _Stage.LEFT:
+                return None
+
     def expire(self, now_s: float) -> bool:
         """Act on a deadline that has passed; return whether the client has stalled."""
         match self._stage:
@@ -244,10 +256,12 @@ class ServerStream:
         return False
 
     @property
+    def _body_due_s(self) -> float:
+        return self._body_since_s + self._body.size / self._owner.service.limits.body_bytes_per_s
+
+    @property
     def _body_deadline_s(self) -> float:
-        limits = self._owner.service.limits
-        earned_s = self._body.size / limits.body_bytes_per_s
-        return self._body_since_s + limits.body_timeout_s + earned_s
+        return self._body_due_s + self._owner.service.limits.body_timeout_s
 
     def _dispatch(self) -> None:
         head, service = self._head, self._owner.service

@@ -545,6 +545,23 @@ FOREIGN: list[Headers] = [
     [(b"host", b"10.0.0.1:9000")],
     [(b"host", b"")],
     [(b"host", b":9000")],
+    # No way to write loopback.
+    *(
+        [(b"host", host)]
+        for host in (
+            *(b"[[::1]]", b"[[::1]]:9000", b"]localhost[", b"[localhost]", b"[127.0.0.1]:9000"),
+            *(
+                b"[::1",
+                b"::1]",
+                b"]::1[",
+                b"::1",
+                b"[]",
+                b"[::1]x",
+                b"[::1]:9000:9000",
+                b"[ff02::1]",
+            ),
+        )
+    ),
     # From another site, or another port of this machine.
     [(b"host", b"127.0.0.1:9000"), (b"origin", b"https://evil.example")],
     [(b"host", b"127.0.0.1:9000"), (b"origin", b"http://127.0.0.1:8080")],
@@ -749,7 +766,12 @@ def test_who_waits_is_limited() -> None:
         for _ in range(MAX_WAITS):
             bench.post("/admin/instances/drain", order)
         assert bench.post("/admin/instances/drain", order).status == 429
-        # Who does not wait is served still.
+        # Nobody else may hold a connection, and who does not is served still.
+        for path in ("/pause", "/sleep"):
+            assert bench.ask("POST", path, b"", query=b"mode=wait").status == 429, path
+        assert bench.post("/admin/instances", INSTANCE).status == 429
+        assert bench.get("/admin/live").status == 429
         assert bench.post("/admin/instances/drain", INSTANCE).status == 200
+        assert bench.get("/health").status == 200
 
     waited(scenario)

@@ -125,7 +125,6 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
 # How to ask for the defaults that are None; "auto" for the others.
 WORDS = {
     "kv_peak_quantile": "none",
-    "peer_connection_limit": "none",
     "rank_kv_tokens": "none",
     "probe_limit": "none",
     "local_prefill_tokens": "none",

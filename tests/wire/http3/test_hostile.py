@@ -292,6 +292,28 @@ async def test_limits_of_connections_hold(tmp_path: "Path") -> None:
         client.close()
 
 
+@pytest.mark.parametrize("kind", ["silent", "half head", "half body", "beside a request"])
+async def test_who_leaves_a_request_unfinished_makes_room(tmp_path: "Path", kind: str) -> None:
+    limits = ServerLimits(connection_limit=1)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as holder:
+        if kind == "half head":  # A frame of the type HEADERS that does not end.
+            raw(holder, 0, bytes([FrameType.HEADERS, 0x40, 0x80]))
+        elif kind != "silent":
+            holder.begin(b"POST", b"/", [(b"content-length", b"1000000")], end=False)
+        if kind == "beside a request":
+            holder.begin(b"GET", b"/never")
+        await asyncio.sleep(0.1)
+        async with site.client() as other:
+            answer = await other.ask(b"GET", b"/")
+            if kind == "beside a request":
+                assert answer.status == 503
+                assert site.server.limit.rejected["limit"] == 1
+                return
+            assert answer.status == 200
+        await holder.wait_closed()
+        assert site.server.limit.evicted == 1
+
+
 async def test_floods_leave_no_memory_behind(tmp_path: "Path") -> None:
     async with (
         http3_site(Slow(), tmp_path) as site,

@@ -1,0 +1,94 @@
+"""Clients that hold connections without a request: they keep nobody out, of either listener."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.live.control.admin import CONNECTIONS
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4}
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX: "
+UPLOAD = HALF + b"y\r\nContent-Length: 10000000\r\n\r\n"
+LIMIT = 24
+
+
+@pytest.fixture(params=[0, 2])
+def relays(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@asynccontextmanager
+async def held(ports: list[int], begun: bytes, count: int) -> AsyncIterator[list[int]]:
+    """Hold so many connections to each port with what was begun; whatever is closed is opened again."""
+    opened = [0]
+
+    async def hold(port: int) -> None:
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            opened[0] += 1
+            try:
+                writer.write(begun)
+                await reader.read()
+            except ConnectionError:
+                pass
+            finally:
+                writer.transport.abort()
+            await asyncio.sleep(0.1)
+
+    tasks = [asyncio.create_task(hold(port)) for port in ports for _ in range(count)]
+    await asyncio.sleep(0.5)
+    try:
+        yield opened
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("begun", [b"", HALF, UPLOAD])
+def test_the_public_listener_serves_beside_those_who_hold_it(play: "Play", begun: bytes) -> None:
+    async def scenario(site: "Site") -> None:
+        ports = [front.server.port for front in site.world.fronts]
+        async with held(ports, begun, 2 * LIMIT) as opened:
+            await asyncio.sleep(1.5)
+            for _ in range(20):
+                answer = await site.post(COMPLETIONS, BODY)
+                assert (answer.status, answer.error) == (200, None), answer.body
+                await asyncio.sleep(0.25)
+            assert opened[0] > 3 * LIMIT  # They were closed, and came again.
+
+    play(scenario, flags={"connection_limit": LIMIT})
+
+
+@pytest.mark.parametrize("begun", [b"", HALF, UPLOAD])
+def test_the_admin_listener_answers_beside_those_who_hold_it(play: "Play", begun: bytes) -> None:
+    async def scenario(site: "Site") -> None:
+        assert site.world.plane.admin is not None
+        async with held([site.world.plane.admin.port], begun, 2 * CONNECTIONS):
+            for _ in range(20):
+                for page in ("/health", "/ready", "/metrics", "/admin/instances"):
+                    answer = await site.admin(page)
+                    assert (answer.status, answer.error) == (200, None), page
+                await asyncio.sleep(0.25)
+
+    play(scenario)
+
+
+def test_a_head_of_the_admin_listener_has_two_seconds(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert site.world.plane.admin is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.plane.admin.port)
+        writer.write(HALF)
+        begin_s = site.loop.time()
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        assert 2.0 <= site.loop.time() - begin_s < 3.0
+        writer.close()
+
+    play(scenario)
