@@ -86,13 +86,15 @@ async def _serve(
         make_environment(logs, lambda: watch.shortages),
         read_credentials=partial(_read_for_all, read_credentials),
         processes=processes,
-        orders=KeepingFile(config.discovery.roster_state or orders_beside(Path(part.path))),
+        orders=KeepingFile(config.discovery.roster_state)
+        if config.discovery.roster_state
+        else KeepingFile(orders_beside(Path(part.path)), is_temporary=True),
         admin_sockets=[socket.socket(fileno=number) for number in part.listeners * is_scheduler],
     )
     process: SchedulerProcess | RelayProcess
     if is_scheduler:
         scheduler = SchedulerApp(config, environment, relays=part.relays, digest=digest)
-        process = SchedulerProcess(scheduler, part.relay_listener)
+        process = SchedulerProcess(scheduler, Path(part.path))
     else:
         relay = RelayApp(config, environment, place=part.relay, digest=digest)
         process = RelayProcess(relay, part.path, part.listeners, part.others)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Until the next attempt.
 _CONNECT_S = 0.05
+# For so long a scheduler process may be starting; then it is told, once in so many seconds.
+_MISSED_S, _LOG_INTERVAL_S = 5.0, 60.0
 
 
 class LinkError(BalanceRouteError):
@@ -142,6 +144,7 @@ class RelayProcess:
             LinkError: The scheduler process does not take this relay.
         """
         loop = asyncio.get_running_loop()
+        log_at_s = loop.time() + _MISSED_S
         while True:
             closed: asyncio.Queue[str] = asyncio.Queue()
             channel = self._channel = Channel(
@@ -149,7 +152,11 @@ class RelayProcess:
             )
             try:
                 await loop.create_unix_connection(lambda: self._channel, self._path)
-            except OSError:
+            except OSError as error:
+                if loop.time() >= log_at_s:
+                    log_at_s = loop.time() + _LOG_INTERVAL_S
+                    why = {"reason": error.strerror or str(error)}
+                    _log.error("no scheduler at %s", self._path, extra={"fields": why})
                 await asyncio.sleep(_CONNECT_S)
                 continue
             self._app.connect(channel.write, lambda: self._channel.behind)
@@ -158,6 +165,7 @@ class RelayProcess:
                 raise LinkError(f"the scheduler process does not take this relay: {reason}")
             self._welcome.clear()
             self._app.gone()
+            log_at_s = loop.time() + _MISSED_S
             await asyncio.sleep(_CONNECT_S)
 
     def _take(self, messages: list[ToRelay]) -> None:

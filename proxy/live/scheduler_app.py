@@ -52,6 +52,11 @@ class SchedulerApp(ControlPlane):
         """Return what listens."""
         return [] if self.admin is None else [self.admin]
 
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now: by a relay, of which there must be one."""
+        return super().ready and bool(self.hub.desks)
+
     async def drain(self) -> None:
         """Have relays take nothing new, and wait until they are done or time is up."""
         driver, drained = self.deployment.driver, asyncio.Event()

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from shutil import copyfile
 from typing import TYPE_CHECKING
 
 import uvloop
 from msgspec.structs import replace
 
 from balanceroute.proxy.live.announcement import announce as announce_ports
+from balanceroute.proxy.live.control.standing import make_private
 from balanceroute.proxy.live.listeners import not_bound
 from balanceroute.proxy.live.process_edge import Logs
 from balanceroute.proxy.live.processes.kept_process import INPUT_FAULT, StartError
@@ -99,15 +99,20 @@ def _commands(
 ) -> "Callable[[Part], list[str]]":
     """Return what starts the parts of a generation, whose socket is to be at a path.
 
-    All read the topology as it is now, whenever they start.
+    All read the topology as it is now, whenever they start, and whoever cleans its folder meanwhile.
     """
-    copy = ""
+    text, copy = b"", Path(f"{path}.toml")
     if topology is not None:
-        copy = f"{path}.toml"
-        copyfile(topology, copy)
+        text = topology.read_bytes()
 
     def command(part: "Part") -> list[str]:
-        word = replace(part, engines=dict(engines), topology=copy).word()
+        if topology is not None and not copy.exists():
+            make_private(copy.parent)
+            new = copy.with_suffix(".new")
+            new.write_bytes(text)
+            new.replace(copy)
+        own = "" if topology is None else str(copy)
+        word = replace(part, engines=dict(engines), topology=own).word()
         first, *others = words
         return [sys.executable, "-m", "balanceroute.proxy", first, f"--process={word}", *others]
 

@@ -6,6 +6,8 @@ since then is in none of them. With --roster-state it outlives the whole proxy.
 
 import asyncio
 import logging
+import os
+import stat
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +21,7 @@ from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 
 _log = logging.getLogger(__name__)
-_AGAIN_S = 5.0
+_AGAIN_S = 1.0
 
 
 class Standing(Struct, frozen=True):
@@ -62,24 +64,49 @@ class Keeper(Protocol):
         """Keep what could not be kept; return whether there was something. Raises OSError."""
 
 
-class KeepingFile:
-    """Keeps it in a file."""
+def make_private(folder: Path) -> None:
+    """Make a folder that is this user's alone, unless it is there: others clean temporary folders.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        OSError: It cannot be made, or somebody else may write there.
+    """
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+
+
+class KeepingFile:
+    """Keeps it in a file.
+
+    Args:
+        path: The file.
+        is_temporary: It is in a private folder that others may clean: what they remove is written again.
+    """
+
+    def __init__(self, path: Path, *, is_temporary: bool = False) -> None:
         self._path = path
+        self._is_temporary = is_temporary
         self._unwritten: bytes | None = None
+        self._written = b""
 
     def read(self) -> bytes:
         """Return the file's content, or what is to be it; empty if there is none."""
         if self._unwritten is not None:
             return self._unwritten
-        return self._path.read_bytes() if self._path.exists() else b""
+        if self._path.exists():
+            self._written = self._path.read_bytes()
+            return self._written
+        return self._written if self._is_temporary else b""
 
     def write(self, data: bytes) -> None:
         """Write the file, whole or not at all."""
         self._unwritten = data
         new = self._path.with_name(f"{self._path.name}.new")
         try:
+            if self._is_temporary:
+                make_private(self._path.parent)
             new.write_bytes(data)
             new.replace(self._path)
         except OSError:
@@ -87,9 +114,12 @@ class KeepingFile:
                 new.unlink()
             raise
         self._unwritten = None
+        self._written = data
 
     def retry(self) -> bool:
-        """Write what could not be written."""
+        """Write what could not be written, or what was removed."""
+        if self._is_temporary and self._written and not self._path.exists():
+            self._unwritten = self._unwritten or self._written
         if self._unwritten is None:
             return False
         self.write(self._unwritten)

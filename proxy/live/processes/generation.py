@@ -2,12 +2,16 @@
 
 import asyncio
 import signal
-import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.processes.kept_process import KeptProcess
 from balanceroute.proxy.live.processes.part import Part, gone_word
+
+if TYPE_CHECKING:
+    import socket
 
 # After the time that requests have to end.
 _END_S = 10.0
@@ -17,7 +21,7 @@ class Generation:
     """Processes that belong together. `run` them; `hand_over` or `end` them.
 
     Args:
-        command: Returns the command line of a part.
+        command: Returns the command line of a part, whenever that is started. Raises OSError.
         path: Where their socket is to be, in a private folder.
         relays: The listening sockets of each relay.
         admin: Those of the scheduler process.
@@ -32,8 +36,8 @@ class Generation:
         self,
         command: Callable[[Part], Sequence[str]],
         path: Path,
-        relays: Sequence[Sequence[socket.socket]],
-        admin: Sequence[socket.socket],
+        relays: "Sequence[Sequence[socket.socket]]",
+        admin: "Sequence[socket.socket]",
         *,
         drain_s: float,
         hang_s: float,
@@ -43,15 +47,16 @@ class Generation:
         self._serving = asyncio.Event()
         self._handed_over = self._ending = False
         self._bound: asyncio.TimerHandle | None = None
-        self._socket = _listen_at(path)
-        own, count = self._socket.fileno(), len(relays)
-        parts = [Part("scheduler", str(path), _numbers(admin), count, relay_listener=own)]
+        count = len(relays)
+        parts = [Part("scheduler", str(path), _numbers(admin), count)]
         numbers = {index: _numbers(sockets) for index, sockets in enumerate(relays)}
         for index, own_numbers in numbers.items():
             others = {other: them for other, them in numbers.items() if other != index}
             parts.append(Part("relay", str(path), own_numbers, count, relay=index, others=others))
         self._processes = [
-            KeptProcess(part.name, command(part), part.inherited, self._changed, hang_s=hang_s)
+            KeptProcess(
+                part.name, partial(command, part), part.inherited, self._changed, hang_s=hang_s
+            )
             for part in parts
         ]
 
@@ -73,7 +78,6 @@ class Generation:
             for one in self._processes:
                 one.kill()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._socket.close()
 
     async def serving(self) -> None:
         """Wait until every process has been ready."""
@@ -129,13 +133,5 @@ class Generation:
                 one.tell(gone)
 
 
-def _listen_at(path: Path) -> socket.socket:
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    one.bind(str(path))
-    one.listen()
-    one.setblocking(False)
-    return one
-
-
-def _numbers(sockets: Sequence[socket.socket]) -> tuple[int, ...]:
+def _numbers(sockets: "Sequence[socket.socket]") -> tuple[int, ...]:
     return tuple(one.fileno() for one in sockets)

@@ -40,7 +40,7 @@ class KeptProcess:
 
     Args:
         name: For logs.
-        command: What to run.
+        command: Returns what to run. Raises OSError: it cannot be run now.
         descriptors: Those that it inherits.
         on_change: Called each time it is ready, or has ended after that.
         hang_s: One that stands still for so long is killed.
@@ -52,7 +52,7 @@ class KeptProcess:
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
+        command: Callable[[], Sequence[str]],
         descriptors: Sequence[int],
         on_change: Callable[[], None],
         *,
@@ -150,7 +150,7 @@ class KeptProcess:
     async def _once(self) -> tuple[int, bool]:
         """Run it once; return its exit status, and whether it was ready."""
         process = self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, pass_fds=self._descriptors
+            *self._command(), stdin=PIPE, stdout=PIPE, pass_fds=self._descriptors
         )
         if self._ending is not None:
             self.send(self._ending)

@@ -18,6 +18,8 @@ READY = b"ready\n"
 """What a process writes to its standard output when it serves; then it writes anything every `BEAT_S`."""
 
 BEAT_S = 1.0
+HANG_S = 10.0
+"""A process that stands still for so long is replaced."""
 
 
 class Part(Struct, frozen=True, omit_defaults=True):
@@ -31,7 +33,6 @@ class Part(Struct, frozen=True, omit_defaults=True):
         relays: How many relays there are.
         relay: Which relay it is, from 0.
         others: A relay's inherited descriptors of the sockets of each other relay.
-        relay_listener: Of the scheduler process, the inherited descriptor behind `path`.
         engines: The URLs of the engines that `up` has started, by flag.
         topology: A copy of the topology file, as it was when the first of its siblings started; empty
             for none.
@@ -43,7 +44,6 @@ class Part(Struct, frozen=True, omit_defaults=True):
     relays: int
     relay: int = 0
     others: dict[int, tuple[int, ...]] = {}
-    relay_listener: int = -1
     engines: dict[str, object] = {}
     topology: str = ""
 
@@ -55,8 +55,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     @property
     def inherited(self) -> tuple[int, ...]:
         """Every descriptor that it inherits."""
-        own = () if self.relay_listener < 0 else (self.relay_listener,)
-        return (*self.listeners, *own, *chain(*self.others.values()))
+        return (*self.listeners, *chain(*self.others.values()))
 
     def word(self) -> str:
         """Return it as one word of a command line."""

@@ -4,7 +4,12 @@ import asyncio
 import math
 from collections.abc import Callable
 
-_PATIENCE_S = 10.0
+from balanceroute.proxy.live.processes.part import HANG_S
+
+# So long a new one may take to begin.
+_START_S = 20.0
+PATIENCE_S = HANG_S + _START_S
+"""As long as it takes to replace one that stands still, however it came to that."""
 
 
 class Patience:
@@ -35,7 +40,7 @@ class Patience:
         """Note that there is no scheduler process."""
         if self._timer is None:  # Else the last one had not made the relay welcome.
             self._limit(self.most)
-            self._timer = self._call_later(_PATIENCE_S, self._spend)
+            self._timer = self._call_later(PATIENCE_S, self._spend)
 
     def end(self) -> None:
         """Note that there is one again."""

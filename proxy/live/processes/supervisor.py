@@ -23,8 +23,9 @@ from shutil import copyfile
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.control.standing import make_private
 from balanceroute.proxy.live.processes.generation import Generation
-from balanceroute.proxy.live.processes.part import Part, orders_beside
+from balanceroute.proxy.live.processes.part import HANG_S, Part, orders_beside
 
 if TYPE_CHECKING:
     import socket
@@ -39,7 +40,7 @@ class Supervisor:
 
     Args:
         commands: Called with where the socket of a new generation is to be; returns what returns the
-            command line of each of its parts.
+            command line of each of its parts whenever that is started.
         relays: The listening sockets of each relay.
         admin: Those of the scheduler process.
         drain_s: How long requests may take to end.
@@ -54,7 +55,7 @@ class Supervisor:
         admin: "Sequence[socket.socket]",
         *,
         drain_s: float,
-        hang_s: float = 10.0,
+        hang_s: float = HANG_S,
         hang_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._commands = commands
@@ -141,6 +142,7 @@ class Supervisor:
 
     def _launch(self, folder: Path, old: Generation | None = None) -> Generation:
         """Start a generation, for which holds what was ordered of an old one."""
+        make_private(folder)
         path = folder / str(next(self._numbers))
         if old is not None and orders_beside(old.path).exists():
             copyfile(orders_beside(old.path), orders_beside(path))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from balanceroute.proxy.live import relay_process
 from balanceroute.proxy.live.processes.frames import VERSION, encode
 from balanceroute.proxy.live.processes.from_relay import FromRelay, Hello
 from balanceroute.proxy.live.processes.to_relay import ToRelay, Unwelcome, Welcome
@@ -106,6 +107,32 @@ def test_it_outlives_scheduler_processes_that_die_before_they_answer(tmp_path: P
 def test_it_ends_when_a_scheduler_process_refuses_it(tmp_path: Path) -> None:
     answers: list[ToRelay | None] = [WELCOME, Unwelcome("other settings")]
     play(tmp_path / "s", answers, ["Welcome", "listens", "gone"], error="other settings")
+
+
+def test_it_tells_once_in_a_while_that_there_is_no_scheduler_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+    monkeypatch.setattr(relay_process, "_CONNECT_S", 0.001)
+    monkeypatch.setattr(relay_process, "_MISSED_S", 0.0)
+
+    async def main(interval_s: float, count: int) -> None:
+        monkeypatch.setattr(relay_process, "_LOG_INTERVAL_S", interval_s)
+        relay = RelayProcess(cast("RelayApp", App()), str(path), (), {})
+        starting = asyncio.create_task(relay.start())
+        async with asyncio.timeout(30.0):
+            while len(caplog.records) < count:  # noqa: ASYNC110 - none tells.
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        starting.cancel()
+        await relay.close()
+
+    asyncio.run(main(60.0, 1))
+    assert caplog.messages == [f"no scheduler at {path}"]
+    assert vars(caplog.records[0])["fields"] == {"reason": "No such file or directory"}
+    caplog.clear()
+    asyncio.run(main(0.0, 3))
+    assert set(caplog.messages) == {f"no scheduler at {path}"}
 
 
 def test_it_stands_in_for_relays_as_long_as_they_are_gone(tmp_path: Path) -> None:

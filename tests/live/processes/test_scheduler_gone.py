@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.live.processes import from_relay
+from balanceroute.proxy.live.processes.part import HANG_S
+from balanceroute.proxy.live.processes.patience import PATIENCE_S
 from balanceroute.proxy.live.processes.uplink import MAX_KEPT, Uplink
 from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
@@ -95,17 +97,39 @@ def test_a_request_in_the_pool_keeps_its_kv_cache(play: "Play") -> None:
 
 def test_nobody_waits_for_ever(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        split(site).kill_scheduler(15.0)
+        split(site).kill_scheduler(PATIENCE_S + 5.0)
         await asyncio.sleep(0.1)
         begin_s = site.loop.time()
         exchange = await site.send(COMPLETIONS, BODY).end()
         assert exchange.status == 503
         assert b"the scheduler process is not there" in exchange.body
-        assert 9.5 < site.loop.time() - begin_s < 11.0
+        assert PATIENCE_S - 0.5 < site.loop.time() - begin_s < PATIENCE_S + 1.0
         await asyncio.sleep(10.0)
         assert (await site.post(COMPLETIONS, BODY)).status == 200
 
     play(scenario, relays=1)
+
+
+def test_without_a_relay_the_proxy_is_not_ready(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.admin("/ready")).status == 200
+        split(site).kill_relay(0, 2.0)
+        await asyncio.sleep(0.5)
+        assert (await site.admin("/ready")).status == 503
+        assert (await site.admin("/health")).status == 200
+        await asyncio.sleep(5.0)
+        assert (await site.admin("/ready")).status == 200
+
+    play(scenario, relays=1)
+
+
+def test_patience_outlasts_the_replacement_of_one_that_stands_still(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        split(site).kill_scheduler(HANG_S + 15.0)
+        await asyncio.sleep(0.1)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+
+    play(scenario, relays=2)
 
 
 def test_as_many_wait_as_the_queue_may_hold(play: "Play") -> None:

@@ -402,6 +402,6 @@ def test_a_part_is_one_word_of_a_command() -> None:
     assert json.loads(part.word())["role"] == "relay"
     assert part.name == "relay-1"
     assert part.inherited == (3, 4, 7)
-    assert Part("scheduler", "x", (5,), 2, relay_listener=6).inherited == (5, 6)
+    assert Part("scheduler", "x", (5,), 2).inherited == (5,)
     with pytest.raises(ConfigError, match=r"--process: .*role"):
         Part.read("{}")
