@@ -19,6 +19,7 @@ _KINDS = {
     WireFault.NO_ADDRESS: "no address",
     WireFault.CONNECT_TIMEOUT: "connect timeout",
     WireFault.RESET: "reset",
+    WireFault.STALE: "reset",
     WireFault.PROTOCOL: "protocol",
     WireFault.TOO_LARGE: "too large",
     WireFault.TIMEOUT: TIMEOUT,

@@ -167,6 +167,7 @@ class WireFault(Enum):
     NO_ADDRESS = "the name did not resolve"
     CONNECT_TIMEOUT = "no connection in time"
     RESET = "closed before a complete response"
+    STALE = "a reused connection closed before any response, and a new one opens"
     PROTOCOL = "malformed response"
     TOO_LARGE = "past a size limit"
     TIMEOUT = "no complete response in time"

@@ -33,6 +33,7 @@ _FAULTS = {
     WireFault.NO_ADDRESS: Fault.LOCAL,
     WireFault.CONNECT_TIMEOUT: Fault.CONNECT_TIMEOUT,
     WireFault.RESET: Fault.RESET,
+    WireFault.STALE: Fault.RESET,
     WireFault.PROTOCOL: Fault.PROTOCOL,
     WireFault.TOO_LARGE: Fault.PROTOCOL,
     WireFault.TIMEOUT: Fault.TIMEOUT,

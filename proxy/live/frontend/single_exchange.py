@@ -88,7 +88,7 @@ class SingleExchange:
         self._headers = headers
         self._prefiller: Prefiller | None = None
         self._call: Call | None = None
-        self._tried = False
+        self._tried = self._fresh = False
         # Of the answer; begun with each `send`.
         self._status = self._bytes = 0
         self._answer_headers: Headers = []
@@ -121,6 +121,7 @@ class SingleExchange:
             request.body,
             self,
             crashed=partial(self._owner.crashed, self),
+            fresh=self._fresh,
         )
 
     def _trace(self, trace: "Trace", engine: str) -> None:
@@ -193,6 +194,10 @@ class SingleExchange:
         """Take the failure of the response."""
         assert self._prefiller is not None
         self._call = None
+        if error.kind is WireFault.STALE and not self._fresh and self._request is not None:
+            self._fresh = True  # What is served so changes nothing in the engine.
+            self.send(self._prefiller)
+            return
         target, fault = self._prefiller.target, fault_of(error)
         self._mend(fault, f"the engine failed: {error}")
         # Afterwards: an engine that is quarantined loses all its requests.

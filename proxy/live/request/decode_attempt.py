@@ -427,7 +427,10 @@ class DecodeAttempt(Attempt):
 
     def stream_broken(self, error: WireError) -> None:
         """Fail, or end the answer truthfully."""
-        self._session.failed(self, breakage(error))
+        # The tokens of an answer that nobody has can be drawn again; a KV cache can be pulled once.
+        pulls = self._remote is not None or self.pair is not None
+        if pulls or not self._send_again(error):
+            self._session.failed(self, breakage(error))
 
     def stream_cut(self, error: WireError) -> None:
         """Finish the answer, of which nothing is missing; the engine failed nevertheless."""

@@ -43,6 +43,9 @@ class What(Enum):
     ABORTED = "the engine aborted the request, as one that is told to stop does"
     NOT_SENT = "no connection"
     TOO_LATE = "not sent before the end of the lease"
+    STALE = (
+        "a reused connection lost before any byte of the answer, though the engine takes new ones"
+    )
     BROKEN = "connection lost after the request was sent"
     TIMED_OUT = "timed out"
     NO_PREFILL = "the prefill that the decode rank requested failed"
@@ -90,7 +93,7 @@ class Failure:
         """Return the status and the reason that the client gets if it cannot have `answer`."""
         if self.answer is not None:  # The status of a resumed answer was sent long ago.
             return 502, f"the engine answered {self.answer[0]}"
-        if self.what in (What.BROKEN, What.NOT_SENT):
+        if self.what in (What.BROKEN, What.NOT_SENT, What.STALE):
             return 502, f"{leg.value} failed: {self.reason}"
         return 504 if self.what is What.TIMED_OUT else 502, self.reason
 
@@ -133,6 +136,8 @@ RULES = {
     (Leg.DECODE, What.ABORTED): Rule(Blame.ENGINE, False, Next.NEW_KV),
     (Leg.DECODE, What.NOT_SENT): Rule(Blame.ENGINE, False, Next.OTHER_RANK),
     (Leg.DECODE, What.TOO_LATE): Rule(Blame.NOBODY, False, Next.NEW_KV),
+    # It may have pulled the KV cache.
+    (Leg.DECODE, What.STALE): Rule(Blame.NOBODY, False, Next.NEW_KV),
     (Leg.DECODE, What.BROKEN): Rule(Blame.ENGINE, False, Next.NEW_KV),
     (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
     (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
@@ -214,4 +219,6 @@ def breakage(error: "WireError") -> Failure:
     what = What.BROKEN if error.sent else What.NOT_SENT
     if error.kind is WireFault.TOO_LATE:
         what = What.TOO_LATE
+    elif error.kind is WireFault.STALE:
+        what = What.STALE
     return Failure(what, fault_of(error), str(error))

@@ -17,6 +17,7 @@ from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import Failure, What, refusal
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
+from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +145,13 @@ class HandOff:
             *(self._body, self._members, dump(self._params)), api=self._api, drop=legs.drop
         )
         self._call = prefiller.endpoint.request(
-            b"POST", self._api.value.encode(), self._headers, body, leg, crashed=self._crashed
+            b"POST",
+            self._api.value.encode(),
+            self._headers,
+            body,
+            leg,
+            crashed=self._crashed,
+            fresh=self._tries > 1,
         )
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
@@ -169,6 +176,9 @@ class HandOff:
         assert self._prefiller is not None
         self._done()
         fault = fault_of(error)
+        if error.kind is WireFault.STALE:
+            self._send()
+            return
         self._host.report(LegFailed(self._prefiller.target, fault, str(error)))
         self._again(fault)
 

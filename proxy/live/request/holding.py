@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from balanceroute.proxy.live.openai.continuation import continued_at
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.session_trace import trace_failure
+from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
     from balanceroute.proxy.wire.caller import LineHandler
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
-    from balanceroute.proxy.wire.messages import Headers, Payload
+    from balanceroute.proxy.wire.messages import Headers, Payload, WireError
 
 _TARGETS = {api: api.value.encode() for api in Api}
 
@@ -111,6 +112,7 @@ class AttemptOwner(Protocol):
     host: "Host"
     context: "SessionContext"
     hung: "Prefiller | None"
+    fresh: bool
     abort_ordered: bool
 
     @property
@@ -152,13 +154,14 @@ class AttemptOwner(Protocol):
 class Attempt(Holding):
     """One exchange with one engine, which is a part of its session."""
 
-    __slots__ = ("_call", "_deadline_s", "_session", "engine", "leg")
+    __slots__ = ("_call", "_deadline_s", "_sent_again", "_session", "engine", "leg")
 
     def __init__(self, session: "AttemptOwner", leg: "Leg", engine: "Prefiller | Rank") -> None:
         self.leg = leg
         self.engine = engine
         self._session = session
         self._deadline_s = 0.0
+        self._sent_again = False
         self._call: Call | None = None
 
     @property
@@ -204,6 +207,17 @@ class Attempt(Holding):
         trace_failure(session.record, self.leg, failure.reason, session.context.clock())
         self.close()
 
+    def _send_again(self, error: "WireError") -> bool:
+        """Send once more what was lost with a reused connection, on a new one; return whether it is sent.
+
+        For legs that nothing is lost by if they were done twice.
+        """
+        if error.kind is not WireFault.STALE or self._sent_again:
+            return False
+        self._sent_again = True
+        self.send()
+        return True
+
     def _post(
         self,
         api: "Api",
@@ -226,6 +240,7 @@ class Attempt(Holding):
             crashed=session.crashed,
             expires_s=expires_s,
             lines=lines,
+            fresh=self._sent_again or session.fresh,
         )
 
 

@@ -254,4 +254,6 @@ class PrefillAttempt(Attempt):
             session.failed(self, Failure(What.NO_KV, Fault.PROTOCOL, reason))
 
     def _broken(self, error: "WireError") -> None:
-        self._session.failed(self, breakage(error))
+        # A KV cache that nobody knows of goes with its lease.
+        if not self._send_again(error):
+            self._session.failed(self, breakage(error))

@@ -82,6 +82,8 @@ class Recovery(Struct, eq=False):
             host.report(
                 PullFailed(self._number, prefiller.id, rank.id, failure.fault, failure.reason)
             )
+        if failure.what is What.STALE:
+            self._tries[leg] -= 1  # Once, as the next legs go on new connections.
         if rule.then in (Next.RELAY, Next.FAIL) or not self.may_try_again(leg):
             return None
         tried, legs = self._tries[leg], self._legs

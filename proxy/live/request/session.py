@@ -18,7 +18,7 @@ from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 from balanceroute.proxy.live.request.emitted import Emitted
-from balanceroute.proxy.live.request.failures import Failure, Next
+from balanceroute.proxy.live.request.failures import Failure, Next, What
 from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Holding
 from balanceroute.proxy.live.request.kv_handle import KvHandle
 from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase, impossible
@@ -65,6 +65,7 @@ class Session:
         answer: The client's side of it.
         decodes: Whether a rank decodes it; else a prefiller does the whole request.
         emitted: What earlier bindings emitted.
+        fresh: Whether its legs go on new connections: one was lost with a reused one.
         held: What it holds in its phase.
         hung: The prefiller that left a decode rank's call unanswered, to be asked last.
         offset: The step clock's.
@@ -73,7 +74,18 @@ class Session:
 
     __slots__ = (
         *("_body", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
-        *("context", "decodes", "emitted", "headers", "held", "host", "hung", "number", "offset"),
+        *(
+            "context",
+            "decodes",
+            "emitted",
+            "fresh",
+            "headers",
+            "held",
+            "host",
+            "hung",
+            "number",
+            "offset",
+        ),
         *("phase", "record", "shape", "ticket"),
     )
 
@@ -101,6 +113,7 @@ class Session:
         self.decodes = ticket.decode
         self.emitted = Emitted()
         self.hung: Prefiller | None = None
+        self.fresh = False
         self.phase = _QUEUED
         self.answer = ClientAnswer(self, reply, record)
         self._body: RequestBody | None = body
@@ -358,10 +371,14 @@ class Session:
         # When its first token comes again, the client sees nothing of that.
         begun = self.answer.opened and self.emitted.early is None
         retry = self._recovery.after(attempt, failure, stream_open=begun)
+        self.fresh |= failure.what is What.STALE
         if retry is None:
             self._give_up(attempt, failure)
         elif retry.then is Next.CONTINUE:
             attempt.hand_over()
+        elif failure.what is What.STALE:
+            self.record.retries += 1
+            self._go_on(retry)
         else:
             again = partial(_run, self, "backoff", partial(self._go_on, retry))
             give_up = partial(self._give_up, attempt, failure)

@@ -1,9 +1,10 @@
 """An endpoint: the keep-alive connections to one engine address."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from socket import EAI_NONAME, gaierror
 from ssl import SSLContext
+from typing import Any
 
 from balanceroute.proxy.wire.addresses import Addresses, Resolve, bracketed
 from balanceroute.proxy.wire.caller import LineHandler, ResponseHandler
@@ -15,6 +16,10 @@ from balanceroute.proxy.wire.turn_writes import WriteTurn
 
 __all__ = ["Call", "Endpoint", "ResponseHandler"]
 
+# So many reused connections in a row that end when a request comes are no accident.
+_STALE_IN_A_ROW = 2
+_NO_REUSE_S = 60.0
+
 
 class Endpoint:
     """The keep-alive pool of one host and port.
@@ -25,8 +30,11 @@ class Endpoint:
 
     If a reused connection closes before any byte of the response, the engine may just have closed it
     as idle. A GET or HEAD is then sent once more, on a new connection. Any other request may have had
-    side effects already, so its handler gets a RESET and decides. To make that rare, a connection is
-    reused only if the kernel has received no end of it, and only within `idle_timeout_s`.
+    side effects already, so its handler decides: a new connection is opened, and if the engine takes it,
+    the handler gets STALE, and the next request that connection; else the engine is gone, and it gets
+    RESET. To make that rare, a connection is reused only if the kernel has received no end of it, and only
+    within `idle_timeout_s`; and after two such losses in a row none is reused for a minute: some engines, or
+    what stands before them, end a connection whenever a second request comes.
 
     Args:
         host: A name or an address.
@@ -47,6 +55,7 @@ class Endpoint:
 
     Attributes:
         name: The URL, for logs and metrics.
+        stale: How many POSTs in a row were lost with reused connections.
         turn: Gathers the writes of all connections.
     """
 
@@ -82,6 +91,8 @@ class Endpoint:
         self._idle_timeout_s = idle_timeout_s
         self._max_head_bytes = max_head_bytes
         self._expiry_clock = expiry_clock or self._loop.time
+        self.stale = 0
+        self._reuse_from_s = 0.0
         self._open = 0
         self._connecting = 0
         # Since when each is idle; the longest first.
@@ -110,6 +121,7 @@ class Endpoint:
         crashed: Callable[[Exception], None] | None = None,
         expires_s: float | None = None,
         lines: LineHandler | None = None,
+        fresh: bool = False,
     ) -> Call:
         """Begin an exchange.
 
@@ -124,6 +136,7 @@ class Endpoint:
                 exception propagate.
             expires_s: From when on the request must not be written, by `expiry_clock`; None for never.
             lines: The handler, if it takes events one by one.
+            fresh: Whether it goes on a connection on which no request went before.
 
         Raises:
             UnsafeHeaderError: A header, the method or the target cannot be written.
@@ -140,7 +153,7 @@ class Endpoint:
             expires_s=expires_s,
             lines=lines,
         )
-        connection = self._take_idle()
+        connection = self._take_idle(fresh=fresh)
         if connection is None:
             self._connect(call)
         else:
@@ -173,16 +186,42 @@ class Endpoint:
 
     def release(self, connection: ClientConnection) -> None:
         """Keep a connection for another exchange, or close it."""
-        if self._closed or len(self._idle) >= self._max_idle:
+        now_s = self._loop.time()
+        if self._closed or len(self._idle) >= self._max_idle or now_s < self._reuse_from_s:
             connection.drop()
-            return
-        self._idle[connection] = self._loop.time()
+        else:
+            self._keep(connection, now_s)
+
+    def _keep(self, connection: ClientConnection, now_s: float) -> None:
+        self._idle[connection] = now_s
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
     def retry(self, call: Call) -> None:
         """Repeat a call on a new connection."""
         self._connect(call)
+
+    def fail_stale(self, call: Call, message: str, cause: Exception | None) -> None:
+        """End a call that was lost with a reused connection: STALE if a new one opens."""
+        self.stale += 1
+        if self.stale >= _STALE_IN_A_ROW:
+            self._reuse_from_s = self._loop.time() + _NO_REUSE_S
+        self._start(call, self._check(call, message, cause))
+
+    async def _check(self, call: Call, message: str, cause: Exception | None) -> None:
+        try:
+            connection = await self._connect_in_time()
+        except (OSError, UnicodeError) as error:
+            self._addresses.invalidate()
+            call.fail(WireFault.RESET, message, cause or error)
+            return
+        if connection.usable and not self._closed:
+            connection.join()
+            self._keep(connection, self._loop.time())
+            call.fail(WireFault.STALE, message, cause)
+        else:
+            connection.drop()
+            call.fail(WireFault.RESET, message, cause)
 
     # Sending.
 
@@ -205,9 +244,12 @@ class Endpoint:
     def _sweep_s(self) -> float:
         return min(1.0, self._idle_timeout_s / 4)
 
-    def _take_idle(self) -> ClientConnection | None:
+    def _take_idle(self, *, fresh: bool) -> ClientConnection | None:
         while self._idle:
             connection, since_s = self._idle.popitem()
+            if fresh and connection.reused:
+                self._idle[connection] = since_s  # One that is not would most likely come first.
+                return None
             if self._loop.time() - since_s >= self._idle_timeout_s:
                 connection.drop()  # The others are older still, so the loop drops them too.
             elif connection.is_reusable():
@@ -242,8 +284,11 @@ class Endpoint:
     # Connecting.
 
     def _connect(self, call: Call) -> None:
+        self._start(call, self._open_for(call))
+
+    def _start(self, call: Call, connect: Coroutine[Any, Any, None]) -> None:
         self._connecting += 1
-        task = self._loop.create_task(self._open_for(call))
+        task = self._loop.create_task(connect)
         task.add_done_callback(self._connected)  # Also runs if it is cancelled before it started.
         call.connect_with(task)
 

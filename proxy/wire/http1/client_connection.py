@@ -7,7 +7,8 @@ Rules:
    request written completely, and neither side about to close.
 3. A handler may abort its call, or begin another one, from within any callback.
 4. A request is sent a second time only if it has no side effects. A POST whose connection was lost may
-   have had them already: a decode rank may have pulled the KV cache, which is then gone.
+   have had them already: a decode rank may have pulled the KV cache, which is then gone. Its caller is
+   told whether the engine is still there (STALE), and decides.
 """
 
 import asyncio
@@ -38,9 +39,11 @@ class ConnectionPool(Protocol):
 
     Attributes:
         turn: Gathers the writes of all connections.
+        stale: How many POSTs in a row were lost with reused connections.
     """
 
     turn: WriteTurn
+    stale: int
 
     def opened(self) -> None:
         """Count a connection."""
@@ -56,6 +59,9 @@ class ConnectionPool(Protocol):
 
     def retry(self, call: "Call") -> None:
         """Repeat a call on a new connection."""
+
+    def fail_stale(self, call: "Call", message: str, cause: Exception | None) -> None:
+        """End a call that was lost with a reused connection: STALE if a new one opens."""
 
 
 class Call:
@@ -226,6 +232,11 @@ class ClientConnection(asyncio.Protocol):
     # Called by the pool and the call.
 
     @property
+    def reused(self) -> bool:
+        """Whether a request went on it before."""
+        return self._reused
+
+    @property
     def usable(self) -> bool:
         """Whether an exchange can begin."""
         return not self._transport.is_closing()
@@ -373,6 +384,8 @@ class ClientConnection(asyncio.Protocol):
         call = self._call
         assert call is not None
         call.answered = True
+        if self._pool.stale and self._reused and not call.repeatable:
+            self._pool.stale = 0
         if self._buffer:
             data = self._buffer + data
             self._buffer = b""
@@ -466,5 +479,7 @@ class ClientConnection(asyncio.Protocol):
             self._pool.close_idle()
             if call.repeatable:
                 self._pool.retry(call)
-                return
+            else:
+                self._pool.fail_stale(call, message, cause)
+            return
         call.fail(kind, message, cause)

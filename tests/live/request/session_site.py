@@ -89,9 +89,17 @@ class Sent:
     """One request to an engine, which answers by hand."""
 
     def __init__(
-        self, engine: str, headers: bytes, body: bytes, handler: Any, expires_s: float | None
+        self,
+        engine: str,
+        headers: bytes,
+        body: bytes,
+        handler: Any,
+        expires_s: float | None,
+        *,
+        fresh: bool,
     ) -> None:
         self.engine = engine
+        self.fresh = fresh
         self.expires_s = expires_s
         self.headers = headers
         self.values = json.loads(body)
@@ -154,10 +162,11 @@ class Engine:
         handler: Any,
         *,
         expires_s: float | None = None,
+        fresh: bool = False,
         **_: object,
     ) -> Sent:
         assert (method, path) == (b"POST", b"/v1/completions")
-        self._sent.append(Sent(self.name, headers, body, handler, expires_s))
+        self._sent.append(Sent(self.name, headers, body, handler, expires_s, fresh=fresh))
         return self._sent[-1]
 
     def close_idle(self) -> None:

@@ -57,6 +57,7 @@ def test_every_failure_of_a_leg_has_its_rule() -> None:
         What.NO_PREFILL: [Leg.DECODE],
         What.TOO_LATE: [Leg.DECODE],
         What.ERROR_EVENT: [Leg.DECODE, Leg.DIRECT],
+        What.STALE: [Leg.DECODE],  # The others are sent again at once.
     }
     for leg in Leg:
         for what in What:
@@ -105,6 +106,8 @@ def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -
 def test_what_broke_before_it_was_sent_was_never_taken(*, sent: bool) -> None:
     one = breakage(WireError(WireFault.RESET, "gone", sent=sent, answered=False))
     assert one.what is (What.BROKEN if sent else What.NOT_SENT)
+    stale = breakage(WireError(WireFault.STALE, "gone", sent=True, answered=False))
+    assert (stale.what, stale.fault) == (What.STALE, Fault.RESET)
     late = breakage(WireError(WireFault.TOO_LATE, "late", sent=False, answered=False))
     assert (late.what, late.fault) == (What.TOO_LATE, Fault.LOCAL)
     assert one.fault is Fault.RESET

@@ -52,15 +52,74 @@ async def test_a_get_on_a_reused_connection_that_closes_unanswered_is_sent_once_
 
 @pytest.mark.parametrize("reset", [False, True])
 async def test_a_post_is_never_sent_twice(engine: "Engine", *, reset: bool) -> None:
-    """Finding C3: what was written may have been done, so the reset is reported to the caller."""
+    """Finding C3: what was written may have been done, so the loss is reported to the caller."""
     async with engine(stale(reset=reset), answering(OK)) as raw:
         assert (await exchange(raw.endpoint)).ended
         handler = await exchange(raw.endpoint, b"pull this KV cache")
         assert handler.error is not None
-        assert handler.error.kind is WireFault.RESET
+        assert handler.error.kind is WireFault.STALE
         assert (handler.error.sent, handler.error.answered) == (True, False)
-        assert raw.accepted == 1
-        assert (await exchange(raw.endpoint)).ended  # The endpoint is as good as before.
+        assert (raw.accepted, raw.endpoint.idle) == (2, 1)
+        # The connection that showed that the engine is there is the next request's.
+        assert (await exchange(raw.endpoint)).ended
+        assert raw.accepted == 2
+
+
+async def test_a_post_that_is_lost_with_its_engine_is_a_reset() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1])
+        handler, _ = begin(endpoint, b"work")
+        peer, _ = await loop.sock_accept(listener)
+        await loop.sock_recv(peer, 65_536)
+        await loop.sock_sendall(peer, OK)
+        await until(lambda: handler.ended)
+        handler, _ = begin(endpoint, b"kill it")
+        await loop.sock_recv(peer, 65_536)
+    peer.close()
+    await until(lambda: handler.over)
+    assert handler.error is not None
+    assert handler.error.kind is WireFault.RESET
+    assert (handler.error.sent, handler.error.answered) == (True, False)
+    await until(lambda: endpoint.connections == 0)
+
+
+async def test_an_engine_that_ends_whatever_is_reused_gets_new_connections(
+    engine: "Engine",
+) -> None:
+    """After two losses in a row each request has one of its own, for a minute."""
+    scripts = [stale(reset=False), stale(reset=False), *[answering(OK)] * 2]
+    async with engine(*scripts) as raw:
+        lost = 0
+        for _ in range(6):
+            handler = await exchange(raw.endpoint, b"work")
+            lost += handler.error is not None
+        assert lost == 2
+        assert raw.accepted == 4
+        assert raw.endpoint.idle == 0
+
+
+async def test_an_engine_that_answers_on_a_reused_connection_keeps_them(engine: "Engine") -> None:
+    async def thrice(connection: "RawConnection") -> None:
+        for _ in range(2):
+            await request_of(connection)
+            connection.send(OK)
+        await request_of(connection)
+
+    async with engine(thrice, thrice, thrice, answering()) as raw:
+        errors = [(await exchange(raw.endpoint, b"work")).error for _ in range(9)]
+        assert [error is not None for error in errors] == [False, False, True] * 3
+        assert raw.endpoint.idle == 1
+
+
+async def test_a_fresh_request_takes_no_connection_that_was_used(engine: "Engine") -> None:
+    async with engine(answering(OK), answering(OK)) as raw:
+        assert (await exchange(raw.endpoint)).ended
+        handler = Handler()
+        raw.endpoint.request(b"POST", b"/", [], b"work", handler, fresh=True)
+        await until(lambda: handler.ended)
+        assert (raw.accepted, raw.endpoint.idle) == (2, 2)
 
 
 async def test_a_reused_connection_that_dies_takes_the_other_idle_ones_with_it(
@@ -72,12 +131,12 @@ async def test_a_reused_connection_that_dies_takes_the_other_idle_ones_with_it(
         if await connection.reader.read(1):
             connection.reset()
 
-    async with engine(once, once) as raw:
+    async with engine(once, once, answering()) as raw:
         both = [begin(raw.endpoint)[0] for _ in range(2)]
         await until(lambda: all(handler.ended for handler in both))
         assert raw.endpoint.idle == 2
         assert (await exchange(raw.endpoint)).error is not None
-        assert raw.endpoint.idle == 0
+        assert (raw.accepted, raw.endpoint.idle) == (3, 1)  # A new one.
 
 
 @pytest.mark.parametrize("end", ["closed", "reset", "spoke"])
