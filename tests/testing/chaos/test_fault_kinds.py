@@ -125,11 +125,11 @@ def test_what_http_allows_harms_nobody(role: Role, meddling: Meddling) -> None:
 
 
 @pytest.mark.parametrize("role", BOTH)
-def test_a_request_lost_with_its_connection_is_counted_when_sent_again(role: Role) -> None:
-    """Finding C3: the session decides on it, within its budget, and not the endpoint in silence."""
+def test_engines_that_end_what_is_reused_harm_nobody(role: Role) -> None:
     report = run_with(injection(role, Act.MEDDLE, meddling=Meddling.CLOSE_ON_REUSE))
-    assert report.endings.keys() <= {"exact", "status 502"}
-    assert report.counters["retries"]
+    assert report.endings.keys() == {"exact"}
+    # What a rank may have pulled is computed again; a prefill is sent again.
+    assert bool(report.counters["retries"]) == (role is Role.DECODE)
 
 
 @pytest.mark.parametrize("role", BOTH)
