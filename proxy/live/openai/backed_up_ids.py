@@ -90,6 +90,11 @@ class BackedUpIds(TokenIds):
         self._end = 0
 
     @property
+    def told(self) -> int:
+        """How many ids the engine has told, those that do not count included."""
+        return self.count + sum(len(piece.ids) for piece in self._pieces)
+
+    @property
     def behind(self) -> str:
         """The text that the client has behind the ids that count."""
         text = "".join(piece.text for piece in self._pieces)

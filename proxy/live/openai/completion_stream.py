@@ -90,6 +90,8 @@ class CompletionStream(StreamReader):
         self._held_end = HeldEnd() if hides_total else None
         self._transcript = transcript
         self._ids = ids
+        if ids is not None:
+            ids.counts = counts
         self._expensive = expensive
         self._may_abort = may_abort
         self._has_begun = False  # Nothing but openings came so far.

@@ -95,7 +95,8 @@ class ContinuationStream(CompletionStream):
         members = {
             name: message[name] for name in ("usage", "system_fingerprint") if name in message
         }
-        if choices and isinstance(members.get("usage"), dict):
+        nulls = any(None in choice.values() for choice in choices)
+        if nulls and isinstance(members.get("usage"), dict):
             # What a chat tells with each token, and a completion does not.
             members["usage"].setdefault("completion_tokens_details", None)
         try:
@@ -147,9 +148,13 @@ def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, An
         "logprobs": chats,
         "finish_reason": choice.get("finish_reason"),
     }
-    if delta["finish_reason"] is not None:
-        delta["stop_reason"] = choice.get("stop_reason")
-    return delta | {"token_ids": None}
+    if delta["finish_reason"] is not None and "stop_reason" in choice:
+        delta["stop_reason"] = choice["stop_reason"]
+    delta["token_ids"] = None
+    if None in choice.values():
+        return delta
+    # Of an engine that writes no member that is null.
+    return {name: value for name, value in delta.items() if value is not None}
 
 
 def _dump(value: object) -> bytes:

@@ -15,7 +15,7 @@ from msgspec.structs import force_setattr
 
 from balanceroute.proxy.live.openai.body import dump, is_deep
 from balanceroute.proxy.live.openai.shape import Api, Shape
-from balanceroute.proxy.live.openai.usage import USAGE
+from balanceroute.proxy.live.openai.usage import find_usage, without_usage
 
 # As vLLM writes it, at the end of every event with tokens but those of the reasoning parsers.
 _PLACE = b'],"usage":{"prompt_tokens":'
@@ -26,12 +26,7 @@ _END = b"}}"
 _NEWER_END = b'},"kv_transfer_params":null}'
 _NEWER = len(_NEWER_END)
 # As any engine may write it.
-_MEMBER = re.compile(
-    rb',\s*+"usage":\s*+\{"prompt_tokens":\s*+\d++,\s*+"total_tokens":\s*+\d++,\s*+'
-    rb'"completion_tokens":\s*+(\d{1,9})\b[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+\}'
-)
-# The white space that may stand between a comma and the member.
-_SLACK = 2
+_ANY_COUNT = re.compile(rb'"completion_tokens"\s*+:\s*+(\d{1,9})\b')
 _MAX_DIGITS = 9
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
@@ -94,13 +89,19 @@ def ask_for_counts(
 class TokenCounts:
     """Reads the counts of one stream of one sequence."""
 
-    __slots__ = ("_counted", "_hide_each", "_tokens", "asked")
+    __slots__ = ("_counted", "_hide_each", "_is_told", "_tokens", "asked")
 
     def __init__(self, asked: CountsAsked) -> None:
         self.asked = asked
         self._hide_each = asked.hide_each
         self._tokens = 0
         self._counted = b""  # The last event with a count that was not read yet.
+        self._is_told = asked.each  # By every event so far.
+
+    @property
+    def told(self) -> int | None:
+        """The tokens so far, as the engine counts them; None if not every event told."""
+        return self.read_tokens() if self._is_told else None
 
     def read_tokens(self) -> int:
         """Return the tokens so far. An event without a count is one."""
@@ -128,29 +129,23 @@ class TokenCounts:
 
     def hide(self, event: bytes) -> bytes:
         """Return what of an event without tokens is the client's."""
-        member = _member(event)
-        return event if member is None else self._cut(event, member)
+        span = find_usage(event)
+        return event if span is None else self._cut(event, span)
 
     def _count_slow(self, event: bytes) -> bytes:
         tokens = self.read_tokens()
-        member = _member(event)
-        if member is None:
-            self._tokens = tokens + 1
-            return event
-        self._record_count(member[1])
-        return self._cut(event, member)
+        span = find_usage(event)
+        count = None if span is None else _ANY_COUNT.search(event, *span)
+        if count is None:
+            self._tokens, self._is_told = tokens + 1, False
+        else:
+            self._record_count(count[1])
+        return event if span is None else self._cut(event, span)
 
     def _record_count(self, digits: bytes) -> None:
         # A count that goes backwards, or has more digits than any answer has tokens, is ignored.
         if digits.isdigit() and len(digits) <= _MAX_DIGITS:
             self._tokens = max(self._tokens, int(digits))
 
-    def _cut(self, event: bytes, member: "re.Match[bytes]") -> bytes:
-        if not self._hide_each:
-            return event
-        return event[: member.start()] + event[member.end() :]
-
-
-def _member(event: bytes) -> "re.Match[bytes] | None":
-    begin = event.rfind(USAGE)
-    return None if begin < 0 else _MEMBER.search(event, max(0, begin - _SLACK))
+    def _cut(self, event: bytes, span: tuple[int, int]) -> bytes:
+        return without_usage(event, span) if self._hide_each else event

@@ -2,7 +2,8 @@
 
 They are kept, as the engine wrote them, for the case that it fails: the next one goes on from them. Of
 what the client did not ask for it sees nothing: vLLM writes null where there are no ids, and in a chat
-leaves out events that carry nothing else.
+leaves out events that carry nothing else. Its Rust frontend writes no member that is null, and tells a
+completion's prompt in an event of its own.
 
 The next engine's detokeniser must not begin inside a character: vLLM would repeat the prompt's text
 (`DecodeStream` primed with an incomplete suffix). So ids count only up to the last event with text. And
@@ -12,10 +13,13 @@ engine begins before it, and what it says again is left out.
 """
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.token_counts import TokenCounts
 
 # As vLLM writes them.
 _IDS = b'"token_ids":['
@@ -30,11 +34,17 @@ _COMPLETION = (
 )
 _QUOTE, _COMMA = b'",'
 # As any engine may write them.
-_MEMBER = re.compile(rb'("(?:prompt_)?token_ids":\s*+)\[[\d,\s]*+\]')
+_NAMED = rb'"(?:prompt_)?token_ids"\s*+:\s*+'
+_MEMBER = re.compile(rb"(" + _NAMED + rb")\[[\d,\s]*+\]")
+_MEMBER_WITH_COMMA = re.compile(
+    rb",\s*+" + _NAMED + rb"\[[\d,\s]*+\]|" + _NAMED + rb"\[[\d,\s]*+\]\s*+(?:,\s*+)?+"
+)
 _LIST = re.compile(rb"\s*+\d++\s*+(?:,\s*+\d++\s*+)*+")
 _NOTHING = b'"delta":{}'
 _NO_TEXT = b'":""'
 _CHOICES = b'"choices":['
+# The members of a choice that tells a completion's prompt and nothing else.
+_PROMPT_ALONE = {"index", "text", "prompt_token_ids"}
 
 
 class TokenIds:
@@ -47,14 +57,15 @@ class TokenIds:
 
     Attributes:
         prompt: The prompt's, as JSON without the brackets; empty until the engine has told them.
+        counts: The engine's own counts of the same tokens; None if it was not asked for them.
         head: Of its events, all that stands before the choices.
         lost: Whether the answer cannot be continued from ids: the engine told none, it said something
             else than text, or it has said all.
     """
 
     __slots__ = (
-        *("_before", "_behind", "_kept", "_new", "_prompt_tokens", "_repeated", "head", "lost"),
-        "prompt",
+        *("_before", "_behind", "_kept", "_new", "_nulls", "_prompt_tokens", "_repeated"),
+        *("counts", "head", "lost", "prompt"),
     )
 
     def __init__(
@@ -63,6 +74,8 @@ class TokenIds:
         self.prompt = b""
         self.head = b""
         self.lost = False
+        self.counts: TokenCounts | None = None
+        self._nulls = False  # Whether the engine writes members that are null.
         self._before = _CHAT
         self._prompt_tokens = prompt_tokens
         self._repeated = repeated or RepeatedText()
@@ -86,6 +99,11 @@ class TokenIds:
         return self._kept.count(_COMMA)
 
     @property
+    def told(self) -> int:
+        """How many ids the engine has told, those that do not count included."""
+        return self.count + sum(ids.count(_COMMA) + 1 for ids in self._new if ids)
+
+    @property
     def behind(self) -> str:
         """The text that the client has behind them."""
         messages = [parsed(event) or {} for event in self._behind]
@@ -107,6 +125,8 @@ class TokenIds:
         """Whether the answer can be continued from them."""
         if self.lost or _LIST.fullmatch(self.prompt) is None:
             return False
+        if self.counts is not None and self.counts.told not in (None, self.told):
+            return False  # One of the two is wrong.
         kept = self.kept
         return not kept or _LIST.fullmatch(kept) is not None
 
@@ -147,6 +167,7 @@ class TokenIds:
 
     def note(self, event: bytes, message: dict[str, Any]) -> None:
         """Keep the ids of any event, which was parsed."""
+        self._nulls = self._nulls or _has_null(message)
         if not self.prompt:
             found = _PROMPT.search(event)
             self.prompt = found[1] if found else b""
@@ -163,7 +184,9 @@ class TokenIds:
             ended = choice.get("finish_reason") is not None
             if choice.get("delta") == {} and not ended and choice.get("logprobs") is None:
                 return b""
-        return _hidden(event)
+            if choice.keys() == _PROMPT_ALONE and not choice["text"]:
+                return b""
+        return _hidden(event) if self._nulls else _MEMBER_WITH_COMMA.sub(b"", event)
 
     def _note_choice(self, event: bytes, choice: dict[str, Any]) -> None:
         text, ids = text_of(choice), choice.get("token_ids")
@@ -191,6 +214,11 @@ class TokenIds:
         self._behind.clear()
 
 
+def _has_null(message: dict[str, Any]) -> bool:
+    choices = choices_of(message)
+    return None in message.values() or any(None in choice.values() for choice in choices)
+
+
 def _hidden(event: bytes) -> bytes:
-    """Return an event without ids."""
+    """Return an event with null for ids."""
     return _MEMBER.sub(rb"\1null", event)

@@ -10,9 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-USAGE = b'"usage":'
-_CACHED_TOKENS = re.compile(rb'("cached_tokens":\s*)\d+')
-_COUNTS = re.compile(rb'"(prompt_tokens|completion_tokens)":\s*(\d{1,9})\b')
+# The text of an answer is escaped JSON: it cannot hold the name with plain quotes.
+USAGE = b'"usage"'
+# As vLLM writes it, at the end of nearly every event.
+_PLACE = b'],"usage":{'
+# A string without an end goes to the end, so that no part of it is looked at twice.
+_TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
+_VALUE = re.compile(rb"\s*+:\s*+\{")
+_CACHED_TOKENS = re.compile(rb'("cached_tokens"\s*+:\s*+)\d+')
+_COUNTS = re.compile(rb'("(prompt|completion)_tokens"\s*+:\s*+)(\d{1,9})\b')
 _MAX_COUNT = 1 << 30
 _TOTAL = ("prompt_tokens", "total_tokens", "completion_tokens")
 
@@ -43,16 +49,17 @@ class UsageRewrite:
 
     def apply(self, event: bytes) -> bytes:
         """Return an event with its usage object rewritten, if it has one."""
-        # The text of an answer is escaped JSON: it cannot hold the name with plain quotes.
-        begin = event.find(USAGE) if self.changes else -1
-        if begin < 0:
+        if not self.changes or event.rfind(USAGE) < 0:
             return event
-        head, usage = event[:begin], event[begin:]
+        begin, end = event.rfind(_PLACE), len(event)
+        if begin < 0:
+            begin, end = find_usage(event) or (end, end)
+        usage = event[begin:end]
         if self._cached_tokens is not None:
             usage = _with_cached(usage, self._cached_tokens)
         if self._resumed_tokens:
             usage = _COUNTS.sub(self._shift, usage)
-        return head + usage
+        return event[:begin] + usage + event[end:]
 
     def total(self, last: Mapping[str, Any]) -> bytes | None:
         """Return the event with the usage at the end, by the usage that the answer's last event tells.
@@ -72,8 +79,40 @@ class UsageRewrite:
         return self.apply(b"data: %b\n\n" % text.encode("utf-8", "replace"))
 
     def _shift(self, count: "re.Match[bytes]") -> bytes:
-        by = -self._resumed_tokens if count[1] == b"prompt_tokens" else self._resumed_tokens
-        return b'"%b":%d' % (count[1], max(0, int(count[2]) + by))
+        by = -self._resumed_tokens if count[2] == b"prompt" else self._resumed_tokens
+        return b"%b%d" % (count[1], max(0, int(count[3]) + by))
+
+
+def find_usage(event: bytes) -> tuple[int, int] | None:
+    """Return where the usage object of an event stands, its name included, whatever its place and spelling.
+
+    Returns:
+        None if the event has none.
+    """
+    found, name, depth = None, -1, 0
+    if event.rfind(USAGE) < 0:
+        return None
+    for token in _TOKENS.finditer(event):
+        text = token[0]
+        if text in b"{[":
+            depth += 1
+        elif text in b"}]":
+            depth -= 1
+            if depth == 1 and name >= 0:
+                found, name = (name, token.end()), -1
+        elif depth == 1 and text == USAGE and _VALUE.match(event, token.end()):
+            name = token.start()
+    return found
+
+
+def without_usage(event: bytes, span: tuple[int, int]) -> bytes:
+    """Return an event without the member that `find_usage` found, and without the comma that it leaves."""
+    head, tail = event[: span[0]], event[span[1] :]
+    before = head.rstrip()
+    if before.endswith(b","):
+        return before[:-1] + tail
+    behind = tail.lstrip()
+    return head + (behind[1:].lstrip() if behind.startswith(b",") else tail)
 
 
 def with_cached_tokens(body: bytes, cached_tokens: int) -> bytes:

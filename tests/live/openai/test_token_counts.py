@@ -1,5 +1,6 @@
 """Tokens by the engine's own count, which the client sees only as far as it asked."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.shape import Api, read_shape
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.openai.usage import find_usage
 
 # What is asked.
 
@@ -255,3 +257,76 @@ def test_an_engine_that_counts_reasoning_is_told_of_once_for_each_opening() -> N
     client = Client(counts=counts()).answer(event(choices=[role], **details))
     assert client.turns[0] == "expensive"
     assert client.received == event(choices=[role])
+
+
+ODD = 'a "usage":{"completion_tokens":9},\\ {['
+COUNTS = [("prompt_tokens", 9), ("completion_tokens", 1), ("total_tokens", 10)]
+DETAILS: list[dict[str, object]] = [
+    {},
+    {"prompt_tokens_details": None},
+    {"d": {"cached_tokens": 8}},
+]
+
+
+def spelled(
+    place: int, order: tuple[int, ...], more: dict[str, object], gap: str, **choice: Any
+) -> bytes:
+    """Return the event of a token with its usage at a place among its members, spelled as by any engine."""
+    members: list[tuple[str, Any]] = [
+        ("id", "c"),
+        ("object", "usage"),
+        (
+            "choices",
+            [{"index": 0, "text": ODD, "finish_reason": None, "usage": {"a": 1}, **choice}],
+        ),
+        ("x", None),
+    ]
+    if place >= 0:
+        members.insert(place, ("usage", dict(COUNTS[i] for i in order) | more))
+    text = json.dumps(dict(members), separators=("," + gap, gap + ":" + gap))
+    return b"data: " + text.encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("gap", ["", " "])
+def test_a_count_is_read_and_cut_wherever_it_stands(place: int, gap: str) -> None:
+    for order, more in itertools.product(itertools.permutations(range(3)), DETAILS):
+        check_spelling(place, order, more, gap)
+
+
+def check_spelling(place: int, order: tuple[int, ...], more: dict[str, object], gap: str) -> None:
+    told, bare = spelled(place, order, more, gap), spelled(-1, order, more, gap)
+    for pieces in ([told] * 3, [told * 3], [one.replace(b"\n", b"\r\n") for one in [told] * 3]):
+        client = Client(counts=counts()).answer(*pieces)
+        assert client.received.replace(b"\r\n", b"\n") == bare * 3
+        assert client.tokens == 1  # As the engine says.
+    seen = Client(counts=counts(ALL), resumed_tokens=4).answer(told)
+    (message,) = [json.loads(one) for one in re.findall(rb"data: (.*)", seen.received)]
+    assert message["usage"]["prompt_tokens"] == 5
+    assert message["usage"]["completion_tokens"] == 5
+    assert message["choices"] == json.loads(bare[len(b"data: ") :])["choices"]
+
+
+def test_the_only_member_is_cut_as_well() -> None:
+    assert counts().hide(b'data: {"usage": {"completion_tokens": 1}}\n\n') == b"data: {}\n\n"
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("odd", [{}, {"choices": None}, {"choices": []}])
+def test_a_total_that_was_not_asked_for_is_hidden_wherever_it_comes(
+    at: int, odd: dict[str, object]
+) -> None:
+    sum_up = event(object="text_completion", **odd, **usage(3))
+    events = [chunk(**usage(1)), chunk("b", **usage(2)), chunk("c", "stop", **usage(3))]
+    events.insert(at, sum_up)
+    client = Client(counts=counts()).answer(*events, DONE).end()
+    assert client.received == chunk() + chunk("b") + chunk("c", "stop") + DONE
+    assert client.leg.count_tokens() == 3
+    assert client.turns[-1] == "ended"
+
+
+def test_hostile_text_is_looked_at_once() -> None:
+    """Quadratic, this would take hours."""
+    text = b'"usage"' + b'\\"a' * 1_000_000
+    assert find_usage(b'data: {"x":' + text[:-2]) is None
+    assert find_usage(b'data: {"x":"' + text[7:]) is None
