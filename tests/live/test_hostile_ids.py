@@ -29,6 +29,15 @@ def first(text: str, ids: object, prompt: object = PROMPT) -> dict[str, Any]:
     return token(text, ids, prompt_token_ids=prompt)
 
 
+def counted(event: dict[str, Any], tokens: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": 2, "total_tokens": 2 + tokens, "completion_tokens": tokens}
+    return event | {"usage": usage}
+
+
+X, Y = first("x", [7]), token("y", [8])
+ALL_OF_THEM = [1, 2, 7, 8, 9, 6]
+
+
 @pytest.mark.parametrize(
     ("said", "goes_on"),
     [
@@ -45,6 +54,22 @@ def first(text: str, ids: object, prompt: object = PROMPT) -> dict[str, Any]:
         ([first("x", [7], prompt=[5])], None),
         ([first("x", [7], prompt=[])], None),
         ([first("x", [7], prompt=None)], None),
+        # The engine's own counts say how many ids there are.
+        ([counted(X, 1), counted(Y, 2)], [1, 2, 7, 8]),
+        (
+            [counted(X, 1), counted(token("yy", [8, 9]), 3), counted(token("y", [6]), 4)],
+            ALL_OF_THEM,
+        ),
+        (
+            [counted(X, 1), counted(token("", [8]), 2)],
+            [1, 2, 7],
+        ),  # Without text it does not count yet.
+        ([counted(X, 1), Y], [1, 2, 7, 8]),  # Not all of them are told.
+        ([counted(X, 1), counted(Y, 3)], None),  # One was left out.
+        ([counted(X, 1), counted(Y, 2), counted(Y, 2)], None),  # One came twice.
+        ([counted(X, 1), counted(token("y", [8, 8]), 2)], None),
+        ([counted(X, 2)], None),
+        ([counted(X, 1), counted(token("", [8]), 3)], None),
     ],
     ids=str,
 )

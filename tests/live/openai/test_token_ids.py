@@ -68,6 +68,50 @@ def test_the_client_sees_what_an_engine_writes_that_was_asked_for_no_ids() -> No
     )
 
 
+def bare(*choices: dict[str, Any], **more: object) -> bytes:
+    """Return an event of an engine that writes no member that is null, such as vLLM's Rust frontend."""
+    text = json.dumps({"id": "c", "choices": list(choices), **more}, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"
+
+
+def said(text: str | None, of_chat: bool, **more: object) -> dict[str, Any]:
+    delta = {} if text is None else {"content": text}
+    return {"index": 0, **({"delta": delta} if of_chat else {"text": text or ""}), **more}
+
+
+@pytest.mark.parametrize("of_chat", [True, False])
+def test_of_an_engine_that_writes_no_nulls_the_client_sees_none(*, of_chat: bool) -> None:
+    ids = TokenIds()
+    role = {"index": 0, "delta": {"role": "assistant"}}
+    prompt: list[object] = [1, 22, 333]
+    begin = (
+        bare(role, prompt_token_ids=prompt)
+        if of_chat
+        else bare(said("", of_chat, prompt_token_ids=prompt))
+    )
+    tokens = [bare(said(" a", of_chat, token_ids=[7])), bare(said(" b", of_chat, token_ids=[8, 9]))]
+    end = bare(said(None, of_chat, finish_reason="stop", stop_reason="x"))
+    passed = read(ids, begin, *tokens, end)
+    # A completion's prompt comes only if it is asked for.
+    expected = bare(role) if of_chat else b""
+    assert passed == expected + bare(said(" a", of_chat)) + bare(said(" b", of_chat)) + end
+    assert (ids.prompt, ids.told) == (b"1,22,333", 3)
+
+
+@pytest.mark.parametrize(
+    "members", ['"token_ids": [7]', '"token_ids" : [ 7, 8 ]', '"token_ids":[]']
+)
+@pytest.mark.parametrize("form", ["%s, %s", "%s, %s, %s"])
+def test_what_is_cut_leaves_no_comma(members: str, form: str) -> None:
+    text = '"index": 0, "text": "\\"token_ids\\":[7]"'
+    for parts in ([members, text], [text, members], [text, members, '"x": [1]']):
+        if form.count("%s") != len(parts):
+            continue
+        event = b'data: {"choices": [{%b}]}\n\n' % (form % tuple(parts)).encode()
+        left = ", ".join(part for part in parts if part is not members)
+        assert read(TokenIds(), event) == b'data: {"choices": [{%b}]}\n\n' % left.encode()
+
+
 @pytest.mark.parametrize("event", [chat, completion])
 def test_the_quick_way_comes_to_the_same(event: Callable[[str, bytes], bytes]) -> None:
     first = ROLE if event is chat else completion("", b"[1]", b"[1,22,333]")
