@@ -66,7 +66,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct early_token
 proxy.live.scheduling: arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
-proxy.live.settings: admission aimd_options aliases checks config configure declared discovery engines groups http3
+proxy.live.settings: admission aimd_options aliases checks config configure declared discovery effects engines groups http3
     policy_options reader scheduling score_options
     setting tenant_file tracing
 proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics handshake_metrics json_line

@@ -9,7 +9,7 @@ Rules:
    over. Two kinds of request differ:
 
    * Without prefill, a request never holds a prefiller. It is `QUEUED` only for the instant before
-     it goes to the pool, or while the budget of requests in flight has no room for it.
+     it goes to the pool, or as long as the intake has all requests wait in the queue.
    * Without decode (a direct request), it is `PREFILLING` until it ends. It holds its sequences on
      the prefiller and the KV budget of all of them, instead of a prefill.
 3. A holding is released exactly once; releasing it again is an assertion failure, not a no-op.

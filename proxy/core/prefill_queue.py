@@ -1,10 +1,10 @@
 """The requests that wait for a prefiller, and which of them start.
 
 Direct requests, which a prefiller answers whole, wait in a queue of their own: they have a limit of
-their own, which must not hold up the others. Requests that need no prefiller are here only while the
-budget of requests in flight holds them back. Requests that only some prefillers can serve have two
-such queues for each set of prefillers: one that has to wait holds up later requests only on the
-prefillers that it waits for.
+their own, which must not hold up the others. Requests that need no prefiller are here only where
+requests in flight are limited, or first tokens are expected. Requests that only some prefillers can
+serve have two such queues for each set of prefillers: one that has to wait holds up later requests
+only on the prefillers that it waits for.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,6 +1,7 @@
 """What decides, put together from the settings, with the admin listener in front of it."""
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.deployment_state import snapshot_of
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.listeners import AdminListener
+from balanceroute.proxy.live.settings.effects import without_effect
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.wire.http1.server import Server
 
+_log = logging.getLogger(__name__)
 # Until a task that failed is begun again.
 _RESTART_S = 1.0
 # The name of the only deployment.
@@ -90,6 +93,8 @@ class ControlPlane(ABC):
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._own_tasks: list[asyncio.Task[None]] = []
         self._keeping: asyncio.Task[None] | None = None
+        self._credentials = config.credentials
+        self._idle: list[str] = []
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admin: Server | None = None
         self.pages: Admin | None = None
@@ -114,6 +119,7 @@ class ControlPlane(ABC):
         Raises:
             ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
         """
+        self._tell_idle()
         for deployment in self.deployments.values():
             await deployment.start()
         # Before any task is begun, which would have to be ended if it fails.
@@ -125,6 +131,17 @@ class ControlPlane(ABC):
         if (keeper := self._environment.orders) is not None:
             self._keeping = self._task("orders", partial(keep_trying, keeper))
             self._own_tasks.append(self._keeping)
+
+    def _tell_idle(self) -> None:
+        """Warn of settings that do nothing, of which the log does not tell yet."""
+        configs = [
+            replace(one.config, credentials=self._credentials) for one in self.deployments.values()
+        ]
+        idle = without_effect(self.config.given, configs)
+        for message in idle:
+            if message not in self._idle:
+                _log.warning(message)
+        self._idle = idle
 
     def _make_group(self, group: "GroupConfig") -> Deployment:
         """Return the deployment of a group. What tenants have in one counts in all."""
@@ -282,6 +299,8 @@ class ControlPlane(ABC):
         self._load_certificate()
         redact_too(credentials.secrets)
         self._use(credentials)
+        self._credentials = credentials
+        self._tell_idle()
         return {"api_keys": len(credentials.api_keys), "tenants": len(credentials.tenants)}
 
     def reload(self) -> dict[str, object]:

@@ -135,6 +135,7 @@ class Proxy(ControlPlane):
             deployment.driver.hold(held=True)
             deployment.ordered()
         self.deployments[config.name] = deployment
+        self._tell_idle()
         self._groups.add(_group(config.name, deployment))
         self._begin(config.name)
 

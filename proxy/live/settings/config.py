@@ -3,7 +3,8 @@
 `balanceroute.proxy.live.settings.configure` makes it.
 """
 
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from math import inf
 from pathlib import Path
@@ -58,6 +59,7 @@ class ProxyConfig:
         direct: Which engines serve what cannot be split between the roles.
         lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
             the engine says of a single request goes first.
+        given: The settings that were given and are not off, with what to call each. Not shown.
         groups: The deployments if there are several; then it has no engines of its own.
         aliases: Names that stand for several of their models.
     """
@@ -82,6 +84,7 @@ class ProxyConfig:
     credentials: Credentials
     direct: Direct
     lease_s: float | None
+    given: Mapping[str, str] = field(repr=False, compare=False)
     groups: "tuple[GroupConfig, ...]" = ()
     aliases: tuple[AliasConfig, ...] = ()
 
@@ -206,6 +209,6 @@ def _plain(value: object) -> object:
         case tuple():
             return [_plain(item) for item in value]
         case _ if is_dataclass(value):
-            return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+            return {one.name: _plain(getattr(value, one.name)) for one in fields(value) if one.repr}
         case _:
             return value

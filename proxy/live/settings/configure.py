@@ -180,6 +180,7 @@ def _configured(
         credentials=credentials,
         direct=scheduling.direct or _direct(engines.connector),
         lease_s=lease_s,
+        given=given.places,
     )
 
 

@@ -69,6 +69,17 @@ class Given:
         """Return a section."""
         return section(**{one.name: self.values[one.name] for one in settings_of(section)})
 
+    @property
+    def places(self) -> dict[str, str]:
+        """What was given and is not off, with what to call it; see `where`."""
+        names = dict.fromkeys([*self._flags, *self._filed])
+        off = (None, False)
+        return {
+            name: self.where(name)
+            for name in names
+            if not any(self.values[name] is one for one in off)
+        }
+
     def where(self, name: str) -> str:
         """Return what to call a setting: the flag, or the file and key if that is where it is."""
         if name in self._flags or name not in self._filed:

@@ -91,7 +91,8 @@ def test_a_rank_that_is_told_of_no_authority_trusts_any_proxy(
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *(*flags, "--tls-key", str(key)),
-            ) as served,http3_client(served.ports()[0], cert.read_text()) as client
+            ) as served,
+            http3_client(served.ports()[0], cert.read_text()) as client,
         ):
             body = json.dumps(STREAM).encode()
             head = [(b"content-type", b"application/json")]

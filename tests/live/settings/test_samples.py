@@ -292,13 +292,13 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         count_tokens="events",
         resume=Resume.VALID,
         first_token=FirstTokenFrom.PREFILL,
+        asks_early=True,
         lease_margin_s=4.75,
         pass_priority=True,
         expired_status=504,
     )
     assert config.health == HealthSettings(3.0, 3.25, quarantine_failures=5)
-    assert config.scrape.scrape_interval_s == 4.0
-    assert config.scrape.scrape_timeout_s == 4.25
+    assert (config.scrape.scrape_interval_s, config.scrape.scrape_timeout_s) == (4.0, 4.25)
 
 
 def test_the_samples_of_the_limit_are_in_its_settings(tmp_path: Path) -> None:

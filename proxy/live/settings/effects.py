@@ -1,0 +1,293 @@
+"""Settings whose effect depends on others: one table for flags, files and what is read again.
+
+A setting that does nothing is no error: the proxy serves as it would without it. But who set it expects
+something, so the start tells of it, and so does a reload that makes it so. Only what was given counts.
+What contradicts another setting is refused where the configuration is made.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from balanceroute.proxy.core.admission import EXPECTING
+from balanceroute.proxy.core.policies import PREDICTING, is_outside
+from balanceroute.proxy.core.prefill import USING_LOADS
+from balanceroute.proxy.core.queueing import PREDICTING_ORDERS
+from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.early_token import FirstTokenFrom
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.topologies import CONNECTORS
+
+_DEADLINE_ORDERS, _LEVEL_ORDERS = frozenset({"edf"}), frozenset({"abs", "ml"})
+_RANDOM_POLICIES = ("random", "power-of-two", "s1-enhanced", "s2-enhanced", "s2-dynamic-waiting")
+_RANDOM_CHOICES = USING_LOADS | {"random", "power-of-two"}
+_BR, _LATE = ("br-0", "br-h"), ("fifo", "br-0", "br-0-bypass", "br-h")
+
+
+class _Idle(NamedTuple):
+    """Settings that do nothing in some configurations.
+
+    Attributes:
+        names: Of the settings.
+        why: What the message says behind "has no effect"; `{c}` is the configuration.
+        holds: Whether they do nothing.
+        part: The part of the setting that does nothing; "" for all of it.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    holds: Callable[[ProxyConfig], bool]
+    part: str = ""
+
+
+def without_effect(given: Mapping[str, str], deployments: Sequence[ProxyConfig]) -> list[str]:
+    """Return a message for each setting that was given and does nothing.
+
+    Args:
+        given: What was given to all deployments: names, and what to call them.
+        deployments: Their configurations. What was given to all does nothing if it does so in none.
+    """
+    found = [dict(_idle(one)) for one in deployments]
+    shared = set(given.values())
+    everywhere = set.intersection(*map(set, found)) if found else set()
+    messages = {
+        message: None
+        for one in found
+        for message, place in one.items()
+        if message in everywhere or place not in shared
+    }
+    return list(messages)
+
+
+def _idle(config: ProxyConfig) -> Iterable[tuple[str, str]]:
+    """Yield the message about each setting of one deployment that does nothing, and its place."""
+    for row in _TABLE:
+        for name in row.names:
+            if name in config.given and row.holds(config):
+                place = config.given[name]
+                what = f"{place}: {row.part}" if row.part else place
+                yield f"{what} has no effect {row.why.format(c=config)}", place
+
+
+# What the rows ask.
+
+
+def _policy_not(*names: str) -> Callable[[ProxyConfig], bool]:
+    """Return whether the policy is none of these; one from outside may use every setting."""
+    return lambda c: not (c.scheduling.policy in names or is_outside(c.scheduling.policy))
+
+
+def _is_paper(config: ProxyConfig) -> bool:
+    return config.policies.paper and config.scheduling.policy in _BR
+
+
+def _decode_first(config: ProxyConfig) -> bool:
+    return CONNECTORS[config.engines.connector].decode_first
+
+
+def _limits_starts(config: ProxyConfig) -> bool:
+    """Return whether requests that need no prefiller wait before the pool, too."""
+    return config.aimd.aimd != "off" or config.admission.admission in EXPECTING
+
+
+def _states_deadlines(config: ProxyConfig) -> bool:
+    tenants = config.credentials.tenants
+    return config.admission.client_deadline or any(
+        one.client_deadline or one.deadline_s is not None for one in tenants
+    )
+
+
+def _states_levels(config: ProxyConfig) -> bool:
+    tenants = config.credentials.tenants
+    return config.admission.client_priority or any(
+        one.client_priority or one.level != 0 for one in tenants
+    )
+
+
+def _predicts(config: ProxyConfig) -> bool:
+    policy = config.scheduling.policy
+    peak = config.policies.kv_peak_quantile is not None and policy in _LATE
+    ordered = config.admission.queue_order in PREDICTING_ORDERS
+    return policy in PREDICTING or is_outside(policy) or ordered or peak
+
+
+def _draws(config: ProxyConfig) -> bool:
+    policy = config.scheduling.policy
+    random_choice = config.scheduling.prefill_choice in _RANDOM_CHOICES
+    return policy in _RANDOM_POLICIES or is_outside(policy) or random_choice
+
+
+def _is_fixed(config: ProxyConfig) -> bool:
+    limit = config.aimd.settings
+    return limit is not None and limit.cap_min == limit.cap_max
+
+
+def _has_https(config: ProxyConfig) -> bool:
+    urls = [*(one.url for one in config.prefillers), *(one.url for one in config.decoders)]
+    return any(one.scheme == "https" for one in urls) or bool(config.discovery.discover)
+
+
+def _finds(config: ProxyConfig, *kinds: str) -> bool:
+    return any(one.kind in kinds for one in config.discovery.discover)
+
+
+_WITH_POLICY = "with --policy {c.scheduling.policy}"
+_WITH_CONNECTOR = "with {c.engines.connector}"
+_WITH_ORDER = "with --queue-order {c.admission.queue_order}"
+_NO_DEADLINES = "where nobody can state a deadline (--client-deadline, or deadline_s of a tenant)"
+_NO_LEVELS = "where nobody can state a level (--client-priority, or level of a tenant)"
+
+_TABLE = (
+    # Engines.
+    _Idle(("kv_block_tokens",), "without --kv-events", lambda c: not c.hears_kv_events),
+    _Idle(
+        ("engine_ca_file", "insecure_engines"),
+        "where no engine is named with https",
+        lambda c: not _has_https(c),
+    ),
+    _Idle(("discover_hold_s",), "without --discover", lambda c: not c.discovery.discover),
+    _Idle(
+        ("discover_interval_s",),
+        "without --discover of a file or a name",
+        lambda c: not _finds(c, "file", "dns"),
+    ),
+    _Idle(
+        ("kubernetes_api", "kubernetes_account"),
+        "without --discover of kubernetes",
+        lambda c: not _finds(c, "kubernetes"),
+    ),
+    # Listening.
+    _Idle(
+        ("http3_order", "http3_hard_deadlines", "http3_streams", "http3_handshakes"),
+        "without --http3",
+        lambda c: not c.http3.http3,
+    ),
+    _Idle(
+        ("admin_host", "admin_port", "admin_token_file", "admin_name"),
+        "with --no-admin",
+        lambda c: not c.listening.admin,
+    ),
+    # Admission.
+    _Idle(
+        ("aimd_ttft_s", "aimd_tpot_ms", "aimd_min", "aimd_max"),
+        "without --aimd",
+        lambda c: c.aimd.aimd == "off",
+    ),
+    _Idle(("aimd_tpot_ms",), "where --aimd-min and --aimd-max fix the limit", _is_fixed),
+    _Idle(
+        ("admission",),
+        _NO_DEADLINES,
+        lambda c: c.admission.admission in EXPECTING and not _states_deadlines(c),
+    ),
+    _Idle(
+        ("queue_order",),
+        _NO_DEADLINES,
+        lambda c: c.admission.queue_order in _DEADLINE_ORDERS and not _states_deadlines(c),
+    ),
+    _Idle(
+        ("queue_order",),
+        _NO_LEVELS,
+        lambda c: c.admission.queue_order in _LEVEL_ORDERS and not _states_levels(c),
+    ),
+    _Idle(
+        ("client_priority",), _WITH_ORDER, lambda c: c.admission.queue_order not in _LEVEL_ORDERS
+    ),
+    _Idle(
+        ("fair_queue",),
+        "without --tenants or --api-key-file",
+        lambda c: (
+            c.admission.fair_queue != "none"
+            and not (c.credentials.tenants or c.credentials.api_keys)
+        ),
+    ),
+    _Idle(
+        ("tenants",),
+        "without --fair-queue",
+        lambda c: (
+            c.admission.fair_queue == "none"
+            and any(one.weight != 1.0 for one in c.credentials.tenants)
+        ),
+        "weight",
+    ),
+    _Idle(
+        ("tenants",),
+        _WITH_ORDER,
+        lambda c: (
+            c.admission.queue_order not in _LEVEL_ORDERS
+            and any(one.level != 0 for one in c.credentials.tenants)
+        ),
+        "level",
+    ),
+    # Scheduling.
+    _Idle(
+        ("prefill_waiting_limit", "prefill_running_limit", "prefill_share_limit"),
+        "with --prefill-choice {c.scheduling.prefill_choice}, which scores no prefiller",
+        lambda c: c.scheduling.prefill_choice not in USING_LOADS,
+    ),
+    _Idle(
+        ("predictor",),
+        "on decisions " + _WITH_POLICY + ": its predictions are only scored",
+        lambda c: not _predicts(c),
+    ),
+    _Idle(("seed",), _WITH_POLICY + ", which draws nothing", lambda c: not _draws(c)),
+    _Idle(
+        ("rank_kv_tokens",),
+        _WITH_POLICY + ", which lets requests queue in the engines",
+        _policy_not(*_LATE, "smg-least-load"),
+    ),
+    _Idle(("rank_speeds", "learn_speeds"), _WITH_POLICY, _policy_not(*_BR, "br-0-bypass")),
+    _Idle(("rank_speeds", "learn_speeds"), "with --paper", _is_paper),
+    _Idle(("learn_speeds",), "with --rank-speeds", lambda c: bool(c.scheduling.rank_speeds)),
+    _Idle(
+        ("direct_limit",),
+        "where ranks serve what cannot be split (--direct)",
+        lambda c: c.direct is not Direct.PREFILL,
+    ),
+    _Idle(
+        ("pool_limit",),
+        _WITH_CONNECTOR + ", unless --aimd or --admission early has requests wait",
+        lambda c: _decode_first(c) and not _limits_starts(c),
+    ),
+    _Idle(
+        ("probe_limit", "lease_s", "lease_margin_s", "on_missing_kv", "pool_deadline_s"),
+        _WITH_CONNECTOR + ", whose ranks have the request first",
+        _decode_first,
+    ),
+    _Idle(
+        ("first_token",),
+        _WITH_CONNECTOR + ", whose ranks have the request first",
+        lambda c: _decode_first(c) and c.scheduling.first_token is FirstTokenFrom.PREFILL,
+    ),
+    _Idle(
+        ("lease_margin_s",),
+        "where KV caches have no lease",
+        lambda c: c.lease_s is None and not _decode_first(c),
+    ),
+    # Policies.
+    _Idle(
+        ("projection", "horizon", "gamma", "alpha", "beta", "refresh_tokens"),
+        _WITH_POLICY,
+        _policy_not("br-h"),
+    ),
+    _Idle(
+        ("projection", "gamma", "refresh_tokens"),
+        "with --horizon 0",
+        lambda c: c.scheduling.policy == "br-h" and c.policies.steps_ahead == 0,
+    ),
+    _Idle(("theta", "window", "patience", "hold_s", "paper"), _WITH_POLICY, _policy_not(*_BR)),
+    _Idle(("patience", "hold_s"), "with --paper", _is_paper),
+    _Idle(("bypass_slots",), _WITH_POLICY, _policy_not("br-0-bypass")),
+    _Idle(("kv_peak_quantile",), _WITH_POLICY, _policy_not(*_LATE)),
+    _Idle(
+        ("pool_deadline_s",),
+        _WITH_POLICY,
+        lambda c: _policy_not(*_BR)(c) and not _decode_first(c),
+    ),
+    # Failures and logs.
+    _Idle(
+        ("retry_backoff_s", "retry_backoff_limit_s"),
+        "with --retry-attempts 1",
+        lambda c: c.failures.retry_attempts == 1,
+    ),
+    _Idle(("log_level",), "with --log none", lambda c: c.log.log == "none"),
+    _Idle(("load_log_interval_s",), "without --load-log", lambda c: c.log.load_log is None),
+)
