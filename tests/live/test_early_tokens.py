@@ -34,6 +34,12 @@ GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
 STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
 # With the role.
 FIRST = {COMPLETIONS: 1, CHAT: 2}
+IDS = {
+    "model": "tiny",
+    "token_ids": [3, 5, 7],
+    "sampling_params": {"temperature": 0, "max_tokens": 9},
+    "stream": True,
+}
 WAIT_S = 5.0
 NULL = {"index": 0, "text": "a", "finish_reason": "length", "prompt_token_ids": [1, 2]}
 SPOILT = "an event that nobody can read"
@@ -456,7 +462,7 @@ def test_a_chat_goes_on_behind_its_first_token_too(
     play(scenario, flags=EARLY)
 
 
-@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
 @pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("path", STREAMS)
@@ -570,3 +576,35 @@ def test_a_request_that_waits_for_its_ranks_token_is_due_as_ever(play: "Play") -
 
     flags = EARLY | {"client_deadline": True, "batch": 2, "pool_limit": 100}
     play(scenario, flags=flags, batch_limit=2, step_base_ns=100_000_000)
+
+
+@pytest.mark.parametrize("whose", ["prefill", "decode"])
+@pytest.mark.parametrize("direct", ["prefill", "decode"])
+def test_what_counts_for_the_limit_is_what_metrics_and_log_tell(
+    play: "Play", whose: str, direct: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        streams: list[tuple[str, dict[str, Any]]] = [
+            *STREAMS.items(),
+            (COMPLETIONS, STREAMS[COMPLETIONS] | {"stop": "never"}),
+            (COMPLETIONS, STREAMS[COMPLETIONS] | {"max_tokens": 1}),
+            (COMPLETIONS, STREAMS[COMPLETIONS] | {"n": 2, "temperature": 1.0}),
+            ("/inference/v1/generate", IDS),
+            ("/v1/messages", STREAMS[CHAT]),
+        ]
+        site.fleet.faults.set("decode", delay_s=1.0)
+        for path, values in streams:
+            answer = await site.post(path, values)
+            assert answer.status == 200, answer.body
+        site.fleet.faults.set("all", eos_first=1.0)
+        assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS])).done
+        ended = await site.ended(len(streams) + 1)
+        budget = site.world.scheduler.intake.budget
+        assert budget is not None
+        counted = [took_ns / 1e9 for _, took_ns in budget._firsts._samples]
+        assert counted == pytest.approx([first_token_s(one) for one in ended], abs=1e-6)
+        early = sum(one.early_first_token for one in ended)
+        assert early == (3 if whose == "prefill" else 0)
+
+    flags = {"first_token": whose, "direct": direct, "aimd": "post4"}
+    play(scenario, flags=flags)
