@@ -236,6 +236,7 @@ def deployment_of(setup: Setup, config: ProxyConfig) -> Deployment:
         deadline_ns=None if deadline_ns is None else round(deadline_ns * setup.time_scale),
         pool_limit=scheduler.pool_limit,
         deep_pool=scheduler.deep_pool,
+        early_tokens=scheduler.deep_pool,
         lease_ns=round(1e9 * engines.lease_s),
         lease_margin_ns=round(scheduler.lease_margin_ns * setup.time_scale),
     )

@@ -112,6 +112,7 @@ def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--transfer-us-per-token", "nan"], "--transfer-us-per-token", "is nan, must be"),
         (["--pool-limit", "0"], "--pool-limit", "is 0, must be from 1"),
         (["--kv-peak-quantile", "0.9"], "--kv-peak-quantile", "needs --kv-capacity too"),
+        (["--first-token", "prefill"], "--first-token", "needs --prefill-servers too"),
         (["--deadline", "0"], "--deadline", "is 0.0, must be from 0.001"),
         (["--deadline", "1e305"], "--deadline", "is 1e+305, must be"),
         (["--backlog", "500"], "segment", "never reached a steady state: .* smaller backlog"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
@@ -104,6 +105,12 @@ class Machines:
     deep_pool: bool = flag(
         "a pool limit as deep as leases allow, as of `serve --first-token prefill`"
     )
+    first_token: str = choice(
+        "decode",
+        "whose first token clients get: that of a rank, or at once the one of the prefiller, which "
+        "needs --prefill-servers and implies --deep-pool",
+        words(("prefill", "decode")),
+    )
     queue_order: str = choice(
         "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
     )
@@ -157,6 +164,9 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
     recompute = machines.recompute_us_per_token
     servers = machines.prefill_servers
     prefill = None if servers is None else machines.prefill_model(servers)
+    early = machines.first_token == "prefill"  # noqa: S105 - no password.
+    if early and prefill is None:
+        raise ConfigError("--first-token prefill: needs --prefill-servers too")
     return Deployment(
         ranks=machines.ranks,
         batch_limit=machines.batch,
@@ -176,7 +186,8 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
         local_prefill_always=machines.local_prefill_always,
         deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
         pool_limit=machines.pool_limit,
-        deep_pool=machines.deep_pool,
+        deep_pool=machines.deep_pool or early,
+        early_tokens=early,
         queue_order=machines.queue_order,
         fair_queue=None if machines.fair_queue == "none" else machines.fair_queue,
         admission=_admission(machines),

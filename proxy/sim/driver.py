@@ -23,6 +23,7 @@ from balanceroute.proxy.core.events import (
     DecodeStarted,
     Event,
     Expire,
+    FirstToken,
     Observer,
     PrefillDone,
     PrefillerId,
@@ -93,6 +94,7 @@ class Deployment:
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
         deep_pool: See `SchedulerConfig`.
+        early_tokens: Whether clients get the first token when the prefill ends.
         queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
         fair_queue: A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
         admission: Makes the rule that lets requests in; None lets in all.
@@ -127,6 +129,7 @@ class Deployment:
     deadline_ns: int | None = None
     pool_limit: int | None = None
     deep_pool: bool = False
+    early_tokens: bool = False
     queue_order: str = "fcfs"
     fair_queue: str | None = None
     admission: Callable[[], Admission] | None = None
@@ -349,6 +352,7 @@ class Simulation:
             level=traced.level,
             weight=traced.weight,
             deadline_ns=None if traced.deadline_ns is None else now_ns + traced.deadline_ns,
+            early_token=self._deployment.early_tokens,
         )
         prefill = self._deployment.prefill
         if prefill is None or not traced.hash_ids:
@@ -377,8 +381,19 @@ class Simulation:
     def _prefilled(self, lease_end_ns: int | None, job: PrefillJob) -> None:
         self.recorder.prefilled(job.request, self._loop.now_ns)
         self.recorder.computed(job.prefiller, job.computed_tokens, job.prompt_tokens)
+        if self._deployment.early_tokens:
+            self._answer(job.request)
         self._feed(PrefillDone(job.request, job.prompt_tokens, lease_end_ns, job.cached_tokens))
         self._undecided = True
+
+    def _answer(self, number: RequestId) -> None:
+        """Give the client the prefiller's token, unless it has it, or it comes too late."""
+        request, now_ns = self.scheduler.requests[number], self._loop.now_ns
+        if request.answered or (request.due_ns is not None and request.due_ns <= now_ns):
+            return
+        self.recorder.first_token(number, now_ns)
+        self._entrance.first_token(number, now_ns)
+        self._feed(FirstToken(number))
 
     def _wake(self) -> None:
         """See that the scheduler gets a tick when it needs one without an event."""

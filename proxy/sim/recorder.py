@@ -136,6 +136,7 @@ class Recorder:
         """Note that a request was not decoded in time."""
         del self._arrived_ns[request]
         self._prefilled_ns.pop(request, None)
+        self._first_token_ns.pop(request, None)
         self._expired += self._steady
         self._end(now_ns)
 

@@ -18,6 +18,8 @@ from balanceroute.proxy.core.events import (
     Admit,
     DecodeStarted,
     Event,
+    Expire,
+    FirstToken,
     PrefillDone,
     PrefillerId,
     RankId,
@@ -58,6 +60,9 @@ DEPLOYMENTS = {
     "little memory and prefill servers": replace(SMALL, rank_kv_tokens=130, prefill=PREFILL),
     "deadlines": replace(SMALL, deadline_ns=20_000),
     "leases": replace(SMALL, prefill=PREFILL, lease_ns=4_000, lease_margin_ns=1_000),
+    "early first tokens": replace(
+        SMALL, prefill=PREFILL, lease_ns=4_000, lease_margin_ns=1_000, early_tokens=True
+    ),
     "transfers": replace(SMALL, transfer_base_ns=300, transfer_ns_per_token=50.0),
     "little memory and transfers": replace(SMALL, rank_kv_tokens=130, transfer_ns_per_token=50.0),
 }
@@ -661,6 +666,28 @@ def test_a_request_whose_lease_ends_in_the_pool_is_prefilled_again() -> None:
         (3_750, StepCompleted(2_000)),
         (3_750, RequestFinished(R0)),
         (3_750, Tick()),
+    ]
+
+
+def test_a_client_has_the_prefillers_token_once_and_no_deadline_ends_its_wait_for_a_rank() -> None:
+    deployment = replace(
+        TWO_RANKS, ranks=1, prefill=PrefillModel(2, 100, 2.0), lease_ns=1_000, lease_margin_ns=300
+    )
+    # The first one's prefill takes 300 ns, and it waits for its rank until 1,750 ns.
+    requests = [TraceRequest(0, 100, 1, deadline_ns=400), TraceRequest(50, 50, 1)]
+    workload = Workload(requests, history=[])
+    ends = {
+        early: [
+            (at, item)
+            for at, item in record("fifo", replace(deployment, early_tokens=early), workload)
+            if isinstance(item, FirstToken | RequestFinished | Expire)
+        ]
+        for early in (False, True)
+    }
+    assert ends[False] == [(400, Expire(R0)), (1_750, RequestFinished(R1))]
+    assert ends[True] == [
+        *[(250, FirstToken(R1)), (300, FirstToken(R0))],
+        *[(1_750, RequestFinished(R1)), (3_750, RequestFinished(R0))],
     ]
 
 

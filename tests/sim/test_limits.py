@@ -8,6 +8,7 @@ from tests.sim.service_run import run
 from balanceroute.proxy.core.admission import ADMISSIONS, AimdSettings
 from balanceroute.proxy.service_levels import Group, Targets
 from balanceroute.proxy.sim.driver import Deployment
+from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 from balanceroute.proxy.sim.recorder import Recorder
 from balanceroute.traces import TraceRequest
 
@@ -42,6 +43,19 @@ def test_the_limit_follows_the_time_to_first_token() -> None:
     settings = AimdSettings(target_ns=100 * MS, cap_min=1, cap_max=16, cap_initial=1)
     simulated = run_400(Deployment(2, 16, aimd=settings, queue_ttl_ns=50 * MS)).metrics()
     assert simulated.mean_running > 3
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_limit_follows_the_token_that_clients_get(*, early: bool) -> None:
+    settings = AimdSettings(target_ns=100 * MS, cap_min=1, cap_max=400, cap_initial=300)
+    prefill = PrefillModel(2, 10 * MS, 0.0)
+    deployment = Deployment(1, 4, aimd=settings, prefill=prefill, probe_limit=4, early_tokens=early)
+    recorder = run(deployment, [TraceRequest(50 * MS * n, 100, 20) for n in range(400)])
+    service = recorder.service
+    assert service is not None
+    # The rank is overloaded, and whose clients have the prefiller's token do not see that.
+    assert (recorder.metrics().ttft_s_p99 < 0.05) == early
+    assert (min(limit for _, limit in service.limits) < 300) == (not early)
 
 
 def test_the_hopeless_are_refused_instead_of_expiring() -> None:
