@@ -49,6 +49,40 @@ def test_a_request_that_needs_no_prefiller_is_refused_early_too(
     )
 
 
+@pytest.mark.parametrize("relays", [0, 2])
+def test_what_is_expected_is_the_token_that_the_client_gets(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        def send(*, early: bool, due: bool = False) -> "Exchanged":
+            values = BODY | {"max_tokens": 20, "ignore_eos": True, "stream": True, "temperature": 0}
+            headers = [(b"x-request-deadline-ms", b"1000")] if due else []
+            values |= {} if early else {"stop": ["never"]}
+            return site.send(COMPLETIONS, values, headers=headers)
+
+        # Each takes one of two ranks for 2 s, and all are prefilled at once.
+        load = [send(early=number % 2 == 0) for number in range(16)]
+        await load[-1].end()
+        load += [send(early=True) for _ in range(8)]
+        await load[-1].until_events(1)
+        soon, late = send(early=True, due=True), send(early=False, due=True)
+        assert (await late.end()).status == 503
+        assert "the first token is expected in" in late.json["error"]["message"]
+        for one in (*load, soon):
+            assert (await one.end()).done
+        ended = [one for one in await site.ended(26) if one.status == 200]
+        told = [one.expected_ttft_ns for one in ended if one.early_first_token]
+        assert max(one or 0 for one in told) < 1e9
+
+    flags = {"admission": "early", "client_deadline": True, "first_token": "prefill", "batch": 1}
+    play(
+        scenario,
+        relays=relays,
+        flags=flags | {"pool_limit": 100, "lease_s": 1000.0},
+        batch_limit=1,
+        step_base_ns=100_000_000,
+        lease_s=1000.0,
+    )
+
+
 @pytest.mark.parametrize("admission", ["bounded", "early"])
 def test_a_request_that_cannot_be_in_time_is_refused_at_once(play: "Play", admission: str) -> None:
     async def scenario(site: "Site") -> None:
