@@ -284,7 +284,7 @@ class ControlPlane(ABC):
         set_log_level(level)
         for deployment in self.deployments.values():
             deployment.ordered()
-            deployment.driver.changed()
+            deployment.driver.changed(None)
 
     def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
         """Read keys, certificates and tenants again and use them; return how many there are.

@@ -45,7 +45,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.fetcher import Fetcher
 from balanceroute.proxy.live.engines.health import Health, Quarantine
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Role, Target
 from balanceroute.proxy.live.engines.model_list import ModelList
 from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.live.engines.scrape import Scraper
@@ -66,6 +66,7 @@ from balanceroute.proxy.live.telemetry.process_log import set_log_level
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
     from balanceroute.proxy.core.scheduler import SchedulerConfig
+    from balanceroute.proxy.live.discovery.found import Found
     from balanceroute.proxy.live.discovery.reconciler import Reconciler
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.request.live_request import LiveRequest
@@ -125,7 +126,7 @@ class Deployment:
         heard = config.hears_kv_events
         self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
         self.roster = _make_roster(
-            self.instances, config, connect, self._page, unix_s=environment.unix_s
+            self.instances, config, connect, self.fetcher, unix_s=environment.unix_s
         )
         clock = asyncio.get_running_loop().time
         self._keeper: StateKeeper | None = None
@@ -195,16 +196,19 @@ class Deployment:
             ordered=self.ordered,
         )
         if config.discovery.discover:
-            ask, rng = partial(_ranks_of, self._page), self._environment.rng
-            self.discovery = make_reconciler(config.discovery, roster, standing, rng=rng, ask=ask)
+            rng = self._environment.rng
+            self.discovery = make_reconciler(
+                config.discovery, roster, standing, rng=rng, ask=self._found
+            )
         # Before the drains, each of which has all of it kept anew.
         roster.deadlines.restore(standing.deadlines)
         if standing.paused:
             self.driver.hold(held=True)
             _log.warning("paused as before: no prefill starts until POST /resume")
-        for target in set(standing.draining).intersection(roster.targets()):
-            roster.drain(target.role, target.url)
-        await roster.pairing.ask()
+        with roster.one_change():
+            for target in set(standing.draining).intersection(roster.targets()):
+                roster.drain(target.role, target.url)
+        await roster.pairing.ask(set(roster.targets()))
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -408,7 +412,24 @@ class Deployment:
     # Engines.
 
     async def _page(self, url: str) -> bytes:
-        return await self.fetcher.body(url, max_bytes=_PAGE_BYTES)
+        return await _page(self.fetcher, url)
+
+    async def _found(self, found: "Found") -> int | None:
+        """Return the ranks of an engine that was found, None for a prefiller, if it answers.
+
+        Raises:
+            FetchError: It does not, or does not tell its ranks.
+        """
+        url, ranks = found.target.url, found.ranks
+        try:
+            await _healthy(self.fetcher, url, self.config.health.health_timeout_s)
+            if found.target.role is Role.DECODE and ranks is None:
+                ranks = await _ranks_of(self._page, EngineUrl.parse(url))
+        except FetchError:
+            if not any(self.instances.has(Target(role, url)) for role in Role):
+                self.fetcher.forget(url)
+            raise
+        return ranks
 
     def _health_changed(self, target: Target, up: bool, reason: str) -> None:
         self.roster.health_changed(target, up, reason)
@@ -432,7 +453,22 @@ class Deployment:
 
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
         self.driver.lost.engine_seen(prefiller, identity.engine_id)
-        self.driver.reopen()
+        self.driver.reopen([prefiller])
+
+
+async def _page(fetcher: Fetcher, url: str) -> bytes:
+    return await fetcher.body(url, max_bytes=_PAGE_BYTES)
+
+
+async def _healthy(fetcher: Fetcher, url: str, limit_s: float) -> None:
+    """Return when an engine has answered that it is well. Raises FetchError."""
+    try:
+        async with asyncio.timeout(limit_s):
+            status = await fetcher.status(f"{url}/health")
+    except TimeoutError:
+        raise FetchError(Fault.TIMEOUT, f"/health did not answer within {limit_s:g} s") from None
+    if status != 200:
+        raise FetchError(Fault.SERVER_ERROR, f"/health answers with status {status}")
 
 
 async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) -> int:
@@ -448,11 +484,12 @@ def _make_roster(
     instances: Instances,
     config: "ProxyConfig",
     connect: EngineConnections,
-    page: Callable[[str], Awaitable[bytes]],
+    fetcher: Fetcher,
     *,
     unix_s: Callable[[], float],
 ) -> Roster:
     connector, active = config.engines.connector, config.engines.check_pairs
+    page = partial(_page, fetcher)
     return Roster(
         instances,
         connector=connector,
@@ -467,4 +504,5 @@ def _make_roster(
         utilisation_limit=config.scheduling.prefiller_utilisation_limit,
         pairing=Pairing(instances, connector, page, active=active),
         unix_s=unix_s,
+        left=fetcher.forget,
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.instances import Role, Target
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import Roster
@@ -42,9 +42,8 @@ class EngineOrders:
             UnknownInstanceError: There is no such group.
         """
         rosters, base = self._rosters(), EngineUrl.parse(url).base
-        owners = [
-            name for name, one in rosters.items() if any(t.url == base for t in one.targets())
-        ]
+        both = [Target(either, base) for either in Role]
+        owners = [name for name, one in rosters.items() if any(map(one.instances.has, both))]
         name = owners[0] if group is None and owners else group
         name = named(rosters, name)
         if any(one != name for one in owners):
@@ -75,11 +74,8 @@ class EngineOrders:
     def _having(self, role: Role, url: str) -> "Roster":
         """Return the roster that has an instance, or one that says that it has not."""
         rosters = list(self._rosters().values())
-        base = EngineUrl.parse(url).base
-        return next(
-            (one for one in rosters if any((t.role, t.url) == (role, base) for t in one.targets())),
-            rosters[0],
-        )
+        target = Target(role, EngineUrl.parse(url).base)
+        return next((one for one in rosters if one.instances.has(target)), rosters[0])
 
 
 def named(groups: Mapping[str, object], group: str | None) -> str:

@@ -1,7 +1,7 @@
 """The KV memory of the engines: what the settings say, and what the engines' metrics say."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Role, Target
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 
 _log = logging.getLogger(__name__)
+# All decisions begin anew with another limit, which an engine may tell at each scrape.
+_AGAIN_S = 5.0
 
 
 class RankMemory:
@@ -36,39 +38,49 @@ class RankMemory:
         self._given = given
         self._used = used and given is None
         self._told: dict[Target, int] = {}
+        self._warned: set[Target] = set()
+        self._settled_s = -_AGAIN_S
+        self._new = False
 
-    def scraped(self, target: Target, gauges: "EngineGauges", present: Collection[Target]) -> bool:
-        """Take in what an engine says; return whether what fits has changed.
-
-        Args:
-            target: The engine.
-            gauges: What its page says.
-            present: The engines that there are.
-        """
+    def scraped(self, target: Target, gauges: "EngineGauges") -> None:
+        """Take in what an engine says; see `settle`."""
         tokens = gauges.kv_tokens
         if tokens is None or self._told.get(target) == tokens:
-            return False
-        self._told = {one: size for one, size in self._told.items() if one in present}
+            return
         self._told[target] = tokens
-        if target.role is Role.PREFILL:
-            return self._fits_prefillers()
-        fields = {"url": target.url, "kv_tokens": tokens}
-        if self._given is not None and self._given > tokens:
-            fields["rank_kv_tokens"] = self._given
+        self._new = True
+        too_much = self._given is not None and self._given > tokens
+        if too_much and target.role is Role.DECODE and target not in self._warned:
+            self._warned.add(target)
+            fields = {"url": target.url, "kv_tokens": tokens, "rank_kv_tokens": self._given}
             message = "a decode rank holds less than --rank-kv-tokens, and will preempt requests"
             _log.warning(message, extra={"fields": fields})
-        before = self.tokens
-        if self._used:
-            self.tokens = self._least(Role.DECODE)
-            _log.info("a decode rank's KV tokens", extra={"fields": fields})
-        return self.tokens != before
 
-    def _fits_prefillers(self) -> bool:
-        if self._prefiller_share is None:
+    def is_due(self, now_s: float) -> bool:
+        """Return whether to `settle`: if an engine has told something new, every few seconds.
+
+        Args:
+            now_s: By the loop's clock.
+        """
+        if not self._new or now_s < self._settled_s + _AGAIN_S:
             return False
-        before = self.prefiller_tokens
-        self.prefiller_tokens = max(1, int(self._prefiller_share * self._least(Role.PREFILL)))
-        return self.prefiller_tokens != before
+        self._settled_s, self._new = now_s, False
+        return True
 
-    def _least(self, role: Role) -> int:
-        return min(size for one, size in self._told.items() if one.role is role)
+    def settle(self, is_there: Callable[[Target], bool]) -> bool:
+        """Find what fits by what the engines that are there told; return whether that has changed."""
+        self._told = {one: size for one, size in self._told.items() if is_there(one)}
+        self._warned = set(filter(is_there, self._warned))
+        before = self.tokens, self.prefiller_tokens
+        if self._used:
+            self.tokens = self._least(Role.DECODE, self.tokens)
+        if self._prefiller_share is not None:
+            least = self._least(Role.PREFILL, None)
+            share = None if least is None else max(1, int(self._prefiller_share * least))
+            self.prefiller_tokens = self.prefiller_tokens if share is None else share
+        if self.tokens != before[0]:
+            _log.info("a decode rank's KV tokens", extra={"fields": {"kv_tokens": self.tokens}})
+        return (self.tokens, self.prefiller_tokens) != before
+
+    def _least(self, role: Role, unknown: int | None) -> int | None:
+        return min((size for one, size in self._told.items() if one.role is role), default=unknown)

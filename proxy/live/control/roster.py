@@ -4,9 +4,11 @@ One object owns every change of the instances, so that scheduler, health checks,
 itself cannot disagree.
 """
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -27,10 +29,18 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.request.lost_engines import sessions_on
-from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
+from balanceroute.proxy.live.request.lost_engines import in_flight, sessions_on
+from balanceroute.proxy.live.settings.engines import (
+    DecodeServer,
+    PrefillServer,
+    check_ranks,
+    prefill_server,
+)
+from balanceroute.topologies import MAX_RANKS
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.pairing import Pairing
@@ -41,6 +51,31 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 _log = logging.getLogger(__name__)
+# What concerns all engines is done anew at most so often while engines change by themselves.
+_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """An instance to add.
+
+    Attributes:
+        role: What it does.
+        url: Its address.
+        ranks: The number of a decode server's ranks.
+        asked: Whether the server told it, so that it is asked again after a restart.
+        bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+        kv_events: Where a prefiller publishes its KV cache events; None if it does not say.
+        kv_replay: Where it sends them again; likewise.
+    """
+
+    role: Role
+    url: str
+    ranks: int | None = None
+    asked: bool = False
+    bootstrap: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
 
 
 class Roster:
@@ -55,6 +90,7 @@ class Roster:
         slots: Warns where a rank has fewer than it should have.
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
         pairing: Asks each engine what it is before it takes anything.
+        left: Called with the address of an engine that is there no more.
 
     Attributes:
         pairing: As given.
@@ -75,6 +111,7 @@ class Roster:
         utilisation_limit: float,
         pairing: "Pairing",
         unix_s: Callable[[], float],
+        left: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.instances = instances
         self.pairing = pairing
@@ -85,7 +122,7 @@ class Roster:
         self._slots = slots
         self._connector = connector
         self._connect = connect
-        self._discover = discover
+        self._discover, self._left = discover, left
         self._utilisation_limit = utilisation_limit
         # Set with `attach`.
         self._driver: Driver
@@ -97,6 +134,12 @@ class Roster:
         self._reconfigure: Callable[[], None] = lambda: None
         self._ordered = self._reconfigure  # Called after each change by order.
         self.deadlines = DrainDeadlines(self._deadline_came, unix_s)
+        # See `one_change`: how many are open, what they have added, and whether they changed anything.
+        self._open_changes = 0
+        self._added: list[Target] = []
+        self._changed = False
+        self._settled_s = -_AGAIN_S
+        self._timer: asyncio.TimerHandle | None = None
 
     def attach(
         self,
@@ -112,8 +155,7 @@ class Roster:
         self._driver, self._health, self._scraper = driver, health, scraper
         self._metrics, self._reconfigure, self._ordered = metrics, reconfigure, ordered
         self.pairing.attach(driver.feed, driver.reopen)
-        for target in self.targets():
-            self._watch(target)
+        self._watch(self.targets())
         driver.reopen()
         self._readiness.log()
 
@@ -124,17 +166,22 @@ class Roster:
 
     def enlist_prefiller(self, server: PrefillServer) -> Target:
         """Add a prefiller to the list."""
-        target = Target(Role.PREFILL, server.url.base)
+        target, name = Target(Role.PREFILL, server.url.base), server.url.base
         self.servers[target] = server
-        self.instances.prefillers.append(
-            Prefiller(
-                PrefillerId(len(self.instances.prefillers)),
-                server.url.base,
-                target,
-                self._endpoint(server.url),
-                bootstrap=None if server.bootstrap is None else server.bootstrap.base,
-                asked=not self.pairing.active,
-            )
+        endpoint, asked = self._endpoint(server.url), not self.pairing.active
+        bootstrap = None if server.bootstrap is None else server.bootstrap.base
+        instances = self.instances
+        # KV cache events are followed once for each number.
+        if instances.engine_blocks is None and instances.bring_back(
+            target, [name], endpoint, asked=asked
+        ):
+            (prefiller,) = instances.of(target)
+            assert isinstance(prefiller, Prefiller)
+            prefiller.bootstrap = bootstrap
+            return target
+        number = PrefillerId(len(instances.prefillers))
+        instances.prefillers.append(
+            Prefiller(number, name, target, endpoint, bootstrap=bootstrap, asked=asked)
         )
         return target
 
@@ -157,7 +204,9 @@ class Roster:
                 _log.warning("its ranks are asked for until it answers", extra={"fields": fields})
                 self.silent.append(server)
                 return
+            check_ranks(server.url, count)
             server = DecodeServer(server.url, tuple(range(count)))
+        check_ranks(server.url, len(server.ranks), MAX_RANKS - len(self.instances.ranks))
         self._enlist_ranks(server)
 
     def reserve_rank(self, server: DecodeServer) -> None:
@@ -179,11 +228,13 @@ class Roster:
 
     def _enlist_ranks(self, server: DecodeServer) -> Target:
         target = Target(Role.DECODE, server.url.base)
-        endpoint = self._endpoint(server.url)
+        endpoint, asked = self._endpoint(server.url), not self.pairing.active
+        names = [url.name for url in server.ranks]
+        if self.instances.bring_back(target, names, endpoint, asked=asked):
+            return target
         for url in server.ranks:
             header = None if url.rank is None else b"%d" % url.rank
             number = RankId(len(self.instances.ranks))
-            asked = not self.pairing.active
             rank = Rank(number, url.name, target, endpoint, header, asked=asked)
             self.instances.ranks.append(rank)
         return target
@@ -210,41 +261,95 @@ class Roster:
 
         Raises:
             ConfigError: An address is none, something is said of an instance that it cannot have,
-                or the server does not tell its ranks.
+                it has too many ranks, or the server does not tell them.
             ConflictError: It is there already.
         """
         address = EngineUrl.parse(url)
+        target = Target(role, address.base)
+        asks = ranks is None and role is Role.DECODE and address.rank is None and bootstrap is None
+        asks = asks and not self.instances.has(target)
+        if asks:
+            ranks = await self._ask(address)
+        addition = Addition(role, url, ranks, asks, bootstrap, kv_events, kv_replay)
+        (reason,) = self.add_all([addition])
+        if reason is not None:
+            raise reason
+        await self.pairing.ask([target])
+        self._readiness.log()
+
+    def add_all(self, additions: Sequence[Addition]) -> "list[ConfigError | ConflictError | None]":
+        """Add instances, or take draining ones back, all of them as one change.
+
+        Returns:
+            For each why it is not added, as `add` raises it; else None.
+        """
+        reasons: list[ConfigError | ConflictError | None] = []
+        room = MAX_RANKS - len(self.instances.serving())
+        with self.one_change():
+            for addition in additions:
+                try:
+                    room -= self._add(addition, room)
+                except (ConfigError, ConflictError) as error:
+                    reasons.append(error)
+                else:
+                    reasons.append(None)
+        return reasons
+
+    def _add(self, addition: Addition, room: int) -> int:
+        """Enlist an instance, or take it back; return how many ranks are new.
+
+        Args:
+            addition: The instance.
+            room: How many may be.
+        """
+        address, ranks = EngineUrl.parse(addition.url), addition.ranks
         if address.rank is not None:
             raise ConfigError(f"{address.name}: give the server and the number of its ranks")
-        target = Target(role, address.base)
+        target = Target(addition.role, address.base)
         if self._take_back(target):
-            await self.pairing.ask()
-            return
-        if role is Role.PREFILL:
+            return 0
+        if addition.role is Role.PREFILL:
             if ranks is not None:
                 raise ConfigError("only decode servers have ranks")
-            own = None if bootstrap is None else EngineUrl.parse(bootstrap)
+            own = None if addition.bootstrap is None else EngineUrl.parse(addition.bootstrap)
             server = prefill_server(address, own, self._connector)
-            self.enlist_prefiller(replace(server, kv_events=kv_events, kv_replay=kv_replay))
+            events, replay = addition.kv_events, addition.kv_replay
+            self.enlist_prefiller(replace(server, kv_events=events, kv_replay=replay))
         else:
-            if bootstrap is not None:
+            if addition.bootstrap is not None:
                 raise ConfigError("only prefillers have bootstrap servers")
-            known = None if ranks in (None, 1) else tuple(range(ranks or 0))
-            if ranks is None:
-                known = tuple(range(await self._ask(address)))
-                if self._take_back(target):  # It was added while it was asked.
-                    await self.pairing.ask()
-                    return
-            decoder = DecodeServer(address, known)
-            self.servers[target] = decoder if ranks else DecodeServer(address, discover=True)
+            assert ranks is not None, "whoever adds a decode server knows its ranks"
+            check_ranks(address, ranks, room)
+            ids = None if ranks == 1 and not addition.asked else tuple(range(ranks))
+            decoder = DecodeServer(address, ids)
+            asks = DecodeServer(address, discover=True)
+            self.servers[target] = asks if addition.asked else decoder
             self._enlist_ranks(decoder)
-        self._reconfigure()
-        self._driver.grown()
-        self._watch(target)
-        await self.pairing.ask()
+        self._added.append(target)
+        return 0 if ranks is None else ranks
+
+    @contextmanager
+    def one_change(self) -> Iterator[None]:
+        """Make several changes at the cost of one: what concerns all engines is done at the end."""
+        self._open_changes += 1
+        try:
+            yield
+        finally:
+            self._open_changes -= 1
+            if not self._open_changes and (self._changed or self._added):
+                self._end_change()
+
+    def _end_change(self) -> None:
+        added, self._added, self._changed = self._added, [], False
+        if added:
+            self._reconfigure()
+            self._watch(added)
         self._ordered()
-        self._readiness.log()
-        _log.info("instance added", extra={"fields": {"role": role.value, "url": address.base}})
+        self._settle()
+        if added:
+            self._driver.grown()
+        for target in added:
+            _note("added", target)
 
     def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
         """Send nothing new to an instance, and have it left after `deadline_s` seconds; None for never.
@@ -255,7 +360,8 @@ class Roster:
         target = self._find(role, url)
         if deadline_s is not None:
             self.deadlines.set(target, deadline_s)
-        self._set(target, Status.DRAINING, "drained")
+        with self.one_change():
+            self._set(target, Status.DRAINING, "drained")
 
     def move_away(self, role: Role, url: str) -> None:
         """Have the requests on an instance that is drained go on elsewhere, as far as they can.
@@ -283,57 +389,81 @@ class Roster:
             raise ConflictError(
                 f"{len(busy)} requests are in flight on {target.url}: drain it first"
             )
+        with self.one_change():
+            self._forget(target)
+        for session in busy:
+            session.instance_removed(target)
+
+    def remove_idle(self, targets: Collection[Target]) -> set[Target]:
+        """Forget those of some instances on which no request is in flight; return which they are."""
+        busy = self.in_flight()
+        idle = {target for target in targets if target not in busy}
+        with self.one_change():
+            for target in idle:
+                self._forget(target)
+        return idle
+
+    def _forget(self, target: Target) -> None:
         self._health.remove(target)
         self._scraper.remove(target)
         self.deadlines.forget(target)
         del self.servers[target]
         self._set(target, Status.REMOVED, "removed")
-        for session in busy:
-            session.instance_removed(target)
-        if all(other.url != target.url for other in self.targets()):
+        # One engine may have both roles.
+        if not any(self.instances.has(Target(role, target.url)) for role in Role):
             self.endpoints.pop(target.url).close()
+            self._left(target.url)
 
     def sessions_on(self, target: Target) -> "list[LiveRequest]":
         """Return the requests in flight on an instance."""
         return sessions_on(self._driver.sessions, target)
 
+    def in_flight(self) -> "Counter[Target]":
+        """Return how many requests are in flight on each instance that has some."""
+        return in_flight(self._driver.sessions)
+
     def health_changed(self, target: Target, up: bool, reason: str) -> None:
         """Take a result of the health checks; an operator's order goes before theirs."""
         if not up:
             self._metrics.quarantined(target)
-        for instance in self.instances.of(target):
+        instances = self.instances.of(target)
+        for instance in instances:
             if instance.status in (Status.UP, Status.QUARANTINED):
                 instance.status = Status.UP if up else Status.QUARANTINED
             if isinstance(instance, Prefiller) and not up:
                 instance.identity = None  # A restarted engine has another id.
         if up:
             self.pairing.doubt(target)  # It may have been updated.
-        self.pairing.update()
         _log.warning(
             "instance is up" if up else "instance is quarantined",
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
-        self.reopen()
+        self._changed_itself(target)
         if self._health.is_gone(target):
             self._driver.lost.gone(target)
-            for instance in self.instances.of(target):
+            for instance in instances:
                 if isinstance(instance, Prefiller):
                     self._driver.lost.kv_lost(instance)
 
     def utilisation_changed(self, target: Target, utilisation: float) -> None:
         """Take the result of a scrape."""
+        crowded = utilisation > self._utilisation_limit
         for instance in self.instances.of(target):
             if isinstance(instance, Prefiller):
                 instance.utilisation = utilisation
-                instance.crowded = utilisation > self._utilisation_limit
-        self._driver.reopen()
+                if instance.crowded != crowded:
+                    instance.crowded = crowded
+                    self._driver.reopen([instance])
 
     def scraped(self, target: Target, gauges: "EngineGauges") -> None:
         """Take what an engine says of its memory, its slots and its sleep."""
         if note_sleep(self.instances, target, asleep=gauges.asleep):
-            self.reopen()
+            self._changed_itself(target)
         self._slots.scraped(target, gauges)
-        if self.memory.scraped(target, gauges, self.targets()):
+        self.memory.scraped(target, gauges)
+        if self.memory.is_due(asyncio.get_running_loop().time()) and self.memory.settle(
+            self.instances.has
+        ):
             self._reconfigure()
 
     def reopen(self) -> None:
@@ -341,9 +471,34 @@ class Roster:
         self._driver.reopen()
         self._readiness.log()
 
+    def _changed_itself(self, target: Target) -> None:
+        """Note that an instance has opened or closed by itself, as many may at the same time.
+
+        The scheduler is told at once. What concerns all engines follows now or, with what else changes
+        in the meantime, a moment later.
+        """
+        self._driver.reopen(self.instances.of(target))
+        loop = asyncio.get_running_loop()
+        again_s = self._settled_s + _AGAIN_S
+        if loop.time() >= again_s:
+            self._settle()
+        elif self._timer is None:
+            self._timer = loop.call_at(again_s, self._settle)
+
+    def _settle(self) -> None:
+        """Do what concerns all engines after some have changed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._settled_s = asyncio.get_running_loop().time()
+        self.pairing.update()
+        self.reopen()
+
     def close(self) -> None:
         """Close every connection."""
         self.deadlines.close()
+        if self._timer is not None:
+            self._timer.cancel()
         for endpoint in self.endpoints.values():
             endpoint.close()
 
@@ -351,11 +506,12 @@ class Roster:
         self._ordered()
         self.move_away(target.role, target.url)
 
-    def _watch(self, target: Target) -> None:
-        self.pairing.doubt(target)
-        self._health.add(target)
-        self._scraper.add(target)
-        self._metrics.added(target)
+    def _watch(self, targets: Iterable[Target]) -> None:
+        for target in targets:
+            self.pairing.doubt(target)
+            self._health.add(target)
+            self._scraper.add(target)
+            self._metrics.added(target)
 
     def _endpoint(self, url: EngineUrl) -> "Endpoint":
         endpoint = self.endpoints.get(url.base)
@@ -365,7 +521,7 @@ class Roster:
 
     def _find(self, role: Role, url: str) -> Target:
         target = Target(role, EngineUrl.parse(url).base)
-        if target not in self.targets():
+        if not self.instances.has(target):
             raise UnknownInstanceError(f"there is no {role.value} {target.url}")
         return target
 
@@ -381,20 +537,22 @@ class Roster:
         if present:
             self.deadlines.forget(target)
             self.pairing.doubt(target)  # It may have been updated.
-            is_up = {state.target: state.up for state in self._health.states()}[target]
-            self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
+            is_up = self._health.is_up(target)
+            with self.one_change():
+                self._set(target, Status.UP if is_up else Status.QUARANTINED, "taken back")
         return bool(present)
 
     def _set(self, target: Target, status: Status, word: str) -> None:
         for instance in self.instances.of(target):
             if instance.status is not Status.REMOVED:
                 instance.status = status
-        self.pairing.update()
-        self._ordered()
-        self.reopen()
-        _log.info(
-            "instance %s", word, extra={"fields": {"role": target.role.value, "url": target.url}}
-        )
+        self._changed = True
+        _note(word, target)
+
+
+def _note(word: str, target: Target) -> None:
+    fields = {"role": target.role.value, "url": target.url}
+    _log.info("instance %s", word, extra={"fields": fields})
 
 
 def _untold(url: EngineUrl, error: FetchError) -> ConfigError:

@@ -116,10 +116,11 @@ def instance_rows(
     `unfit` says why it is paired with no engine of the other role, where that is so.
     """
     rows: list[dict[str, object]] = []
+    counts = roster.in_flight()
     for target in roster.targets():
         parts = roster.instances.of(target)
         live = [part for part in parts if part.status is not Status.REMOVED]
-        in_flight = len(roster.sessions_on(target))
+        in_flight = counts[target]
         status = live[0].status
         rows.append(
             {

@@ -1,7 +1,12 @@
 """Registers the engines that are found, and drains those that are found no more.
 
 Rules:
-- An engine is added as an administrator adds it, once it is ready and tells its ranks.
+- An engine is added as an administrator adds it, once its source says that it is ready, its /health
+  answers and it tells its ranks. One that does not answer is asked again and again.
+- What a reading tells is one change, however many engines it adds or takes away: those that answered are
+  added together when all of the reading were asked. Nobody waits long for those that are slow.
+- Engines are asked a few at a time. Of more than `limit` engines some are left out: not those that are
+  registered.
 - One that is missing for `hold_s`, or is about to end, gets nothing new. It is removed when its last
   request has ended and the last KV cache that it holds was pulled. If it comes back, it is taken back.
 - A source that cannot be read tells nothing, and what it told last holds: a registry that is down says
@@ -12,23 +17,31 @@ Rules:
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.errors import ConflictError
-from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.engines.faults import FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.control.errors import ConflictError
     from balanceroute.proxy.live.discovery.found import Found, Source, View
 
 _log = logging.getLogger(__name__)
-# Between two looks at what is missing or may be removed, and two tries to add an engine.
-_STEP_S = 0.5
-_RETRY_S = 1.0
+# Between two looks at what is missing or may be removed, and at least between any two.
+_STEP_S, _PAUSE_S = 0.5, 0.05
+# Until an engine that did not answer is asked again, or longer: so many are asked again in a second.
+_RETRY_S, _RETRIES_IN_S = 1.0, 100
+# Engines that are asked at a time, not counting those that are slow to answer.
+_AT_ONCE = 16
+_SLOW_S = 0.1
+# How long an engine that has answered waits for others of its reading.
+_PATIENCE_S = 5.0
 
 
 class Engines(Protocol):
@@ -37,26 +50,19 @@ class Engines(Protocol):
     def targets(self) -> list[Target]:
         """Return the instances that are not removed."""
 
-    def sessions_on(self, target: Target) -> Collection[object]:
-        """Return the requests in flight on an instance."""
-
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
-        """Add an instance, or take a draining one back. Raises ConfigError, ConflictError."""
+    def add_all(
+        self, additions: Sequence[Addition]
+    ) -> "Sequence[ConfigError | ConflictError | None]":
+        """Add instances, or take draining ones back; return for each why not, if so."""
 
     def drain(self, role: Role, url: str) -> None:
         """Send nothing new to an instance."""
 
-    def remove(self, role: Role, url: str, *, force: bool) -> None:
-        """Forget an instance."""
+    def remove_idle(self, targets: Collection[Target]) -> set[Target]:
+        """Forget those of some instances that have no request; return them."""
+
+    def one_change(self) -> AbstractContextManager[None]:
+        """Make several changes at the cost of one."""
 
 
 class Reconciler:
@@ -65,8 +71,10 @@ class Reconciler:
     Args:
         engines: Adds and removes them.
         sources: Where they are found.
-        ask: Returns the number of a decode server's ranks. Raises FetchError.
+        ask: Returns the number of an engine's ranks, None for a prefiller, when it has answered.
+            Raises FetchError.
         hold_s: How long an engine may be missing.
+        limit: How many of those that are found count.
         clock: The loop's time.
         owned: Those that were found before a restart.
         leaving: Of these, those that were being drained.
@@ -81,21 +89,29 @@ class Reconciler:
         engines: Engines,
         sources: "Sequence[Source]",
         *,
-        ask: Callable[[EngineUrl], Awaitable[int]],
+        ask: "Callable[[Found], Awaitable[int | None]]",
         hold_s: float,
+        limit: int,
         clock: Callable[[], float],
         owned: Collection[Target] = (),
         leaving: Collection[Target] = (),
     ) -> None:
         self._engines, self._sources = engines, sources
-        self._ask, self._hold_s, self._clock = ask, hold_s, clock
+        self._ask, self._hold_s, self._limit, self._clock = ask, hold_s, limit, clock
         self.owned, self.leaving = set(owned), set(leaving)
         self._views: list[View | None] = [None] * len(sources)
         self._missing_since_s: dict[Target, float] = {}
-        self._adding: set[Target] = set()
+        # Those that are asked or to be asked, and of these those for which others wait.
+        self._asking: set[Target] = set()
+        self._early: set[Target] = set()
+        self._free = asyncio.Semaphore(_AT_ONCE)
+        # Those that have answered, with their ranks, and since when the first of them waits.
+        self._answered: dict[Target, tuple[Found, int | None]] = {}
+        self._answered_s = 0.0
         self._tried_s: dict[Target, float] = {}
         # Removed by an administrator, and found still.
         self._dismissed: set[Target] = set()
+        self._left_out = 0
         self._told = asyncio.Event()
 
     async def run(self) -> None:
@@ -106,8 +122,10 @@ class Reconciler:
             while True:
                 self._told.clear()
                 for found in self.step():
-                    self._adding.add(found.target)
-                    tasks.create_task(self._add(found))
+                    self._asking.add(found.target)
+                    self._early.add(found.target)
+                    tasks.create_task(self._look_for(found))
+                await asyncio.sleep(_PAUSE_S)
                 try:
                     async with asyncio.timeout(_STEP_S):
                         await self._told.wait()
@@ -115,43 +133,50 @@ class Reconciler:
                     continue
 
     def step(self) -> "list[Found]":
-        """Drain and remove what is gone; return what is to be added now."""
+        """Drain, remove, take back and add what is due; return the engines to ask now."""
         view = self._view()
         present = set(self._engines.targets())
-        ordered_away = self.owned - present - self._adding
+        ordered_away = self.owned - present
         self.owned -= ordered_away
         self.leaving &= self.owned
         self._dismissed = (self._dismissed | ordered_away) & view.keys()
         self._tried_s = {one: at_s for one, at_s in self._tried_s.items() if one in view}
-        for target in sorted(self.owned - self._adding, key=_order):
-            self._settle(target, view.get(target))
+        with self._engines.one_change():
+            self._part(view)
+            back = {one: (view[one], None) for one in self.leaving if _is_usable(view.get(one))}
+            self._add(back)
+            self._add_answered(view)
         return [
             found
             for target, found in view.items()
-            if found.ready and not found.leaving and self._is_wanted(target, present)
+            if _is_usable(found) and self._is_wanted(target, present)
         ]
 
-    def _is_wanted(self, target: Target, present: set[Target]) -> bool:
-        if target in self._adding or target in self._dismissed:
-            return False
-        if target in present and target not in self.leaving:
-            return False
-        return self._clock() - self._tried_s.get(target, -_RETRY_S) >= _RETRY_S
-
-    def _settle(self, target: Target, found: "Found | None") -> None:
-        """Drain an engine that is gone, and remove it when nothing is left on it."""
-        if found is not None and not found.leaving:
-            self._missing_since_s.pop(target, None)
-        elif target not in self.leaving:
-            if found is None and not self._is_missing(target):
-                return
-            self.leaving.add(target)
-            self._engines.drain(target.role, target.url)
-        elif not self._engines.sessions_on(target):
+    def _part(self, view: "Mapping[Target, Found]") -> None:
+        """Drain the engines that are gone, and remove those on which nothing is left."""
+        gone = []
+        for target in sorted(self.owned, key=_order):
+            found = view.get(target)
+            if found is not None and not found.leaving:
+                self._missing_since_s.pop(target, None)
+            elif target in self.leaving:
+                gone.append(target)
+            elif found is not None or self._is_missing(target):
+                self.leaving.add(target)
+                self._engines.drain(target.role, target.url)
+        if not gone:
+            return
+        for target in self._engines.remove_idle(gone):
             self.owned.discard(target)
             self.leaving.discard(target)
             self._missing_since_s.pop(target, None)
-            self._engines.remove(target.role, target.url, force=False)
+
+    def _is_wanted(self, target: Target, present: set[Target]) -> bool:
+        if target in self._asking or target in self._answered or target in self._dismissed:
+            return False
+        wait_s = max(_RETRY_S, len(self._tried_s) / _RETRIES_IN_S)
+        is_due = self._clock() - self._tried_s.get(target, -wait_s) >= wait_s
+        return is_due and target not in present and target not in self.owned
 
     def _is_missing(self, target: Target) -> bool:
         if None in self._views:  # It may be where nothing was read yet.
@@ -160,46 +185,116 @@ class Reconciler:
         return now_s - self._missing_since_s.setdefault(target, now_s) >= self._hold_s
 
     def _view(self) -> "dict[Target, Found]":
-        """Return what all sources told last; the first that has an engine is believed."""
+        """Return what all sources told last, within the limit; the first that has an engine is believed."""
         all_of: dict[Target, Found] = {}
         for view in self._views:
             for target, found in (view or {}).items():
                 all_of.setdefault(target, found)
+        left_out = max(0, len(all_of) - self._limit)
+        if left_out:
+            kept = {target: found for target, found in all_of.items() if target in self.owned}
+            others = (one for one in all_of.items() if one[0] not in kept)
+            all_of = kept | dict(islice(others, max(0, self._limit - len(kept))))
+        if bool(left_out) != bool(self._left_out):
+            fields = {"discover_limit": self._limit, "left_out": left_out}
+            message = "more engines are found than --discover-limit allows: some are left out"
+            _log.warning(
+                message if left_out else "no engine that is found is left out any more",
+                extra={"fields": fields},
+            )
+        self._left_out = left_out
         return all_of
 
     def _tell(self, place: int, view: "View") -> None:
         self._views[place] = view
         self._told.set()
 
-    async def _add(self, found: "Found") -> None:
-        target, ranks = found.target, found.ranks
-        was_owned = target in self.owned
+    async def _look_for(self, found: "Found") -> None:
+        """Ask an engine, in its turn, and have it added if it answers."""
+        target = found.target
+        question: asyncio.Task[int | None] | None = None
         try:
-            if target.role is Role.DECODE and ranks is None and not was_owned:
-                ranks = await self._ask(EngineUrl.parse(target.url))
-            self.owned.add(target)
-            self.leaving.discard(target)
-            await self._engines.add(
-                target.role,
-                target.url,
-                ranks=ranks,
-                bootstrap=found.bootstrap,
-                kv_events=found.kv_events,
-                kv_replay=found.kv_replay,
-            )
-        except ConflictError:
-            if not was_owned:
-                self.owned.discard(target)  # It was added by order meanwhile.
-        except (ConfigError, FetchError) as error:
-            self.owned.discard(target)
-            level = logging.DEBUG if target in self._tried_s else logging.WARNING
-            fields = {"role": target.role.value, "url": target.url, "reason": str(error)}
-            _log.log(level, "a found engine cannot be added yet", extra={"fields": fields})
-            self._tried_s[target] = self._clock()
-        else:
-            self._tried_s.pop(target, None)
+            async with self._free:
+                question = asyncio.create_task(_answer(self._ask, found))
+                await asyncio.wait([question], timeout=_SLOW_S)
+            if not question.done():
+                self._waits_no_more(target)
+                await asyncio.wait([question])
+            self._take(found, question)
         finally:
-            self._adding.discard(target)
+            self._asking.discard(target)
+            self._waits_no_more(target)
+            if question is not None:
+                question.cancel()
+
+    def _waits_no_more(self, target: Target) -> None:
+        """Add those that have answered if they waited for this one alone."""
+        if target in self._early:
+            self._early.discard(target)
+            if not self._early:
+                self._told.set()
+
+    def _take(self, found: "Found", question: "asyncio.Task[int | None]") -> None:
+        try:
+            ranks = question.result()
+        except (ConfigError, FetchError) as error:
+            self._failed(found.target, error)
+            return
+        if not self._answered:
+            self._answered_s = self._clock()
+        self._answered[found.target] = found, ranks
+
+    def _failed(self, target: Target, error: Exception) -> None:
+        level = logging.DEBUG if target in self._tried_s else logging.WARNING
+        fields = {"role": target.role.value, "url": target.url, "reason": str(error)}
+        _log.log(level, "a found engine cannot be added yet", extra={"fields": fields})
+        self._tried_s[target] = self._clock()
+
+    def _add_answered(self, view: "Mapping[Target, Found]") -> None:
+        """Add the engines that have answered, unless others of their reading will soon."""
+        if not self._answered:
+            return
+        if self._early and self._clock() - self._answered_s < _PATIENCE_S:
+            return
+        answered, self._answered = self._answered, {}
+        self._add({one: told for one, told in answered.items() if _is_usable(view.get(one))})
+
+    def _add(self, told: "Mapping[Target, tuple[Found, int | None]]") -> None:
+        """Add engines, or take draining ones back."""
+        if not told:
+            return
+        new = told.keys() - self.owned
+        # Before they are added: with that they are kept as found.
+        self.owned |= told.keys()
+        self.leaving -= told.keys()
+        additions = [_addition(found, ranks) for found, ranks in told.values()]
+        for target, error in zip(told, self._engines.add_all(additions), strict=True):
+            if error is None:
+                self._tried_s.pop(target, None)
+                continue
+            if target in new or isinstance(error, ConfigError):
+                self.owned.discard(target)  # If not, it was taken back by order meanwhile.
+            if isinstance(error, ConfigError):
+                self._failed(target, error)
+
+
+async def _answer(ask: "Callable[[Found], Awaitable[int | None]]", found: "Found") -> int | None:
+    return await ask(found)
+
+
+def _is_usable(found: "Found | None") -> bool:
+    return found is not None and found.ready and not found.leaving
+
+
+def _addition(found: "Found", ranks: int | None) -> Addition:
+    return Addition(
+        found.target.role,
+        found.target.url,
+        ranks,
+        bootstrap=found.bootstrap,
+        kv_events=found.kv_events,
+        kv_replay=found.kv_replay,
+    )
 
 
 def _order(target: Target) -> tuple[str, str]:

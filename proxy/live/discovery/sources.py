@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.control.standing import Standing
-    from balanceroute.proxy.live.discovery.found import Source
+    from balanceroute.proxy.live.discovery.found import Found, Source
     from balanceroute.proxy.live.settings.discovery import DiscoverySettings, EngineSource
 
 
@@ -28,7 +28,7 @@ def make_reconciler(
     standing: "Standing",
     *,
     rng: "random.Random",
-    ask: "Callable[[EngineUrl], Awaitable[int]]",
+    ask: "Callable[[Found], Awaitable[int | None]]",
 ) -> Reconciler:
     """Return who registers what is found.
 
@@ -37,7 +37,7 @@ def make_reconciler(
         roster: Takes it.
         standing: What is left of the time before a restart.
         rng: Spreads what sources ask.
-        ask: Returns the number of a decode server's ranks. Raises FetchError.
+        ask: See `Reconciler`.
     """
     present = roster.targets()
     return Reconciler(
@@ -45,6 +45,7 @@ def make_reconciler(
         make_sources(settings, rng, hears=roster.instances.engine_blocks is not None),
         ask=ask,
         hold_s=settings.discover_hold_s,
+        limit=settings.discover_limit,
         clock=asyncio.get_running_loop().time,
         owned=set(standing.discovered).intersection(present),
         leaving=set(standing.leaving).intersection(present),

@@ -14,6 +14,8 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Stat
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
+# Bootstrap servers that are asked at a time.
+_AT_ONCE = 64
 
 
 def read_identity(page: bytes, bootstrap: str) -> BootstrapIdentity:
@@ -53,17 +55,19 @@ class Identification:
     async def run(self) -> None:
         """Ask bootstrap servers who their engines are, again and again: each start has a new id."""
         while True:
+            free = asyncio.Semaphore(_AT_ONCE)
             asked = [
-                self._ask(prefiller, prefiller.bootstrap)
+                self._ask(prefiller, prefiller.bootstrap, free)
                 for prefiller in self._instances.up()
                 if prefiller.bootstrap is not None
             ]
             await asyncio.gather(*asked)
             await asyncio.sleep(_INTERVAL_S)
 
-    async def _ask(self, prefiller: Prefiller, bootstrap: str) -> None:
+    async def _ask(self, prefiller: Prefiller, bootstrap: str, free: asyncio.Semaphore) -> None:
         try:
-            page = await self._fetch(f"{bootstrap}/query")
+            async with free:
+                page = await self._fetch(f"{bootstrap}/query")
             identity = read_identity(page, bootstrap)
         except FetchError as error:
             if prefiller.identity is None:

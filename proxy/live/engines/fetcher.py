@@ -83,6 +83,12 @@ class Fetcher:
         )
         return answer.status
 
+    def forget(self, url: str) -> None:
+        """Close the connections to an engine that is there no more."""
+        endpoint = self._endpoints.pop(_address(url), None)
+        if endpoint is not None:
+            endpoint.close()
+
     def close(self) -> None:
         """Close every connection."""
         for endpoint in self._endpoints.values():
@@ -101,10 +107,7 @@ class Fetcher:
         cut: bool,
         timeout_s: float | None = None,
     ) -> Response:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
-        assert parts.port is not None
-        address = EngineUrl(parts.scheme, parts.hostname, parts.port)
+        parts, address = urlsplit(url), _address(url)
         if address not in self._endpoints:
             self._endpoints[address] = self._connect(address)
         try:
@@ -120,3 +123,10 @@ class Fetcher:
             )
         except WireError as error:
             raise FetchError(fault_of(error), str(error)) from error
+
+
+def _address(url: str) -> EngineUrl:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return EngineUrl(parts.scheme, parts.hostname, parts.port)

@@ -20,8 +20,11 @@ Times are float seconds of the clock given.
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from heapq import nsmallest
+from operator import attrgetter
 
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
@@ -33,6 +36,8 @@ _TIMEOUTS = frozenset({Fault.CONNECT_TIMEOUT, Fault.TIMEOUT})
 # Of the interval or back-off, so that probes of many instances do not fall together.
 _JITTER = 0.1
 _TICK_S = 0.1
+_MOST_DUE = 25
+"""Probes that begin in a tick: of more than 500 engines each is probed less often, so that the loop is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,9 @@ class Health:
         self._clock = clock
         self._rng = rng
         self._watches: dict[Target, _Watch] = {}
+        # Of each role, the instances, and those in quarantine.
+        self._watched: Counter[Role] = Counter()
+        self._down: Counter[Role] = Counter()
         self._ticked_s: float | None = None  # None until `run` ticks.
         self._stall_ended_s: float | None = None
 
@@ -149,16 +157,24 @@ class Health:
         assert target not in self._watches
         first_s = self._clock() + self._rng.uniform(0.0, min(1.0, self._settings.health_interval_s))
         self._watches[target] = _Watch(target, first_s, self._settings.backoff_s)
+        self._watched[target.role] += 1
 
     def remove(self, target: Target) -> None:
         """Forget an instance: it takes nothing new, so the others no longer count with it."""
-        self._watches.pop(target, None)
+        watch = self._watches.pop(target, None)
+        if watch is not None:
+            self._watched[target.role] -= 1
+            self._down[target.role] -= not watch.up
 
     def states(self) -> list[HealthState]:
         """Return all instances, in the order they were added."""
         return [
             HealthState(watch.target, watch.up, watch.reason) for watch in self._watches.values()
         ]
+
+    def is_up(self, target: Target) -> bool:
+        """Return whether an instance that is watched is not in quarantine."""
+        return self._watches[target].up
 
     def quarantines(self, unix_s: float) -> dict[Target, Quarantine]:
         """Return the last quarantine of every instance; `unix_s` is the wall-clock time now."""
@@ -228,7 +244,10 @@ class Health:
                 await asyncio.sleep(_TICK_S)
 
     def due(self) -> list[Target]:
-        """Return the instances to probe now, each of which then awaits its `probed`."""
+        """Return the instances to probe now, each of which then awaits its `probed`.
+
+        Of very many those that wait longest come first, and the others with the next ticks.
+        """
         now_s = self._clock()
         if self._is_stalled(now_s):
             self._stall_ended_s = now_s
@@ -238,6 +257,8 @@ class Health:
             for watch in self._watches.values()
             if not watch.probing and watch.next_probe_s <= now_s
         ]
+        if len(due) > _MOST_DUE:
+            due = nsmallest(_MOST_DUE, due, key=attrgetter("next_probe_s"))
         for watch in due:
             watch.probing = True
         return [watch.target for watch in due]
@@ -319,15 +340,14 @@ class Health:
         if long_ago and starts_over:
             watch.backoff_s = self._settings.backoff_s
         watch.up = False
+        self._down[watch.target.role] += 1
         watch.reason = reason
         watch.quarantined_s = now_s
         self._back_off(watch)
         self._on_change(watch.target, False, watch.reason)
 
     def _can_spare_one(self, role: Role) -> bool:
-        peers = [watch for watch in self._watches.values() if watch.target.role is role]
-        quarantined = sum(not watch.up for watch in peers)
-        return (quarantined + 1) * 2 <= len(peers)
+        return (self._down[role] + 1) * 2 <= self._watched[role]
 
     def _back_off(self, watch: _Watch) -> None:
         self._schedule(watch, watch.backoff_s)
@@ -335,6 +355,7 @@ class Health:
 
     def _recover(self, watch: _Watch) -> None:
         watch.up = watch.on_trial = True
+        self._down[watch.target.role] -= 1
         watch.recovered_s = self._clock()
         # On trial: one more fault is enough.
         watch.request_failures = watch.probe_failures = self._settings.quarantine_failures - 1

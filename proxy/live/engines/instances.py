@@ -164,12 +164,59 @@ class Instances:
         self.engine_blocks = engine_blocks
         self.prefillers: list[Prefiller] = []
         self.ranks: list[Rank] = []
+        # Those that are found by their targets so far: the lists grow.
+        self._prefillers_of: dict[Target, list[Prefiller]] = {}
+        self._ranks_of: dict[Target, list[Rank]] = {}
+        self._found = [0, 0]
 
     def of(self, target: Target) -> "list[Prefiller] | list[Rank]":
-        """Return what runs on an instance that health checks watch."""
+        """Return what runs on an instance that health checks watch, or ran there."""
         if target.role is Role.PREFILL:
-            return [prefiller for prefiller in self.prefillers if prefiller.target == target]
-        return [rank for rank in self.ranks if rank.target == target]
+            for prefiller in self.prefillers[self._found[0] :]:
+                self._prefillers_of.setdefault(prefiller.target, []).append(prefiller)
+            self._found[0] = len(self.prefillers)
+            return self._prefillers_of.get(target, [])
+        for rank in self.ranks[self._found[1] :]:
+            self._ranks_of.setdefault(rank.target, []).append(rank)
+        self._found[1] = len(self.ranks)
+        return self._ranks_of.get(target, [])
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        for known in (self.prefillers, self.ranks, self._prefillers_of, self._ranks_of):
+            known.clear()
+        self._found = [0, 0]
+
+    def has(self, target: Target) -> bool:
+        """Return whether an instance is there, and not removed."""
+        return any(one.status is not Status.REMOVED for one in self.of(target))
+
+    def bring_back(
+        self, target: Target, names: Sequence[str], endpoint: "Endpoint", *, asked: bool
+    ) -> bool:
+        """Have what was removed at an address begin anew there; return whether it is the same.
+
+        So the numbers do not grow while engines come and go at the same addresses.
+
+        Args:
+            target: The instance.
+            names: Of its prefiller or its ranks.
+            endpoint: Makes the connections to it.
+            asked: See `Prefiller`.
+        """
+        removed = self.of(target)
+        if not removed or self.has(target):
+            return False
+        if [one.name for one in removed] != [*names]:
+            removed.clear()  # Others take their place.
+            return False
+        for one in removed:
+            one.endpoint, one.asked, one.status = endpoint, asked, Status.UP
+            one.asleep, one.unfit, one.continuous_usage_is_expensive = False, "", False
+            if isinstance(one, Prefiller):
+                one.identity, one.utilisation, one.crowded = None, 0.0, False
+                one.kv_trial, one.first_tokens = False, FirstTokens()
+        return True
 
     def serving(self) -> list[RankId]:
         """Return the ranks that are not removed, whose loads make the barrier."""

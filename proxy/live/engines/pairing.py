@@ -7,7 +7,7 @@ come tells nothing, and what is not known is no reason to refuse.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -32,6 +32,12 @@ _log = logging.getLogger(__name__)
 _One = TypeVar("_One", Prefiller, Rank)
 _NOTHING = EngineFacts()
 _TICK_S = 0.1
+# Engines that are asked at a time.
+_AT_ONCE = 16
+# Of what prefillers tell, and of what decode engines tell. A fleet that is updated has two or three.
+_MOST_KINDS = 128
+# Of engines, in a line of the log.
+_MOST_NAMES = 32
 _REFRESH_S = 60.0
 _TIMEOUT_S = 2.0
 """Of one page; they are fetched at the same time."""
@@ -82,12 +88,15 @@ class Pairing:
         self._paired: Callable[[PrefillerPaired], None]
         self._changed: Callable[[], None]
         self._asked: dict[Target, _Asked] = {}
-        self._ranks: dict[int, frozenset[RankId]] = {}  # By prefiller, as was told last.
+        self._asking = 0
+        self._answered: dict[Target, _Asked] = {}  # Whose pairs are to be judged.
+        # Of the prefillers that tell the same.
+        self._ranks: dict[EngineFacts, frozenset[RankId] | None] = {}
         # By reason, the prefillers and the ranks that it concerns, and what of it was logged.
         self._refusals: dict[str, tuple[list[str], list[str]]] = {}
         self._logged = self._refusals
 
-        @lru_cache(maxsize=4096)
+        @lru_cache(maxsize=2 * _MOST_KINDS**2)
         def refusal(prefill: EngineFacts, decode: EngineFacts) -> str:
             found = (one for one in misfits(connector, prefill, decode) if one.refused)
             return str(next(found, ""))
@@ -100,18 +109,22 @@ class Pairing:
         """Set who is told: of each prefiller whose ranks are others, before it opens, and then again."""
         self._paired, self._changed = paired, changed
 
-    async def ask(self) -> None:
-        """Ask all engines that have to be asked now, and wait for what they tell."""
+    async def ask(self, targets: Collection[Target]) -> None:
+        """Ask those of some engines that have to be asked now, and wait for what they tell."""
         if not self.active:
             return
-        await asyncio.gather(*map(self._ask, self._due()))
+        due = [target for target in self._due() if target in targets]
+        for begin in range(0, len(due), _AT_ONCE):
+            await asyncio.gather(*map(self._ask, due[begin : begin + _AT_ONCE]))
+        self._settle()
 
     async def run(self) -> None:
         """Ask until cancelled."""
         async with asyncio.TaskGroup() as questions:
             while True:
-                for target in self._due():
+                for target in self._due()[: max(0, _AT_ONCE - self._asking)]:
                     questions.create_task(self._ask(target))
+                self._settle()
                 self._log()
                 await asyncio.sleep(_TICK_S)
 
@@ -131,66 +144,82 @@ class Pairing:
         return {name: value for name, value in named.items() if value}
 
     def update(self) -> None:
-        """Judge all pairs again, after an engine came, went, or told something else."""
+        """Judge all pairs again, after an engine came, went, or told something else.
+
+        Engines that tell the same fit the same, so each two of what is told are compared, not each two
+        engines.
+        """
         if not self.active:
             return
         prefillers = _present(self._instances.prefillers)
         ranks = _present(self._instances.ranks)
         present = {one.target for one in prefillers} | {one.target for one in ranks}
         self.facts = {target: told for target, told in self.facts.items() if target in present}
-        reasons: dict[str, tuple[list[str], list[str]]] = {}
-        fed: set[RankId] = set()
-        why_not: dict[RankId, str] = {}
-        for prefiller in prefillers:
-            able, reason = set(), ""
-            for rank in ranks:
-                refusal = self._refusal(self._told(prefiller), self._told(rank))
-                if not refusal:
-                    able.add(rank.id)
-                    continue
-                reason = reason or refusal
-                why_not.setdefault(rank.id, refusal)
-                sides = reasons.setdefault(refusal, ([], []))
-                for names, name in zip(sides, (prefiller.name, rank.name), strict=True):
-                    if name not in names:
-                        names.append(name)
-            self._tell(prefiller, None if len(able) == len(ranks) else frozenset(able))
-            up = {rank.id for rank in ranks if rank.status is Status.UP}
-            prefiller.unfit = reason if up and not up & able else ""
-            if prefiller.status is Status.UP:
+        feeders, takers = self._alike(prefillers), self._alike(ranks)
+        up = {told for told, alike in takers.items() if _is_any_up(alike)}
+        why_not: dict[EngineFacts, str] = {}
+        fed: set[EngineFacts] = set()
+        refusals: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+        for told, alike in feeders.items():
+            refused = {other: why for other in takers if (why := self._refusal(told, other))}
+            able = takers.keys() - refused.keys()
+            for other, why in refused.items():
+                why_not.setdefault(other, why)
+                sides = refusals.setdefault(why, ({}, {}))
+                sides[0].update(dict.fromkeys(one.name for one in alike))
+                sides[1].update(dict.fromkeys(one.name for one in takers[other]))
+            self._tell(told, alike, [one.id for other in able for one in takers[other]], refused)
+            reason = "" if up & able or not up else next(iter(refused.values()))
+            for prefiller in alike:
+                prefiller.unfit = reason
+            if _is_any_up(alike):
                 fed |= able
-        some_up = any(prefiller.status is Status.UP for prefiller in prefillers)
-        for rank in ranks:
-            rank.unfit = why_not.get(rank.id, "") if some_up and rank.id not in fed else ""
-        self._refusals = reasons
+        some_up = any(map(_is_any_up, feeders.values()))
+        for other, group in takers.items():
+            reason = why_not.get(other, "") if some_up and other not in fed else ""
+            for rank in group:
+                rank.unfit = reason
+        self._ranks = {told: self._ranks[told] for told in feeders}
+        self._refusals = {why: (list(one), list(two)) for why, (one, two) in refusals.items()}
 
-    def _told(self, one: Prefiller | Rank) -> EngineFacts:
-        return self.facts.get(one.target, _NOTHING)
+    def _alike(self, instances: Sequence[_One]) -> dict[EngineFacts, list[_One]]:
+        """Return the instances by what they tell; those of too many kinds tell nothing."""
+        alike: dict[EngineFacts, list[_One]] = {}
+        for one in instances:
+            told = self.facts.get(one.target, _NOTHING)
+            if told not in alike and len(alike) >= _MOST_KINDS:
+                told = _NOTHING
+            alike.setdefault(told, []).append(one)
+        return alike
 
-    def _tell(self, prefiller: Prefiller, ranks: frozenset[RankId] | None) -> None:
-        if self._ranks.get(prefiller.id) == ranks:
-            return
-        if ranks is None:
-            del self._ranks[prefiller.id]
-        else:
-            self._ranks[prefiller.id] = ranks
-        prefiller.ranks = ranks
-        self._paired(PrefillerPaired(prefiller.id, ranks))
+    def _tell(
+        self,
+        told: EngineFacts,
+        alike: Sequence[Prefiller],
+        able: Sequence[RankId],
+        refused: Mapping[EngineFacts, str],
+    ) -> None:
+        """Tell the ranks of prefillers, where they are others than before."""
+        ranks = frozenset(able) if refused else None
+        if ranks == self._ranks.get(told):
+            ranks = self._ranks.get(told)  # The same object, which is compared at once.
+        self._ranks[told] = ranks
+        for prefiller in alike:
+            if prefiller.ranks is not ranks and prefiller.ranks != ranks:
+                self._paired(PrefillerPaired(prefiller.id, ranks))
+            prefiller.ranks = ranks
 
     def _log(self) -> None:
-        for reason, (prefill, decode) in self._refusals.items():
+        for reason, (prefill, decode) in list(self._refusals.items())[:_MOST_NAMES]:
             if self._logged.get(reason) != (prefill, decode):
-                fields = {
-                    "decode": ", ".join(decode),
-                    "prefill": ", ".join(prefill),
-                    "reason": reason,
-                }
+                fields = {"decode": _listed(decode), "prefill": _listed(prefill), "reason": reason}
                 _log.warning("engines that do not fit are not paired", extra={"fields": fields})
         if self._logged and not self._refusals:
             _log.info("all prefillers and decode engines fit again")
         self._logged = self._refusals
 
     def _due(self) -> list[Target]:
+        """Return the engines to ask; `_ask` each of them at once."""
         now_s = self._clock()
         due = []
         present: dict[Target, Prefiller | Rank] = {}
@@ -210,21 +239,37 @@ class Pairing:
                 self._changed()
             elif last is not None and now_s - last.at_s < _REFRESH_S:
                 continue
-            self._asked[target] = _Asked(now_s, engines)
             due.append(target)
-        return due
+        # Those that take nothing until then go first.
+        return sorted(due, key=self._asked.__contains__)
 
     async def _ask(self, target: Target) -> None:
-        asked = self._asked[target]
-        version, models, metrics = await asyncio.gather(
-            *(self._page(target, path) for path in ("/version", "/v1/models", "/metrics"))
-        )
-        if self._asked.get(target) is not asked:
-            return  # It is in doubt again, or gone.
-        asked.asking = False
-        self.facts[target] = facts_of(_version(version), _models(models), _caches(metrics))
-        for one in self._instances.of(target):
-            one.asked = True
+        ones = self._instances.of(target)
+        engines = max(len(one.engines) if isinstance(one, Prefiller) else 0 for one in ones)
+        asked = self._asked[target] = _Asked(self._clock(), engines)
+        self._asking += 1
+        try:
+            version, models, metrics = await asyncio.gather(
+                *(self._page(target, path) for path in ("/version", "/v1/models", "/metrics"))
+            )
+        finally:
+            self._asking -= 1
+        if self._asked.get(target) is asked:  # Else it is in doubt again, or gone.
+            asked.asking = False
+            self.facts[target] = facts_of(_version(version), _models(models), _caches(metrics))
+            self._answered[target] = asked
+        if not self._asking:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Judge the pairs of all engines that have answered since, which may open then."""
+        answered, self._answered = self._answered, {}
+        if not answered:
+            return
+        for target, asked in answered.items():
+            if self._asked.get(target) is asked:
+                for one in self._instances.of(target):
+                    one.asked = True
         self.update()
         self._changed()
 
@@ -237,6 +282,15 @@ class Pairing:
             fields = {"url": target.url, "page": path, "reason": str(error)}
             _log.debug("an engine does not tell what it is", extra={"fields": fields})
             return b""
+
+
+def _is_any_up(instances: Sequence[Prefiller | Rank]) -> bool:
+    return any(one.status is Status.UP for one in instances)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown, others = ", ".join(names[:_MOST_NAMES]), len(names) - _MOST_NAMES
+    return f"{shown} and {others} others" if others > 0 else shown
 
 
 def _present(instances: Sequence[_One]) -> list[_One]:

@@ -9,6 +9,8 @@ Rules:
   proxy's own books go on limiting what it sends, where a 1.0 would stop all service. Whether an
   engine lives is for its health to say.
 - A value that does not change is as good as any.
+- At most 500 scrapes begin in a second. Of more instances each is scraped less often, and the interval
+  in these rules is that longer one.
 
 Times are float seconds of the clock given.
 """
@@ -17,6 +19,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from heapq import nsmallest
+from operator import attrgetter
 
 from balanceroute.proxy.live.engines.engine_gauges import (
     EngineGauges,
@@ -33,6 +37,9 @@ _UNKNOWN_UTILISATION = 1.0
 # Of the interval, so that scrapes of many instances do not fall together.
 _JITTER = 0.1
 _TICK_S = 0.1
+# Scrapes that begin in a tick, so that the loop is free between them, and with that in a second.
+_MOST_DUE = 50
+_MOST_IN_S = _MOST_DUE / _TICK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +148,20 @@ class Scraper:
                 for watch in self._watches.values():
                     watch.known_s += lost_s
         self._ticked_s = now_s
+        interval_s = max(self._settings.scrape_interval_s, len(self._watches) / _MOST_IN_S)
         due = []
         for watch in self._watches.values():
-            if now_s - watch.known_s > STALE_INTERVALS * self._settings.scrape_interval_s:
+            if now_s - watch.known_s > STALE_INTERVALS * interval_s:
                 watch.new = False
                 watch.gauges = None
             if not watch.scraping and watch.next_scrape_s <= now_s:
-                watch.scraping = True
-                due.append(watch.target)
+                due.append(watch)
+        if len(due) > _MOST_DUE:
+            due = nsmallest(_MOST_DUE, due, key=attrgetter("next_scrape_s"))
+        for watch in due:
+            watch.scraping = True
         self._report()
-        return due
+        return [watch.target for watch in due]
 
     async def _scrape(self, target: Target) -> None:
         watch = self._watches.get(target)

@@ -8,6 +8,8 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from heapq import nsmallest
+from math import inf
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.engines.faults import FetchError
@@ -17,6 +19,7 @@ from balanceroute.proxy.live.openai.body import is_deep
 
 _log = logging.getLogger(__name__)
 _TICK_S = 1.0
+_AT_ONCE = 100
 _REFRESH_S = 60.0
 _RETRY_S = 5.0
 _TIMEOUT_S = 5.0
@@ -93,17 +96,19 @@ class ServedModels:
             await asyncio.sleep(_TICK_S)
 
     def _due(self) -> list[Target]:
-        """Return the engines to ask now, and forget those that are not up."""
+        """Return the engines to ask now, a few of very many, and forget those that are not up."""
         targets = self._models.targets()
+        present = set(targets)
         for known in (self._known, self._read_s):
-            for target in known.keys() - set(targets):
+            for target in known.keys() - present:
                 del known[target]
         now_s = self._clock()
-        return [
-            target
-            for target in targets
-            if target not in self._read_s or now_s - self._read_s[target] >= _REFRESH_S
+        due = [
+            (self._read_s.get(target, -inf), place)
+            for place, target in enumerate(targets)
+            if now_s - self._read_s.get(target, -inf) >= _REFRESH_S
         ]
+        return [targets[place] for _, place in nsmallest(_AT_ONCE, due)]
 
     async def _read(self, target: Target) -> None:
         now_s = self._clock()

@@ -1,9 +1,10 @@
 """What all relays share at the scheduler process: the deployment as they are told, and what they count."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from balanceroute.proxy.live.engines.instances import Prefiller
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION
@@ -13,7 +14,7 @@ from balanceroute.proxy.live.telemetry.process_log import log_level
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.live.engines.instances import Target
+    from balanceroute.proxy.live.engines.instances import Rank, Target
     from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.tenancy import Tenancy
@@ -96,7 +97,8 @@ class Hub:
         self._on_drained: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._states: States = {}
-        self._has_changed = True
+        self._all_changed = True
+        self._changed: dict[Prefiller | Rank, None] = {}
         driver.changed = self.changed
 
     def hello(self, desk: Desk, hello: from_relay.Hello) -> None:
@@ -132,43 +134,53 @@ class Hub:
         self.desks = {place: one for place, one in self.desks.items() if one is not desk}
         self.relay_drained()
 
-    def changed(self) -> None:
-        """See that relays are told of every change of the deployment with their next frame."""
-        self._has_changed = True
+    def changed(self, instances: "Iterable[Prefiller | Rank] | None" = None) -> None:
+        """See that relays are told of every change of the deployment with their next frame.
+
+        Args:
+            instances: Those that changed; None if any of them did, or something else.
+        """
+        if instances is None:
+            self._all_changed = True
+        else:
+            self._changed.update(dict.fromkeys(instances))
         for desk in self.desks.values():
             desk.out.flush_soon()
 
     def states(self) -> "States":
         """Return the state of the deployment, each part by its name; another object if it changed."""
         # Asked with every frame to a relay, while changes are rare.
-        if self._has_changed:
-            self._has_changed = False
-            states = dict(self._parts())
-            if states != self._states:
-                self._states = states
+        if self._all_changed:
+            instances = self.driver.instances
+            parts = self._parts((*instances.prefillers, *instances.ranks))
+        elif self._changed:
+            parts = self._parts(self._changed)
+        else:
+            return self._states
+        self._all_changed, self._changed = False, {}
+        changed = {part: state for part, state in parts if self._states.get(part) != state}
+        if changed:
+            self._states = self._states | changed
         return self._states
 
-    def _parts(self) -> "Iterator[tuple[tuple[str, int], to_relay.ToRelay]]":
-        instances = self.driver.instances
-        for prefiller in instances.prefillers:
-            known = prefiller.identity
-            identity = None if known is None else (known.engine_id, known.bootstrap_address)
-            yield (
-                ("prefiller", prefiller.id),
-                to_relay.PrefillerState(
-                    prefiller.id,
-                    prefiller.name,
-                    prefiller.target.url,
-                    prefiller.status,
-                    identity,
-                    prefiller.lost_kv,
-                ),
-            )
-        for rank in instances.ranks:
-            state = to_relay.RankState(
-                rank.id, rank.name, rank.target.url, rank.status, rank.header
-            )
-            yield ("rank", rank.id), state
+    def _parts(
+        self, instances: "Iterable[Prefiller | Rank]"
+    ) -> "Iterator[tuple[tuple[str, int], to_relay.ToRelay]]":
+        for one in instances:
+            if isinstance(one, Prefiller):
+                known = one.identity
+                identity = None if known is None else (known.engine_id, known.bootstrap_address)
+                yield (
+                    ("prefiller", one.id),
+                    to_relay.PrefillerState(
+                        one.id, one.name, one.target.url, one.status, identity, one.lost_kv
+                    ),
+                )
+            else:
+                yield (
+                    ("rank", one.id),
+                    to_relay.RankState(one.id, one.name, one.target.url, one.status, one.header),
+                )
         yield ("models", 0), self._models_told
         yield ("readiness", 0), to_relay.Readiness(self.driver.ready)
         yield ("log level", 0), to_relay.LogLevel(log_level(other_than=""))

@@ -77,8 +77,7 @@ class Mirror:
         present = [one for one in instances if one.status is not Status.REMOVED]
         self._known = {(one.target.role, one.name): (one, one.id) for one in present}
         self._lost = {one.name: one.lost_kv for one in self.instances.prefillers}
-        self.instances.prefillers.clear()
-        self.instances.ranks.clear()
+        self.instances.clear()
 
     def renumbered(self) -> Renumbered:
         """Return what has changed with the present scheduler process, which has told everything."""
@@ -148,6 +147,8 @@ class Mirror:
             self._quarantined(instance.target)
         elif status is Status.REMOVED:
             self._drop_unused(instance.target.url)
+        elif before is Status.REMOVED:
+            instance.endpoint = self._endpoint(instance.target.url)
 
     def _endpoint(self, url: str) -> "Endpoint":
         endpoint = self.endpoints.get(url)
@@ -157,8 +158,7 @@ class Mirror:
 
     def _drop_unused(self, url: str) -> None:
         """Close the connections to an address where no engine is any more."""
-        instances: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
-        if all(one.target.url != url or one.status is Status.REMOVED for one in instances):
+        if not any(self.instances.has(Target(role, url)) for role in Role):
             endpoint = self.endpoints.pop(url, None)
             if endpoint is not None:
                 endpoint.close()

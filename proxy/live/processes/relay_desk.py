@@ -133,7 +133,12 @@ class RelayDesk:
         if states is told:
             return []
         self._told = states
-        changed = [state for part, state in states.items() if told.get(part) != state]
+        # Most are the same object, which is compared at once.
+        changed = [
+            state
+            for part, state in states.items()
+            if (before := told.get(part)) is not state and before != state
+        ]
         return changed if told else [welcome, *changed]
 
     def _gather(self, messages: Sequence[from_relay.FromRelay]) -> None:

@@ -100,11 +100,16 @@ class RemoteRequest:
             return None
         return self._kv[0], self._rank
 
-    def is_on(self, target: "Target") -> bool:
-        """Return whether an instance may work for this request, or hold its KV cache."""
+    @property
+    def targets(self) -> "list[Target]":
+        """The instances that may work for this request, or hold its KV cache."""
         holder = None if self._kv is None else self._kv[0]
         engines = (self._at, self._rank, self._remote, holder)
-        return any(engine is not None and engine.target == target for engine in engines)
+        return [engine.target for engine in engines if engine is not None]
+
+    def is_on(self, target: "Target") -> bool:
+        """Return whether an instance is one of these."""
+        return target in self.targets
 
     def check_deadline(self, now_s: float) -> None:
         """Do nothing: relays look after their legs."""

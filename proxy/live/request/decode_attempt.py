@@ -190,6 +190,12 @@ class DecodeAttempt(Attempt):
         until_s = None if self._kv is None else self._kv.expires_s
         self._post(api, headers, body, handler, timeout_s, expires_s=until_s, lines=self.stream)
 
+    @property
+    def targets(self) -> "tuple[Target, ...]":
+        """The engine, and that of the prefill which the rank called for."""
+        remote = () if self._remote is None else (self._remote.target,)
+        return (*remote, *super().targets)
+
     def leg_at(self, target: "Target") -> Leg | None:
         """Return the leg, or that of the prefill which the rank called for."""
         if self._remote is not None and self._remote.target == target:

@@ -65,6 +65,11 @@ class Holding:
         """Whether it has brought tokens from which another rank could go on."""
         return False
 
+    @property
+    def targets(self) -> "tuple[Target, ...]":
+        """The instances that work on a leg, or failed to."""
+        return ()
+
     def leg_at(self, target: "Target") -> "Leg | None":
         """Return the leg that an instance works on, or failed to; None if it does not."""
         del target
@@ -180,6 +185,11 @@ class Attempt(Holding):
     def send(self) -> None:
         """Ask the engine. The session holds the attempt by then, so that it is closed if this fails."""
         raise NotImplementedError
+
+    @property
+    def targets(self) -> "tuple[Target, ...]":
+        """The engine."""
+        return (self.engine.target,)
 
     def leg_at(self, target: "Target") -> "Leg | None":
         """Return the leg if it is the engine's."""
@@ -299,6 +309,11 @@ class Backoff(Holding):
     def pair(self) -> "tuple[Prefiller, Rank] | None":
         """Who failed to begin."""
         return self._failed.pair
+
+    @property
+    def targets(self) -> "tuple[Target, ...]":
+        """Where it failed."""
+        return self._failed.targets
 
     def leg_at(self, target: "Target") -> "Leg | None":
         """Return the leg that failed there."""

@@ -7,6 +7,8 @@ another.
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from balanceroute.proxy.core.events import RequestId, Ticket
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.shape import Shape
@@ -39,8 +41,12 @@ class LiveRequest(Protocol):
     def pair(self) -> "tuple[Prefiller, Rank] | None":
         """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
 
+    @property
+    def targets(self) -> "Collection[Target]":
+        """The instances that work for this request, or hold its KV cache."""
+
     def is_on(self, target: "Target") -> bool:
-        """Return whether an instance works for this request, or holds its KV cache."""
+        """Return whether an instance is one of these."""
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""

@@ -7,8 +7,8 @@ on it are lost, and so are those of an engine that restarted under the same addr
 the pool with one is prefilled again, at the pace at which prefillers take prompts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import process_of
@@ -24,6 +24,11 @@ def sessions_on(
 ) -> "list[LiveRequest]":
     """Return the requests in flight on an instance, of all live ones."""
     return [session for session in sessions.values() if session.is_on(target)]
+
+
+def in_flight(sessions: "Mapping[RequestId, LiveRequest]") -> "Counter[Target]":
+    """Return how many requests are in flight on each instance that has some."""
+    return Counter(target for session in sessions.values() for target in {*session.targets})
 
 
 class LostEngines:
@@ -42,15 +47,22 @@ class LostEngines:
     ) -> None:
         self._sessions = sessions
         self._call_soon = call_soon
+        # To be told of soon: many engines may go at once.
+        self._gone: set[Target] = set()
+        self._lost_kv = False
 
     def gone(self, target: "Target") -> None:
         """Note that an engine does not answer."""
-        self._call_soon(partial(self._leave, target))
+        if not self._gone:
+            self._call_soon(self._leave)
+        self._gone.add(target)
 
     def kv_lost(self, prefiller: "Prefiller") -> None:
         """Note that the KV caches which a prefiller has handed out so far are no more."""
         prefiller.lost_kv += 1
-        self._call_soon(self._drop_lost_kv)
+        if not self._lost_kv:
+            self._lost_kv = True
+            self._call_soon(self._drop_lost_kv)
 
     def engine_seen(self, prefiller: "Prefiller", engine_id: str) -> None:
         """Note an id of the engine behind a prefiller's address, which is new with each start."""
@@ -61,10 +73,18 @@ class LostEngines:
             self.kv_lost(prefiller)
         prefiller.engines.add(engine)
 
-    def _leave(self, target: "Target") -> None:
-        for session in sessions_on(self._sessions, target):
+    def _leave(self) -> None:
+        gone, self._gone = self._gone, set()
+        left = [
+            (session, target)
+            for session in self._sessions.values()
+            for target in dict.fromkeys(session.targets)
+            if target in gone
+        ]
+        for session, target in left:
             session.engine_lost(target)
 
     def _drop_lost_kv(self) -> None:
+        self._lost_kv = False
         for session in list(self._sessions.values()):
             session.drop_lost_kv()

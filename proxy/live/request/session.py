@@ -149,10 +149,15 @@ class Session:
         """Whether it has a KV cache that a rank is to pull."""
         return self._kv is not None and self._kv.params is not None
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The instances that work for this request, or hold its KV cache."""
+        holder = () if self._kv is None else (self._kv.prefiller.target,)
+        return (*holder, *self.held.targets)
+
     def is_on(self, target: Target) -> bool:
-        """Return whether an instance works for this request, or holds its KV cache."""
-        has_kv = self._kv is not None and self._kv.prefiller.target == target
-        return has_kv or self.held.leg_at(target) is not None
+        """Return whether an instance is one of these."""
+        return target in self.targets
 
     def check_deadline(self, now_s: float) -> None:
         """Act if the leg in flight takes too long."""

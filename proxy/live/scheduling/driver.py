@@ -5,7 +5,7 @@ The same role as the simulator's driver, with the loop's clock.
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Role
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
@@ -110,7 +110,8 @@ class Driver:
         isolation: Ends alone what failed.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
-        changed: Called after any instance changed, or what else other processes are told.
+        changed: Called with the instances that changed, or with None after any of them did, or what
+            else other processes are told.
         report: Takes note of something; see `Feedback.take`.
     """
 
@@ -135,7 +136,8 @@ class Driver:
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
         self.context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
-        self.draining, self.changed, self.uses_keys = False, _nothing, predictors.uses_keys
+        self.draining, self.uses_keys = False, predictors.uses_keys
+        self.changed: Callable[[Iterable[Prefiller | Rank] | None], None] = _nothing
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)
         self.sessions = self.table.live
@@ -355,10 +357,10 @@ class Driver:
         self.decisions.stop()
         self._sweep.stop()
 
-    def reopen(self) -> None:
-        """Tell the scheduler which instances are open now, after any of them changed."""
-        self._open_instances.update()
-        self.changed()
+    def reopen(self, changed: "Iterable[Prefiller | Rank] | None" = None) -> None:
+        """Tell the scheduler which instances are open now, after some of them changed; None for any."""
+        self._open_instances.update(changed)
+        self.changed(changed)
 
     def grown(self) -> None:
         """Note that the scheduler was told by `reconfigure` of instances, or of another policy."""
@@ -400,7 +402,7 @@ class Driver:
         self.isolation.crashed(number, request_id, what, error)
 
 
-def _nothing() -> None:
+def _nothing(_: object = None) -> None:
     """Stand for one who wants to know of changes."""
 
 

@@ -1,6 +1,6 @@
 """Which instances the scheduler may use, as it was told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from balanceroute.proxy.core.events import (
     Event,
@@ -9,7 +9,7 @@ from balanceroute.proxy.core.events import (
     RankClosed,
     RankOpened,
 )
-from balanceroute.proxy.live.engines.instances import Instances
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
 
 
 class OpenInstances:
@@ -27,25 +27,31 @@ class OpenInstances:
         self._ranks: list[bool] = []
         self._grow()
 
-    def update(self) -> None:
-        """Tell which instances are open now, after any of them changed or was added.
+    def update(self, changed: Iterable[Prefiller | Rank] | None = None) -> None:
+        """Tell which instances are open now.
 
         The scheduler knows of new ones by `Scheduler.reconfigure`, and takes them for open.
+
+        Args:
+            changed: Those that may have opened or closed; None if any of them changed, was added or
+                was removed.
         """
-        self._grow()
-        for prefiller in self._instances.prefillers:
-            number, state = prefiller.id, (prefiller.open, prefiller.kv_trial)
-            if self._prefillers[number] != state:
-                self._prefillers[number] = state
-                is_open, on_trial = state
-                self._feed(
-                    PrefillerOpened(number, on_trial) if is_open else PrefillerClosed(number)
-                )
-        for rank in self._instances.ranks:
-            if self._ranks[rank.id] != rank.open:
-                self._ranks[rank.id] = rank.open
-                self._feed(RankOpened(rank.id) if rank.open else RankClosed(rank.id))
-        self.serving = self._instances.serving()
+        if changed is None:
+            self._grow()
+            self.serving = self._instances.serving()
+            changed = [*self._instances.prefillers, *self._instances.ranks]
+        for one in changed:
+            if isinstance(one, Prefiller):
+                state = one.open, one.kv_trial
+                if self._prefillers[one.id] != state:
+                    self._prefillers[one.id] = state
+                    is_open, on_trial = state
+                    self._feed(
+                        PrefillerOpened(one.id, on_trial) if is_open else PrefillerClosed(one.id)
+                    )
+            elif self._ranks[one.id] != one.open:
+                self._ranks[one.id] = one.open
+                self._feed(RankOpened(one.id) if one.open else RankClosed(one.id))
 
     def _grow(self) -> None:
         prefillers, ranks = self._instances.prefillers, self._instances.ranks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, RankId
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-from balanceroute.proxy.live.engines.instances import Instances, Rank, Role, Target
+from balanceroute.proxy.live.engines.instances import Instances, Rank, Target
 from balanceroute.proxy.live.engines.scrape import STALE_INTERVALS
 
 _log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class OthersOnRanks:
         self._own_slots = own_slots
         self._feed = feed
         self._readings: list[_Reading] = []
-        self._ranks: dict[Target, list[Rank]] = {}
-        self._shared = False  # As it was logged last.
+        # The ranks of which the scheduler was told that others have something there.
+        self._told: set[RankId] = set()
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
         """Take in what an engine says."""
@@ -104,25 +104,19 @@ class OthersOnRanks:
             return
         reading.told = slots
         self._feed(OthersOnRank(rank.id, slots, kv_tokens))
-        shared = any(one.told for one in self._readings)
-        if shared != self._shared:
-            self._shared = shared
+        before = bool(self._told)
+        (self._told.add if slots else self._told.discard)(rank.id)
+        shared = bool(self._told)
+        if shared != before:
             message = "others send to the decode ranks too: their slots are shared"
             fields = {"fields": {"rank": rank.name, "requests": slots}}
             _log.warning(message if shared else "no others send to the decode ranks", extra=fields)
 
     def _ranks_of(self, target: Target) -> list[Rank]:
         """Return the ranks of a decode engine."""
-        if target.role is not Role.DECODE:
-            return []
-        # Their numbers are never used again, so that there are new ones only if there are more.
-        ranks = self._instances.ranks
-        if len(self._readings) < len(ranks):
-            self._readings += [_Reading() for _ in range(len(ranks) - len(self._readings))]
-            self._ranks.clear()
-        if target not in self._ranks:
-            self._ranks[target] = [rank for rank in ranks if rank.target == target]
-        return self._ranks[target]
+        new = len(self._instances.ranks) - len(self._readings)
+        self._readings += [_Reading() for _ in range(new)]
+        return [rank for rank in self._instances.of(target) if isinstance(rank, Rank)]
 
 
 def _load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:

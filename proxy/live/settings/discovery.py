@@ -8,7 +8,7 @@ from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.checks import base_address
-from balanceroute.proxy.live.settings.setting import file, seconds, text, texts
+from balanceroute.proxy.live.settings.setting import file, integer, seconds, text, texts
 
 _SOURCE = re.compile(r"(?:(prefill|decode)=)?(file|dns|kubernetes):(.+)", re.DOTALL)
 # A selector of labels, and a namespace behind an @, which no selector has.
@@ -70,6 +70,9 @@ class DiscoverySettings:
     discover_interval_s: float = seconds(2.0, "between two readings of a file or a name")
     discover_hold_s: float = seconds(
         5.0, "that an engine may be missing where it was found before it is drained", 0
+    )
+    discover_limit: int = integer(
+        4096, "engines that are found and count; of more, some are left out", 1, 100_000
     )
     kubernetes_api: str = text(
         "",

@@ -7,7 +7,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, MAX_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998
+MAX_SERVER_RANKS = 1024
+"""Of one decode server. The largest that vLLM is run with has some dozens on a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,24 @@ class DecodeServer:
         if self.rank_ids is None:
             return (self.url,)
         return tuple(self.url.at(rank) for rank in self.rank_ids)
+
+
+def check_ranks(url: EngineUrl, ranks: int, room: int = MAX_RANKS) -> None:
+    """Check that a server has not too many ranks, nor with the others the fleet.
+
+    Args:
+        url: Of the server.
+        ranks: How many it has.
+        room: How many the fleet may have beside the others.
+
+    Raises:
+        ConfigError: It has.
+    """
+    if not 1 <= ranks <= MAX_SERVER_RANKS:
+        raise ConfigError(f"{url.base}: ranks is {ranks}, must be from 1 to {MAX_SERVER_RANKS}")
+    if ranks > room:
+        reason = f"the fleet may have {MAX_RANKS} ranks, of which {max(0, room)} are left"
+        raise ConfigError(f"{url.base}: ranks is {ranks}: {reason}")
 
 
 def prefill_servers(

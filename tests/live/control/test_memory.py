@@ -22,23 +22,34 @@ def gauges(kv_tokens: int | None) -> EngineGauges:
 
 
 def test_the_least_that_a_present_engine_says_holds_for_all() -> None:
-    present = [*RANKS, PREFILLER]
+    present = {*RANKS, PREFILLER}
     memory = RankMemory(None, used=True)
-    seen = [
-        (memory.scraped(target, gauges(tokens), present), memory.tokens)
-        for target, tokens in (
-            (PREFILLER, 5),
-            (RANKS[0], None),
-            (RANKS[0], 900),
-            (RANKS[1], 700),
-            (RANKS[1], 700),
-            (RANKS[0], 800),
-        )
-    ]
+    seen = []
+    for target, tokens in (
+        (PREFILLER, 5),
+        (RANKS[0], None),
+        (RANKS[0], 900),
+        (RANKS[1], 700),
+        (RANKS[1], 700),
+        (RANKS[0], 800),
+    ):
+        memory.scraped(target, gauges(tokens))
+        seen.append((memory.settle(present.__contains__), memory.tokens))
     assert seen == [(False, None)] * 2 + [(True, 900), (True, 700)] + [(False, 700)] * 2
     present.remove(RANKS[1])
-    assert memory.scraped(RANKS[0], gauges(900), present)
+    memory.scraped(RANKS[0], gauges(900))
+    assert memory.settle(present.__contains__)
     assert memory.tokens == 900
+
+
+def test_an_engine_that_says_another_size_each_time_changes_all_ranks_rarely() -> None:
+    memory = RankMemory(None, used=True)
+    settled = 0
+    for scrape in range(100):
+        memory.scraped(RANKS[0], gauges(700 + scrape % 2))
+        settled += memory.is_due(float(scrape))
+    assert settled == 20
+    assert not memory.is_due(1e9), "nothing new was told"
 
 
 def test_a_rank_with_less_than_it_should_have_is_told_of_once(
@@ -46,9 +57,10 @@ def test_a_rank_with_less_than_it_should_have_is_told_of_once(
 ) -> None:
     memory = RankMemory(800, used=True)
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert not memory.scraped(RANKS[0], gauges(900), RANKS)
-            assert not memory.scraped(RANKS[1], gauges(700), RANKS)
+        for tokens in (700, 699, 700):
+            memory.scraped(RANKS[0], gauges(900))
+            memory.scraped(RANKS[1], gauges(tokens))
+            assert not memory.settle(RANKS.__contains__)
     assert memory.tokens == 800
     (record,) = caplog.records
     assert record.__dict__["fields"] == {

@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.discovery.found import Found, View
 from balanceroute.proxy.live.discovery.reconciler import Reconciler
-from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -27,6 +28,8 @@ class Engines:
         status: Of each: "up" or "draining".
         ranks: As they were given.
         busy: Those with requests.
+        added: How many were added at a time.
+        changes: How often some came or went.
     """
 
     def __init__(self) -> None:
@@ -34,6 +37,8 @@ class Engines:
         self.ranks: dict[Target, int | None] = {}
         self.busy: set[Target] = set()
         self.refused: set[Target] = set()
+        self.added: list[int] = []
+        self.changes = 0
 
     def targets(self) -> list[Target]:
         return list(self.status)
@@ -41,33 +46,33 @@ class Engines:
     def sessions_on(self, target: Target) -> Collection[object]:
         return [object()] if target in self.busy else []
 
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
-        del bootstrap
-        target = Target(role, url)
-        await asyncio.sleep(0)
+    def add(self, one: Addition) -> ConfigError | ConflictError | None:
+        target = Target(one.role, one.url)
         if target in self.refused:
-            raise ConfigError("it does not fit")
+            return ConfigError("it does not fit")
         if self.status.get(target) == "up":
-            raise ConflictError("it is there")
-        self.status[target], self.ranks[target] = "up", ranks
+            return ConflictError("it is there")
+        self.status[target], self.ranks[target] = "up", one.ranks
+        return None
+
+    def add_all(self, additions: Sequence[Addition]) -> list[ConfigError | ConflictError | None]:
+        self.added.append(len(additions))
+        return [self.add(one) for one in additions]
 
     def drain(self, role: Role, url: str) -> None:
         self.status[Target(role, url)] = "draining"
 
-    def remove(self, role: Role, url: str, *, force: bool) -> None:
-        target = Target(role, url)
-        assert not force
-        assert target not in self.busy
-        del self.status[target]
+    def remove_idle(self, targets: Collection[Target]) -> set[Target]:
+        idle = {*targets} - self.busy
+        for target in idle:
+            del self.status[target]
+        return idle
+
+    @contextmanager
+    def one_change(self) -> Iterator[None]:
+        before = dict(self.status)
+        yield
+        self.changes += self.status != before
 
 
 class Told:
@@ -88,27 +93,38 @@ class Told:
 class Scene:
     """A reconciler at work with two sources; the second tells nothing unless it is told to."""
 
-    def __init__(self, *, owned: Collection[Target] = (), leaving: Collection[Target] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        owned: Collection[Target] = (),
+        leaving: Collection[Target] = (),
+        limit: int = 4096,
+    ) -> None:
         self.engines, self.first, self.second = Engines(), Told(), Told()
         self.engines.status = dict.fromkeys(owned, "up") | dict.fromkeys(leaving, "draining")
         self.silent: set[str] = set()
-        self.asked = 0
+        self.asked = self.asking = self.most_asking = 0
+        self.slow: set[str] = set()
         self.reconciler = Reconciler(
             self.engines,
             [self.first, self.second],
             ask=self._ask,
             hold_s=5.0,
+            limit=limit,
             clock=asyncio.get_running_loop().time,
             owned=owned,
             leaving=leaving,
         )
 
-    async def _ask(self, url: EngineUrl) -> int:
+    async def _ask(self, found: Found) -> int | None:
         self.asked += 1
-        await asyncio.sleep(0.1)
-        if url.base in self.silent:
+        self.asking += 1
+        self.most_asking = max(self.most_asking, self.asking)
+        await asyncio.sleep(2.0 if found.target.url in self.slow else 0.05)
+        self.asking -= 1
+        if found.target.url in self.silent:
             raise FetchError(Fault.CONNECT, "refused")
-        return 4
+        return 4 if found.ranks is None and found.target.role is Role.DECODE else found.ranks
 
 
 def play(
@@ -116,9 +132,10 @@ def play(
     *,
     owned: Collection[Target] = (),
     leaving: Collection[Target] = (),
+    limit: int = 4096,
 ) -> None:
     async def main(_: VirtualLoop) -> None:
-        scene = Scene(owned=owned, leaving=leaving)
+        scene = Scene(owned=owned, leaving=leaving, limit=limit)
         scene.engines.busy.update(leaving)
         task = asyncio.create_task(scene.reconciler.run())
         await asyncio.sleep(0.1)
@@ -252,7 +269,7 @@ def test_who_does_not_answer_is_asked_until_it_does(caplog: pytest.LogCaptureFix
 def test_engines_of_administrators_are_left_alone() -> None:
     async def scenario(scene: Scene) -> None:
         engines = scene.engines
-        await engines.add(A.role, A.url, ranks=1, bootstrap=None)
+        engines.add(Addition(A.role, A.url, 1))
         scene.first.tell(A, B)
         scene.second.tell()
         await asyncio.sleep(1.0)
@@ -262,7 +279,7 @@ def test_engines_of_administrators_are_left_alone() -> None:
         await asyncio.sleep(20.0)
         assert engines.status == {A: "up", B: "draining"}
         # And removed: it does not come back before it was missing.
-        engines.remove(B.role, B.url, force=False)
+        engines.remove_idle([B])
         await asyncio.sleep(20.0)
         assert engines.status == {A: "up"}
         scene.first.tell()
@@ -288,3 +305,69 @@ def test_after_a_restart_engines_stay_until_every_source_was_read() -> None:
         assert scene.engines.status == {A: "up", P: "up"}
 
     play(scenario, owned=[A, B, P], leaving=[P])
+
+
+def many(count: int) -> list[Target]:
+    return [Target(Role.DECODE, f"http://10.1.{n >> 8}.{n & 255}:8000") for n in range(count)]
+
+
+def test_a_reading_is_one_change_however_many_engines_it_tells() -> None:
+    async def scenario(scene: Scene) -> None:
+        engines = scene.engines
+        scene.second.tell()
+        scene.first.tell(A, *many(500))
+        await asyncio.sleep(3.0)
+        assert (len(engines.status), engines.added, engines.changes) == (501, [501], 1)
+        assert scene.most_asking == 16
+        scene.first.tell(A)
+        await asyncio.sleep(8.0)
+        # Drained together, then removed together.
+        assert (engines.status, engines.changes) == ({A: "up"}, 3)
+
+    play(scenario)
+
+
+def test_engines_that_do_not_answer_keep_nobody_waiting_and_are_asked_at_a_bounded_rate() -> None:
+    async def scenario(scene: Scene) -> None:
+        dead = many(400)
+        scene.silent.update(one.url for one in dead)
+        scene.slow.update(one.url for one in dead[:200])
+        scene.first.tell(*dead, A, B)
+        await asyncio.sleep(6.0)
+        assert scene.engines.status == {A: "up", B: "up"}
+        assert scene.most_asking <= 16 * 2.0 / 0.1 + 16
+        before = scene.asked
+        await asyncio.sleep(20.0)
+        assert 1_000 < scene.asked - before <= 2_100
+        # Late answers are collected, too.
+        scene.silent.clear()
+        added = len(scene.engines.added)
+        await asyncio.sleep(20.0)
+        assert len(scene.engines.status) == 402
+        assert len(scene.engines.added) - added <= 20
+
+    play(scenario)
+
+
+def test_of_more_than_the_limit_those_that_are_registered_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.second.tell()
+        scene.first.tell(A, B)
+        await asyncio.sleep(1.0)
+        for _ in range(3):
+            scene.first.tell(*many(20), A, B)
+            await asyncio.sleep(10.0)
+            assert [*scene.engines.status] == [A, B, *many(8)]
+        scene.first.tell(A)
+        await asyncio.sleep(10.0)
+        assert [*scene.engines.status] == [A]
+
+    with caplog.at_level(logging.INFO):
+        play(scenario, limit=10)
+    assert caplog.messages == [
+        "more engines are found than --discover-limit allows: some are left out",
+        "no engine that is found is left out any more",
+    ]
+    assert caplog.records[0].__dict__["fields"] == {"discover_limit": 10, "left_out": 12}
