@@ -48,7 +48,13 @@ def prefill_entries(table: Table) -> tuple[PrefillEntry, ...]:
 
 def decode_entries(table: Table) -> tuple[DecodeEntry, ...]:
     """Return the decode servers of a table. Raises TopologyError."""
-    return tuple(map(_decode_entry, table.tables("decode", ("url", "ranks", "rank_ids"))))
+    entries, ranks = [], 0
+    for entry in table.tables("decode", ("url", "ranks", "rank_ids")):
+        entries.append(_decode_entry(entry))
+        ranks += len(entries[-1].rank_ids or (0,))
+        if ranks > MAX_RANKS:
+            raise entry.error("ranks", f"all decode servers may have {MAX_RANKS}, and have more")
+    return tuple(entries)
 
 
 def _decode_entry(entry: Table) -> DecodeEntry:

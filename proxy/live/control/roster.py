@@ -67,6 +67,7 @@ class Addition:
         bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
         kv_events: Where a prefiller publishes its KV cache events; None if it does not say.
         kv_replay: Where it sends them again; likewise.
+        found: Whether it was found, and may come and go again and again: it has the numbers that it had.
     """
 
     role: Role
@@ -76,6 +77,7 @@ class Addition:
     bootstrap: str | None = None
     kv_events: str | None = None
     kv_replay: str | None = None
+    found: bool = False
 
 
 class Roster:
@@ -164,17 +166,16 @@ class Roster:
         present: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
         return list(dict.fromkeys(i.target for i in present if i.status is not Status.REMOVED))
 
-    def enlist_prefiller(self, server: PrefillServer) -> Target:
-        """Add a prefiller to the list."""
+    def enlist_prefiller(self, server: PrefillServer, *, again: bool = False) -> Target:
+        """Add a prefiller to the list; `again` if it may have been there before, with its number."""
         target, name = Target(Role.PREFILL, server.url.base), server.url.base
         self.servers[target] = server
         endpoint, asked = self._endpoint(server.url), not self.pairing.active
         bootstrap = None if server.bootstrap is None else server.bootstrap.base
         instances = self.instances
         # KV cache events are followed once for each number.
-        if instances.engine_blocks is None and instances.bring_back(
-            target, [name], endpoint, asked=asked
-        ):
+        again = again and instances.engine_blocks is None
+        if again and instances.bring_back(target, [name], endpoint, asked=asked):
             (prefiller,) = instances.of(target)
             assert isinstance(prefiller, Prefiller)
             prefiller.bootstrap = bootstrap
@@ -226,11 +227,11 @@ class Roster:
         except FetchError as error:
             raise _untold(url, error) from None
 
-    def _enlist_ranks(self, server: DecodeServer) -> Target:
+    def _enlist_ranks(self, server: DecodeServer, *, again: bool = False) -> Target:
         target = Target(Role.DECODE, server.url.base)
         endpoint, asked = self._endpoint(server.url), not self.pairing.active
         names = [url.name for url in server.ranks]
-        if self.instances.bring_back(target, names, endpoint, asked=asked):
+        if again and self.instances.bring_back(target, names, endpoint, asked=asked):
             return target
         for url in server.ranks:
             header = None if url.rank is None else b"%d" % url.rank
@@ -314,7 +315,8 @@ class Roster:
             own = None if addition.bootstrap is None else EngineUrl.parse(addition.bootstrap)
             server = prefill_server(address, own, self._connector)
             events, replay = addition.kv_events, addition.kv_replay
-            self.enlist_prefiller(replace(server, kv_events=events, kv_replay=replay))
+            server = replace(server, kv_events=events, kv_replay=replay)
+            self.enlist_prefiller(server, again=addition.found)
         else:
             if addition.bootstrap is not None:
                 raise ConfigError("only prefillers have bootstrap servers")
@@ -324,7 +326,7 @@ class Roster:
             decoder = DecodeServer(address, ids)
             asks = DecodeServer(address, discover=True)
             self.servers[target] = asks if addition.asked else decoder
-            self._enlist_ranks(decoder)
+            self._enlist_ranks(decoder, again=addition.found)
         self._added.append(target)
         return 0 if ranks is None else ranks
 

@@ -17,8 +17,10 @@ from msgspec import Raw, Struct
 from msgspec.json import decode, encode
 from msgspec.structs import replace
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, check_ranks
+from balanceroute.topologies import MAX_RANKS
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -161,7 +163,11 @@ def load(keeper: Keeper | None, settings: Standing) -> Standing:
     try:
         data = b"" if keeper is None else keeper.read()
         kept = decode(data, type=Standing) if data else settings
-    except (OSError, ValueError) as error:
+        room = MAX_RANKS
+        for one in kept.decoders:
+            check_ranks(one.url, len(one.rank_ids or (0,)), room)
+            room -= len(one.rank_ids or (0,))
+    except (OSError, ValueError, ConfigError) as error:
         _log.error("orders are lost", extra={"fields": {"reason": str(error)}})
         return settings
     if kept.basis == settings.basis:

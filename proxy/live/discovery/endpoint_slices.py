@@ -45,6 +45,8 @@ class Slices:
         self.version = ""
         self._role = role
         self._by_name: dict[str, Mapping[str, Any]] = {}
+        # The engines of those that were looked at, each with what names its pod.
+        self._engines_of: dict[str, list[tuple[str, Found]]] = {}
         self._unnamed: set[str] = set()  # Without a role; logged once.
 
     def replace(self, pages: "list[Mapping[str, Any]]") -> None:
@@ -59,6 +61,7 @@ class Slices:
         except (KeyError, TypeError) as error:
             raise WatchError(f"no list of EndpointSlices: {error!r}") from None
         self._by_name, self.version = by_name, version
+        self._engines_of.clear()
 
     def apply(self, line: bytes) -> bool:
         """Take a change; return whether the slices are others now.
@@ -78,6 +81,7 @@ class Slices:
             name = _name(thing)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WatchError(f"no change of an EndpointSlice: {error!r}") from None
+        self._engines_of.pop(name, None)
         if kind == "DELETED":
             self._by_name.pop(name, None)
         else:
@@ -88,8 +92,10 @@ class Slices:
         """Return the engines. What is not as it should be in a slice is left out."""
         found: dict[Target, Found] = {}
         seen: dict[str, str] = {}  # The family in which a pod counts.
-        for one in sorted(self._by_name.values(), key=_family):
-            for pod, engine in self._engines(one):
+        for name, one in sorted(self._by_name.items(), key=lambda item: _family(item[1])):
+            if name not in self._engines_of:
+                self._engines_of[name] = list(self._engines(one))
+            for pod, engine in self._engines_of[name]:
                 if seen.setdefault(pod, _family(one)) != _family(one):
                     continue
                 before = found.get(engine.target)

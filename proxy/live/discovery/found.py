@@ -37,4 +37,7 @@ class Source(Protocol):
     """Where engines are found."""
 
     async def run(self, tell: Callable[[View], None]) -> None:
-        """Tell all engines whenever they may have changed. What cannot be read tells nothing."""
+        """Tell all engines whenever they may have changed. What cannot be read tells nothing.
+
+        The same object means that nothing has changed; what was told is not changed afterwards.
+        """

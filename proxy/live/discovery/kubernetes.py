@@ -132,11 +132,15 @@ class KubernetesSlices:
         )
         stream = LineStream()
         call = self._server().request(b"GET", target, self._headers(), b"", stream)
+        changed = False
         try:
             async with asyncio.timeout(limit_s + _OVERDUE_S):
                 while (line := await stream.next()) is not None:
                     _check(stream.status, line)
-                    if self._slices.apply(line):
+                    changed |= self._slices.apply(line)
+                    # What has come together is one reading.
+                    if changed and not stream.waiting:
+                        changed = False
                         tell(self._slices.view())
                     self._backoff_s = _BACKOFF_S[0]
                 _check(stream.status, b"")
@@ -144,6 +148,8 @@ class KubernetesSlices:
             _log.debug("a watch of EndpointSlices ended without a word")
         finally:
             call.abort()
+            if changed:  # A line behind it could not be used.
+                tell(self._slices.view())
         if clock() - began_s < _SHORT_S:
             return False
         self._backoff_s = _BACKOFF_S[0]

@@ -23,6 +23,11 @@ class LineStream:
         self._ended = False
         self._more = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Lines that have come and were not returned yet."""
+        return len(self._lines)
+
     async def next(self) -> bytes | None:
         """Return the next line, when it came; None at the end.
 

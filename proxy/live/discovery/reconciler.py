@@ -206,8 +206,9 @@ class Reconciler:
         return all_of
 
     def _tell(self, place: int, view: "View") -> None:
-        self._views[place] = view
-        self._told.set()
+        if view is not self._views[place]:  # Else nothing has changed.
+            self._views[place] = view
+            self._told.set()
 
     async def _look_for(self, found: "Found") -> None:
         """Ask an engine, in its turn, and have it added if it answers."""
@@ -294,6 +295,7 @@ def _addition(found: "Found", ranks: int | None) -> Addition:
         bootstrap=found.bootstrap,
         kv_events=found.kv_events,
         kv_replay=found.kv_replay,
+        found=True,
     )
 
 

@@ -11,6 +11,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.topologies import TopologyError, read_engine_list
+from balanceroute.topologies.topology import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +34,13 @@ class WatchedFile:
         self._path, self._interval_s = path, interval_s
         self._reason = ""
         self._unheard = not hears  # Until it is logged.
+        self._last: tuple[bytes, View] = b"", {}  # What was read, and what it told.
 
     async def run(self, tell: "Callable[[View], None]") -> None:
         """Tell the engines of the file after each reading."""
         while True:
             try:
-                view = read_view(self._path)
+                view = self._read()
             except (OSError, TopologyError, ConfigError) as error:
                 self._log_once(str(error))
             else:
@@ -46,6 +48,15 @@ class WatchedFile:
                 self._log_unheard(view)
                 tell(view)
             await asyncio.sleep(self._interval_s)
+
+    def _read(self) -> "View":
+        """Return the engines; the same object while the file has the same bytes."""
+        with self._path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        # To read thousands of engines takes a part of a second.
+        if data != self._last[0]:
+            self._last = data, read_view(self._path)
+        return self._last[1]
 
     def _log_once(self, reason: str) -> None:
         if reason and reason != self._reason:

@@ -230,8 +230,7 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
     # Alerts on ranks that are closed would never end for one that is removed.
     ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
     prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]
-    # The number tells apart an engine that left and one that came back under its name. One
-    # label set for all metrics of a rank: the page escapes it once.
+    # One label set for all metrics of a rank: the page escapes it once.
     rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
     yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
     labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]

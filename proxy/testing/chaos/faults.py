@@ -49,6 +49,7 @@ class Act(Enum):
     NAME = "name"  # Of an engine.
     DISK = "disk"  # It takes no orders of administrators.
     KEYS = "keys"  # The file of a key is bad when it is read again.
+    CROWD = "crowd"  # Where engines are found there are very many, none of which serves.
     SUSPENSION = "suspension"  # Of the proxy's machine: the leases of engines go on, its loop's clock does not.
 
 
@@ -61,6 +62,7 @@ _OF_PROXY = frozenset(
         Act.DESCRIPTORS,
         Act.DISK,
         Act.KEYS,
+        Act.CROWD,
     }
 )
 
@@ -76,6 +78,7 @@ class Injection:
         jump_s: By how much a clock jumps.
         naming: What a resolver answers for the engine's name.
         spoiling: What is wrong with the file of a key.
+        crowd: How many engines are found at once.
         version: The one with which a killed engine comes back; empty for its own.
     """
 
@@ -94,6 +97,7 @@ class Injection:
     version: str = ""
     naming: Naming = Naming.WELL
     spoiling: Spoiling = Spoiling.EMPTY
+    crowd: int = 0
 
     @property
     def usual(self) -> dict[str, Any]:
@@ -390,4 +394,11 @@ def draw_machine(
         when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.1, 2.0))
         kind = f"reads a bad file of a key ({spoiling.value})"
         faults.append(Injection(kind, Act.KEYS, *when, spoiling=spoiling))
+    for _ in range(rng.choice([0, 0, 0, 1, 3])):
+        start_s = rng.uniform(0.0, span_s)
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.2, 5.0))
+        crowd = rng.choice([3, 50, 500])
+        faults.append(
+            Injection("is told of engines that are not there", Act.CROWD, *when, crowd=crowd)
+        )
     return faults

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Nobody is there: the one is silent, at the other the host refuses.
 _SILENT, _REFUSING = "127.9.0.1", "127.9.0.2"
 _LOOK_S = 0.5
+_CROWD_PORT = 20_000
 
 
 class Naming(Enum):
@@ -112,6 +113,37 @@ class KeyFile:
                 self.path.unlink(missing_ok=True)
 
 
+class Crowd:
+    """A file of engines in which, for a while, there are very many: half are silent, half refuse.
+
+    Attributes:
+        path: Of the file.
+    """
+
+    def __init__(self, loop: "VirtualLoop", path: Path) -> None:
+        self.path = path
+        self._loop = loop
+        self.go()
+
+    def come(self, engines: int) -> None:
+        """Tell so many engines."""
+        lines = []
+        for number in range(engines):
+            host, port = (_SILENT, _REFUSING)[number % 2], _CROWD_PORT + number
+            self._loop.network.rule(_SILENT, port, Link(connect=Connect.HANG))
+            role = ("prefill", "decode")[number // 2 % 2]
+            lines.append(f'[[{role}]]\nurl = "http://{host}:{port}"\n')
+        self.path.write_text("".join(lines))
+
+    def go(self) -> None:
+        """Tell none."""
+        self.path.write_text("")
+
+    def registered(self, urls: Iterable[str]) -> list[str]:
+        """Return those of some engines that are not there."""
+        return [url for url in urls if f"//{_SILENT}:" in url or f"//{_REFUSING}:" in url]
+
+
 class Disk:
     """A folder that may take nothing for a while."""
 
@@ -149,16 +181,19 @@ class Machine:
     """What the proxy has of its machine.
 
     Args:
+        loop: Where its engines are found.
         folder: On its disk.
 
     Attributes:
         lacks_descriptors: Whether the proxy can open no connection.
         disk: What keeps orders.
+        crowd: Where engines are found.
         key_file: Has the engines' key.
         wrongs: What must not be.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, loop: "VirtualLoop", folder: Path) -> None:
         self.lacks_descriptors = False
+        self.crowd = Crowd(loop, folder / "engines.toml")
         self.disk, self.key_file = Disk(folder), KeyFile(folder / "key")
         self.wrongs: list[str] = []

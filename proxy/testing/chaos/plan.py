@@ -103,6 +103,11 @@ class Plan:
         return any(one.act is Act.KEYS for one in self.injections)
 
     @property
+    def finds_engines(self) -> bool:
+        """Whether the proxy is told of engines where it looks for them."""
+        return any(one.act is Act.CROWD for one in self.injections)
+
+    @property
     def requests(self) -> list[ClientRequest]:
         """What all clients send."""
         return [request for visit in self.visits for request in visit.requests]

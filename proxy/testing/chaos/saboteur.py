@@ -72,6 +72,7 @@ class Saboteur:
             name.naming = Naming.WELL
         world.machine.lacks_descriptors = False
         world.machine.disk.free()
+        world.machine.crowd.go()
         for injection in self._injections:
             engine = self._engine(injection)
             world.loop.network.rule(engine.host, engine.port, None)
@@ -136,6 +137,8 @@ class Saboteur:
                     self._part.deployment.set_policy(injection.policy)
             case Act.KEYS:
                 world.spoil_key(injection.spoiling)
+            case Act.CROWD:
+                world.machine.crowd.come(injection.crowd)
             case _:
                 return False
         return True
@@ -186,8 +189,18 @@ class Saboteur:
                 world.machine.disk.free()
             case Act.KEYS:
                 world.renew_key()
+            case Act.CROWD:
+                self._end_crowd()
             case _:
                 pass
+
+    def _end_crowd(self) -> None:
+        crowd = self._world.machine.crowd
+        if self._part.is_there:
+            urls = (target.url for target in self._part.deployment.roster.targets())
+            wrong = crowd.registered(urls)
+            self._world.machine.wrongs += [f"found: {url} never answered" for url in wrong]
+        crowd.go()
 
     async def _take_back(self, injection: Injection) -> None:
         if not self._part.is_there:

@@ -165,7 +165,8 @@ class Trial:
         self._begin_s = 0.0
 
     def _make_world(self, relays: int) -> World:
-        settings = replace(self._plan.world, engine_key=self._plan.spoils_keys)
+        plan = self._plan
+        settings = replace(plan.world, engine_key=plan.spoils_keys, finds=plan.finds_engines)
         if relays:
             return SplitWorld(settings, self._loop, self._rng, relays=relays, watch=self._saw)
         return World(settings, self._loop, self._rng, watch=self._saw)

@@ -63,12 +63,14 @@ class WorldSettings:
         flags: Of the proxy, by name, besides its engines and its addresses.
         tenants: The file of tenants; empty for none.
         engine_key: Whether the proxy has a key for its engines, in a file.
+        finds: Whether the proxy looks for engines in a file too.
     """
 
     engines: EmulationSettings
     flags: Mapping[str, object]
     tenants: str = ""
     engine_key: bool = False
+    finds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class World:
         self._remove_folder = finalize(self, rmtree, self._folder)
         self.proxy: Proxy
         loop.network.denies = self._denied
-        self.machine = Machine(self._folder)
+        self.machine = Machine(loop, self._folder)
         self._settings = settings
         self._front: Mapping[str, str] = {}
         self._rng = random.Random(rng.getrandbits(64))
@@ -173,7 +175,7 @@ class World:
             "model": [],
             "tenants": self._write_tenants(self._settings.tenants),
             **_kv_addresses(self._settings.engines),
-            **self._key_file(),
+            **self._file_flags(),
             **self._settings.flags,
             "prefill": [self.known(url) for url in self.fleet.prefill_urls],
             "decode": [self.known(url) for url in self.fleet.decode_urls],
@@ -183,10 +185,14 @@ class World:
         environment = self._make_environment(partial(read_credentials, None, flags))
         await self._begin(make_config(None, flags), environment)
 
-    def _key_file(self) -> dict[str, str]:
-        if not self._settings.engine_key:
-            return {}
-        return {"engine_key_file": str(self.machine.key_file.path)}
+    def _file_flags(self) -> dict[str, object]:
+        files: dict[str, object] = {}
+        if self._settings.engine_key:
+            files["engine_key_file"] = str(self.machine.key_file.path)
+        if self._settings.finds:
+            files["discover"] = [f"file:{self.machine.crowd.path}"]
+            files |= {"discover_interval_s": 0.3, "discover_hold_s": 0.5, "discover_limit": 400}
+        return files
 
     async def _begin(self, config: ProxyConfig, environment: Environment) -> None:
         """Start what serves clients, as something that can stand still by itself."""
