@@ -33,7 +33,7 @@ proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice
 proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs InTurn KvMeter
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
-proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Preemption
+proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemption
 proxy.live: announcement connectors control control_plane deployment deployment_state descriptors discovery
     engine_connections engines environment following_kv_events frontend group_orders http3_listener kept_groups kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate import DpMode, EmulatedFleet, EmulationSettings, Preemption
+from balanceroute.proxy.emulate import (
+    DpMode,
+    EmulatedFleet,
+    EmulationSettings,
+    Frontend,
+    Preemption,
+)
 from balanceroute.proxy.emulate.kv_log import Publish
 from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
@@ -148,6 +154,9 @@ class Answers:
         0,
         1,
         metavar="P",
+    )
+    frontend: Frontend = choice(
+        _DEFAULTS.frontend, "which of vLLM's API servers writes the answers", named(Frontend)
     )
     seed: int = integer(0, "of ids and faults", -(1 << 63), (1 << 63) - 1)
 

@@ -2,6 +2,6 @@
 
 from balanceroute.proxy.emulate.faults import Faults
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
+from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Frontend, Preemption
 
-__all__ = ["DpMode", "EmulatedFleet", "EmulationSettings", "Faults", "Preemption"]
+__all__ = ["DpMode", "EmulatedFleet", "EmulationSettings", "Faults", "Frontend", "Preemption"]

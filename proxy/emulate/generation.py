@@ -19,7 +19,8 @@ from balanceroute.proxy.emulate.faults import STATUSES
 from balanceroute.proxy.emulate.malformed import send_malformed
 from balanceroute.proxy.emulate.messages import MessagesReply, as_anthropic_error, read_messages
 from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.emulate.rust_frontend import RustReply
+from balanceroute.proxy.emulate.settings import EmulationSettings, Frontend
 from balanceroute.proxy.emulate.token_format import TokenFormat
 from balanceroute.proxy.emulate.token_request import read_tokens
 
@@ -70,6 +71,8 @@ class Generation:
 
     def _take(self, request: "Request", reply: "Reply", read: _Read) -> None:
         engine, faults = self._engine, self._engine.faults
+        if self._hub.settings.frontend is Frontend.RUST and not isinstance(reply, MessagesReply):
+            reply = cast("Reply", RustReply(reply))
         now_s = self._hub.loop.time()
         for status in STATUSES:
             if self._happens(getattr(faults, f"status_{status}")):

@@ -91,16 +91,15 @@ def as_anthropic_error(value: Mapping[str, Any]) -> dict[str, object]:
     return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
 
 
-class MessagesReply:
-    """A reply that translates the chat API's answer to a message.
+class TranslatedReply:
+    """A reply that gets the chat API's answer, and sends another one.
 
-    What is no answer of the chat API (an injected fault) is forwarded unchanged.
+    What is no such answer (an injected fault) is forwarded unchanged.
     """
 
     def __init__(self, reply: "Reply") -> None:
         self._reply = reply
         self._scanner = EventScanner(max_event_bytes=_MAX_EVENT_BYTES)
-        self._stream = _MessageStream()
 
     closed = property(lambda self: self._reply.closed)
     started = property(lambda self: self._reply.started)
@@ -118,12 +117,10 @@ class MessagesReply:
     def send(self, status: int, headers: "Headers", body: bytes) -> None:
         """Send a whole answer."""
         try:
-            value = json.loads(body)
-            translated = _whole(value) if status == 200 else as_anthropic_error(value)
+            translated = compact(self._whole(status, json.loads(body)))
         except (ValueError, KeyError, TypeError):
-            self._reply.send(status, headers, body)
-        else:
-            self._reply.send(status, headers, compact(translated))
+            translated = body
+        self._reply.send(status, headers, translated)
 
     def start(self, status: int, headers: "Headers") -> None:
         """Begin a stream."""
@@ -133,12 +130,11 @@ class MessagesReply:
         """Translate a piece of a stream."""
         for event in self._scanner.feed(data):
             try:
-                translated = list(self._stream.events(event_data(event)))
+                translated = list(self._events(event_data(event)))
             except (ValueError, KeyError, TypeError):
-                self._reply.write(event)
-            else:
-                for kind, value in translated:
-                    self._reply.write(b"event: %b\ndata: %b\n\n" % (kind.encode(), compact(value)))
+                translated = [event]
+            for one in translated:
+                self._reply.write(one)
 
     def end(self) -> None:
         """End a stream."""
@@ -147,6 +143,29 @@ class MessagesReply:
     def abort(self) -> None:
         """Cut the answer."""
         self._reply.abort()
+
+    def _whole(self, status: int, value: dict[str, Any]) -> object:
+        """Return the body of a whole answer; raises ValueError, KeyError or TypeError for none."""
+        raise NotImplementedError
+
+    def _events(self, data: bytes) -> Iterator[bytes]:
+        """Yield the events for the data of one; raises ValueError, KeyError or TypeError for none."""
+        raise NotImplementedError
+
+
+class MessagesReply(TranslatedReply):
+    """A reply that translates the chat API's answer to a message."""
+
+    def __init__(self, reply: "Reply") -> None:
+        super().__init__(reply)
+        self._stream = _MessageStream()
+
+    def _whole(self, status: int, value: dict[str, Any]) -> object:
+        return _whole(value) if status == 200 else as_anthropic_error(value)
+
+    def _events(self, data: bytes) -> Iterator[bytes]:
+        for kind, value in self._stream.events(data):
+            yield b"event: %b\ndata: %b\n\n" % (kind.encode(), compact(value))
 
 
 class _MessageStream:

@@ -26,6 +26,13 @@ class Preemption(Enum):
     STOP = "stop"  # vllm-ascend's recompute scheduler: it ends with stop_reason "recomputed".
 
 
+class Frontend(Enum):
+    """Which of vLLM's API servers writes the answers."""
+
+    PYTHON = "python"
+    RUST = "rust"  # `VLLM_USE_RUST_FRONTEND=1`
+
+
 @dataclass(frozen=True, slots=True)
 class EmulationSettings:
     """Sizes, speeds and protocol of the engines. All times are emulated times.
@@ -61,6 +68,7 @@ class EmulationSettings:
             the next setting.
         merged_outputs: Probability that the API server lags behind the engine, so that a token is
             sent in one event with the next.
+        frontend: Who writes the answers of the chat, completions and token APIs.
         keep_alive_s: Idle time after which a server closes a connection (uvicorn's is 5 s).
         engines: How the decode ranks differ from plain ones.
 
@@ -98,6 +106,7 @@ class EmulationSettings:
     reasoning_parser: bool = False
     partial_utf8: float = 0.0
     merged_outputs: float = 0.0
+    frontend: Frontend = Frontend.PYTHON
     keep_alive_s: float = 5.0
     engines: EngineOptions = field(default_factory=EngineOptions)
 

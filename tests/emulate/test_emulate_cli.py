@@ -11,7 +11,7 @@ from tests.command_line import refused
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate import DpMode, EmulationSettings, Preemption
+from balanceroute.proxy.emulate import DpMode, EmulationSettings, Frontend, Preemption
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_flags_reach_the_fleet_in_its_units(monkeypatch: pytest.MonkeyPatch)
         "--transfer-us-per-token 0.25 --kv-capacity 9000 --prefill-kv-capacity 8000 --lease-s 9 "
         "--connector mooncake-ascend --dp-mode header --preemption stop --time-scale 2 --model m "
         "--max-model-len 4096 --mean-output 33 --prompt-tokens-details --reasoning-parser "
-        "--partial-utf8 0.1 --merged-outputs 0.2 --port 0"
+        "--partial-utf8 0.1 --merged-outputs 0.2 --frontend rust --port 0"
     )
     assert main(command.split()) == 2
     assert given == [
@@ -73,6 +73,7 @@ def test_the_flags_reach_the_fleet_in_its_units(monkeypatch: pytest.MonkeyPatch)
             connector="mooncake-ascend",
             dp_mode=DpMode.HEADER,
             preemption=Preemption.STOP,
+            frontend=Frontend.RUST,
             time_scale=2.0,
             model="m",
             max_model_len=4_096,

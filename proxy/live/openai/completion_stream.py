@@ -227,9 +227,12 @@ class CompletionStream(StreamReader):
         return self._counts.take(event)
 
     def _tokens_of(self, choice: dict[str, Any]) -> int:
-        """Return the tokens of a parsed choice that has no count of the engine's."""
-        del choice
-        return 1
+        """Return the tokens of a parsed choice that has no count of the engine's.
+
+        An engine that writes no member that is null tells the reason for the end, or the prompt, alone.
+        """
+        tells = choice.get("delta") or choice.get("text") or choice.get("token_ids")
+        return int(bool(tells or "logprobs" in choice))
 
     @property
     def _may_be_mended(self) -> bool:

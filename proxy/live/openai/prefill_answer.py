@@ -57,8 +57,13 @@ class PrefillAnswer(Struct, frozen=True):
         return message
 
 
-def read_prefill_answer(body: bytes) -> PrefillAnswer:
+def read_prefill_answer(body: bytes, prompt_tokens: int | None = None) -> PrefillAnswer:
     """Parse a prefiller's answer.
+
+    Args:
+        body: The answer.
+        prompt_tokens: The prompt's length if that is known: the answers of vLLM's Rust frontend to
+            token ids have no usage.
 
     Raises:
         BadPrefillAnswerError: It is no JSON object with choices and usage.
@@ -66,6 +71,8 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer:
     if not body.isascii():  # What is not read yet is not looked at, and may be read.
         _check_text(body)
     usage, choices, params, params_text = _parse(body)
+    if usage is None and prompt_tokens is not None:
+        usage = {"prompt_tokens": prompt_tokens}
     if not isinstance(usage, dict):
         raise BadPrefillAnswerError("the prefill answer has no usage")
     tokens = usage.get("prompt_tokens")

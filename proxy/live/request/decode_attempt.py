@@ -303,7 +303,7 @@ class DecodeAttempt(Attempt):
         if session.emitted.tokens:
             return
         try:
-            answer = read_prefill_answer(body)
+            answer = read_prefill_answer(body, session.prompt_tokens)
         except BadPrefillAnswerError:
             remote.prefiller.endpoint.close_idle()
             return  # The rank has the KV cache; only the counts are missing.

@@ -123,6 +123,10 @@ class AttemptOwner(Protocol):
     @property
     def body(self) -> "RequestBody": ...  # noqa: D102
 
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The length of what is prefilled next; None if only an engine can tell."""
+
     def failed(self, attempt: "Attempt", failure: "Failure") -> None:
         """Try again what failed, or give it up."""
 

@@ -96,7 +96,7 @@ class PrefillAttempt(Attempt):
             session.failed(self, refusal(told, headers, body))
             return
         try:
-            answer = read_prefill_answer(body)
+            answer = read_prefill_answer(body, session.prompt_tokens)
         except BadPrefillAnswerError as error:
             session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
             return

@@ -129,6 +129,12 @@ class Session:
         return self._body
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """The length of what is prefilled next; None if only an engine can tell."""
+        known = self.shape.prompt_tokens
+        return None if known is None else known + self.emitted.tokens
+
+    @property
     def rounds(self) -> int | None:
         """Tokens that each sequence has emitted on this binding; None if it is not streamed."""
         tokens = self.held.tokens
