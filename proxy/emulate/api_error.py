@@ -1,8 +1,11 @@
 """Errors as vLLM answers them: status, JSON body, and the event that ends a stream."""
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.emulate.faults import ErrorForm
 
 INTERNAL = "Internal server error"
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -29,14 +32,36 @@ class ApiError(BalanceRouteError):
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
         return {"error": error}
 
-    def body(self) -> bytes:
+    def body(self, form: ErrorForm | None = None) -> bytes:
         """Return the body of an answer."""
-        return compact(self.value)
+        return compact(written(self.value, form))
 
-    def event(self) -> bytes:
+    def event(self, form: ErrorForm | None = None) -> bytes:
         """Return the event of a stream, which vLLM writes with spaces, unlike all others."""
-        text = json.dumps(self.value, ensure_ascii=False)
+        text = json.dumps(written(self.value, form), ensure_ascii=False)
         return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+
+
+def written(value: Mapping[str, Any], form: ErrorForm | None) -> Mapping[str, Any]:
+    """Return an error object in another form."""
+    error: dict[str, Any] = value["error"]
+    client = error["code"] < 500
+    match form:
+        case ErrorForm.WORDS:
+            kind = "invalid_request_error" if client else "server_error"
+            code = "model_not_found" if error["code"] == 404 else kind
+            return {"error": error | {"type": kind, "code": code}}
+        case ErrorForm.DIGITS:
+            return {"error": error | {"code": str(error["code"])}}
+        case ErrorForm.NO_CODE:
+            return {"error": {name: error[name] for name in ("message", "type")}}
+        case ErrorForm.FLAT:
+            return {"object": "error", **error}
+        case ErrorForm.TYPED:
+            kind = "invalid_request_error" if client else "api_error"
+            return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+        case None:
+            return value
 
 
 def bad_request(message: str, *, param: str | None = None) -> ApiError:

@@ -187,9 +187,9 @@ class Exchange:
         error = error or internal_error()
         self.abandon()
         if not self.streams:
-            self._respond(self, error.status, error.body())
+            self._respond(self, error.status, error.body(self.faults.error_form))
         elif not self.reply.closed:
-            self.reply.write(error.event())
+            self.reply.write(error.event(self.faults.error_form))
             self.reply.write(DONE)
             self.reply.end()
 

@@ -36,6 +36,18 @@ class MalformedStream(Enum):
     BYTES = "bytes"  # One byte at a time.
     JOINED = "joined"  # Many events in one piece.
     HUGE = "huge"  # A comment of 20 MiB within the first event.
+    USAGE_FIRST = "usage_first"  # Usage before the choices.
+    NO_LAST_BLANK = "no_last_blank"  # The last event lacks its blank line.
+
+
+class ErrorForm(Enum):
+    """How errors are written, other than by vLLM's Python frontend."""
+
+    WORDS = "words"  # A word for a code, as by its Rust frontend.
+    DIGITS = "digits"  # The code as a text.
+    NO_CODE = "no_code"
+    FLAT = "flat"  # As by SGLang, and by vLLM before 0.10.
+    TYPED = "typed"  # As by Anthropic.
 
 
 class MalformedAnswer(Enum):
@@ -69,6 +81,8 @@ class Faults:
     Attributes:
         status_400: Probability of an error with this status; likewise the next four.
         retry_after_s: `Retry-After` of the 429 and 503.
+        error_form: How errors are written; None for as vLLM does.
+        errors_in_200: Whether refusals have the status 200: of a stream they are its first event.
         reset_before_headers: Probability of a reset instead of an answer.
         hang: Requests are accepted and never answered.
         refuse: Connections are refused; answers in progress continue.
@@ -105,6 +119,8 @@ class Faults:
     status_500: float = 0.0
     status_503: float = 0.0
     retry_after_s: int = 1
+    error_form: ErrorForm | None = None
+    errors_in_200: bool = False
     reset_before_headers: float = 0.0
     hang: bool = False
     refuse: bool = False
@@ -186,11 +202,12 @@ _ABOVE_ZERO = ("lease_s", "keep_alive_s")
 _TIMES = ("retry_after_s", "delay_s", "after_pull_s", "trickle_s", "slow_scrape_s")
 _WORDS: Mapping[str, type[Enum]] = {
     "after_pull": AfterPull,
+    "error_form": ErrorForm,
     "malformed": MalformedStream,
     "malformed_answer": MalformedAnswer,
     "malformed_scrape": MalformedScrape,
 }
-_SWITCHES = ("hang", "refuse", "unhealthy", "stopping", "lose_end")
+_SWITCHES = ("errors_in_200", "hang", "refuse", "unhealthy", "stopping", "lose_end")
 _NEEDED: Mapping[str, type] = dict.fromkeys(_SWITCHES, bool) | dict.fromkeys(TOKEN_FAULTS, int)
 
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
 
-from balanceroute.proxy.emulate.answer import AnswerFormat, AnswerHead, json_headers, stream_headers
+from balanceroute.proxy.emulate.answer import (
+    DONE,
+    AnswerFormat,
+    AnswerHead,
+    json_headers,
+    stream_headers,
+)
 from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact
 from balanceroute.proxy.emulate.chat_format import ChatFormat
 from balanceroute.proxy.emulate.choice import Choice
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
 _Read = Callable[[Mapping[str, Any], EmulationSettings], GenerationRequest]
 _read_chat: _Read = partial(read_generation, chat=True)
 _read_completion: _Read = partial(read_generation, chat=False)
-_KINDS = {500: "InternalServerError", 503: "ServiceUnavailableError"}
+_KINDS = {429: "RateLimitError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
 class Generation:
@@ -76,7 +82,7 @@ class Generation:
         now_s = self._hub.loop.time()
         for status in STATUSES:
             if self._happens(getattr(faults, f"status_{status}")):
-                self._refuse_on_purpose(reply, status)
+                self._refuse_on_purpose(request, reply, status)
                 return
         if self._happens(faults.reset_before_headers):
             reply.abort()
@@ -96,14 +102,25 @@ class Generation:
             reply.on_closed = None
             self._accept(request, reply, read, arrived_s)
 
-    def _refuse_on_purpose(self, reply: "Reply", status: int) -> None:
+    def _refuse_on_purpose(self, request: "Request", reply: "Reply", status: int) -> None:
         error = ApiError(
             "refused on purpose", status=status, kind=_KINDS.get(status, "BadRequestError")
         )
-        headers = json_headers(self._hub.date())
-        if status in (429, 503):
-            headers.append((b"retry-after", str(self._engine.faults.retry_after_s).encode()))
-        reply.send(status, headers, error.body())
+        self._refuse(request, reply, error)
+
+    def _refuse(self, request: "Request", reply: "Reply", error: ApiError) -> None:
+        faults, date = self._engine.faults, self._hub.date()
+        if faults.errors_in_200 and b'"stream":true' in request.body.replace(b" ", b""):
+            reply.start(200, stream_headers(date))
+            reply.write(error.event(faults.error_form))
+            reply.write(DONE)
+            reply.end()
+            return
+        headers = json_headers(date)
+        if error.status in (429, 503):
+            headers.append((b"retry-after", str(faults.retry_after_s).encode()))
+        status = 200 if faults.errors_in_200 else error.status
+        reply.send(status, headers, error.body(faults.error_form))
 
     def _accept(self, request: "Request", reply: "Reply", read: _Read, arrived_s: float) -> None:
         try:
@@ -111,7 +128,7 @@ class Generation:
             wanted = read(values, self._hub.settings)
             rank = self._rank(request)
         except ApiError as error:
-            reply.send(error.status, json_headers(self._hub.date()), error.body())
+            self._refuse(request, reply, error)
             return
         header = request.header(b"x-request-id")
         given = values.get("request_id")

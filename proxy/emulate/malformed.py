@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import re
 from collections.abc import Callable
 
 from balanceroute.proxy.emulate.faults import Faults, MalformedAnswer, MalformedStream
@@ -12,6 +13,8 @@ _HUGE_BYTES = 20 << 20
 _JOINED_BYTES = 20_000
 _NOTHING = b" " * 65_536
 _NOTHING_S = 0.005
+_DONE = b"data: [DONE]"
+_USAGE_LAST = re.compile(rb',("choices":\[.*\]),("usage":\{(?:[^{}]|\{[^{}]*\})*\})(?=[,}])')
 
 Write = Callable[[bytes], None]
 
@@ -111,7 +114,7 @@ class _Joined:
 
     def write(self, event: bytes) -> None:
         self._waiting += event
-        if len(self._waiting) >= _JOINED_BYTES or event.startswith(b"data: [DONE]"):
+        if len(self._waiting) >= _JOINED_BYTES or event.startswith(_DONE):
             self._write(self._waiting)
             self._waiting = b""
 
@@ -156,6 +159,10 @@ def _spoilt(kind: MalformedStream, event: bytes) -> bytes:
             return inside + b"\r\n\n"
         case MalformedStream.COMMENTS:
             return b": ping\n\n" + event
+        case MalformedStream.USAGE_FIRST:
+            return _USAGE_LAST.sub(rb",\2,\1", event)
+        case MalformedStream.NO_LAST_BLANK if event.startswith(_DONE):
+            return inside
         case MalformedStream.FIELDS:
             return b"event: message\nid: 7\nretry: 1000\n" + event
         case _:

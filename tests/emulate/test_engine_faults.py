@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate.faults import Faults, MalformedStream
+from balanceroute.proxy.emulate.faults import ErrorForm, Faults, MalformedStream
+from balanceroute.proxy.live.openai.engine_error import read_error
 from balanceroute.proxy.wire.messages import WireFault
 from balanceroute.proxy.wire.sse import event_data
 
@@ -248,8 +249,45 @@ def test_a_malformed_stream_is_what_it_is_called(malformed: MalformedStream, pla
                 assert wrong.body.startswith((b": ping", b"event: message\nid: 7\nretry: 1000\n"))
             case MalformedStream.HUGE:
                 assert len(wrong.events[0][1]) > 20 << 20
+            case MalformedStream.USAGE_FIRST:
+                options = {"include_usage": True, "continuous_usage_stats": True}
+                told = await lab.post("decode/0", COMPLETIONS, STREAM | {"stream_options": options})
+                assert told.text() == right.text()
+                for one in [event_data(event) for _, event in told.events][:-1]:
+                    names = list(json.loads(one))
+                    assert names.index("usage") == names.index("choices") - 1
+            case MalformedStream.NO_LAST_BLANK:
+                assert wrong.body.endswith(b"\n\ndata: [DONE]")
 
     play(scenario)
+
+
+@pytest.mark.parametrize("form", [None, *ErrorForm])
+@pytest.mark.parametrize("in_200", [True, False])
+def test_errors_are_worded_as_asked(form: ErrorForm | None, play: "Play", *, in_200: bool) -> None:
+    async def scenario(lab: "Lab") -> None:
+        word = None if form is None else form.value
+        lab.fleet.faults.set("decode/0", error_form=word, errors_in_200=in_200)
+        whole = await lab.post("decode/0", COMPLETIONS, VALUES | {"max_tokens": 0})
+        stream = await lab.post("decode/0", COMPLETIONS, STREAM | {"max_tokens": 0})
+        assert (whole.status, stream.status) == ((200, 200) if in_200 else (400, 400))
+        error = read_error(whole.json)
+        assert error is not None
+        assert error.status == 400
+        if in_200:
+            assert json.loads(event_data(stream.events[0][1])) == whole.json
+            assert event_data(stream.events[1][1]) == b"[DONE]"
+        lab.fleet.faults.set("decode/0", error_event_after_tokens=1)
+        failed = read_error(json.loads(event_data((await late(lab)).events[1][1])))
+        assert failed is not None
+        assert failed.status == 500
+
+    play(scenario)
+
+
+async def late(lab: "Lab") -> "Exchanged":
+    """Return a stream that fails behind its first token."""
+    return await lab.post("decode/0", COMPLETIONS, STREAM)
 
 
 @pytest.mark.parametrize("malformed", ["not_json", "cut_json", "truncated", "gzip", "trickle"])

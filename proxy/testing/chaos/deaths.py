@@ -22,6 +22,7 @@ from balanceroute.proxy.testing.chaos.requests import (
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
+from balanceroute.proxy.wire.sse import event_data
 
 _MODEL = "emulated"
 _RANKS = 8
@@ -152,7 +153,7 @@ async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: 
         found.exact += not wrong
     else:
         found.failed += 1
-        events = [event for event in events_of(body) if error_of(event) is None]
+        events = [event for event in events_of(body) if error_of(event_data(event)) is None]
         wrong = expected.strays(events) if received.status == 200 else ""
     if wrong:
         found.wrong.append(f"{request.request_id}: {wrong}")

@@ -45,14 +45,17 @@ def events_of(body: bytes) -> list[bytes]:
     return EventScanner(max_event_bytes=_MAX_EVENT_BYTES).feed(body + b":")
 
 
-def error_of(event: bytes) -> dict[str, Any] | None:
-    """Return the error object of an event, if that is what it carries."""
+def error_of(text: bytes) -> str | None:
+    """Return the words of the error that a body or an event's data tells, in any form; None if it tells none."""
     try:
-        message = json.loads(event_data(event))
+        message = json.loads(text)
     except ValueError:
         return None
-    error = message.get("error") if isinstance(message, dict) else None
-    return error if isinstance(error, dict) else None
+    if not isinstance(message, dict):
+        return None
+    error = message.get("error", message if message.get("object") == "error" else None)
+    words = error.get("message") if isinstance(error, dict) else None
+    return words if isinstance(words, str) else None
 
 
 class Expectation:

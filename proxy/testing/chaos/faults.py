@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from balanceroute.proxy.emulate.faults import (
     AfterPull,
+    ErrorForm,
     Faults,
     MalformedAnswer,
     MalformedScrape,
@@ -179,6 +180,21 @@ _DECODE: tuple[tuple[str, Draw], ...] = (
     # Twice: the KV cache is gone by then, and nothing that the proxy sees says so.
     *2 * (("fails after the pull", _after_pull),),
 )
+_FAILING: tuple[dict[str, Any], ...] = (
+    {},
+    {"status_400": 0.3},
+    {"status_500": 0.3},
+    {"error_event_after_tokens": 0},
+    {"error_event_after_tokens": 3},
+)
+
+
+def _wording(rng: random.Random) -> dict[str, Any]:
+    """Return a form of errors; engines refuse bad requests so, and fail in this form, too."""
+    wording = {"error_form": rng.choice(list(ErrorForm)), "errors_in_200": rng.random() < 0.6}
+    return wording | rng.choice(_FAILING)
+
+
 # Drawn apart, for either role.
 _ENDINGS: tuple[tuple[str, Draw], ...] = (
     ("is told to stop", _always(stopping=True)),
@@ -190,6 +206,9 @@ _ENDINGS: tuple[tuple[str, Draw], ...] = (
         lambda rng: {"keep_alive_s": 0.5, "stall_after_tokens": rng.choice([0, 1, 3])},
     ),
     ("answers without end", _always(malformed_answer=MalformedAnswer.ENDLESS)),
+    *3 * (("words its errors otherwise", _wording),),
+    ("writes usage first", _always(malformed=MalformedStream.USAGE_FIRST)),
+    ("leaves out the last blank line", _always(malformed=MalformedStream.NO_LAST_BLANK)),
 )
 _RECOMPUTED = ("hands requests back", _after_tokens("recomputed_after_tokens"))
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.emulate.faults import MalformedAnswer, MalformedScrape, MalformedStream
+from balanceroute.proxy.emulate.faults import (
+    ErrorForm,
+    MalformedAnswer,
+    MalformedScrape,
+    MalformedStream,
+)
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.request.stall_watch import StallWatch
@@ -160,10 +165,24 @@ def test_a_bad_wire_slows_and_changes_nothing(role: Role, link: Link) -> None:
         MalformedStream.BOM,
         MalformedStream.BYTES,
         MalformedStream.JOINED,
+        MalformedStream.USAGE_FIRST,
+        MalformedStream.NO_LAST_BLANK,
     ],
 )
 def test_odd_events_that_are_valid_pass(kind: MalformedStream) -> None:
     assert_nobody_noticed(run_with(board(Role.DECODE, malformed=kind)))
+
+
+@pytest.mark.parametrize("role", BOTH)
+@pytest.mark.parametrize("form", ErrorForm)
+@pytest.mark.parametrize("in_200", [True, False])
+def test_a_clients_own_error_costs_one_leg_however_it_is_worded(
+    role: Role, form: ErrorForm, *, in_200: bool
+) -> None:
+    report = run_with(board(role, error_form=form, errors_in_200=in_200, status_400=0.3))
+    assert report.endings.keys() <= {"exact", "status 400"}
+    assert report.endings["status 400"]
+    assert report.counters["retries"] == 0
 
 
 @pytest.mark.parametrize("first_token", ["decode", "prefill"])
