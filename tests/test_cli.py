@@ -363,6 +363,24 @@ def test_the_papers_form_is_at_its_operating_point_but_for_what_is_given(
     assert {name: config[name] for name in paper} == paper | given
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--policy jsq --paper", "--paper has no effect with --policy jsq"),
+        ("--policy jsq,br-0 --horizon 9", "--horizon has no effect with --policy jsq"),
+        ("--policy br-h --aimd-ttft-s 3", "--aimd-ttft-s has no effect without --aimd"),
+        ("--policy jsq,br-0 --paper --window 9", ""),
+        ("--policy br-h --projection point --aimd post5 --aimd-ttft-s 3", ""),
+    ],
+)
+def test_what_has_no_effect_with_any_policy_is_told(
+    capsys: pytest.CaptureFixture[str], given: str, told: str
+) -> None:
+    assert main([*SMALL, *given.split()]) == 0
+    warnings = [one for one in capsys.readouterr().err.splitlines() if "has no effect" in one]
+    assert warnings == ([f"balanceroute: warning: {told}"] if told else [])
+
+
 def test_infinite_patience_is_a_word_in_the_json(tmp_path: Path) -> None:
     written = report([*SATURATED, "--policy", "br-0", "--patience", "inf"], tmp_path)
     assert written["config"]["patience"] == "inf"

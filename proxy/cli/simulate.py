@@ -30,7 +30,7 @@ from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
-from balanceroute.proxy.live.settings.setting import integer, number, text
+from balanceroute.proxy.live.settings.setting import integer, number, settings_of, text
 from balanceroute.proxy.service_levels import Targets
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import run_experiment
@@ -107,6 +107,8 @@ class Options(PolicyOptions):
 
 
 DEPLOYMENT = (Machines, ScoreOptions, AimdOptions, EngineFlags)
+# What they say does nothing beside others as in `serve`.
+_AS_SERVED = (ScoreOptions, AimdOptions, PolicyOptions)
 SECTIONS = (Pace, Replayed, *DEPLOYMENT, Compared, Options, Goodput)
 
 
@@ -152,6 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"--predictor: {error}") from None
     workloads, dropped = _workloads(arguments, given)
+    _tell_idle(given, policies)
     targets = given.read(Goodput).targets(max(len(groups_of(one.requests)) for one in workloads))
     _check_outputs(arguments)
     results: list[PolicyResult] = []
@@ -193,6 +196,23 @@ def run(arguments: argparse.Namespace) -> int:
                 f"Pictures: {', '.join(map(str, pictures))}", highlight=False, markup=False
             )
     return 130 if interrupted else 0
+
+
+def _tell_idle(given: Given, policies: "Sequence[str]") -> None:
+    """Warn of what was given and does nothing with any of the policies, as in `serve`."""
+    names = {one.name for section in _AS_SERVED for one in settings_of(section)}
+    shared = {name: place for name, place in given.places.items() if name in names}
+    if not shared:
+        return
+    # Here, as most runs do without them.
+    from balanceroute.proxy.live.settings.configure import make_config  # noqa: PLC0415
+    from balanceroute.proxy.live.settings.effects import without_effect  # noqa: PLC0415
+
+    flags: dict[str, object] = {"prefill": ["http://prefill"], "decode": ["http://decode"]}
+    flags |= {name: given.flags.get(name) for name in (*shared, "prefill_choice")}
+    configs = [make_config(None, flags | {"policy": name}) for name in policies]
+    for message in without_effect(shared, configs):
+        sys.stderr.write(f"balanceroute: warning: {message}\n")
 
 
 def _policies(names: str) -> list[str]:

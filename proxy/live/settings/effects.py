@@ -6,6 +6,7 @@ What contradicts another setting is refused where the configuration is made.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from balanceroute.proxy.core.admission import EXPECTING
@@ -46,26 +47,25 @@ def without_effect(given: Mapping[str, str], deployments: Sequence[ProxyConfig])
         given: What was given to all deployments: names, and what to call them.
         deployments: Their configurations. What was given to all does nothing if it does so in none.
     """
-    found = [dict(_idle(one)) for one in deployments]
+    found = [list(_idle(one)) for one in deployments]
     shared = set(given.values())
-    everywhere = set.intersection(*map(set, found)) if found else set()
-    messages = {
-        message: None
-        for one in found
-        for message, place in one.items()
-        if message in everywhere or place not in shared
-    }
-    return list(messages)
+    everywhere = (
+        set.intersection(*({what for _, what, _ in one} for one in found)) if found else set()
+    )
+    whys: dict[str, str] = {}
+    for place, what, why in chain.from_iterable(found):
+        if what in everywhere or place not in shared:
+            whys.setdefault(what, why)
+    return [f"{what} has no effect {why}" for what, why in whys.items()]
 
 
-def _idle(config: ProxyConfig) -> Iterable[tuple[str, str]]:
-    """Yield the message about each setting of one deployment that does nothing, and its place."""
+def _idle(config: ProxyConfig) -> Iterable[tuple[str, str, str]]:
+    """Yield what was given for one deployment and does nothing: the place, what of it, and why."""
     for row in _TABLE:
         for name in row.names:
             if name in config.given and row.holds(config):
                 place = config.given[name]
-                what = f"{place}: {row.part}" if row.part else place
-                yield f"{what} has no effect {row.why.format(c=config)}", place
+                yield place, f"{place}: {row.part}" if row.part else place, row.why.format(c=config)
 
 
 # What the rows ask.

@@ -27,6 +27,10 @@ class Given:
         wider: Another one, of the name `wider_name`, whose values `table` goes before.
         file: The file, for messages and relative paths.
 
+    Attributes:
+        flags: The values of the flags that were given, as they were.
+        values: Of all settings, checked.
+
     Raises:
         ConfigError: A name is unknown, or a value is not allowed. The message begins with the flag
             or the file and key.
@@ -47,14 +51,14 @@ class Given:
         self._file = file
         tables = ((wider_name, wider), (table_name, table))
         self._tables = {name: place for place, content in tables for name in content}
-        self._flags = {name: value for name, value in flags.items() if value is not None}
+        self.flags = {name: value for name, value in flags.items() if value is not None}
         self._filed = {
             name: value
             for name, value in (*top.items(), *wider.items(), *table.items())
             if value is not None
         }
         self._known = {one.name: one for section in sections for one in settings_of(section)}
-        for name in self._flags:
+        for name in self.flags:
             if name not in self._known:
                 raise ConfigError(f"unknown flag {name!r}{did_you_mean(name, self._known)}")
         for name, where in self._tables.items():
@@ -72,7 +76,7 @@ class Given:
     @property
     def places(self) -> dict[str, str]:
         """What was given and is not off, with what to call it; see `where`."""
-        names = dict.fromkeys([*self._flags, *self._filed])
+        names = dict.fromkeys([*self.flags, *self._filed])
         off = (None, False)
         return {
             name: self.where(name)
@@ -82,7 +86,7 @@ class Given:
 
     def where(self, name: str) -> str:
         """Return what to call a setting: the flag, or the file and key if that is where it is."""
-        if name in self._flags or name not in self._filed:
+        if name in self.flags or name not in self._filed:
             return flag_of(name)
         key = name if self._known[name].at_top else f"[{self._tables[name]}].{name}"
         return f"{self._file}: {key}"
@@ -96,8 +100,8 @@ class Given:
             raise ConfigError(f"{self.where(name)} {error}") from None
 
     def _value(self, setting: Setting) -> object:
-        if setting.name in self._flags:
-            value = self._flags[setting.name]
+        if setting.name in self.flags:
+            value = self.flags[setting.name]
         elif setting.name in self._filed:
             value = self._filed[setting.name]
             if setting.is_path:

@@ -261,6 +261,10 @@ def test_what_all_groups_have_is_told_only_if_it_does_nothing_in_any(tmp_path: P
     assert told("http3_streams = 9", "") == [
         f"{path}: [proxy].http3_streams has no effect without --http3"
     ]
+    # What neither uses is told once, though each has a reason of its own.
+    assert told('policy = "jsq"', 'policy = "fifo"') == [
+        f"{path}: [proxy].horizon has no effect with --policy fifo"
+    ]
     (of_one,) = told("", 'policy = "jsq"\nwindow = 9')
     assert of_one.endswith("proxy].window has no effect with --policy jsq")
     assert [one.rpartition("has ")[2] for one in told('policy = "jsq"', "")] == [
