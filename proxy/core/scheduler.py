@@ -432,10 +432,14 @@ class Scheduler:
         if self.intake.queues_all:
             # So that what needs no prefiller is in the pool when the policy decides.
             actions += self._start_prefills(now_ns)
-        if self.pool.slots:
-            actions += self._admit(now_ns)
-        # Last: everything above made room, and so may `reconfigure` have done.
-        actions += self._start_prefills(now_ns)
+        pooled = -1
+        while len(self.pool.entries) > pooled:
+            if self.pool.slots:
+                actions += self._admit(now_ns)
+            pooled = len(self.pool.entries)
+            # Last: everything above made room, and so may `reconfigure` have done. What needs no
+            # prefiller comes to the pool at once, and is decided on, too.
+            actions += self._start_prefills(now_ns)
         self.leases.tick(now_ns, waiting=self.pool.slots > 0)
         return actions
 

@@ -1,9 +1,12 @@
 """Early refusal: what is expected of a first token, and who is refused for it."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import (
     BoundedQueue,
     EarlyRefusal,
@@ -12,8 +15,11 @@ from balanceroute.proxy.core.admission import (
     Load,
     Refusal,
 )
-from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.events import Admit, RequestArrived, RequestId, Tick, Ticket
+from balanceroute.proxy.core.intake import Intake
+from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 S = 1_000_000_000
 
@@ -33,6 +39,21 @@ def test_the_parts_of_a_first_token_add_up() -> None:
     # It is the tenth to start at two a second; then a prefill of 1 s, and the rest.
     assert expected_ns == pytest.approx(5 * S + S + S / 2, rel=0.02)
     assert measured().expected_ns(1_000, ahead=0, early=False) == pytest.approx(S + S / 2)
+
+
+def test_room_that_admissions_make_is_used_in_the_same_tick_where_no_prefiller_is_needed() -> None:
+    inputs = PolicyInputs(5, 1, PolicySettings(), random.Random(0), NoPrediction())
+    scheduler = Scheduler(
+        SchedulerConfig(ranks=5, batch_limit=1, pool_limit=2),
+        make_policy("fifo", inputs),
+        intake=Intake(first_tokens=FirstTokens()),
+    )
+    for number in range(6):
+        scheduler.handle(RequestArrived(RequestId(number), Ticket(9, prefill=False)), now_ns=0)
+    admitted = [one for one in scheduler.handle(Tick(), now_ns=0) if isinstance(one, Admit)]
+    assert [one.request for one in admitted] == [0, 1, 2, 3, 4]
+    assert len(scheduler.pool.entries) == 1
+    scheduler.check()
 
 
 def test_nothing_is_expected_before_it_was_measured() -> None:
