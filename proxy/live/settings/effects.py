@@ -89,6 +89,11 @@ def _limits_starts(config: ProxyConfig) -> bool:
     return config.aimd.aimd != "off" or config.admission.admission in EXPECTING
 
 
+def _never_queues(config: ProxyConfig) -> bool:
+    """Return whether no request needs a prefiller of the scheduler's."""
+    return _decode_first(config) and config.direct is not Direct.PREFILL
+
+
 def _states_deadlines(config: ProxyConfig) -> bool:
     tenants = config.credentials.tenants
     return config.admission.client_deadline or any(
@@ -143,6 +148,11 @@ _TABLE = (
         ("engine_ca_file", "insecure_engines"),
         "where no engine is named with https",
         lambda c: not _has_https(c),
+    ),
+    _Idle(
+        ("roster_state",),
+        "with --no-admin, without --discover and --aimd: nothing is ordered, found or learned",
+        lambda c: not (c.listening.admin or c.discovery.discover or c.aimd.aimd != "off"),
     ),
     _Idle(("discover_hold_s",), "without --discover", lambda c: not c.discovery.discover),
     _Idle(
@@ -251,6 +261,16 @@ _TABLE = (
         ("probe_limit", "lease_s", "lease_margin_s", "on_missing_kv", "pool_deadline_s"),
         _WITH_CONNECTOR + ", whose ranks have the request first",
         _decode_first,
+    ),
+    _Idle(
+        ("prefill_choice", "prefiller_kv_tokens"),
+        _WITH_CONNECTOR + " and --direct {c.direct.value}, where no prefiller is chosen",
+        _never_queues,
+    ),
+    _Idle(
+        ("queue_ttl_s", "fair_queue"),
+        _WITH_CONNECTOR + " and --direct {c.direct.value}, where nothing waits before prefill",
+        lambda c: _never_queues(c) and not _limits_starts(c),
     ),
     _Idle(
         ("first_token",),

@@ -70,6 +70,9 @@ CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
     ({"probe_limit": 9}, LAYERWISE, {"connector": "nixl"}),
     ({"lease_s": 99.0}, LAYERWISE, {"connector": "nixl"}),
     ({"on_missing_kv": "fail"}, LAYERWISE, {"connector": "nixl"}),
+    ({"prefill_choice": "sticky"}, LAYERWISE | {"direct": "refuse"}, {"direct": "prefill"}),
+    ({"prefiller_kv_tokens": 900}, LAYERWISE | {"direct": "decode"}, {"connector": "nixl"}),
+    ({"queue_ttl_s": 5.0}, LAYERWISE | {"direct": "refuse"}, {"aimd": "post5"}),
     ({"first_token": "prefill"}, LAYERWISE, {"connector": "nixl"}),
     ({"lease_margin_s": 4.0}, {"lease_s": inf}, {"lease_s": 30.0}),
     ({"projection": "point"}, {"policy": "br-0"}, {"policy": "br-h"}),
@@ -94,19 +97,26 @@ CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
 ]
 # They need a file, and are tried below.
 OF_FILES = {
-    *("engine_ca_file", "kubernetes_account", "admin_token_file", "admin_name", "tenants"),
+    *(
+        "roster_state",
+        "engine_ca_file",
+        "kubernetes_account",
+        "admin_token_file",
+        "admin_name",
+        "tenants",
+    ),
     "fair_queue",
 }
 # They do something whatever else is set, or are refused where they would not.
 ALWAYS = {
     *("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "kv_events_port"),
     *("kv_replay_port", "metaserver_url", "connector", "model", "engine_key_file", "check_pairs"),
-    *("discover", "roster_state", "host", "port", "tls_cert", "tls_key", "api_key_file"),
+    *("discover", "host", "port", "tls_cert", "tls_key", "api_key_file"),
     *("cors_origin", "workers", "public_metrics", "admin", "http3", "aimd", "queue_limit"),
-    *("client_deadline", "policy", "prefill_choice", "local_prefill_tokens", "predictor_state"),
-    *("shadow_predictor", "batch", "prefiller_kv_tokens", "prefiller_utilisation_limit"),
+    *("client_deadline", "policy", "local_prefill_tokens", "predictor_state"),
+    *("shadow_predictor", "batch", "prefiller_utilisation_limit"),
     *("single_engine_limit", "direct", "pass_priority", "count_tokens", "resume"),
-    *("queue_ttl_s", "pool_ttl_s", "expired_status", "connect_timeout_s", "tcp_timeout_s"),
+    *("pool_ttl_s", "expired_status", "connect_timeout_s", "tcp_timeout_s"),
     *("prefill_timeout_s", "first_token_timeout_s", "idle_stream_timeout_s", "answer_timeout_s"),
     *("drain_timeout_s", "retry_attempts", "health_interval_s", "health_timeout_s"),
     *("scrape_interval_s", "scrape_timeout_s", "quarantine_failures", "connection_limit"),
@@ -200,6 +210,10 @@ def test_a_setting_of_a_file_that_needs_files(tmp_path: Path) -> None:
     assert idle(of_flags(kubernetes_account=str(tmp_path))) == [
         "--kubernetes-account has no effect without --discover of kubernetes"
     ]
+    kept = {"roster_state": str(tmp_path / "kept"), "admin": False}
+    (told_of,) = idle(of_flags(**kept))
+    assert told_of.startswith("--roster-state has no effect with --no-admin")
+    assert idle(of_flags(**kept, aimd="post5")) == []
     told = idle(of_flags(fair_queue="request"))
     assert told == ["--fair-queue has no effect without --tenants or --api-key-file"]
     assert idle(of_flags(fair_queue="request", api_key_file=str(tmp_path / "keys"))) == []
