@@ -74,7 +74,7 @@ MAY_IMPORT = {
         *("proxy.live.settings", "proxy.live.telemetry"),
     },
     "proxy.live.control": {
-        *("proxy.core", "proxy.wire", "__version__"),
+        *("proxy.core", "proxy.wire", "topologies", "__version__"),
         *("proxy.live.engines", "proxy.live.openai", "proxy.live.request"),
         *("proxy.live.scheduling", "proxy.live.security", "proxy.live.settings"),
         "proxy.live.telemetry",

@@ -149,10 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
     deployment = deployment_of(given, options.deadline)
     if options.kv_peak_quantile is not None and deployment.rank_kv_tokens is None:
         raise ConfigError("--kv-peak-quantile: needs --kv-capacity too")
-    try:
+    with given.blamed("predictor"):
         forecast = forecast_called(compared.predictor)
-    except ConfigError as error:
-        raise ConfigError(f"--predictor: {error}") from None
     workloads, dropped = _workloads(arguments, given)
     _tell_idle(given, policies)
     targets = given.read(Goodput).targets(max(len(groups_of(one.requests)) for one in workloads))
