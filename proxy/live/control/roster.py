@@ -349,7 +349,7 @@ class Roster:
         self._ordered()
         self._settle()
         if added:
-            self._driver.grown()
+            self._driver.decisions.wake()
         for target in added:
             _note("added", target)
 

@@ -9,6 +9,8 @@ from tests.live.long_streams import BODY, COMPLETIONS, body, order, right, rows,
 
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import DpMode
+from balanceroute.proxy.live.control.roster import Addition
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
@@ -602,3 +604,67 @@ def test_a_quarantine_is_told_and_a_role_that_has_nobody_left(
 
     with caplog.at_level("WARNING", "balanceroute"):
         play(scenario)
+
+
+@pytest.mark.parametrize("ranks", [1_025, 10_000, 100_000, 10_000_000])
+@pytest.mark.parametrize("path", ["/admin/instances", "/workers"])
+def test_an_order_of_too_many_ranks_is_refused(play: "Play", path: str, ranks: int) -> None:
+    async def scenario(site: "Site") -> None:
+        url = "http://127.0.0.1:9777"
+        values = {"url": url, "ranks": ranks}
+        values |= {"worker_type": "decode"} if path == "/workers" else {"role": "decode"}
+        answer = await site.admin(path, values)
+        message = answer.json["error"]["message"]
+        assert answer.status == 400
+        assert message == f"{url}: ranks is {ranks}, must be from 1 to 1024"
+        state = await site.state()
+        assert len(state["ranks"]) == 2
+
+    play(scenario)
+
+
+def test_the_fleet_has_a_limit_too(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        roster = site.world.plane.deployment.roster
+        servers = [Addition(Role.DECODE, f"http://127.0.0.1:{n}", 1_024) for n in range(1, 12)]
+        reasons = roster.add_all(servers)
+        assert reasons[:9] == [None] * 9
+        assert [str(reason) for reason in reasons[9:]] == [
+            f"http://127.0.0.1:{port}: ranks is 1024: the fleet may have 10000 ranks, of which 782 are left"
+            for port in (10, 11)
+        ]
+        with roster.one_change():
+            for server in servers[:9]:
+                roster.remove(Role.DECODE, server.url, force=False)
+        assert len(roster.instances.serving()) == 2
+
+    play(scenario)
+
+
+def test_several_changes_cost_what_one_does(play: "Play", monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = 0
+
+    async def scenario(site: "Site") -> None:
+        nonlocal judged
+        roster = site.world.plane.deployment.roster
+        update = roster.pairing.update
+
+        def count() -> None:
+            nonlocal judged
+            judged += 1
+            update()
+
+        monkeypatch.setattr(roster.pairing, "update", count)
+        urls = [f"http://127.0.0.1:{port}" for port in range(1, 31)]
+        assert roster.add_all([Addition(Role.PREFILL, url) for url in urls]) == [None] * 30
+        assert judged == 1
+        # Nobody is there: all are found out within a second.
+        health = roster._health
+        await site.until(lambda: not any(health.is_up(Target(Role.PREFILL, url)) for url in urls))
+        await asyncio.sleep(0.2)
+        assert judged <= 1 + 14
+        judged = 0
+        idle = roster.remove_idle([Target(Role.PREFILL, url) for url in urls])
+        assert (len(idle), judged) == (30, 1)
+
+    play(scenario)

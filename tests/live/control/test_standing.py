@@ -45,6 +45,19 @@ def test_what_was_kept_goes_before_the_settings(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["orders"]
 
 
+@pytest.mark.parametrize(("servers", "ranks"), [(1, 1025), (11, 1000)])
+def test_a_fleet_of_too_many_ranks_is_not_taken_from_a_file(
+    servers: int, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = KeepingFile(tmp_path / "orders")
+    decoders = [
+        DecodeServer(EngineUrl("http", f"d{n}", 1), (*range(ranks),)) for n in range(servers)
+    ]
+    save(keeper, replace(SETTINGS, decoders=tuple(decoders)))
+    assert load(keeper, SETTINGS) == SETTINGS
+    assert caplog.messages == ["orders are lost"]
+
+
 @pytest.mark.parametrize("content", [b"{", b'{"policy": 3}', b"\xff", b'{"basis": "\xff"}'])
 def test_what_cannot_be_read_is_logged_and_the_settings_hold(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
