@@ -11,13 +11,13 @@ import pytest
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.live.engines.instances import Target
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "tiny", "prompt": "a b c", "max_tokens": 4, "ignore_eos": True}
