@@ -26,8 +26,8 @@ _LOG = logging.getLogger(__name__)
 _RETRY_AFTER = ((b"retry-after", b"1"),)
 _FULL = Rejection(503, "too many connections", _RETRY_AFTER)
 _PEER_FULL = Rejection(429, "too many connections from this address", _RETRY_AFTER)
-GAVE_WAY = Rejection(503, "too many connections: this request was not complete", _RETRY_AFTER)
-"""The answer to half a request whose connection another one replaces."""
+GAVE_WAY = Rejection(503, "too many connections, and the request's body is late", _RETRY_AFTER)
+"""The answer to a request whose connection another one replaces."""
 NEW_S = 1.0
 """For so long what a client sends may be on its way."""
 _MOST_REJECTED = 256

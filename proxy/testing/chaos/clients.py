@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, cast
@@ -13,9 +14,11 @@ from balanceroute.proxy.testing.chaos.requests import ClientRequest
 from balanceroute.proxy.testing.virtual.link import Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+_COMES_AGAIN_S, _DRIP_S = 0.1, 0.1
 _SESSIONS = 12  # Every other one has a name.
 
 
@@ -38,6 +41,14 @@ class Leaving(Enum):
     RESET = "reset"
     CLOSE = "close"
     HALF_CLOSE = "half_close"  # It says that it sends no more, and goes on reading.
+
+
+class Holding(Enum):
+    """What a connection is held with."""
+
+    SILENT = "nothing"
+    HALF_HEAD = "half a head"
+    DRIP = "a head byte by byte"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,3 +278,49 @@ class Client(asyncio.Protocol):
         elif visit.close and last:
             head += b"connection: close\r\n"
         return head + b"content-length: %d\r\n\r\n%b" % (len(request.body), request.body)
+
+
+class Holders:
+    """Clients of one address that hold connections without a request, and come again when they are closed.
+
+    Args:
+        ports: What they connect to.
+        count: Connections to each.
+        holding: What they send.
+        host: Their address.
+    """
+
+    def __init__(self, ports: "Sequence[int]", count: int, holding: Holding, host: str) -> None:
+        self._holding = holding
+        self._host = host
+        create = asyncio.get_running_loop().create_task
+        self._tasks = [create(self._hold(port)) for port in ports for _ in range(count)]
+
+    async def leave(self) -> None:
+        """Close all connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _hold(self, port: int) -> None:
+        while True:
+            with suppress(OSError):  # A relay may be gone, and a proxy that ends takes nobody.
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, local_addr=(self._host, 0)
+                )
+                try:
+                    await self._send(reader, writer)
+                finally:
+                    writer.transport.abort()
+            await asyncio.sleep(_COMES_AGAIN_S)
+
+    async def _send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._holding is Holding.HALF_HEAD:
+            writer.write(_HALF_HEAD)
+        if self._holding is Holding.DRIP:
+            for byte in _HALF_HEAD:
+                if reader.at_eof():
+                    break
+                writer.write(bytes([byte]))
+                await asyncio.sleep(_DRIP_S)
+        await reader.read()

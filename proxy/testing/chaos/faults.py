@@ -19,6 +19,7 @@ from balanceroute.proxy.emulate.faults import (
     MalformedStream,
 )
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.testing.chaos.clients import Holding
 from balanceroute.proxy.testing.chaos.decision_faults import Lapse, draw_lapse
 from balanceroute.proxy.testing.chaos.machine import Naming, Spoiling
 from balanceroute.proxy.testing.chaos.meddler import Meddling
@@ -51,6 +52,7 @@ class Act(Enum):
     DISK = "disk"  # It takes no orders of administrators.
     KEYS = "keys"  # The file of a key is bad when it is read again.
     CROWD = "crowd"  # Where engines are found there are very many, none of which serves.
+    HOLD = "hold"  # Clients hold connections without a request.
     SUSPENSION = "suspension"  # Of the proxy's machine: the leases of engines go on, its loop's clock does not.
 
 
@@ -64,6 +66,7 @@ _OF_PROXY = frozenset(
         Act.DISK,
         Act.KEYS,
         Act.CROWD,
+        Act.HOLD,
     }
 )
 
@@ -80,6 +83,7 @@ class Injection:
         naming: What a resolver answers for the engine's name.
         spoiling: What is wrong with the file of a key.
         crowd: How many engines are found at once.
+        holding: What connections are held with.
         version: The one with which a killed engine comes back; empty for its own.
     """
 
@@ -99,6 +103,7 @@ class Injection:
     naming: Naming = Naming.WELL
     spoiling: Spoiling = Spoiling.EMPTY
     crowd: int = 0
+    holding: Holding = Holding.HALF_HEAD
 
     @property
     def usual(self) -> dict[str, Any]:
@@ -421,3 +426,16 @@ def draw_machine(
             Injection("is told of engines that are not there", Act.CROWD, *when, crowd=crowd)
         )
     return faults
+
+
+def draw_holders(rng: random.Random, *, span_s: float) -> list[Injection]:
+    """Return crowds that hold connections without a request, at most one at a time; often none."""
+    holders: list[Injection] = []
+    start_s = rng.uniform(0.0, span_s)
+    for _ in range(rng.choice([0, 0, 0, 1, 2])):
+        when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.5, 4.0))
+        holding = rng.choice(list(Holding))
+        kind = f"its connections are held ({holding.value})"
+        holders.append(Injection(kind, Act.HOLD, *when, holding=holding))
+        start_s = when.end_s + rng.uniform(0.1, span_s)
+    return holders

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 # A process is begun again within this time.
 _DOWN_S = (0.05, 1.5)
+# A scheduler process that lives so long has made again what others have removed.
+_MADE_AGAIN_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,17 @@ def draw_kills(rng: random.Random, *, relays: int, span_s: float) -> list[Kill]:
         ),
         key=lambda kill: kill.at_s,
     )
+
+
+def draw_clean_ups(rng: random.Random, kills: list[Kill], *, span_s: float) -> list[float]:
+    """Return when the folder of the processes is cleaned by others; often never.
+
+    Not while there is no scheduler process, or so shortly before that nobody knows the orders any more.
+    """
+    drawn = [rng.uniform(0.02, 0.8) * span_s for _ in range(rng.choice([0, 1, 1, 2]))]
+    gone = [
+        (kill.at_s - _MADE_AGAIN_S, kill.at_s + kill.down_s + _MADE_AGAIN_S)
+        for kill in kills
+        if kill.relay is None
+    ]
+    return [at_s for at_s in drawn if not any(least <= at_s <= most for least, most in gone)]

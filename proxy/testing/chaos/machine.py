@@ -6,11 +6,13 @@ import socket
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING
 
 from msgspec import DecodeError
 from msgspec.json import decode
 
+from balanceroute.proxy.live.control.standing import make_private
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 
 if TYPE_CHECKING:
@@ -148,14 +150,21 @@ class Disk:
     """A folder that may take nothing for a while."""
 
     def __init__(self, folder: Path) -> None:
-        self.orders = folder / "orders"
-        self._obstacle = folder / "orders.new"
+        self._folder = folder / "private"
+        self._folder.mkdir(mode=0o700)
+        self.orders = self._folder / "orders"
+        self._obstacle = self._folder / "orders.new"
         self._failed = False
 
     def fill(self) -> None:
         """Take nothing from now on: where the file is to be written first, there is a folder."""
+        make_private(self._folder)
         self._obstacle.mkdir(exist_ok=True)
         self._failed = True
+
+    def clean(self) -> None:
+        """Remove all there is, as others do with temporary folders."""
+        rmtree(self._folder, ignore_errors=True)
 
     def free(self) -> None:
         """Take everything again."""

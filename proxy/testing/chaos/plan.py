@@ -14,6 +14,7 @@ from balanceroute.proxy.testing.chaos.faults import (
     correlated,
     draw_clocks,
     draw_endings,
+    draw_holders,
     draw_injections,
     draw_lapses,
     draw_machine,
@@ -125,7 +126,7 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
     plan = with_orders(_draw_plan(seed, requests, long=long, near=near))
     tenants = draw_tenants(seed, plan.visits[-1].start_s)
     # A process that is started again reads all files, and does not start with a bad one.
-    plan = with_machine(plan, keys=tenants is None and not long)
+    plan = with_holders(with_machine(plan, keys=tenants is None and not long))
     if collector := draw_collector(seed):
         world = replace(plan.world, flags={**plan.world.flags, **TRACING})
         plan = replace(plan, world=world, collector=collector)
@@ -155,6 +156,25 @@ def with_machine(plan: Plan, *, keys: bool) -> Plan:
         return plan
     return replace(
         plan,
+        injections=tuple(
+            sorted([*plan.injections, *faults], key=lambda one: (one.start_s, one.end_s))
+        ),
+        calm_s=max(plan.calm_s, *(one.end_s + 0.1 for one in faults)),
+    )
+
+
+def with_holders(plan: Plan) -> Plan:
+    """Return a plan in which crowds hold as many connections as there may be, and clients have room."""
+    if plan.weather is Weather.CALM:
+        return plan
+    rng = random.Random(f"holders {plan.seed}")
+    faults = draw_holders(rng, span_s=plan.visits[-1].start_s)
+    if not faults:
+        return plan
+    limit = {"connection_limit": 2 * len(plan.visits) + 8}
+    return replace(
+        plan,
+        world=replace(plan.world, flags={**plan.world.flags, **limit}),
         injections=tuple(
             sorted([*plan.injections, *faults], key=lambda one: (one.start_s, one.end_s))
         ),

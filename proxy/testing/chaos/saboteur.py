@@ -7,11 +7,16 @@ from contextlib import suppress
 
 from balanceroute.proxy.emulate.engine import Engine
 from balanceroute.proxy.emulate.faults import AfterPull
+from balanceroute.proxy.live.control.admin import CONNECTIONS
 from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.testing.chaos.clients import Holders
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.machine import EngineName, Naming
 from balanceroute.proxy.testing.chaos.meddler import Meddler
 from balanceroute.proxy.testing.chaos.world import Part, World
+
+# Above what may be held.
+_MORE_HOLDERS = 16
 
 
 class Saboteur:
@@ -30,6 +35,7 @@ class Saboteur:
         self._injections = injections
         self._meddlers: dict[Engine, Meddler] = {}
         self._names: dict[Engine, EngineName] = {}
+        self._holders: list[Holders] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -62,6 +68,7 @@ class Saboteur:
         """Undo everything."""
         for timer in self._timers:
             timer.cancel()
+        self._disperse()
         await asyncio.gather(*self._tasks)
         world, fleet = self._world, self._part.fleet
         fleet.faults.clear()
@@ -92,6 +99,8 @@ class Saboteur:
         self.done[injection.name] += 1
         if self._begin_in_proxy(injection):
             return
+        if injection.act is Act.HOLD:
+            self._hold(injection)
         match injection.act:
             case Act.BOARD:
                 fleet.faults.set(engine.name, **injection.changes)
@@ -191,6 +200,8 @@ class Saboteur:
                 world.renew_key()
             case Act.CROWD:
                 self._end_crowd()
+            case Act.HOLD:
+                self._disperse()
             case _:
                 pass
 
@@ -201,6 +212,31 @@ class Saboteur:
             wrong = crowd.registered(urls)
             self._world.machine.wrongs += [f"found: {url} never answered" for url in wrong]
         crowd.go()
+
+    def _hold(self, injection: Injection) -> None:
+        """Hold every connection that there may be, of the clients' listeners and the administrators'."""
+        world = self._world
+        fronts = list(dict.fromkeys(front.server.port for front in world.fronts))
+        held = (world.plane.config.limits.connection_limit or 0) + _MORE_HOLDERS
+        # At times of the address that all clients have, as behind a gateway.
+        host = random.Random(f"holders {injection.start_s}").choice(["127.0.0.1", "127.0.0.9"])
+        self._holders.append(Holders(fronts, held, injection.holding, host))
+        if world.plane.admin is not None and world.decides:
+            ports = [world.plane.admin.port]
+            self._holders.append(
+                Holders(ports, CONNECTIONS + _MORE_HOLDERS, injection.holding, host)
+            )
+
+    def _disperse(self) -> None:
+        """Have those leave who hold connections; nobody else may have been kept out."""
+        world = self._world
+        for one in self._holders:
+            self._tasks.append(world.loop.create_task(one.leave()))
+        if self._holders:
+            rejected = sum(front.server.limit.rejected["limit"] for front in world.fronts)
+            if rejected:
+                world.machine.wrongs.append(f"holders: {rejected} connections were rejected")
+        self._holders.clear()
 
     async def _take_back(self, injection: Injection) -> None:
         if not self._part.is_there:

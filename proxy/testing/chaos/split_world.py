@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.control_plane import ControlPlane
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.processes import frames, from_relay, to_relay
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 _DIGEST = "the same"
 # Seconds that a frame takes at least and at most, and how often in a hundred.
 _DELAYS = ((0.0, 0.0002, 60), (0.0002, 0.002, 30), (0.002, 0.02, 9), (0.02, 0.3, 1))
+# Within this a scheduler process makes its socket and the orders again if they were removed.
+_MADE_AGAIN_S = 1.0
 # Within this all relays are welcome.
 _WELCOME_S = 1.0
 
@@ -95,6 +98,8 @@ class SplitWorld(World):
         self._ends: dict[int, tuple[Wire, Wire, RelayDesk]] = {}
         self._down: set[int] = set()
         self._alone = False
+        self._apart: set[int] = set()  # Relays that find no socket of the scheduler process.
+        self._has_socket = True
         self.scheduler_kills = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._number = relays
@@ -102,6 +107,7 @@ class SplitWorld(World):
         self._chosen = random.Random(f"relays {rng.getrandbits(64)}")
 
     async def _start(self, config: ProxyConfig, environment: Environment) -> None:
+        environment = replace(environment, orders=self._keeper())
         self.app = SchedulerApp(config, environment, relays=self._number, digest=_DIGEST)
         self._doubt(self.app)
         await self.app.start()
@@ -114,7 +120,9 @@ class SplitWorld(World):
     async def _start_relay(self, place: int, config: ProxyConfig) -> RelayApp:
         relay = RelayApp(self._renewed(config), self._environment, place=place, digest=_DIGEST)
         await relay.start()
-        if not self._alone:
+        if not self._has_socket:
+            self._apart.add(place)
+        elif not self._alone:
             self._connect(relay, place)
         return relay
 
@@ -138,8 +146,9 @@ class SplitWorld(World):
         down.cut()
         port = relay.public.server.port
         relay.cut()
-        if not self._alone:
+        if not (self._alone or place in self._apart):
             self.loop.call_soon(desk.gone)
+        self._apart.discard(place)
         self.loop.call_later(down_s, self._begin_again, place, port, context=self.context)
         return port
 
@@ -160,7 +169,7 @@ class SplitWorld(World):
             for place, (up, down, _) in self._ends.items():
                 up.cut()
                 down.cut()
-                if place not in self._down:
+                if place not in self._down | self._apart:
                     self.loop.call_soon(self.relays[place].gone)
             anew = self._schedule_anew(self.app, down_s)
             self._tasks.append(self.loop.create_task(anew, context=self.context))
@@ -171,15 +180,37 @@ class SplitWorld(World):
         await killed.close()
         await asyncio.sleep(down_s)
         config = self._renewed(self._config)
+        self._environment = replace(self._environment, orders=self._keeper())
         app = SchedulerApp(config, self._environment, relays=self._number, digest=_DIGEST)
         self._doubt(app)
         self.observer.forget()
         self.app = app
         await app.start()
-        self._alone = False
+        self._alone, self._has_socket = False, True
+        self._apart.clear()
         for place, relay in enumerate(self.relays):
             if place not in self._down:
                 self._connect(relay, place)
+
+    def clean_folder(self) -> None:
+        """Remove what the processes have in a temporary folder: the orders, and the socket of the scheduler."""
+        self.machine.disk.clean()
+        self._has_socket = False
+        if not self._alone:
+            seconds = self._wires_rng.uniform(0.0, _MADE_AGAIN_S)
+            self.loop.call_later(seconds, self._make_socket, self.app)
+
+    def _make_socket(self, app: SchedulerApp) -> None:
+        if self._alone or app is not self.app or self._has_socket:
+            return
+        self._has_socket = True
+        for place in sorted(self._apart):
+            self._connect(self.relays[place], place)
+        self._apart.clear()
+
+    def _keeper(self) -> KeepingFile:
+        """Return what keeps orders for the next scheduler process, which knows none itself."""
+        return KeepingFile(self.machine.disk.orders, is_temporary=True)
 
     def _renewed(self, config: ProxyConfig) -> ProxyConfig:
         """Return the settings with the keys and tenants as the files have them now."""
@@ -203,7 +234,7 @@ class SplitWorld(World):
     @property
     def is_whole(self) -> bool:
         """Whether no process is missing."""
-        return not (self._alone or self._down)
+        return not (self._alone or self._down or self._apart)
 
     @property
     def decides(self) -> bool:

@@ -38,7 +38,7 @@ from balanceroute.proxy.testing.chaos.census import Census, audit_census, take_c
 from balanceroute.proxy.testing.chaos.client_faults import client_faults, is_shared
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging
-from balanceroute.proxy.testing.chaos.kills import Kill, draw_kills
+from balanceroute.proxy.testing.chaos.kills import Kill, draw_clean_ups, draw_kills
 from balanceroute.proxy.testing.chaos.ledger_watch import LedgerWatch
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
@@ -386,12 +386,22 @@ class Trial:
 
     def _plan_kills(self) -> None:
         world, plan = self._world, self._plan
-        if not (self._kills and isinstance(world, SplitWorld)):
+        if not isinstance(world, SplitWorld):
             return
         span_s = plan.calm_s if plan.shutdown_s is None else plan.shutdown_s
-        rng = random.Random(f"kills {plan.seed}")
-        for kill in draw_kills(rng, relays=len(world.relays), span_s=span_s):
+        rng, kills = random.Random(f"kills {plan.seed}"), []
+        if self._kills:
+            kills = draw_kills(rng, relays=len(world.relays), span_s=span_s)
+        for kill in kills:
             self._loop.call_at(self._begin_s + kill.at_s, self._kill, world, kill)
+        rng = random.Random(f"clean-ups {plan.seed}")
+        for at_s in draw_clean_ups(rng, kills, span_s=span_s):
+            self._loop.call_at(self._begin_s + at_s, self._clean_up, world)
+
+    def _clean_up(self, world: SplitWorld) -> None:
+        world.journal.write("the processes' folder is cleaned")
+        self._report.faults["proxy: its temporary folder is cleaned"] += 1
+        world.clean_folder()
 
     def _kill(self, world: SplitWorld, kill: Kill) -> None:
         if kill.relay is None:

@@ -238,7 +238,9 @@ class ServerConnection(asyncio.Protocol):
         if found[0] in (Loss.NOTHING, Loss.UNREAD):
             self._abort()
             return True
-        if self._stage is _BODY or self._incoming.buffer:
+        if (
+            self._stage is _BODY
+        ):  # Else there is no request that could be answered, logged or counted.
             head = self._incoming.head
             self._transport.write(self._service.last_answer(GAVE_WAY, head, self._peer))
         # The client's part of closing TLS may never arrive, nor may it read the answer.

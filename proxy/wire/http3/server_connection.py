@@ -22,7 +22,7 @@ from aioquic.quic.events import (
 )
 
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.connection_limit import GAVE_WAY, Loss, loss_of_head
+from balanceroute.proxy.wire.connection_limit import Loss, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.http3.control_frames import ControlError, ControlFrames
@@ -271,7 +271,7 @@ class Http3ServerConnection:
         if self.gives_way(self.service.loop.time()) is None:
             return False
         if self._streams:
-            self._close(ErrorCode.H3_EXCESSIVE_LOAD, GAVE_WAY.message)
+            self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
         else:
             self._close(ErrorCode.H3_NO_ERROR, "")
         return True

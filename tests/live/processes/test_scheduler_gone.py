@@ -123,6 +123,24 @@ def test_without_a_relay_the_proxy_is_not_ready(play: "Play") -> None:
     play(scenario, relays=1)
 
 
+def test_orders_and_relays_outlive_a_clean_up_of_the_folder(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 200
+        split(site).clean_folder()
+        split(site).kill_relay(0, 0.1)
+        split(site).kill_relay(1, 0.1)
+        await asyncio.sleep(0.2)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+        await asyncio.sleep(2.0)
+        assert (await site.admin("/ready")).status == 200
+        split(site).kill_scheduler(0.5)
+        await asyncio.sleep(0.1)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+        assert (await site.state())["policy"] == "jsq"
+
+    play(scenario, relays=2)
+
+
 def test_patience_outlasts_the_replacement_of_one_that_stands_still(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         split(site).kill_scheduler(HANG_S + 15.0)

@@ -28,6 +28,7 @@ from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.trial import run_seed
+from balanceroute.proxy.wire.http1 import server_connection
 from balanceroute.proxy.wire.http1.client import Call
 from balanceroute.proxy.wire.messages import Headers
 
@@ -53,6 +54,11 @@ def bug(
 @bug("books: ")
 def a_prefillers_budget_is_never_given_back(patch: Patch) -> None:
     patch.setattr(Prefillers, "release", lambda *_: None)
+
+
+@bug("holders: ", seed=2)
+def half_a_head_holds_its_connection(patch: Patch) -> None:
+    patch.setattr(server_connection, "loss_of_head", lambda *_: None)
 
 
 @bug("held: driver")
