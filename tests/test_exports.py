@@ -85,7 +85,7 @@ proxy.audit: energy looking observation pages plots prometheus replica report st
 proxy.validate: barrier errors fit load_log matching mirror plots timeline validation
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout
     turn_writes write_progress
-proxy.wire.http1: chunked client client_connection fetch heads incoming_body
+proxy.wire.http1: chunked client client_connection fetch handshake heads incoming_body
     incoming_request listener repeated_head reply server server_connection service
 proxy.wire.http3: client control_frames framing heads leaky_bucket reply server_connection server_stream
     stream_numbers

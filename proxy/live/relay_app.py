@@ -175,7 +175,7 @@ class RelayApp:
         server.hand_over(idle_s=_IDLE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(self._ends_s):
-                # Not at once: who shakes hands is not counted yet.
+                # Not at once: who has just connected is not counted yet.
                 await asyncio.sleep(_IDLE_S)
                 await server.drain()
 

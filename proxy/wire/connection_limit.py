@@ -63,8 +63,12 @@ def loss_of_head(since_s: float, now_s: float) -> tuple[Loss, float]:
     return (Loss.LATE_HEAD if since_s <= now_s - NEW_S else Loss.NEW), since_s
 
 
-def loss_of_body(due_s: float, now_s: float) -> tuple[Loss, float] | None:
+def loss_of_body(
+    due_s: float, now_s: float, *, expects_continue: bool
+) -> tuple[Loss, float] | None:
     """Return what `Evictable.gives_way` does for a body of which so much has arrived as was due then."""
+    if expects_continue:
+        due_s += NEW_S  # The client sends nothing until it is told to.
     if due_s > now_s:
         return None
     return (Loss.LATE_BODY if due_s <= now_s - NEW_S else Loss.NEW), due_s
@@ -140,6 +144,15 @@ class ConnectionLimit:
             return False
         self._hosts[newcomer] = host
         self._of_host[host] = self._of_host.get(host, 0) + 1
+        return True
+
+    def take_place(self, connection: Evictable, of: Evictable) -> bool:
+        """Count a connection in place of another one of its client; return whether it is served."""
+        host = self._hosts.pop(of, None)
+        if host is None:
+            self._to_reject[connection] = self._to_reject.pop(of)
+            return False
+        self._hosts[connection] = host
         return True
 
     def rejection(self, newcomer: Evictable) -> Rejection | None:

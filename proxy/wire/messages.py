@@ -133,8 +133,7 @@ class ServerLimits:
             its socket, which also arrives as a FIN, and the engine must then stop at once. That is
             the common case. So by default a FIN during a request means that the client left, as in
             nginx (`proxy_ignore_client_abort off`) and in every ASGI server.
-        connection_limit: Connections at a time; see `ConnectionLimit` for more. With TLS a connection
-            counts from the end of its handshake. None for no limit.
+        connection_limit: Connections at a time; see `ConnectionLimit` for more. None for no limit.
         peer_connection_limit: The same, per client address. 0 for no limit, None for what
             `ConnectionLimit` does without one.
         unread_gives_way: Whether a connection whose answer is complete, but unread, makes room for a

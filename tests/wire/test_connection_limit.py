@@ -270,6 +270,20 @@ def test_what_is_on_its_way_stays_while_others_are_late() -> None:
     play(scenario, connection_limit=6)
 
 
+def test_who_waits_for_100_continue_has_a_second_more() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        waits = await connect()
+        waits.writer.write(UPLOAD[:-3] + b"Expect: 100-continue\r\n\r\n")
+        assert (await waits.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        await asyncio.sleep(0.8)
+        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+        await asyncio.sleep(0.4)
+        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
+        assert (await waits.reader.read()).startswith(b"HTTP/1.1 503 ")
+
+    play(scenario, connection_limit=1)
+
+
 def test_those_of_the_busiest_address_give_way_first() -> None:
     async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
         slow = await connect("127.0.0.2")
@@ -454,3 +468,56 @@ async def test_over_tls_a_client_that_does_not_help_to_close_is_evicted_all_the_
             client.writer.transport.abort()
         server.close()
         await server.drain()
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x01\x00\x01\x00\x00\xfc\x03\x03"]
+)
+async def test_half_tls_handshakes_keep_nobody_out(
+    contexts: "tuple[SSLContext, SSLContext]", begun: bytes
+) -> None:
+    desk = Desk()
+    server = Server(desk, limits=ServerLimits(connection_limit=4))
+    await server.start("127.0.0.1", 0, ssl=contexts[0])
+    holders: list[asyncio.StreamWriter] = []
+
+    async def hold() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(begun)
+        holders.append(writer)
+
+    try:
+        for _ in range(12):
+            await hold()
+        for _ in range(6):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", server.port, ssl=contexts[1], server_hostname="localhost"
+            )
+            assert (await Client(reader, writer).ask()).startswith(b"HTTP/1.1 200 ")
+            writer.transport.abort()
+            await hold()
+        assert server.limit.rejected == {"limit": 0, "peer": 0}
+        assert server.limit.evicted >= 12
+        assert server.connections <= 5
+    finally:
+        for one in holders:
+            one.transport.abort()
+        server.close()
+        await server.drain()
+
+
+@pytest.mark.parametrize("spoiled", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x04abcd", None])
+async def test_a_handshake_that_fails_leaves_nothing(
+    contexts: "tuple[SSLContext, SSLContext]", spoiled: bytes | None
+) -> None:
+    server = Server(Desk(), limits=ServerLimits(header_timeout_s=0.4))
+    await server.start("127.0.0.1", 0, ssl=contexts[0])
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(spoiled or b"")  # Nothing: it takes too long.
+    with suppress(ConnectionError):
+        await reader.read()
+    while server.connections:  # noqa: ASYNC110 (What is waited for sets no event.)
+        await asyncio.sleep(0)
+    writer.transport.abort()
+    server.close()
+    await server.drain()

@@ -10,6 +10,7 @@ from typing import Any
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
+from balanceroute.proxy.wire.http1.handshake import Handshake
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.listener import Listener
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
@@ -109,17 +110,10 @@ class Server:
         # The loop accepts a whole backlog at once.
         limit = self._limits.connection_limit
         backlog = _BACKLOG if limit is None else min(_BACKLOG, limit)
-        return Listener(
-            partial(
-                service.loop.create_server,
-                lambda: ServerConnection(service),
-                ssl=ssl,
-                backlog=backlog,
-                # A handshake has the time of a head. asyncio measures it: the sweep sees no connection
-                # yet.
-                ssl_handshake_timeout=None if ssl is None else self._limits.header_timeout_s,
-            )
+        make = (
+            partial(ServerConnection, service) if ssl is None else partial(Handshake, service, ssl)
         )
+        return Listener(partial(service.loop.create_server, make, backlog=backlog))
 
     async def accept_too(self, one: socket.socket, *, ssl: SSLContext | None = None) -> Listener:
         """Accept on one more socket, which another process listens on too, while anything is accepted.

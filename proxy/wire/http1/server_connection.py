@@ -24,7 +24,7 @@ from balanceroute.proxy.wire.connection_limit import GAVE_WAY, Loss, loss_of_bod
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
 from balanceroute.proxy.wire.http1.reply import Http1Reply
-from balanceroute.proxy.wire.http1.service import Service
+from balanceroute.proxy.wire.http1.service import Service, SweptConnection
 from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
 from balanceroute.proxy.wire.turn_writes import TurnTransport
 from balanceroute.proxy.wire.write_progress import WriteProgress, held_by_kernel
@@ -43,7 +43,8 @@ class _Stage(Enum):
     ANSWER = auto()  # The application has the request.
     REJECTED = auto()  # Above the connection limit: waits for its first request, to answer that.
     LINGER = auto()  # After a rejection: drops what still arrives.
-    CLOSING = auto()  # Flushing, or gone.
+    CLOSING = auto()  # Flushing.
+    GONE = auto()
 
 
 # Up to Python 3.11 each look at a member of an enumeration is a call.
@@ -56,14 +57,16 @@ class ServerConnection(asyncio.Protocol):
     __slots__ = (
         *("_advancing", "_eof", "_incoming", "_is_served", "_last_idle_s"),
         *("_peer", "_reading", "_reply", "_service", "_since_s", "_stage", "_transport", "_writes"),
-        *("closes_after_answer", "deadline_s", "paused"),
+        *("_shaken", "closes_after_answer", "deadline_s", "paused"),
     )
 
     _transport: TurnTransport
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, shaken: SweptConnection | None = None) -> None:
+        """Make a connection; `shaken` is the handshake whose place it takes."""
         # The connection's life.
         self._service = service
+        self._shaken = shaken
         self._peer = ""
         self._is_served = True
         self._stage = _HEAD
@@ -96,7 +99,11 @@ class ServerConnection(asyncio.Protocol):
         self._since_s = service.loop.time()
         self.deadline_s = self._since_s + service.limits.header_timeout_s
         self.closes_after_answer = service.stopping  # It was accepted just before the stop.
-        self._is_served = service.add(self, host)
+        shaken, self._shaken = self._shaken, None
+        if shaken is None:
+            self._is_served = service.add(self, host)
+        else:
+            self._is_served = service.take_place(self, shaken)
         if not self._is_served:
             self._stage = _Stage.REJECTED
             self.deadline_s = self._since_s + _LINGER_S
@@ -125,7 +132,7 @@ class ServerConnection(asyncio.Protocol):
                 self._bound_waiting()
             case _Stage.REJECTED:
                 self._refuse_connection()
-            case _Stage.LINGER | _Stage.CLOSING:
+            case _Stage.LINGER | _Stage.CLOSING | _Stage.GONE:
                 pass
 
     def eof_received(self) -> bool:
@@ -143,7 +150,7 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection holds."""
-        self._stage = _Stage.CLOSING
+        self._stage = _Stage.GONE
         self._incoming.drop()
         self._service.remove(self, served=self._is_served)
         self._lose_client()
@@ -217,13 +224,15 @@ class ServerConnection(asyncio.Protocol):
         stage, incoming = self._stage, self._incoming
         if stage is _Stage.LINGER:
             return Loss.NOTHING, self.deadline_s
-        if stage is _ANSWER or stage is _Stage.REJECTED:
+        if stage in (_ANSWER, _Stage.REJECTED, _Stage.GONE):
             return None
         if self._transport.get_write_buffer_size():
             unread = self._service.limits.unread_gives_way and stage is not _BODY
             return (Loss.UNREAD, self._since_s) if unread else None
         if stage is _BODY:
-            return loss_of_body(incoming.body_due_s, now_s)
+            assert incoming.head is not None
+            expects = incoming.head.expects_continue
+            return loss_of_body(incoming.body_due_s, now_s, expects_continue=expects)
         if stage is not _HEAD:
             return None
         if incoming.begun:
@@ -277,6 +286,8 @@ class ServerConnection(asyncio.Protocol):
                 self._abort()
             case _Stage.ANSWER | _Stage.LINGER | _Stage.CLOSING:
                 self._check_stall(now_s)
+            case _Stage.GONE:
+                pass
 
     # Reading.
 
@@ -403,7 +414,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport.close()
 
     def _abort(self) -> None:
-        self._stage = _Stage.CLOSING
+        self._stage = _Stage.GONE
         self._incoming.buffer = b""
         self._transport.abort()
 

@@ -108,6 +108,12 @@ class Service:
             self._plan_sweep()
         return is_served
 
+    def take_place(self, connection: SweptConnection, of: SweptConnection) -> bool:
+        """Count a connection in place of another one; return whether it is served."""
+        del self.connections[of]
+        self.connections[connection] = None
+        return self.limit.take_place(connection, of)
+
     def remove(self, connection: SweptConnection, *, served: bool) -> None:
         """Remove a lost connection."""
         del self.connections[connection]

@@ -235,7 +235,9 @@ class ServerStream:
                 begun_s = self.deadline_s - self._owner.service.limits.header_timeout_s
                 return loss_of_head(begun_s, now_s)
             case _Stage.BODY:
-                return loss_of_body(self._body_due_s, now_s)
+                assert self._head is not None
+                expects = self._head.expects_continue
+                return loss_of_body(self._body_due_s, now_s, expects_continue=expects)
             case _Stage.ANSWER | _Stage.LEFT:
                 return None
 
