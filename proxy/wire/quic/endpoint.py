@@ -1,12 +1,13 @@
 """Gives the datagrams of one address to the connections of its clients.
 
 A client is made to show that it receives at its address (Retry, RFC 9000 section 8.1.2) while many
-handshakes are open: before that it has cost no memory, and no signature. Above a higher number of open
-handshakes new ones are dropped.
+handshakes are open: before that it has cost no memory, and no signature. At a higher number of open
+handshakes a newcomer takes the place of the oldest one of the address that has most of them.
 """
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -34,7 +35,7 @@ from balanceroute.proxy.wire.quic.connection import OrderedConnection
 _ID_BYTES = 8
 _LEAST_INITIAL_BYTES = 1200
 _LONG_HEADER = 0x80
-# Open handshakes are dropped above this many times the number from which clients are told to retry.
+# At this many times the number from which clients are told to retry, one ends for each that begins.
 _MOST_HANDSHAKES = 8
 
 Make = Callable[[Carrier, NetworkAddress], Carried]
@@ -56,7 +57,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
 
     Attributes:
         retries: Newcomers that had to show their address.
-        dropped: Newcomers that were not taken.
+        dropped: Handshakes that ended for a newcomer's.
         late: Those whose handshake took too long.
         failed: Those whose handshake ended otherwise, without a connection.
     """
@@ -153,8 +154,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
                 self._retry(header, address)
             return None
         if waiting >= _MOST_HANDSHAKES * self._most_unshown:
-            self.dropped += 1
-            return None
+            self._make_room()
         quic = OrderedConnection(
             order=self._order,
             streams=self._streams,
@@ -163,7 +163,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
             retry_source_connection_id=None if original is None else header.destination_cid,
         )
         carrier = Carrier(quic, self._datagrams, self._loop)
-        client = _Client(self, carrier, {header.destination_cid, quic.host_cid})
+        client = _Client(self, carrier, address[0], {header.destination_cid, quic.host_cid})
         client.inner = self._make(carrier, address)
         carrier.carried = client
         for one in client.ids:
@@ -232,21 +232,35 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         for one in client.ids:
             self._carriers.pop(one, None)
 
+    def _make_room(self) -> None:
+        """End the oldest handshake of the address that has most of them."""
+        counts = Counter(client.host for client in self._handshakes)
+        self.dropped += 1
+        busiest = max(counts, key=counts.__getitem__)
+        oldest = next(client for client in self._handshakes if client.host == busiest)
+        self._end(oldest, "too many handshakes")
+
     def _give_up(self, client: "_Client") -> None:
-        client.carrier.quic.close(reason_phrase="the handshake took too long")
-        client.carrier.send()
         self.late += 1
+        self._end(client, "the handshake took too long")
+
+    def _end(self, client: "_Client", reason: str) -> None:
+        client.carrier.quic.close(reason_phrase=reason)
+        client.carrier.send()
         self.shaken(client)
         self.ended(client)
 
 
 class _Client:
-    """A connection of a client: what it is for, and the ids that it goes by."""
+    """A connection of a client: what it is for, where it came from, and the ids that it goes by."""
 
     inner: Carried
 
-    def __init__(self, endpoint: QuicEndpoint, carrier: Carrier, ids: set[bytes]) -> None:
+    def __init__(
+        self, endpoint: QuicEndpoint, carrier: Carrier, host: str, ids: set[bytes]
+    ) -> None:
         self.carrier = carrier
+        self.host = host
         self.ids = ids
         self._endpoint = endpoint
 

@@ -24,6 +24,7 @@ from tests.wire.http3.site import Http3Site, http3_site
 
 from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.wire.messages import ServerLimits
+from balanceroute.proxy.wire.quic import endpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,8 +200,8 @@ async def test_requests_that_are_given_up_at_once_end_the_connection(tmp_path: "
 
 
 def endpoint_of(site: Http3Site) -> "QuicEndpoint":
-    (endpoint,) = site.listener._endpoints
-    return endpoint
+    (one,) = site.listener._endpoints
+    return one
 
 
 class Spoofed(asyncio.DatagramProtocol):
@@ -250,16 +251,36 @@ async def test_a_flood_of_handshakes_makes_newcomers_show_their_address(tmp_path
         assert told.retries >= 47
 
 
+async def test_a_newcomer_takes_the_place_of_a_handshake_that_does_not_end(
+    tmp_path: "Path", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_MOST_HANDSHAKES", 1)
+    settings = Http3Settings(http3_handshakes=3)
+    async with (
+        http3_site(Slow(), tmp_path, settings=settings) as site,
+        spoofed(site) as flood,
+    ):
+        while endpoint_of(site).handshakes < 3:
+            flood.begin()
+            await asyncio.sleep(0)
+        for count in (1, 2):
+            async with site.client() as client:
+                assert (await client.ask(b"GET", b"/")).status == 200
+            assert site.listener.handshakes().ended_badly["crowd"] == 1
+            if count == 1:  # There is room again, without another one that ends.
+                assert site.listener.handshakes().open == 2
+
+
 async def test_handshakes_that_do_not_end_are_given_up(tmp_path: "Path") -> None:
     limits = ServerLimits(header_timeout_s=0.2)
     async with http3_site(Slow(), tmp_path, limits=limits) as site, spoofed(site) as flood:
-        endpoint = endpoint_of(site)
+        its = endpoint_of(site)
         flood.begin()
-        while not endpoint.handshakes:  # noqa: ASYNC110 (no event tells)
+        while not its.handshakes:  # noqa: ASYNC110 (no event tells)
             await asyncio.sleep(0)
-        while endpoint.handshakes:  # noqa: ASYNC110
+        while its.handshakes:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert not endpoint._carriers
+        assert not its._carriers
         told = site.listener.handshakes()
         assert told.ended_badly == {"crowd": 0, "late": 1, "failed": 0}
 
