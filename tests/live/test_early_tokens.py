@@ -462,7 +462,7 @@ def test_a_chat_goes_on_behind_its_first_token_too(
     play(scenario, flags=EARLY)
 
 
-@pytest.mark.parametrize("whose", ["prefill", "decode"])
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
 @pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("path", STREAMS)
