@@ -55,6 +55,7 @@ AFTER = {
     events.PrefillLost: {Phase.QUEUED},
     events.DecodeLost: {Phase.POOLED},
     events.DecodeStarted: {Phase.STREAMING},
+    events.FirstToken: {Phase.STREAMING, Phase.PREFILLING, Phase.ENDED},
     events.RequestRecomputed: {Phase.QUEUED, Phase.POOLED},
     events.RequestFinished: {Phase.ENDED},
     events.RequestFailed: {Phase.ENDED},

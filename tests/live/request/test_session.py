@@ -103,14 +103,14 @@ def test_a_prefiller_may_do_the_whole_request() -> None:
     assert site.is_in(Phase.STREAMING)
     leg.more(LAST, DONE)
     leg.end()
-    assert kinds(site) == ["RequestFinished"]  # No rank has it: nothing starts there.
+    assert kinds(site) == ["FirstToken", "RequestFinished"]  # No rank has it: nothing starts there.
     assert site.session.record.outcome is Outcome.OK
 
 
 def test_a_prompt_that_ends_at_once_is_answered_by_its_prefill() -> None:
     site = Site()
     site.prefill().answer(200, prefill_answer(None, finish_reason="stop"))
-    assert kinds(site) == ["RequestFinished"]
+    assert kinds(site) == ["FirstToken", "RequestFinished"]
     assert site.client.over == "ended"
     assert b'"text":"a"' in site.client.body.replace(b": ", b":")
     assert (site.session.record.outcome, site.session.record.output_tokens) == (Outcome.OK, 1)
