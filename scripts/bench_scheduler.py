@@ -37,6 +37,7 @@ from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION, encode, for_relay, for_scheduler
 from balanceroute.proxy.live.processes.hub import Hub
 from balanceroute.proxy.live.processes.relay_desk import RelayDesk
+from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.pushed_counts import PushedCounts
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
@@ -104,7 +105,9 @@ class Scheduling:
         self._log = environment.log
         failures = DecisionFailures(self.metrics.decisions, loop.time)
         config = make_config(None, flags)
-        self.deployment = Deployment(config, environment, self.metrics, failures, self._counts)
+        self.deployment = Deployment(
+            *(config, environment, self.metrics, failures, self._counts), suspects=Suspects()
+        )
         self.hub: Hub
 
     async def start(self, relays: int) -> None:

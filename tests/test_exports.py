@@ -62,8 +62,8 @@ proxy.live.processes: adoption alone_requests channel frames from_relay gatherin
 proxy.live.request: buffered_leg client_answer decode_attempt direct early_token emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
-    session session_host session_trace short_answer stall_watch
-proxy.live.scheduling: arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress pulled_counts pushed_counts session_table
+    session session_host session_trace short_answer stall_watch suspects
+proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery effects engines groups http3

@@ -20,6 +20,7 @@ from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.deployment_state import snapshot_of
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.listeners import AdminListener
+from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.settings.effects import without_effect
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.control.group_pages import GroupOrders
     from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.suspects import Death
     from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
@@ -80,13 +82,18 @@ class ControlPlane(ABC):
         self._environment = environment
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         self.metrics.aliases.worth = {one.name: one.worth for one in config.aliases}
+        loop = asyncio.get_running_loop()
+        self.suspects = Suspects(loop.time, loop.call_later)
+        self.suspects.condemned = self._condemned
         self.deployments: dict[str, Deployment]
         if config.groups:
             self.deployments = {}
             for group in config.groups:
                 self.deployments[group.name] = self._make_group(group)
         else:
-            alone = Deployment(config, environment, self.metrics, self.failures, counts)
+            alone = Deployment(
+                *(config, environment, self.metrics, self.failures, counts), suspects=self.suspects
+            )
             self.deployments = {DEFAULT: alone}
         self.pausing = Pausing(self.deployments.values)
         # Of each deployment by its name, and of the whole proxy.
@@ -149,7 +156,19 @@ class ControlPlane(ABC):
         # One whose decisions fail makes none of the others unready.
         failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         beside = self.deployment.tenancy if self.deployments else None
-        return Deployment(group.config, environment, self.metrics, failures, beside=beside)
+        return Deployment(
+            *(group.config, environment, self.metrics, failures),
+            suspects=self.suspects,
+            beside=beside,
+        )
+
+    def _condemned(self, death: "Death", count: int) -> None:
+        """Count and log prompts that are refused from now on."""
+        self.metrics.legs.suspected_poison.inc(count)
+        fields = {"count": count, "requests": death.ids, "engine": death.target.url}
+        _log.warning(
+            "two engines died under a prompt, which is refused now", extra={"fields": fields}
+        )
 
     def _begin(self, name: str) -> None:
         """Begin what runs in the background for a deployment."""

@@ -57,6 +57,7 @@ from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.kept_orders import KeptOrders
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
+from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.scheduling.others_on_ranks import OthersOnRanks
 from balanceroute.proxy.live.scheduling.prefiller_loads import feed_loads
@@ -90,6 +91,7 @@ class Deployment:
     """The engines of one model. `start` it, run its `tasks`, and `close` it.
 
     Args:
+        suspects: Prompts under which engines have died, of all deployments.
         beside: Of another deployment of the proxy: what tenants have there counts here too.
 
     Attributes:
@@ -110,11 +112,13 @@ class Deployment:
         failures: "DecisionFailures",
         counts: "Counts[LiveRequest] | None" = None,
         *,
+        suspects: Suspects,
         beside: Tenancy | None = None,
     ) -> None:
         self.config, self.policy = config, config.scheduling.policy
         self._environment = environment
         self.orders = KeptOrders(environment.orders, config)
+        self._suspects = suspects
         self._metrics, self._failures, self._counts = metrics, failures, counts
         connect = EngineConnections(config, environment.uptime_s)
         key = config.credentials.engine_key
@@ -332,6 +336,7 @@ class Deployment:
             stopwatch=environment.stopwatch,
             uptime_s=environment.uptime_s,
             max_model_len=self.models.max_model_len,
+            suspects=self._suspects,
             counts=self._counts,
         )
 

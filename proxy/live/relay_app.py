@@ -23,6 +23,7 @@ from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.processes.uplink import Uplink
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
+from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S
 from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
 from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
@@ -79,6 +80,7 @@ class RelayApp:
             observe_gap=counts.observe_gap,
             max_model_len=self.mirror.models.max_model_len,
             hand_offs={},
+            suspects=Suspects(loop.time, key=b""),
         )
         failures = DecisionFailures(RelayFailures(out.send), loop.time)
         self.host = RemoteHost(
@@ -124,7 +126,8 @@ class RelayApp:
             write: Sends messages as one frame.
             behind: Returns whether those are read too slowly for what can wait.
         """
-        hello = from_relay.Hello(VERSION, self._place, self._digest)
+        suspects = self.host.context.suspects
+        hello = from_relay.Hello(VERSION, self._place, self._digest, suspects.key, suspects.tell())
         self.host.uplink.connect(write, hello, behind)
 
     def gone(self) -> None:

@@ -188,6 +188,11 @@ class WireError(BalanceRouteError):
         self.sent = sent
         self.answered = answered
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether the connection was lost after the request was sent: the engine may be dead."""
+        return self.sent and self.kind is WireFault.RESET
+
 
 class MalformedError(BalanceRouteError):
     """Bytes that violate HTTP/1.1 or a limit.

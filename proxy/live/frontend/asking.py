@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from balanceroute.proxy.live.frontend.clients import allowance_headers
 from balanceroute.proxy.live.frontend.refusals import outcome_of
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, NEVER_AGAIN, error_body
+from balanceroute.proxy.live.request.suspects import REASON, SUSPECTED
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.admission import Refusal
@@ -40,11 +41,14 @@ class LateRefusals:
         *,
         param: str | None = None,
         retry_s: int | None = None,
+        for_good: bool = False,
     ) -> None:
-        """Refuse a request; `param` names what is wrong of it."""
+        """Refuse a request; `param` names what is wrong of it. `for_good` as in `ClientAnswer.fail`."""
         headers = [(b"x-request-id", record.request_id.encode())]
         if retry_s is not None:
             headers.append((b"retry-after", b"%d" % retry_s))
+        if for_good:
+            headers.append(NEVER_AGAIN)
         body = error_body(status, message, param=param, endpoint=record.endpoint)
         reply.send(status, [*JSON_HEADERS, *headers], body)
         if record.superseded:  # Another group is asked instead.
@@ -55,6 +59,11 @@ class LateRefusals:
         record.ended_ns = round(self._groups.context.clock() * 1e9)
         self._metrics.ended(record)
         self._log.request_ended(record)
+
+    def suspected(self, reply: "Reply", record: "RequestRecord") -> None:
+        """Refuse a request whose prompt may be what kills engines."""
+        record.refused_for = SUSPECTED
+        self.refuse(reply, record, 502, REASON, for_good=True)
 
     def limit(self, reply: "Reply", record: "RequestRecord", refusal: "Refusal") -> None:
         """Refuse a request for a limit."""

@@ -88,9 +88,12 @@ class Generation:
         asking = Asking(
             self._refusals, tenant, api, shape, urgency, known, headers, body, reply, record
         )
+        suspects = self._groups.context.suspects
         unknown = refuse_model(tenant, shape.model) if tenant.models else None
         if unknown is not None:
             asking.deny(*unknown, param="model")
+        elif suspects.active and suspects.refuses(suspects.of(api.value, body)):
+            self._refusals.suspected(reply, record)
         elif shape.model in self._aliases:
             self._choose(asking, self._aliases[shape.model])
         else:

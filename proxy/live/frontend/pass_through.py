@@ -63,6 +63,7 @@ class PassThrough:
         self.clock = intake.context.clock
         self.call_later = intake.context.call_later
         self.legs = intake.context.legs
+        self.suspects = intake.context.suspects
         self._instances = instances
         self._intake = intake
         self._tenancy = tenancy
@@ -100,6 +101,8 @@ class PassThrough:
             exchange.client_left()
         elif self._intake.draining:
             exchange.refuse(503, "the proxy is shutting down")
+        elif exchange.refused:
+            exchange.refuse_suspect()
         elif prefiller is not None:
             self._start(exchange, prefiller)
         elif not self._instances.up(among):
@@ -172,7 +175,9 @@ class PassThrough:
             if among in busy or exchange not in self._waiting:
                 continue
             prefiller = self._free(None, among)
-            if prefiller is not None:
+            if exchange.refused:
+                exchange.refuse_suspect()
+            elif prefiller is not None:
                 del self._waiting[exchange]
                 self._start(exchange, prefiller)
             elif not self._instances.up(among):

@@ -35,7 +35,8 @@ PER_S = 10.0
 
 _REPORT_S = 60.0
 _log = logging.getLogger(__name__)
-_BUSY = frozenset({429, 503})
+# 502 is for prompts under which engines died: nothing is done for them either.
+_REFUSED = frozenset({429, 502, 503})
 # What the proxy does not know of HTTP is asked by the client, not failed by the proxy.
 _NOT_OURS = frozenset({501, 505})
 
@@ -156,7 +157,7 @@ class Refusals:
 
 def outcome_of(status: int) -> Outcome:
     """Return how a request ended that the proxy itself answered with an error."""
-    if status in _BUSY:
+    if status in _REFUSED:
         return Outcome.REJECTED
     if status < 500 or status in _NOT_OURS:
         return Outcome.CLIENT_ERROR

@@ -9,9 +9,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.engines.instances import LEAVING
 from balanceroute.proxy.live.openai.answer import counts_of, passable_headers
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
-from balanceroute.proxy.live.openai.engine_error import error_words
+from balanceroute.proxy.live.openai.api_error import (
+    JSON_HEADERS,
+    NEVER_AGAIN,
+    error_body,
+    error_event,
+)
+from balanceroute.proxy.live.openai.engine_error import error_words, says_dead, tells_death
+from balanceroute.proxy.live.openai.form_body import boundary_of
+from balanceroute.proxy.live.request.suspects import (
+    MOST_DEATHS,
+    REASON,
+    SUSPECTED,
+    EngineDied,
+)
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.live.telemetry.trace import Step
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -23,6 +36,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
+    from balanceroute.proxy.live.request.suspects import Suspects
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.live.telemetry.trace import Trace
     from balanceroute.proxy.wire.http1.client import Call
@@ -31,6 +45,8 @@ if TYPE_CHECKING:
 
 # An answer that is longer is relayed as it comes.
 _WHOLE_BYTES = 65_536
+# Of a body whose answer has begun, and that is remembered as what may kill engines nevertheless.
+_MOST_HASHED = 1 << 20
 _BUSY = frozenset({429, 503})
 # The engine has no such API, and the next one will not either.
 _NOT_IMPLEMENTED = 501
@@ -41,6 +57,8 @@ class Owner(Protocol):
 
     @property
     def legs(self) -> "LegSettings": ...  # noqa: D102
+    @property
+    def suspects(self) -> "Suspects": ...  # noqa: D102
     @property
     def clock(self) -> "Callable[[], float]": ...  # noqa: D102
 
@@ -89,7 +107,9 @@ class SingleExchange:
         self._prefiller: Prefiller | None = None
         self._call: Call | None = None
         self._tried = self._fresh = False
+        self._fingerprint = b""
         # Of the answer; begun with each `send`.
+        self._sent_s = 0.0
         self._status = self._bytes = 0
         self._answer_headers: Headers = []
         self._pieces: list[bytes] = []
@@ -99,6 +119,21 @@ class SingleExchange:
         self._timer = owner.call_later(self._limit_s, self._check_time)
         reply.on_closed = self.client_left
 
+    @property
+    def fingerprint(self) -> bytes:
+        """What names what it asks for, see `Suspects`; empty for nothing that engines compute."""
+        request = self._request
+        if request is not None and request.body and not self._fingerprint:
+            path, boundary = request.path.decode("latin-1"), boundary_of(request.headers)
+            self._fingerprint = self._owner.suspects.of_bytes(path, request.body, boundary)
+        return self._fingerprint
+
+    @property
+    def refused(self) -> bool:
+        """Whether what it asks for may be what kills engines."""
+        suspects = self._owner.suspects
+        return suspects.active and suspects.refuses(self.fingerprint)
+
     def send(self, prefiller: "Prefiller") -> None:
         """Send it to a prefiller."""
         assert self._request is not None
@@ -106,7 +141,7 @@ class SingleExchange:
         self._prefiller = prefiller
         self._status = self._bytes = 0
         self._pieces = []
-        self._progress_s = self._owner.clock()
+        self._progress_s = self._sent_s = self._owner.clock()
         self.record.prefiller = prefiller.name
         if self.record.trace is not None:
             self._trace(self.record.trace, prefiller.name)
@@ -135,6 +170,11 @@ class SingleExchange:
     def refuse(self, status: int, reason: str) -> None:
         """Refuse it before anything was done for it."""
         self._fail(status, reason, Outcome.REJECTED, retry_after=True)
+
+    def refuse_suspect(self) -> None:
+        """Refuse it: it may be what kills engines."""
+        self.record.refused_for = SUSPECTED
+        self._fail(502, REASON, Outcome.REJECTED, for_good=True)
 
     def crash(self) -> None:
         """End it, as its handling failed."""
@@ -166,6 +206,8 @@ class SingleExchange:
             text = "the answer is too long"
             self.on_error(WireError(WireFault.TOO_LARGE, text, sent=True, answered=True))
         elif self._reply.started:
+            if self._streams and b'"error"' in data and tells_death(data.decode("latin-1")):
+                self._died(said=True)
             self._reply.write(data)
         else:
             self._pieces.append(data)
@@ -181,9 +223,14 @@ class SingleExchange:
             self._answered("")
             return
         body = b"".join(self._pieces)
+        if status >= 500 and says_dead(body):
+            self._died(said=True)
         if (status in _BUSY or (status >= 500 and status != _NOT_IMPLEMENTED)) and self._again(
             Fault.SERVER_ERROR
         ):
+            return
+        if status >= 500 and self._kills:
+            self._mend(Fault.SERVER_ERROR, "")
             return
         self.record.status = status
         self.record.prompt_tokens, self.record.output_tokens = counts_of(body)
@@ -199,6 +246,8 @@ class SingleExchange:
             self.send(self._prefiller)
             return
         target, fault = self._prefiller.target, fault_of(error)
+        if error.is_loss:
+            self._died(said=False)
         self._mend(fault, f"the engine failed: {error}")
         # Afterwards: an engine that is quarantined loses all its requests.
         self._owner.failed(target, fault, str(error))
@@ -211,6 +260,8 @@ class SingleExchange:
         self._limit_s = self._owner.legs.idle_stream_timeout_s
         self._timer.cancel()
         self._timer = self._owner.call_later(self._limit_s, self._check_time)
+        if self._request is not None and len(self._request.body) <= _MOST_HASHED:
+            self._fingerprint = self.fingerprint
         self._request = None  # Large, and not sent again.
         assert self._call is not None
         self._reply.on_pause = self._call.pause
@@ -245,16 +296,44 @@ class SingleExchange:
         self._abort()
         self._end(Outcome.CANCELLED, "")
 
+    def _died(self, *, said: bool) -> None:
+        """Note that the engine died while it worked on this."""
+        assert self._prefiller is not None
+        if self.fingerprint:
+            leaving = self._prefiller.status in LEAVING
+            self._owner.suspects.died(
+                EngineDied(
+                    self.fingerprint,
+                    self.record.request_id,
+                    self._prefiller.target,
+                    self._sent_s,
+                    self._owner.clock(),
+                    said=said,
+                    leaving=leaving,
+                )
+            )
+
     def _mend(self, fault: Fault, reason: str) -> None:
-        if self._reply.started or not self._again(fault):
+        if not self._reply.started and self._again(fault):
+            return
+        if self._kills:
+            self.record.refused_for = SUSPECTED
+            self._fail(502, REASON, Outcome.UPSTREAM_ERROR, for_good=True)
+        else:
             self._fail(502, reason, Outcome.UPSTREAM_ERROR)
 
     def _again(self, fault: Fault) -> bool:
         """Try one other engine, once."""
-        if self._tried or self._request is None:
+        if self._tried or self._request is None or self._kills:
             return False
         self._tried = True
         return self._owner.again(self, fault)
+
+    @property
+    def _kills(self) -> bool:
+        """Whether as many engines have died of it as may."""
+        suspects = self._owner.suspects
+        return suspects.active and suspects.deaths(self.fingerprint) >= MOST_DEATHS
 
     def _answered(self, words: str) -> None:
         assert self._prefiller is not None
@@ -270,7 +349,13 @@ class SingleExchange:
         self._end(Outcome.CLIENT_ERROR if client else Outcome.UPSTREAM_ERROR, reason)
 
     def _fail(
-        self, status: int, reason: str, outcome: Outcome, *, retry_after: bool = False
+        self,
+        status: int,
+        reason: str,
+        outcome: Outcome,
+        *,
+        retry_after: bool = False,
+        for_good: bool = False,
     ) -> None:
         endpoint = self.record.endpoint
         if self._reply.started:
@@ -280,6 +365,8 @@ class SingleExchange:
         else:
             self.record.status = status
             headers = [*JSON_HEADERS, (b"retry-after", b"1")] if retry_after else JSON_HEADERS
+            if for_good:
+                headers = [*JSON_HEADERS, NEVER_AGAIN]
             body = error_body(status, reason, endpoint=endpoint)
             self._reply.send(status, self._own_headers(headers), body)
         self._end(outcome, reason)

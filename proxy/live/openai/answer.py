@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # What of an engine's response head may reach a client. The rest belongs to the
 # connection, or is not for clients.
-_PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
+_PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry"})
 # The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
 ABORT = "abort"
 _RECOMPUTED = "recomputed"

@@ -40,6 +40,8 @@ _ANTHROPIC_TYPES = {
 _ANTHROPIC: Final = "/v1/messages"
 _NAMED_EVENTS: Final = (_ANTHROPIC, "/v1/responses")
 JSON_HEADERS = [(b"content-type", b"application/json")]
+NEVER_AGAIN = (b"x-should-retry", b"false")
+"""A header that keeps the clients of OpenAI and Anthropic from sending a request again."""
 
 
 def error_body(status: int, message: str, *, param: str | None = None, endpoint: str = "") -> bytes:

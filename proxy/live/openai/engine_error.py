@@ -28,6 +28,14 @@ _MAX_WORDS = 200
 _MAX_NAME = 64
 # Where errors say their status, the surest first.
 _STATUS_MEMBERS = ("code", "status_code", "status", "type", "error_type")
+# What vLLM says once its engine has died: its Python server, and its Rust server.
+_DEAD = (
+    "EngineCore encountered an issue",
+    "EngineDeadError",
+    "engine core reported fatal failure",
+    "engine-core output dispatcher closed",
+    "engine-core client is closed",
+)
 _NO_LETTER = re.compile(r"[^a-z]+")
 
 
@@ -64,6 +72,12 @@ class EngineError(Struct, frozen=True):
     status: int
     words: str
     of_api: bool
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the engine says that it has died. Else what it says may be its client's words."""
+        # In a stream vLLM before 0.11 calls every error the client's.
+        return self.words.startswith(_DEAD[0]) or (self.status >= 500 and tells_death(self.words))
 
 
 def read_error(message: Mapping[str, Any]) -> EngineError | None:
@@ -170,3 +184,14 @@ def error_words(body: bytes) -> str:
     """Return what an error answer says of its reason, cut for a log; empty if it says nothing."""
     error = _error_of(body)
     return "" if error is None else error.words
+
+
+def tells_death(words: str) -> bool:
+    """Return whether an engine's server says with an error of its own that the engine has died."""
+    return any(one in words for one in _DEAD)
+
+
+def says_dead(body: bytes) -> bool:
+    """Return whether an error answer says that the engine has died."""
+    error = _error_of(body)
+    return error is not None and error.is_death

@@ -38,9 +38,21 @@ def refuse_internal_parts(headers: "Headers", body: bytes) -> None:
             _check_parts(value, body)
 
 
+def boundary_of(headers: "Headers") -> bytes:
+    """Return what stands between the parts of a form, which is another word each time; empty for no form."""
+    for name, value in headers:
+        if name == b"content-type":
+            return _boundary(_params(value))
+    return b""
+
+
+def _boundary(params: dict[str, str]) -> bytes:
+    return params.get("boundary", "").encode("latin-1", "replace")
+
+
 def _check_parts(content_type: bytes, body: bytes) -> None:
     params = _params(content_type)
-    boundary = params.get("boundary", "").encode("latin-1", "replace")
+    boundary = _boundary(params)
     if not boundary:
         return  # The engine refuses it.
     if params.get("charset", "").lower() not in _UTF_8:

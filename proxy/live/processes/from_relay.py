@@ -14,6 +14,7 @@ from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.openai.prompt_blocks import PromptBlocks
 from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.request.suspects import Suspicion
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 
@@ -24,11 +25,15 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
         version: `frames.VERSION`.
         relay: The relay's place among the relays, from 0; the same after a restart.
         settings: The digest of the settings that it runs with.
+        suspects_key: As an earlier scheduler process told it; empty for none.
+        suspects: Likewise, so that a new one knows them.
     """
 
     version: int
     relay: int
     settings: str
+    suspects_key: bytes = b""
+    suspects: tuple[Suspicion, ...] = ()
 
 
 class Arrival(Struct, frozen=True, array_like=True, tag=2):
@@ -362,6 +367,19 @@ class AskAlone(Struct, frozen=True, array_like=True, tag=30):
     tenant: str
 
 
+class EngineDied(Struct, frozen=True, array_like=True, tag=31):
+    """An engine died while it worked on a prompt; see `suspects.EngineDied`."""
+
+    fingerprint: bytes
+    request_id: str
+    role: Role
+    url: str
+    sent_s: float
+    died_s: float
+    said: bool
+    leaving: bool
+
+
 CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | FirstToken
 Loss = PrefillLost | DecodeLost | Recomputed
 Report = (
@@ -392,4 +410,5 @@ FromRelay = (
     | Drained
     | Resumed
     | AskAlone
+    | EngineDied
 )

@@ -4,17 +4,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.live.engines.instances import Prefiller
+from msgspec import structs
+
+from balanceroute.proxy.live.engines.instances import Prefiller, Target
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.processes import from_relay, to_relay
 from balanceroute.proxy.live.processes.frames import VERSION
 from balanceroute.proxy.live.processes.gathering import Gathering
+from balanceroute.proxy.live.request.suspects import EngineDied
 from balanceroute.proxy.live.telemetry.process_log import log_level
 
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.live.engines.instances import Rank, Target
+    from balanceroute.proxy.live.engines.instances import Rank
     from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.tenancy import Tenancy
@@ -100,6 +103,8 @@ class Hub:
         self._all_changed = True
         self._changed: dict[Prefiller | Rank, None] = {}
         driver.changed = self.changed
+        self._suspects = driver.context.suspects
+        self._suspects.changed = lambda: self.changed(None)
 
     def hello(self, desk: Desk, hello: from_relay.Hello) -> None:
         """Welcome a relay, or say why it is not."""
@@ -113,6 +118,8 @@ class Hub:
         if reason:
             desk.out.send(to_relay.Unwelcome(reason))
             return
+        if not self.desks:  # Else others have been told the key.
+            self._suspects.adopt(hello.suspects_key, hello.suspects)
         self.desks[hello.relay] = desk
         desk.welcome(
             to_relay.Welcome(
@@ -122,6 +129,7 @@ class Hub:
                 self.driver.uses_keys,
                 self.driver.uses_blocks,
                 self.driver.token_block,
+                self._suspects.key,
             )
         )
         if self.driver.draining:
@@ -183,6 +191,7 @@ class Hub:
                 )
         yield ("models", 0), self._models_told
         yield ("readiness", 0), to_relay.Readiness(self.driver.ready)
+        yield ("suspects", 0), to_relay.SuspectPrompts(self._suspects.tell())
         yield ("log level", 0), to_relay.LogLevel(log_level(other_than=""))
 
     def drain(self, drained: Callable[[], None]) -> None:
@@ -226,6 +235,11 @@ class Hub:
                 self._metrics.requests.passed_through(message.record)
             case "line":
                 self._log.request_ended(message.record)
+
+    def take_death(self, message: from_relay.EngineDied) -> None:
+        """Take note of an engine that died."""
+        fingerprint, name, role, url, *rest = structs.astuple(message)
+        self._suspects.died(EngineDied(fingerprint, name, Target(role, url), *rest))
 
     def take_retry(self, message: from_relay.LegRetried) -> None:
         """Count a leg that was sent again."""

@@ -85,6 +85,7 @@ class RelayDesk:
             from_relay.Recorded: self._recorded,
             from_relay.LegRetried: hub.take_retry,
             from_relay.Failure: hub.take_failure,
+            from_relay.EngineDied: hub.take_death,
         }
         self._takers = defaultdict(lambda: self._report, takers)
 

@@ -28,6 +28,7 @@ from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.request.reports import Report, SessionEnded
 from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.suspects import EngineDied
 from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.scheduling.isolation import Isolation
 
@@ -88,6 +89,7 @@ class RemoteHost:
         self._counts = counts
         self._arrived = 0
         self._reports = Reports(uplink)
+        context.suspects.heard = self._engine_died
         self.questions = Questions(uplink.send)
         self.tenancy = RelayTenancy(self.questions, limited=limited)
         self._patience = Patience(context.call_later, waiting, self.tenancy.limit_waiting)
@@ -107,6 +109,7 @@ class RemoteHost:
             to_relay.Models: mirror.take_models,
             to_relay.Readiness: self._readiness,
             to_relay.LogLevel: log_as_told,
+            to_relay.SuspectPrompts: lambda message: context.suspects.take(message.known),
             to_relay.Accepted: self._accepted,
             to_relay.StartPrefill: orders.start_prefill,
             to_relay.StartDecode: orders.start_decode,
@@ -190,6 +193,16 @@ class RemoteHost:
             self.uplink.send_end(self._forget(report.request).ended(report))
         else:
             self._reports.tell(report)
+
+    def _engine_died(self, died: EngineDied) -> None:
+        name, target = died.request_id, died.target
+        self.uplink.send(
+            from_relay.EngineDied(
+                *(died.fingerprint, name, target.role, target.url, died.sent_s, died.died_s),
+                said=died.said,
+                leaving=died.leaving,
+            )
+        )
 
     # What sessions do: Host.
 
@@ -335,6 +348,7 @@ class RemoteHost:
 
     def _welcome(self, message: to_relay.Welcome) -> None:
         self._said = message
+        self.context.suspects.key = message.suspects_key
         self._reports.begin_anew()
         self._mirror.begin_anew()
 

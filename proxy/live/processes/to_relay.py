@@ -9,6 +9,7 @@ from msgspec import Struct
 from balanceroute.proxy.core.admission import Allowance
 from balanceroute.proxy.core.events import PrefillerId, RankId
 from balanceroute.proxy.live.engines.instances import Role, Status
+from balanceroute.proxy.live.request.suspects import Suspicion
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=101):
@@ -21,6 +22,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=101):
         uses_keys: Whether arrivals are to have keys.
         uses_blocks: Whether they are to have the hashes of their blocks.
         token_block: Tokens of a block where prompts are token ids; 0 for blocks of text alone.
+        suspects_key: Of the hashes that name prompts; see `Suspects`.
     """
 
     version: int
@@ -29,6 +31,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=101):
     uses_keys: bool
     uses_blocks: bool = False
     token_block: int = 0
+    suspects_key: bytes = b""
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=102):
@@ -256,6 +259,12 @@ class ExpectAbort(Struct, frozen=True, array_like=True, tag=125):
     number: int
 
 
+class SuspectPrompts(Struct, frozen=True, array_like=True, tag=126):
+    """The prompts under which engines have died, all of them; see `Suspects`."""
+
+    known: tuple[Suspicion, ...]
+
+
 ToRelay = (
     Welcome
     | Unwelcome
@@ -282,4 +291,5 @@ ToRelay = (
     | AloneAnswered
     | LogLevel
     | ExpectAbort
+    | SuspectPrompts
 )

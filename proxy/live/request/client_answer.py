@@ -3,7 +3,12 @@
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.openai.answer import passable_headers
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body, error_event
+from balanceroute.proxy.live.openai.api_error import (
+    JSON_HEADERS,
+    NEVER_AGAIN,
+    error_body,
+    error_event,
+)
 from balanceroute.proxy.live.openai.engine_error import error_words, is_error
 from balanceroute.proxy.live.openai.shape import Api
 
@@ -77,8 +82,18 @@ class ClientAnswer:
         self.send(status, headers, body)
         return reason
 
-    def fail(self, status: int, reason: str, *, retry_after_s: int | None = None) -> None:
-        """Send an error: as an answer, or at the end of a stream that then breaks off."""
+    def fail(
+        self,
+        status: int,
+        reason: str,
+        *,
+        retry_after_s: int | None = None,
+        for_good: bool = False,
+    ) -> None:
+        """Send an error: as an answer, or at the end of a stream that then breaks off.
+
+        `for_good` says that the client is not to try again.
+        """
         if self.opened:
             self.reply.write(error_event(status, reason, endpoint=self._record.endpoint))
             self.reply.abort()
@@ -86,6 +101,8 @@ class ClientAnswer:
         headers = list(JSON_HEADERS)
         if retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % retry_after_s))
+        if for_good:
+            headers.append(NEVER_AGAIN)
         self.send(status, headers, error_body(status, reason, endpoint=self._record.endpoint))
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from balanceroute.proxy.live.openai.answer import (
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.continuation_stream import OWN_ERRORS, ContinuationStream
-from balanceroute.proxy.live.openai.engine_error import error_in, read_error
+from balanceroute.proxy.live.openai.engine_error import error_in, read_error, tells_death
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
@@ -145,12 +145,6 @@ class DecodeAttempt(Attempt):
     def continuable(self) -> bool:
         """Whether another rank could go on with the stream, from the ids of its tokens."""
         return self._ids is not None and self._session.emitted.takes(self._ids, self._session.shape)
-
-    @property
-    def advanced(self) -> bool:
-        """Whether it has brought tokens from which another rank could go on."""
-        ids = self._ids
-        return ids is not None and ids.begun and ids.count > 0 and self.continuable
 
     @property
     def complete(self) -> bool:
@@ -288,6 +282,7 @@ class DecodeAttempt(Attempt):
             prefilled=self._prefilled,
             refused=self._refused,
             failed=self._not_prefilled,
+            died=session.engine_died,
             crashed=session.crashed,
         )
         context.hand_offs[self._transfer] = self._remote.take
@@ -371,6 +366,8 @@ class DecodeAttempt(Attempt):
 
     def stream_error(self, message: str, *, cut: bool = False) -> None:
         """End a stream in which the engine reported an error of its own."""
+        if tells_death(message):
+            self._session.engine_died(self.engine, self.posted_s, said=True)
         self._session.finished(message, cut=cut)
 
     def stream_error_first(self, event: bytes) -> None:
@@ -440,6 +437,8 @@ class DecodeAttempt(Attempt):
 
     def stream_cut(self, error: WireError) -> None:
         """Finish the answer, of which nothing is missing; the engine failed nevertheless."""
+        if error.is_loss:
+            self._session.engine_died(self.engine, self.posted_s, said=False)
         self.stream_ended()
         self._session.host.report(LegFailed(self.engine.target, fault_of(error), str(error)))
 

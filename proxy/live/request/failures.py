@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
-from balanceroute.proxy.live.openai.engine_error import EngineError, is_error
+from balanceroute.proxy.live.openai.engine_error import EngineError, is_error, says_dead
+from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireFault
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".
 _BUSY = frozenset({429, 503})
-
-# Engines that may break off under one request. It may be the request that kills them.
-MOST_DEATHS = 1
 
 
 class What(Enum):
@@ -88,6 +86,16 @@ class Failure:
     reason: str
     answer: "tuple[int, Headers, bytes] | None" = None
     blamed: "Target | None" = None
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the engine has died, as far as anybody can tell: it may be the request that kills it."""
+        return self.what is What.BROKEN and (self.fault is Fault.RESET or self.says_dead)
+
+    @property
+    def says_dead(self) -> bool:
+        """Whether that is the engine's own word: its server lives."""
+        return self.what is What.BROKEN and self.fault is Fault.SERVER_ERROR
 
     def as_error(self, leg: Leg) -> tuple[int, str]:
         """Return the status and the reason that the client gets if it cannot have `answer`."""
@@ -174,15 +182,14 @@ def triage(
         continuable: Whether another rank could go on with what the client has.
         pulls: Whether the engine was to pull a KV cache, and has given no sign that it has.
         offers: How many ranks this KV cache was offered to.
-        deaths: How many engines broke off under the request, this one included, and brought nothing
-            from which another could go on.
+        deaths: How many engines died under the prompt, or broke off otherwise, this one included.
     """
     rule = RULES[leg, failure.what]
     blame, then = rule.blame, rule.then
     if blame is Blame.PULL and not pulls:
         blame = Blame.ENGINE
     ends = leg is not Leg.PREFILL or then is Next.RELAY
-    if deaths > MOST_DEATHS:
+    if deaths >= MOST_DEATHS and then is not Next.RELAY:
         then = Next.FAIL
     elif stream_open and ends:
         then = Next.CONTINUE if continuable and then is not Next.RELAY else Next.FAIL
@@ -199,6 +206,9 @@ def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
     answer, reason = (status, headers, body), f"status {status}"
     if status < 400:
         return Failure(What.NO_ANSWER, Fault.PROTOCOL, f"the engine answered {status}")
+    if status >= 500 and says_dead(body):
+        # As if the connection were lost: soon it will be.
+        return Failure(What.BROKEN, Fault.SERVER_ERROR, reason, answer)
     if status in _BUSY:
         what = What.BUSY if is_error(body) else What.UNAVAILABLE
         return Failure(what, Fault.SERVER_ERROR, reason, answer)
@@ -210,6 +220,8 @@ def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
 def reported(error: EngineError, body: bytes) -> Failure:
     """Return the failure that an error is which an engine sent with the status 200; `body` tells it."""
     what = What.REFUSED if error.status < 500 else What.ERROR_EVENT
+    if error.is_death:
+        what = What.BROKEN  # As if the connection were lost: soon it will be.
     answer = (error.status, JSON_HEADERS, body)
     return Failure(what, Fault.SERVER_ERROR, f"status {error.status}", answer)
 

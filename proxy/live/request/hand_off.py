@@ -7,7 +7,7 @@ address is good for one leg and cannot be guessed, so no client can hand anythin
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
@@ -15,7 +15,7 @@ from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.engine_error import error_in
 from balanceroute.proxy.live.openai.leg_body import prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
-from balanceroute.proxy.live.request.failures import Failure, What, refusal
+from balanceroute.proxy.live.request.failures import Failure, What, refusal, reported
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
 from balanceroute.proxy.wire.messages import WireFault
 
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 
+class Died(Protocol):
+    """Who is told that an engine died; see `AttemptOwner.engine_died`."""
+
+    def __call__(self, engine: "Prefiller", sent_s: float, *, said: bool) -> bool: ...  # noqa: D102
+
+
 class HandOff:
     """One decode leg's prefill.
 
@@ -41,14 +47,18 @@ class HandOff:
         prefilled: Called with the prefiller's answer once the prefill is done.
         refused: Called with a prefiller's 4xx, which is the client's: no other one would do it.
         failed: Called when no prefiller did it: the decode leg waits in vain.
+        died: Called with a prefiller that died of it or beside it, when it was asked, and whether it
+            says so itself; returns whether another one may have the prompt.
         crashed: Called with an exception in the handling of the prefill's answer.
     """
 
     __slots__ = (
         "_api",
+        "_asked_s",
         "_body",
         "_call",
         "_crashed",
+        "_died",
         "_failed",
         "_headers",
         "_host",
@@ -75,6 +85,7 @@ class HandOff:
         prefilled: "Callable[[bytes], None]",
         refused: "Callable[[Failure], None]",
         failed: "Callable[[Fault], None]",
+        died: "Died",
         crashed: "Callable[[Exception], None]",
     ) -> None:
         self._host = host
@@ -86,10 +97,12 @@ class HandOff:
         self._prefilled = prefilled
         self._refused = refused
         self._failed = failed
+        self._died = died
         self._crashed = crashed
         self._params: Mapping[str, Any] = {}
         self._prefiller = other_than
         self._call: Call | None = None
+        self._asked_s = 0.0
         self._tries = 0
         self._turn = 0  # Of an answer that comes when another prefill was begun meanwhile.
 
@@ -144,6 +157,7 @@ class HandOff:
         body = prefill_body(
             *(self._body, self._members, dump(self._params)), api=self._api, drop=legs.drop
         )
+        self._asked_s = self._host.context.clock()
         self._call = prefiller.endpoint.request(
             b"POST",
             self._api.value.encode(),
@@ -160,6 +174,8 @@ class HandOff:
         error = error_in(body) if status == 200 else None
         status = status if error is None else error.status
         failure = refusal(status, headers, body)
+        if error is not None and error.is_death:
+            failure = reported(error, body)
         if failure.what is What.REFUSED:
             self._refused(failure)
             return
@@ -170,7 +186,10 @@ class HandOff:
         if status == 200 or (status >= 500 and status != 503):
             target, reason = self._prefiller.target, f"status {status}"
             self._host.report(LegFailed(target, Fault.SERVER_ERROR, reason))
-        self._again(Fault.SERVER_ERROR)
+        if failure.says_dead and not self._died(self._prefiller, self._asked_s, said=True):
+            self._failed(Fault.SERVER_ERROR)
+        else:
+            self._again(Fault.SERVER_ERROR)
 
     def _broken(self, error: "WireError") -> None:
         assert self._prefiller is not None
@@ -180,7 +199,10 @@ class HandOff:
             self._send()
             return
         self._host.report(LegFailed(self._prefiller.target, fault, str(error)))
-        self._again(fault)
+        if error.is_loss and not self._died(self._prefiller, self._asked_s, said=False):
+            self._failed(fault)
+        else:
+            self._again(fault)
 
     def _again(self, fault: Fault) -> None:
         if self._tries < self._host.context.legs.retry_attempts:

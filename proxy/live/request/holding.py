@@ -61,11 +61,6 @@ class Holding:
         return False
 
     @property
-    def advanced(self) -> bool:
-        """Whether it has brought tokens from which another rank could go on."""
-        return False
-
-    @property
     def targets(self) -> "tuple[Target, ...]":
         """The instances that work on a leg, or failed to."""
         return ()
@@ -159,17 +154,24 @@ class AttemptOwner(Protocol):
     def recomputed(self, *, elsewhere: bool) -> None:
         """Prefill again with what was emitted, if anything was."""
 
+    def engine_died(self, engine: "Prefiller | Rank", sent_s: float, *, said: bool) -> bool:
+        """Note that an engine died under the prompt; return whether another one may have it."""
+
 
 class Attempt(Holding):
-    """One exchange with one engine, which is a part of its session."""
+    """One exchange with one engine, which is a part of its session.
 
-    __slots__ = ("_call", "_deadline_s", "_sent_again", "_session", "engine", "leg")
+    Attributes:
+        posted_s: When the engine was asked, by the loop's clock.
+    """
+
+    __slots__ = ("_call", "_deadline_s", "_sent_again", "_session", "engine", "leg", "posted_s")
 
     def __init__(self, session: "AttemptOwner", leg: "Leg", engine: "Prefiller | Rank") -> None:
         self.leg = leg
         self.engine = engine
         self._session = session
-        self._deadline_s = 0.0
+        self._deadline_s = self.posted_s = 0.0
         self._sent_again = False
         self._call: Call | None = None
 
@@ -244,7 +246,8 @@ class Attempt(Holding):
         lines: "LineHandler | None" = None,
     ) -> None:
         session = self._session
-        self._deadline_s = session.context.clock() + timeout_s
+        self.posted_s = session.context.clock()
+        self._deadline_s = self.posted_s + timeout_s
         self._call = self.engine.endpoint.request(
             b"POST",
             _TARGETS[api],

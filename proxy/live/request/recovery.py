@@ -38,7 +38,7 @@ class Recovery(Struct, eq=False):
     _host: "Host"
     _legs: "LegSettings"
     _tries: dict[Leg, int] = {}
-    _deaths: int = 0  # Engines that broke off under it, and brought nothing.
+    _broken: int = 0  # Engines that broke off under it and live.
 
     def begin(self, leg: Leg) -> None:
         """Count an attempt."""
@@ -48,7 +48,9 @@ class Recovery(Struct, eq=False):
         """Return whether one more attempt is left, if the retry budget allows it too."""
         return self._tries.get(leg, 0) < self._legs.retry_attempts
 
-    def after(self, attempt: "Attempt", failure: Failure, *, stream_open: bool) -> Retry | None:
+    def after(
+        self, attempt: "Attempt", failure: Failure, *, stream_open: bool, deaths: int
+    ) -> Retry | None:
         """End the attempt, blame whom the rules blame, and return how to go on; None if nothing mends it.
 
         The retry budget is not asked yet.
@@ -57,12 +59,13 @@ class Recovery(Struct, eq=False):
             attempt: What failed.
             failure: How.
             stream_open: Whether the client has the head of its answer.
+            deaths: How many engines died under its prompt, this one included.
         """
         attempt.fail(failure)  # What failed may be the answer, not the connection.
         pair = attempt.pair
         host, leg, engine = self._host, attempt.leg, attempt.engine
-        if leg is not Leg.PREFILL and failure.what is What.BROKEN and not attempt.advanced:
-            self._deaths += 1
+        if leg is not Leg.PREFILL and failure.what is What.BROKEN and not failure.is_death:
+            self._broken += 1
         rule = triage(
             leg,
             failure,
@@ -70,7 +73,7 @@ class Recovery(Struct, eq=False):
             continuable=stream_open and attempt.continuable,
             pulls=pair is not None,
             offers=attempt.offers,
-            deaths=self._deaths,
+            deaths=deaths + self._broken,
         )
         if rule.close_idle:
             engine.endpoint.close_idle()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.engines.instances import LEAVING, Target
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
@@ -28,6 +28,12 @@ from balanceroute.proxy.live.request.reports import KvAbandoned, LegSucceeded, S
 from balanceroute.proxy.live.request.session_host import Host
 from balanceroute.proxy.live.request.session_trace import MAY_REPEAT, trace_move
 from balanceroute.proxy.live.request.short_answer import answer_shortly
+from balanceroute.proxy.live.request.suspects import (
+    MOST_DEATHS,
+    REASON,
+    SUSPECTED,
+    EngineDied,
+)
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 
 if TYPE_CHECKING:
@@ -73,7 +79,7 @@ class Session:
     """
 
     __slots__ = (
-        *("_body", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
+        *("_body", "_fingerprint", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
         *(
             "context",
             "decodes",
@@ -117,6 +123,7 @@ class Session:
         self.phase = _QUEUED
         self.answer = ClientAnswer(self, reply, record)
         self._body: RequestBody | None = body
+        self._fingerprint = b""
         self.held: Holding = NOTHING
         self._kv: KvHandle | None = None  # Until a rank has it.
         self._pooled_s = 0.0
@@ -127,6 +134,13 @@ class Session:
         """What the client sent. It is large, and gone once nothing can be sent again."""
         assert self._body is not None, f"the body of request {self.number} is released"
         return self._body
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What names its prompt; see `Suspects`."""
+        if not self._fingerprint:
+            self._fingerprint = self.context.suspects.of(self.shape.api.value, self.body)
+        return self._fingerprint
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -185,6 +199,8 @@ class Session:
 
     def start_prefill(self, prefiller: "Prefiller") -> None:
         """Send the prefill leg, or the whole request if nobody decodes it."""
+        if self._is_refused():
+            return
         self.record.prefill_began(prefiller.name, self.context.clock())
         if self.decodes:
             self._try(_PREFILLING, PrefillAttempt(self, prefiller))
@@ -193,6 +209,8 @@ class Session:
 
     def start_decode(self, rank: "Rank") -> None:
         """Send the decode leg."""
+        if self._is_refused():
+            return
         self.record.bound(rank.name, self.context.clock(), pooled_s=self._pooled_s)
         self._try(_DECODING, DecodeAttempt(self, rank, self._kv))
 
@@ -345,6 +363,7 @@ class Session:
         if not self.answer.opened:
             self.answer.open(status, headers)
         if not hands_back:
+            self._fingerprint = self.fingerprint
             self._body = None
             self.answer.reply.release_body()
         self._kv = None
@@ -381,9 +400,14 @@ class Session:
         """Try again what failed, or give it up."""
         # When its first token comes again, the client sees nothing of that.
         begun = self.answer.opened and self.emitted.early is None
-        retry = self._recovery.after(attempt, failure, stream_open=begun)
+        if failure.is_death:
+            self.engine_died(attempt.engine, attempt.posted_s, said=failure.says_dead)
+        deaths = self._deaths()
+        retry = self._recovery.after(attempt, failure, stream_open=begun, deaths=deaths)
         self.fresh |= failure.what is What.STALE
-        if retry is None:
+        if retry is None and deaths >= MOST_DEATHS and failure.what is not What.REFUSED:
+            self._give_up_prompt()
+        elif retry is None:
             self._give_up(attempt, failure)
         elif retry.then is Next.CONTINUE:
             attempt.hand_over()
@@ -396,6 +420,39 @@ class Session:
             backoff = Backoff(self, attempt, retry.delay_s, again=again, give_up=give_up)
             self._enter(Phase.BACKOFF, backoff)
             backoff.ask(failure.fault)
+
+    def engine_died(self, engine: "Prefiller | Rank", sent_s: float, *, said: bool) -> bool:
+        """Note that an engine died under the prompt; return whether another one may have it."""
+        died = EngineDied(
+            self.fingerprint,
+            self.record.request_id,
+            engine.target,
+            sent_s,
+            self.context.clock(),
+            said=said,
+            leaving=engine.status in LEAVING,
+        )
+        self.context.suspects.died(died)
+        return self._deaths() < MOST_DEATHS
+
+    def _deaths(self) -> int:
+        suspects = self.context.suspects
+        return suspects.deaths(self.fingerprint) if suspects.active else 0
+
+    def _is_refused(self) -> bool:
+        """End the request if its prompt is not to be tried any more; return whether that is so."""
+        suspects = self.context.suspects
+        if not (suspects.active and suspects.refuses(self.fingerprint)):
+            return False
+        self._give_up_prompt()
+        return True
+
+    def _give_up_prompt(self) -> None:
+        """Give the request up: it may be what kills engines."""
+        self.record.refused_for = SUSPECTED
+        self._enter(Phase.ENDED)
+        self.answer.fail(502, REASON, for_good=True)
+        self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, REASON)
 
     def _give_up(self, attempt: Attempt, failure: Failure) -> None:
         """Tell the client of a failure that nothing mends."""

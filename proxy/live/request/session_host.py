@@ -5,8 +5,10 @@ answer. So the two need not be in one process.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from balanceroute.proxy.live.request.suspects import Suspects
 
 if TYPE_CHECKING:
     import asyncio
@@ -36,6 +38,7 @@ class SessionContext:
         observe_gap: Called with the seconds between two pieces of a stream.
         max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         hand_offs: Called with what a decode rank posts when it calls for a prefill, by transfer.
+        suspects: Prompts under which engines have died.
     """
 
     connector: "Connector"
@@ -49,6 +52,7 @@ class SessionContext:
     observe_gap: Callable[[float], None]
     max_model_len: Callable[[str], int | None]
     hand_offs: dict[str, Callable[[Mapping[str, Any]], None]]
+    suspects: Suspects = field(default_factory=Suspects)
 
 
 class Host(Protocol):

@@ -36,6 +36,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     Tick,
 )
+from balanceroute.proxy.live.scheduling.apart import Apart
 from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.instances import Instances
     from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.suspects import Suspects
     from balanceroute.proxy.live.scheduling.isolation import Isolation
     from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
     from balanceroute.proxy.live.scheduling.step_clock import Counts
@@ -74,6 +76,7 @@ class Decisions:
     """The way to the scheduler and back.
 
     Args:
+        suspects: Prompts under which engines have died.
         settle_s: How long a tick waits for further requests to end with the same step.
         began: Told of a request whenever it is given to an engine.
         stopwatch: Real seconds, for the cost of decisions.
@@ -89,6 +92,7 @@ class Decisions:
         isolation: "Isolation",
         *,
         metrics: "Metrics",
+        suspects: "Suspects",
         settle_s: float,
         began: "Callable[[LiveRequest], None]",
         stopwatch: Callable[[], float],
@@ -108,6 +112,11 @@ class Decisions:
         self._stopwatch = stopwatch
         self._stage_start_s = 0.0
         self._ticks = TickTimer(loop, self._tick)
+        self._apart = Apart(
+            *(suspects, scheduler, sessions, instances, isolation),
+            start=self._start,
+            feed=self.feed,
+        )
         self._pending: deque[Action] = deque()
         self._performing = False
 
@@ -117,12 +126,15 @@ class Decisions:
         What it decides may be for the very session that feeds, which is ready for that.
         """
         # Not `isinstance` alone: a struct's class is asked for its instances by a call.
+        if self._apart.on:
+            self._apart.passed(event)
         if type(event) not in _FOLLOWED:
             self._handle(event)
             return
         if isinstance(event, DecodeStarted):
             self.progress.began(self._sessions[event.request])
         elif isinstance(event, _LEAVING):
+            self._apart.lost(event)
             event = self.progress.left(event)
         self._handle(event)
         if isinstance(event, RequestAdopted):
@@ -156,6 +168,7 @@ class Decisions:
     def stop(self) -> None:
         """Call off the decision that is due."""
         self._ticks.cancel()
+        self._apart.stop()
 
     def _now_ns(self) -> int:
         return int(self._clock() * 1e9 + 0.5)  # `round` takes three times as long.
@@ -206,16 +219,22 @@ class Decisions:
         finally:
             self._performing = False
 
+    def _start(self, session: "LiveRequest", action: StartPrefill | Admit) -> None:
+        """Give a request to an engine."""
+        self._began(session)
+        if type(action) is StartPrefill:
+            session.start_prefill(self._instances.prefillers[action.prefiller])
+        else:
+            assert isinstance(action, Admit)
+            self.progress.admitted(session)
+            session.start_decode(self._instances.ranks[action.rank])
+
     def _act(self, session: "LiveRequest", action: Action) -> None:
         # Ordered by frequency. The two of every request are not found by `isinstance` or `match`: a struct's
         # class is asked for its instances by a call.
-        if type(action) is StartPrefill:
-            self._began(session)
-            session.start_prefill(self._instances.prefillers[action.prefiller])
-        elif type(action) is Admit:
-            self._began(session)
-            self.progress.admitted(session)
-            session.start_decode(self._instances.ranks[action.rank])
+        if type(action) is StartPrefill or type(action) is Admit:
+            if not (self._apart.on and self._apart.holds(action)):
+                self._start(session, action)
         elif isinstance(action, AbortPrefill | AbortDecode):
             session.drop_leg()
         elif isinstance(action, ReleasePrefill):

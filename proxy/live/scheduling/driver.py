@@ -36,6 +36,7 @@ from balanceroute.proxy.live.request.reports import Report
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
+from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
 from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.scheduling.feedback import Feedback
@@ -99,6 +100,7 @@ class Driver:
         stopwatch: Real seconds, for the cost of decisions.
         uptime_s: What leases are measured by; see `Environment`.
         max_model_len: Returns a context that no engine exceeds for a model; None if one may.
+        suspects: Prompts under which engines have died.
         counts: How far streams are; None to ask the sessions.
 
     Attributes:
@@ -132,10 +134,12 @@ class Driver:
         stopwatch: Callable[[], float],
         uptime_s: Callable[[], float],
         max_model_len: Callable[[str], int | None],
+        suspects: Suspects,
         counts: "Counts[LiveRequest] | None" = None,
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
-        self.context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
+        context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
+        self.context = replace(context, suspects=suspects)
         self.draining, self.uses_keys = False, predictors.uses_keys
         self.changed: Callable[[Iterable[Prefiller | Rank] | None], None] = _nothing
         self._predictors, self._admission, self._settings = predictors, admission, settings
@@ -150,6 +154,7 @@ class Driver:
             self._open_instances,
             self.isolation,
             metrics=metrics,
+            suspects=suspects,
             settle_s=settings.settle_s,
             began=self._began,
             stopwatch=stopwatch,

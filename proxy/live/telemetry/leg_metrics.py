@@ -14,6 +14,7 @@ class LegMetrics:
     """Counts what happens to the legs of requests.
 
     Attributes:
+        suspected_poison: Prompts under which engines died, and that are refused.
         gaps: Those between two chunks of a stream, in seconds.
         observe_itl: Counts one gap between two chunks of a stream, in seconds. Called for every
             chunk: it is the histogram's own method, with nothing in between.
@@ -34,6 +35,9 @@ class LegMetrics:
             "prefiller",
             "rank",
             "reason",
+        )
+        self.suspected_poison = registry.counter(
+            "suspected_poison", "Prompts refused for a while because two engines died under each."
         )
         self.gaps = registry.histogram(
             "inter_token_latency_seconds",

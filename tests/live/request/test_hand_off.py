@@ -60,12 +60,17 @@ class Site:
         sent: What they were sent.
         told: What became of the hand-off.
         blamed: Which of them failed, and how.
+        dead: Which of them died, when it was asked, and whether it says so itself.
+        most_deaths: Of them.
         answers: What the hand-off asked, if `answers_late`; else it is answered at once.
     """
 
     def __init__(self, count: int, *, attempts: int = 3, budget: int = 100) -> None:
         flags = {"prefill": ["http://p"], "decode": ["http://d"], "retry_attempts": attempts}
-        self.context = SimpleNamespace(legs=make_config(None, flags).legs)
+        self.now_s = 5.0
+        self.context = SimpleNamespace(legs=make_config(None, flags).legs, clock=lambda: self.now_s)
+        self.dead: list[tuple[int, float, bool]] = []
+        self.most_deaths = 100
         self.answers_late = False
         self.answers: deque[Callable[[], None]] = deque()
         self.budget = budget
@@ -119,6 +124,10 @@ class Site:
             case _:
                 raise AssertionError(report)
 
+    def died(self, engine: Prefiller, sent_s: float, *, said: bool) -> bool:
+        self.dead.append((int(engine.target.url[-1]), sent_s, said))
+        return len(self.dead) < self.most_deaths
+
     def hand_off(self, other_than: Prefiller | None = None) -> HandOff:
         body = RequestBody(b'{"prompt":"a","max_tokens":9,"stream":true}')
         return HandOff(
@@ -132,6 +141,7 @@ class Site:
             prefilled=self.told.append,
             refused=self.told.append,
             failed=self.told.append,
+            died=self.died,
             crashed=self.told.append,
         )
 
@@ -263,6 +273,35 @@ def test_it_is_tried_no_more_often_than_any_leg() -> None:
     assert [sent.engine for sent in site.sent] == [0, 1, 0]
     assert site.told == [Fault.RESET]
     assert site.running == [0, 0]
+
+
+DEAD = b'{"error": {"message": "EngineCore encountered an issue. See above."}}'
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"), [(broken, False), (lambda sent: sent.answer(500, DEAD), True)]
+)
+def test_no_more_prefillers_get_a_prompt_than_may_die_of_it(
+    fail: Callable[[Sent], None], said: bool
+) -> None:
+    site = Site(3)
+    site.most_deaths = 2
+    site.hand_off().take(PARAMS)
+    fail(site.sent[0])
+    site.now_s = 6.0
+    assert site.told == []
+    fail(site.sent[1])
+    assert len(site.told) == 1
+    assert len(site.sent) == 2
+    assert site.dead == [(0, 5.0, said), (1, 5.0, said)]
+
+
+def test_a_prefiller_that_was_not_reached_has_not_died() -> None:
+    site = Site(2)
+    site.hand_off().take(PARAMS)
+    site.sent[0].handler.on_error(WireError(WireFault.CONNECT, "no", sent=False, answered=False))
+    assert site.dead == []
+    assert len(site.sent) == 2
 
 
 def test_without_a_retry_left_it_is_given_up() -> None:

@@ -1,0 +1,303 @@
+"""Prompts that may be what kills engines: under which engines have died, for five minutes each.
+
+A prompt whose engine dies is tried on one engine more. Of two deaths under one prompt the prompt is the
+likeliest cause, and it is refused from then on, whoever sends it. The others that were on a dead engine
+are suspects as well, until the prompt that explains that death is found. Where more than `FEW` prompts
+have died twice with one engine, or only after a long time, or as the engine was to go away, none of them
+is refused: then the engines are the likelier cause. See docs/failures.md.
+
+Prompts are known by keyed hashes. All processes of a proxy share the key, and the scheduler process has
+the memory that counts: relays judge by what it told them last, and by what they have seen since.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.body import RequestBody
+
+MOST_DEATHS = 2
+"""Engines that may die under one prompt."""
+
+KEPT_S = 300.0
+"""How long a prompt is remembered after the last death under it."""
+
+FEW = 4
+"""Prompts that are refused at a time: one death explains no more of them."""
+
+SOON_S = 30.0
+"""A prompt that was on an engine for longer than that before it died is not the likeliest cause."""
+
+MOST_PROMPTS = 4096
+"""Prompts that are remembered; then the one is forgotten that was hit longest ago."""
+
+REASON = "two engines died while they worked on this prompt, so it is not tried again for now"
+
+SUSPECTED = "poison"
+"""What a request is refused for whose prompt may kill engines; see `RequestRecord.refused_for`."""
+
+# All that was on an engine hears of its death within this time.
+_SETTLED_S = 0.1
+# vLLM's server answers for some seconds after its engine has died: what comes then did not kill it.
+_DEAD_S = 10.0
+_KEY_BYTES = 32
+_HASH_BYTES = 16
+# Members that change nothing in what an engine computes of the prompt: the form of the answer, who
+# asks, how much is asked for, and how tokens are drawn. All others may matter, also unknown ones.
+_BESIDE = INTERNAL_FIELDS | {
+    "cache_salt",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_tokens",
+    "metadata",
+    "n",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "seed",
+    "service_tier",
+    "store",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "user",
+}
+
+
+class EngineDied(Struct, frozen=True):
+    """An engine died while it worked on a prompt: the connection broke, or the engine says so.
+
+    Attributes:
+        fingerprint: Of the prompt.
+        request_id: Of the request.
+        target: The engine.
+        sent_s: When it was sent the prompt, by the loop's clock.
+        died_s: When it was seen to be dead.
+        said: Whether the engine's server lives, and says so.
+        leaving: Whether the engine was to go away.
+    """
+
+    fingerprint: bytes
+    request_id: str
+    target: Target
+    sent_s: float
+    died_s: float
+    said: bool
+    leaving: bool
+
+
+class Suspicion(Struct, frozen=True, array_like=True):
+    """What another process is told of a prompt.
+
+    Attributes:
+        refused: Whether it is not to be tried any more.
+        until_s: When it is forgotten, by the machine's monotonic clock.
+    """
+
+    fingerprint: bytes
+    deaths: int
+    refused: bool
+    until_s: float
+
+
+class Death(Struct, eq=False):
+    """One engine's death.
+
+    Attributes:
+        hit: When each prompt was sent there that was there.
+        ids: Of their requests.
+        expected: Whether the engine was to go away.
+        judged: Whether everybody has been heard, and who is to be refused has been decided.
+        explained: Whether one of these prompts is refused for it, so that the others are no suspects.
+    """
+
+    target: Target
+    at_s: float
+    expected: bool
+    hit: dict[bytes, float] = {}
+    ids: list[str] = []
+    judged: bool = False
+    explained: bool = False
+
+
+class _Suspect(Struct, eq=False):
+    """One prompt; `told` deaths were seen by other processes."""
+
+    until_s: float
+    deaths: list[Death] = []
+    told: int = 0
+    refused: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.told + sum(not death.explained for death in self.deaths)
+
+    @property
+    def is_judged(self) -> bool:
+        return all(death.judged for death in self.deaths)
+
+
+class Suspects:
+    """Remembers the prompts under which engines died.
+
+    Args:
+        clock: The loop's time, in seconds.
+        call_later: The loop's; None in a process that is told who is refused.
+        key: Of the hashes; None to draw one.
+
+    Attributes:
+        heard: Called with every death that is reported here.
+        changed: Called when there is something to tell other processes.
+        condemned: Called with a death and the number of prompts that are refused for it.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        *,
+        key: bytes | None = None,
+    ) -> None:
+        self.key = secrets.token_bytes(_KEY_BYTES) if key is None else key
+        self.heard: Callable[[EngineDied], None] = lambda report: None
+        self.changed: Callable[[], None] = _nothing
+        self.condemned: Callable[[Death, int], None] = lambda death, count: None
+        self._clock = clock
+        self._call_later = call_later
+        self._suspects: dict[bytes, _Suspect] = {}  # Who was hit longest ago first.
+        self._latest: dict[Target, Death] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether there is any suspect, so that it matters which prompt a request has."""
+        if not self._suspects:
+            return False
+        self._forget()
+        return bool(self._suspects)
+
+    def of(self, endpoint: str, body: "RequestBody") -> bytes:
+        """Return what names a prompt: a hash of all that an engine computes of a request."""
+        told = blake2b(endpoint.encode(), digest_size=_HASH_BYTES, key=self.key)
+        body.hash_members(told, _BESIDE)
+        return told.digest()
+
+    def of_bytes(self, endpoint: str, body: bytes, boundary: bytes = b"") -> bytes:
+        """Return what names a request that is not read; a form's boundary is another one each time."""
+        told = blake2b(endpoint.encode() + b"\0", digest_size=_HASH_BYTES, key=self.key)
+        told.update(body.replace(boundary, b"") if boundary else body)
+        return told.digest()
+
+    def deaths(self, fingerprint: bytes) -> int:
+        """Return how many engines died under a prompt, as far as nothing else explains that."""
+        suspect = self._find(fingerprint)
+        return 0 if suspect is None else suspect.count
+
+    def refuses(self, fingerprint: bytes) -> bool:
+        """Return whether a prompt is not to be tried any more."""
+        suspect = self._find(fingerprint)
+        if suspect is None:
+            return False
+        return suspect.refused or (suspect.count >= MOST_DEATHS and not suspect.is_judged)
+
+    def died(self, report: EngineDied) -> None:
+        """Take note of an engine that died under a prompt."""
+        self.heard(report)
+        self._forget()
+        death = self._death(report)
+        if death is None or report.fingerprint in death.hit:
+            return
+        death.expected |= report.leaving
+        death.hit[report.fingerprint] = report.sent_s
+        if len(death.ids) < FEW:
+            death.ids.append(report.request_id)
+        suspect = self._suspects.pop(report.fingerprint, None) or _Suspect(0.0)
+        suspect.until_s = self._clock() + KEPT_S
+        suspect.deaths.append(death)
+        self._suspects[report.fingerprint] = suspect
+        if len(self._suspects) > MOST_PROMPTS:
+            del self._suspects[next(iter(self._suspects))]
+        self.changed()
+
+    def tell(self) -> tuple[Suspicion, ...]:
+        """Return what other processes are to know."""
+        self._forget()
+        return tuple(
+            Suspicion(name, one.count, self.refuses(name), one.until_s)
+            for name, one in self._suspects.items()
+        )
+
+    def take(self, told: Iterable[Suspicion]) -> None:
+        """Know from now on what another process knows."""
+        self._suspects = {
+            one.fingerprint: _Suspect(one.until_s, told=one.deaths, refused=one.refused)
+            for one in told
+        }
+
+    def adopt(self, key: bytes, told: Iterable[Suspicion]) -> None:
+        """Know what an earlier process knew, by its key, unless something is known by now."""
+        if key and not self._suspects:
+            self.key = key
+            self.take(told)
+
+    def _death(self, report: EngineDied) -> Death | None:
+        """Return which death it was; None if the engine was dead before it was sent this prompt."""
+        at_s, known = report.died_s, self._latest.get(report.target)
+        if known is not None and report.sent_s < known.at_s:
+            return known
+        if known is not None and report.said and at_s < known.at_s + _DEAD_S:
+            return None
+        death = self._latest[report.target] = Death(report.target, at_s, report.leaving)
+        if self._call_later is not None:
+            self._call_later(_SETTLED_S, lambda: self._judge(death))
+        return death
+
+    def _judge(self, death: Death) -> None:
+        """Decide which of the prompts on a dead engine are refused, once all have been heard."""
+        death.judged = True
+        twice = [
+            (name, suspect)
+            for name in death.hit
+            if (suspect := self._find(name)) is not None and suspect.count >= MOST_DEATHS
+        ]
+        if not twice:
+            return
+        guilty = [
+            suspect
+            for name, suspect in twice
+            if death.at_s - death.hit[name] <= SOON_S and not suspect.refused
+        ]
+        if guilty and len(twice) <= FEW and not death.expected:
+            for suspect in guilty:
+                suspect.refused = True
+                for one in suspect.deaths:
+                    one.explained = True
+            self.condemned(death, len(guilty))
+            # Who was there by chance is no suspect any more.
+            for name in [n for n, s in self._suspects.items() if not (s.refused or s.count)]:
+                del self._suspects[name]
+        self.changed()
+
+    def _find(self, fingerprint: bytes) -> _Suspect | None:
+        suspect = self._suspects.get(fingerprint)
+        return suspect if suspect is not None and suspect.until_s > self._clock() else None
+
+    def _forget(self) -> None:
+        """Forget what is too long ago."""
+        now_s, suspects = self._clock(), self._suspects
+        while suspects and suspects[first := next(iter(suspects))].until_s <= now_s:
+            del suspects[first]
+        for target in [t for t, one in self._latest.items() if one.at_s + KEPT_S <= now_s]:
+            del self._latest[target]
+
+
+def _nothing() -> None:
+    """Stand for one who wants to know of changes."""

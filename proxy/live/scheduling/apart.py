@@ -1,0 +1,164 @@
+"""Keeps requests apart whose engines died, so that the next death tells which of them it was.
+
+While there are suspects (see `Suspects`), a request that lost its engine goes to an engine that has no
+other such request: to another one that is open, or it waits, a second at most. It is on its own there
+until its prefill is done, its stream has begun, or its whole answer has come.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.events import (
+    Admit,
+    DecodeLost,
+    DecodeStarted,
+    Event,
+    PrefillDone,
+    PrefillLost,
+    RequestId,
+    StartPrefill,
+)
+from balanceroute.proxy.live.engines.instances import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from balanceroute.proxy.core.scheduler import Scheduler
+    from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
+    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.suspects import Suspects
+    from balanceroute.proxy.live.scheduling.isolation import Isolation
+
+# The longest that one waits for an engine to itself.
+_PATIENCE_S = 1.0
+_LOOK_S = 0.05
+_LOST = (PrefillLost, DecodeLost)
+
+
+class Apart:
+    """Looks after the requests that lost an engine.
+
+    Args:
+        start: Performs an action.
+        feed: Gives the scheduler an event.
+
+    Attributes:
+        on: These requests, with the engine that each is on; None for none.
+    """
+
+    def __init__(
+        self,
+        suspects: "Suspects",
+        scheduler: "Scheduler",
+        sessions: Mapping[RequestId, "LiveRequest"],
+        instances: "Instances",
+        isolation: "Isolation",
+        *,
+        start: "Callable[[LiveRequest, StartPrefill | Admit], None]",
+        feed: "Callable[[Event], None]",
+    ) -> None:
+        self.on: dict[RequestId, Target | None] = {}
+        self._suspects = suspects
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._instances = instances
+        self._isolation = isolation
+        self._start = start
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[RequestId, tuple[StartPrefill | Admit, float]] = {}
+        self._moves: dict[RequestId, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def lost(self, event: Event) -> None:
+        """Note that a request lost its engine."""
+        if isinstance(event, _LOST) and self._suspects.active:
+            self._forget()
+            self.on[event.request] = None
+
+    def passed(self, event: Event) -> None:
+        """Note that a request is past what its engine may die of."""
+        if isinstance(event, DecodeStarted):
+            self.on.pop(event.request, None)
+        elif isinstance(event, PrefillDone) and event.request in self.on:
+            self.on[event.request] = None
+
+    def holds(self, action: StartPrefill | Admit) -> bool:
+        """Return whether a request is not to be given to an engine now, as another one is there."""
+        number = action.request
+        if number not in self.on:
+            return False
+        engines, chosen = self._engines(action)
+        taken = self._taken(number)
+        if chosen.target not in taken:
+            self.on[number] = chosen.target
+            return False
+        moves = self._moves.get(number, 0)
+        if moves < len(engines) and any(e.open and e.target not in taken for e in engines):
+            self._moves[number] = moves + 1
+            self._loop.call_soon(self._move, action)
+            return True
+        self._held[number] = action, self._loop.time() + _PATIENCE_S
+        self._look_soon()
+        return True
+
+    def stop(self) -> None:
+        """Look after nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _engines(
+        self, action: StartPrefill | Admit
+    ) -> "tuple[Sequence[Prefiller | Rank], Prefiller | Rank]":
+        if isinstance(action, StartPrefill):
+            return self._instances.prefillers, self._instances.prefillers[action.prefiller]
+        return self._instances.ranks, self._instances.ranks[action.rank]
+
+    def _taken(self, number: RequestId) -> set[Target | None]:
+        """Return the engines that other such requests are on."""
+        return {at for one, at in self.on.items() if one != number and one in self._sessions}
+
+    def _move(self, action: StartPrefill | Admit) -> None:
+        """Have a request go to another engine, unless it is elsewhere by now."""
+        if not self._is_current(action):
+            return
+        number = action.request
+        prefills = isinstance(action, StartPrefill)
+        event: Event = PrefillLost(number, elsewhere=True) if prefills else DecodeLost(number)
+        self._isolation.run_for(self._sessions[number], "apart", self._feed, event)
+
+    def _is_current(self, action: StartPrefill | Admit) -> bool:
+        request = self._scheduler.requests.get(action.request)
+        if request is None or action.request not in self._sessions:
+            return False
+        if isinstance(action, StartPrefill):
+            return request.prefilling and request.prefiller == action.prefiller
+        return not request.started and request.rank == action.rank
+
+    def _look_soon(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Give those to their engines that are alone there now, or have waited for long enough."""
+        self._timer = None
+        for number, (action, until_s) in list(self._held.items()):
+            if not self._is_current(action):
+                del self._held[number]
+                continue
+            _, chosen = self._engines(action)
+            if chosen.target in self._taken(number) and self._loop.time() < until_s:
+                continue
+            del self._held[number]
+            self.on[number] = chosen.target
+            session = self._sessions[number]
+            self._isolation.run_for(session, "apart", self._start, session, action)
+        if self._held:
+            self._look_soon()
+
+    def _forget(self) -> None:
+        """Forget requests that are over."""
+        for number in [one for one in self.on if one not in self._sessions]:
+            del self.on[number]
+            self._moves.pop(number, None)

@@ -1,0 +1,212 @@
+"""Which prompts are refused, of those under which engines died."""
+
+import itertools
+
+import pytest
+
+from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.openai.body import SMALL_BYTES, RequestBody
+from balanceroute.proxy.live.request.suspects import (
+    FEW,
+    KEPT_S,
+    MOST_PROMPTS,
+    SOON_S,
+    EngineDied,
+    Suspects,
+)
+
+A, B, C, D = (Target(Role.DECODE, f"http://d{i}") for i in range(4))
+
+
+class Clock:
+    """The loop's time, and what waits for it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+        self.later: list[tuple[float, object]] = []
+        self.condemned = 0
+        self.suspects = Suspects(lambda: self.now_s, self.call_later, key=b"key")
+        self.suspects.condemned = self._condemned
+
+    def _condemned(self, death: object, count: int) -> None:
+        del death
+        self.condemned += count
+
+    def call_later(self, delay_s: float, callback: object) -> None:
+        self.later.append((self.now_s + delay_s, callback))
+
+    def wait(self, seconds: float = 1.0) -> None:
+        self.now_s += seconds
+        due, self.later = [one for one in self.later if one[0] <= self.now_s], []
+        for _, callback in due:
+            callback()  # type: ignore[operator]
+
+    def die(
+        self,
+        engine: Target,
+        *prompts: bytes,
+        sent_s: float | None = None,
+        said: bool = False,
+        leaving: bool = False,
+    ) -> None:
+        sent_s = self.now_s - 0.5 if sent_s is None else sent_s
+        for prompt in prompts:
+            died = EngineDied(prompt, prompt.decode(), engine, sent_s, self.now_s, said, leaving)
+            self.suspects.died(died)
+
+    def refused(self, *prompts: bytes) -> list[bytes]:
+        return [one for one in prompts if self.suspects.refuses(one)]
+
+
+def test_the_second_death_makes_a_prompt_refused_for_a_while() -> None:
+    clock = Clock()
+    assert not clock.suspects.active
+    clock.die(A, b"p")
+    clock.wait()
+    assert (clock.suspects.deaths(b"p"), clock.refused(b"p")) == (1, [])
+    clock.die(B, b"p")
+    assert clock.refused(b"p") == [b"p"]  # At once, before the others on the engine are heard.
+    clock.wait()
+    assert (clock.refused(b"p"), clock.condemned) == ([b"p"], 1)
+    clock.wait(KEPT_S - 2.0)
+    assert clock.refused(b"p") == [b"p"]
+    clock.wait(2.0)
+    assert clock.refused(b"p") == []
+    assert not clock.suspects.active
+    assert clock.suspects.tell() == ()
+
+
+def test_who_died_with_a_prompt_that_is_refused_is_no_suspect_any_more() -> None:
+    clock = Clock()
+    others = [b"%d" % i for i in range(100)]
+    clock.die(A, b"p", *others)
+    clock.wait()
+    assert {clock.suspects.deaths(one) for one in others} == {1}
+    clock.die(B, b"p", *(b"other %d" % i for i in range(100)))
+    clock.wait()
+    assert clock.refused(b"p", *others) == [b"p"]
+    assert {clock.suspects.deaths(one) for one in others} == {0}
+    assert len(clock.suspects.tell()) == 1
+
+
+@pytest.mark.parametrize("count", [FEW, FEW + 1])
+def test_a_death_makes_few_prompts_refused(count: int) -> None:
+    clock = Clock()
+    prompts = [b"%d" % i for i in range(count)]
+    clock.die(A, *prompts)
+    clock.wait()
+    clock.die(B, *prompts)
+    clock.wait()
+    assert clock.refused(*prompts) == (prompts if count == FEW else [])
+    assert {clock.suspects.deaths(one) for one in prompts} == ({0} if count == FEW else {2})
+
+
+def test_a_prompt_that_was_long_on_an_engine_is_not_refused() -> None:
+    clock = Clock()
+    clock.die(A, b"p")
+    clock.wait(SOON_S + 1.0)
+    clock.die(B, b"p", sent_s=clock.now_s - SOON_S - 1.0)
+    clock.wait()
+    assert (clock.refused(b"p"), clock.suspects.deaths(b"p")) == ([], 2)
+
+
+def test_nothing_is_refused_for_an_engine_that_was_to_go_away() -> None:
+    clock = Clock()
+    clock.die(A, b"p", leaving=True)
+    clock.wait()
+    clock.die(B, b"p", leaving=True)
+    clock.wait()
+    assert (clock.refused(b"p"), clock.suspects.deaths(b"p")) == ([], 2)
+
+
+def test_what_a_dead_engine_was_sent_did_not_kill_it() -> None:
+    clock = Clock()
+    clock.die(A, b"p", said=True)
+    clock.wait(2.0)
+    clock.die(A, b"late", said=True)  # Its server answers on.
+    clock.die(A, b"beside", sent_s=clock.now_s - 3.0, said=True)
+    assert [clock.suspects.deaths(one) for one in (b"p", b"late", b"beside")] == [1, 0, 1]
+    clock.die(A, b"late")  # It was started again by then.
+    assert clock.suspects.deaths(b"late") == 1
+
+
+def test_one_death_counts_once() -> None:
+    clock = Clock()
+    for _ in range(3):
+        clock.die(A, b"p", sent_s=990.0)
+        clock.wait(0.01)
+    assert clock.suspects.deaths(b"p") == 1
+
+
+def test_no_more_prompts_are_remembered_than_may_be() -> None:
+    clock = Clock()
+    for i in range(MOST_PROMPTS + 10):
+        clock.die(A, b"%d" % i, sent_s=990.0)
+    assert len(clock.suspects.tell()) == MOST_PROMPTS
+    assert clock.suspects.deaths(b"9") == 0
+    assert clock.suspects.deaths(b"10") == 1
+
+
+def test_another_process_knows_what_it_is_told() -> None:
+    clock = Clock()
+    clock.die(A, b"once", b"p")
+    clock.wait()
+    clock.die(B, b"p")
+    clock.wait()
+    clock.die(C, b"once")  # Explained once, and now a suspect again.
+    clock.wait()
+    other = Suspects(lambda: clock.now_s)
+    other.adopt(b"key", clock.suspects.tell())
+    assert other.key == b"key"
+    assert [other.deaths(one) for one in (b"once", b"p")] == [1, 0]
+    assert [other.refuses(one) for one in (b"once", b"p")] == [False, True]
+    assert other.tell() == clock.suspects.tell()
+    died = EngineDied(b"once", "", D, clock.now_s, clock.now_s, said=False, leaving=False)
+    other.died(died)
+    assert other.refuses(b"once")  # Until it is told what came of that.
+    other.adopt(b"another", ())
+    assert other.key == b"key"
+
+
+BODY = b'{"model": "m", "messages": [{"role": "user", "content": "%b"}], %b"stream": true}'
+
+
+def name_of(text: bytes, more: bytes = b"", endpoint: str = "/v1/chat/completions") -> bytes:
+    return Suspects(key=b"key").of(endpoint, RequestBody(BODY % (text, more)))
+
+
+def test_a_prompt_is_known_whoever_asks_and_however() -> None:
+    body = RequestBody(
+        b'{"user": "me", "max_tokens": 7, "messages":  [{"role": "user", "content": "a"}],"model":"m"}'
+    )
+    assert Suspects(key=b"key").of("/v1/chat/completions", body) == name_of(b"a")
+    assert name_of(b"a", b'"temperature": 0.5, "seed": 3, "metadata": {}, "n": 2, ') == name_of(
+        b"a"
+    )
+
+
+def test_all_that_is_computed_tells_prompts_apart() -> None:
+    system = b"s" * 10_000
+    large = b"x" * (2 * SMALL_BYTES)
+    names = [
+        name_of(b"a"),
+        name_of(b"b"),
+        name_of(system + b"a"),
+        name_of(system + b"b"),
+        name_of(large + b"a"),
+        name_of(large + b"b"),
+        name_of(b"a", b'"logit_bias": {"5": 1}, '),
+        name_of(b"a", b'"tools": [], '),
+        name_of(b"a", b'"unknown": 1, '),
+        name_of(b"a", endpoint="/v1/responses"),
+        Suspects(key=b"another").of("/v1/chat/completions", RequestBody(BODY % (b"a", b""))),
+    ]
+    assert all(one != two for one, two in itertools.combinations(names, 2))
+
+
+def test_a_form_is_known_under_any_boundary() -> None:
+    suspects = Suspects()
+    first, second = (b"--%b\r\n\r\nsound\r\n--%b--" % (one, one) for one in (b"b1", b"b2"))
+    assert suspects.of_bytes("/a", first, b"b1") == suspects.of_bytes("/a", second, b"b2")
+    assert suspects.of_bytes("/a", first, b"b1") != suspects.of_bytes("/b", first, b"b1")
+    assert suspects.of_bytes("/a", first) != suspects.of_bytes("/a", second)

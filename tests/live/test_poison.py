@@ -1,0 +1,257 @@
+"""A request that kills the engines that work on it: how many die of it, and what becomes of the others."""
+
+import asyncio
+import json
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
+POISON = [(b"x-request-id", b"poison")]
+FLEET: dict[str, Any] = {"prefillers": 6, "ranks": 6, "prefill_base_ns": 20_000_000}
+WORKERS = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
+BODIES: dict[str, dict[str, object]] = {
+    CHAT: {"messages": [{"role": "user", "content": "die"}], "max_tokens": 20, "ignore_eos": True},
+    COMPLETIONS: {"prompt": "die", "max_tokens": 20, "ignore_eos": True},
+    MESSAGES: {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "die"}],
+        "max_tokens": 20,
+    },
+    RESPONSES: {"input": "die", "max_output_tokens": 20},
+    EMBEDDINGS: {"input": "die"},
+}
+
+
+def is_poison(request: "Request") -> bool:
+    return (request.header(b"x-request-id") or b"").startswith(b"poison")
+
+
+class Poisoned:
+    """Has engines of a role die of requests that are named so.
+
+    Attributes:
+        dead: The engines that died, in order.
+    """
+
+    def __init__(self, site: "Site", role: str, after_s: float = 0.0) -> None:
+        self.dead: list[str] = []
+        self._site, self._take = site, site.take
+        self._role, self._after_s = role, after_s
+        site.take = self._taken  # type: ignore[method-assign]
+
+    def _taken(self, engine: str, request: "Request", reply: "Reply") -> bool:
+        if not (engine.startswith(self._role) and is_poison(request)):
+            return self._take(engine, request, reply)
+        if not self._after_s:
+            self._kill(engine)
+            return True
+        self._site.loop.call_later(self._after_s, self._kill, engine)
+        return self._take(engine, request, reply)
+
+    def _kill(self, engine: str) -> None:
+        if self._site.fleet.engine(engine).alive:
+            self.dead.append(engine)
+            self._site.fleet.kill(engine)
+
+
+def refused(exchanged: "Exchanged") -> bool:
+    """Return whether a client is told that its prompt is not tried any more."""
+    told = exchanged.header(b"x-should-retry") == b"false"
+    return exchanged.status == 502 and told and b"two engines died" in exchanged.body
+
+
+def spoilt(exchanged: "Exchanged") -> bool:
+    """Return whether an answer says that it is none: by its status, by an event, or by its end."""
+    if exchanged.status != 200:
+        return exchanged.status == 502
+    return exchanged.error is not None or any("error" in one for one in exchanged.chunks)
+
+
+@WORKERS
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+@pytest.mark.parametrize("resume", ["off", "exact", "valid"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("role", "after_s"),
+    [("prefill", 0.0), ("prefill", 0.01), ("decode", 0.0), ("decode", 0.08), ("decode", 0.4)],
+    ids=["prefill", "in the prefill", "decode", "at the first token", "later"],
+)
+def test_two_engines_die_of_a_request_and_all_its_repetitions(
+    play: "Play",
+    role: str,
+    after_s: float,
+    stream: bool,
+    resume: str,
+    first_token: str,
+    relays: int,
+) -> None:
+    body = BODIES[CHAT] | {"max_tokens": 60, "stream": stream, "temperature": 0}
+
+    async def scenario(site: "Site") -> None:
+        poisoned = Poisoned(site, role, after_s)
+        for _ in range(3):
+            assert spoilt(await site.post(CHAT, body, POISON))
+            await asyncio.sleep(0.5)  # As clients do at least.
+        assert refused(await site.post(CHAT, body, POISON))
+        other = await site.post(CHAT, body | {"stream": not stream}, POISON)
+        assert refused(other)
+        innocent = body | {"messages": [{"role": "user", "content": "live"}]}
+        assert (await site.post(CHAT, innocent)).status == 200
+        assert len(poisoned.dead) == 2
+
+    flags = {"resume": resume, "first_token": first_token}
+    play(scenario, flags=flags, relays=relays, at_rest=False, **FLEET)
+
+
+@WORKERS
+@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS])
+def test_the_bound_holds_on_every_route(play: "Play", path: str, relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        poisoned = Poisoned(site, "")
+        for _ in range(2):
+            assert refused(await site.post(path, BODIES[path], POISON))
+        exchanged = await site.post(path, BODIES[path], POISON)
+        assert refused(exchanged)
+        error = exchanged.json["error"]
+        assert exchanged.json.get("type") == ("error" if path == MESSAGES else None)
+        assert error["type"] == ("api_error" if path == MESSAGES else "BadGatewayError")
+        assert len(poisoned.dead) == 2
+
+    play(scenario, relays=relays, at_rest=False, **FLEET)
+
+
+@WORKERS
+@pytest.mark.parametrize("direct", ["prefill", "decode"])
+def test_the_bound_holds_where_one_engine_does_it_all(
+    play: "Play", direct: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        poisoned = Poisoned(site, direct)
+        for _ in range(3):
+            body = BODIES[COMPLETIONS] | {"echo": True}
+            assert refused(await site.post(COMPLETIONS, body, POISON))
+        assert len(poisoned.dead) == 2
+
+    play(scenario, flags={"direct": direct}, relays=relays, at_rest=False, **FLEET)
+
+
+@WORKERS
+def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        poisoned = Poisoned(site, "prefill")
+        for _ in range(3):
+            assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+        assert len(poisoned.dead) == 2
+
+    play(scenario, relays=relays, at_rest=False, connector="mooncake-layerwise", **FLEET)
+
+
+@WORKERS
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("role", "after_s"),
+    [("prefill", 0.0), ("prefill", 0.01), ("decode", 0.0), ("decode", 0.2)],
+    ids=["prefill", "in the prefill", "decode", "at the first token"],
+)
+def test_who_is_on_the_same_engines_gets_its_answer(
+    play: "Play", role: str, after_s: float, seed: int, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        rng = random.Random(seed)
+        poisoned = Poisoned(site, role, after_s)
+        sent = []
+        poison: Exchanged | None = None
+        for i in range(24):
+            if i == 12:
+                poison = site.send(CHAT, BODIES[CHAT], headers=POISON)
+            text = " ".join(f"w{rng.randrange(1000)}" for _ in range(30))
+            body = {"messages": [{"role": "user", "content": f"{i} {text}"}], "temperature": 0}
+            body |= {"max_tokens": rng.randrange(1, 30), "ignore_eos": True}
+            sent.append(site.send(CHAT, body))
+            await asyncio.sleep(rng.uniform(0.0, 0.01))
+        assert poison is not None
+        assert refused(await poison.end())
+        assert len(poisoned.dead) == 2
+        assert [(await one.end()).status for one in sent] == [200] * 24
+        assert b"suspected_poison_total 1.0" in (await site.get("/metrics")).body
+
+    play(scenario, relays=relays, at_rest=False, **FLEET)
+
+
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+RUST = "failed to submit chat request: engine core reported fatal failure"
+
+
+@WORKERS
+@pytest.mark.parametrize("words", [DEAD, RUST], ids=["python", "rust"])
+@pytest.mark.parametrize("status", [500, 503, 200], ids=["answer", "unavailable", "event"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_says_that_it_has_died_is_one_that_died(
+    play: "Play", role: str, status: int, words: str, relays: int
+) -> None:
+    error = {"message": words, "type": "InternalServerError", "param": None, "code": 500}
+    said = json.dumps({"error": error}).encode()
+    asked: list[str] = []
+
+    async def scenario(site: "Site") -> None:
+        take = site.take
+
+        def taken(engine: str, request: "Request", reply: "Reply") -> bool:
+            if not (engine.startswith(role) and is_poison(request)):
+                return take(engine, request, reply)
+            asked.append(engine)
+            if status == 200 and role == "decode":
+                reply.start(200, [(b"content-type", b"text/event-stream")])
+                reply.write(b"data: " + said + b"\n\ndata: [DONE]\n\n")
+                reply.end()
+            else:
+                code = 500 if status == 200 else status
+                reply.send(code, [(b"content-type", b"application/json")], said)
+            return True
+
+        site.take = taken  # type: ignore[method-assign]
+        for _ in range(3):
+            assert refused(await site.post(CHAT, BODIES[CHAT] | {"stream": True}, POISON))
+        assert len(asked) == len(set(asked)) == 2
+
+    play(scenario, relays=relays, at_rest=False, **FLEET)
+
+
+@WORKERS
+def test_who_is_refused_is_counted_and_logged_and_forgotten(
+    play: "Play", relays: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(site: "Site") -> None:
+        page = (await site.get("/metrics")).body
+        assert b"balanceroute_suspected_poison_total 0.0" in page
+        poisoned = Poisoned(site, "prefill")
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+                await asyncio.sleep(2.0)
+        lines = [one for one in caplog.records if "two engines died" in one.getMessage()]
+        assert len(lines) == 1
+        page = (await site.get("/metrics")).body
+        assert b"balanceroute_suspected_poison_total 1.0" in page
+        for engine in poisoned.dead:
+            await site.fleet.restore(engine)
+        await asyncio.sleep(KEPT_S + 10.0)
+        assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+        assert len(poisoned.dead) == 2 * MOST_DEATHS
+
+    play(scenario, relays=relays, at_rest=False, **FLEET)
