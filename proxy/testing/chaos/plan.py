@@ -27,6 +27,7 @@ from balanceroute.proxy.testing.chaos.locality import (
     with_updates,
 )
 from balanceroute.proxy.testing.chaos.orders import ADMIN, Order, draw_orders, ordered_drains
+from balanceroute.proxy.testing.chaos.poison import Poison, draw_poisons, without_hiding
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.tenants import TenantPlan, draw_tenants, with_keys
 from balanceroute.proxy.testing.chaos.traces import FLAGS as TRACING
@@ -79,6 +80,7 @@ class Plan:
         tenants: None for none.
         collector: What the collector of traces answers, see `traces`; empty for no tracing.
         orders: What an administrator orders, in the order of their beginnings.
+        poisons: The requests that kill engines.
     """
 
     seed: int
@@ -92,6 +94,7 @@ class Plan:
     tenants: TenantPlan | None = None
     collector: tuple[int, ...] = ()
     orders: tuple[Order, ...] = ()
+    poisons: tuple[Poison, ...] = ()
 
     @property
     def has_bad_wires(self) -> bool:
@@ -130,6 +133,8 @@ def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = Fals
     if collector := draw_collector(seed):
         world = replace(plan.world, flags={**plan.world.flags, **TRACING})
         plan = replace(plan, world=world, collector=collector)
+    if not long:
+        plan = with_poisons(plan)
     if tenants is None:
         return plan
     world = replace(
@@ -180,6 +185,16 @@ def with_holders(plan: Plan) -> Plan:
         ),
         calm_s=max(plan.calm_s, *(one.end_s + 0.1 for one in faults)),
     )
+
+
+def with_poisons(plan: Plan) -> Plan:
+    """Return a plan with the requests that kill engines, if there are any in its seed."""
+    if plan.weather is Weather.CALM:
+        return plan
+    poisons = draw_poisons(plan.seed, plan.visits)
+    if not poisons:
+        return plan
+    return replace(plan, poisons=poisons, injections=without_hiding(plan.injections))
 
 
 def with_orders(plan: Plan, *, of_all: bool = False) -> Plan:

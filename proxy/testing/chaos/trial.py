@@ -43,6 +43,7 @@ from balanceroute.proxy.testing.chaos.ledger_watch import LedgerWatch
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
+from balanceroute.proxy.testing.chaos.poison import Poisoner
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
@@ -156,6 +157,7 @@ class Trial:
         parts = self._world.parts
         self._has_bad_wires = any(self._plan_of(part).has_bad_wires for part in parts)
         clean = not self._has_bad_wires
+        self._poisoner = Poisoner(self._world, plan.poisons)
         self._administrator = Administrator(self._world, parts[0], plan.orders, clean=clean)
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
@@ -206,9 +208,7 @@ class Trial:
         self._begin_s = self._loop.time()
         for front in world.fronts:
             self._loop.network.rule("127.0.0.1", front.server.port, self._link)
-        for saboteur in self._saboteurs:
-            saboteur.begin(self._begin_s)
-        self._administrator.begin(self._begin_s)
+        self._begin_faults()
         self._begin_more()
         self._report.faults += client_faults(plan)
         self._plan_kills()
@@ -224,6 +224,7 @@ class Trial:
         for saboteur in self._saboteurs:
             await saboteur.stop()
         await self._administrator.stop()
+        await self._poisoner.stop()
         await self._end_more()
         world.journal.write("calm")
         await self._await_end(visits)
@@ -245,6 +246,12 @@ class Trial:
         for saboteur in self._saboteurs:
             saboteur.close()
         self._sum_up()
+
+    def _begin_faults(self) -> None:
+        for saboteur in self._saboteurs:
+            saboteur.begin(self._begin_s)
+        self._administrator.begin(self._begin_s)
+        self._poisoner.begin()
 
     async def _shut_down(self, planned_s: float) -> None:
         await self._until(planned_s)
@@ -462,6 +469,8 @@ class Trial:
         world, report = self._world, self._report
         for saboteur in self._saboteurs:
             report.faults.update(saboteur.done)
+        report.faults.update(self._poisoner.done)
+        report.violations += self._poisoner.violations()
         report.faults.update(self._administrator.done)
         report.violations += self._administrator.promises.found
         counters = report.counters
