@@ -35,9 +35,6 @@ class Status(Enum):
     REMOVED = "removed"
 
 
-LEAVING = frozenset({Status.DRAINING, Status.REMOVED})
-"""Of an instance that is to go away."""
-
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _UP = Status.UP
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
-from balanceroute.proxy.live.engines.instances import LEAVING
 from balanceroute.proxy.live.openai.answer import counts_of, passable_headers
 from balanceroute.proxy.live.openai.api_error import (
     JSON_HEADERS,
@@ -300,7 +299,6 @@ class SingleExchange:
         """Note that the engine died while it worked on this."""
         assert self._prefiller is not None
         if self.fingerprint:
-            leaving = self._prefiller.status in LEAVING
             self._owner.suspects.died(
                 EngineDied(
                     self.fingerprint,
@@ -309,7 +307,6 @@ class SingleExchange:
                     self._sent_s,
                     self._owner.clock(),
                     said=said,
-                    leaving=leaving,
                 )
             )
 

@@ -377,7 +377,6 @@ class EngineDied(Struct, frozen=True, array_like=True, tag=31):
     sent_s: float
     died_s: float
     said: bool
-    leaving: bool
 
 
 CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | FirstToken

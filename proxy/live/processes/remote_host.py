@@ -200,7 +200,6 @@ class RemoteHost:
             from_relay.EngineDied(
                 *(died.fingerprint, name, target.role, target.url, died.sent_s, died.died_s),
                 said=died.said,
-                leaving=died.leaving,
             )
         )
 

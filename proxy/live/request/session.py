@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import LEAVING, Target
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
@@ -430,7 +430,6 @@ class Session:
             sent_s,
             self.context.clock(),
             said=said,
-            leaving=engine.status in LEAVING,
         )
         self.context.suspects.died(died)
         return self._deaths() < MOST_DEATHS

@@ -3,8 +3,8 @@
 A prompt whose engine dies is tried on one engine more. Of two deaths under one prompt the prompt is the
 likeliest cause, and it is refused from then on, whoever sends it. The others that were on a dead engine
 are suspects as well, until the prompt that explains that death is found. Where more than `FEW` prompts
-have died twice with one engine, or only after a long time, or as the engine was to go away, none of them
-is refused: then the engines are the likelier cause. See docs/failures.md.
+have died twice with one engine, or only after a long time, none of them is refused: then the engines are the
+likelier cause. See docs/failures.md.
 
 Prompts are known by keyed hashes. All processes of a proxy share the key, and the scheduler process has
 the memory that counts: relays judge by what it told them last, and by what they have seen since.
@@ -44,7 +44,10 @@ REASON = "two engines died while they worked on this prompt, so it is not tried 
 SUSPECTED = "poison"
 """What a request is refused for whose prompt may kill engines; see `RequestRecord.refused_for`."""
 
-# All that was on an engine hears of its death within this time.
+# All that was on an engine loses its connection within this time, as its system closes them at once; what
+# is lost later is lost otherwise.
+_TOGETHER_S = 0.5
+# So long the others on an engine are awaited before it is decided who is refused.
 _SETTLED_S = 0.1
 # vLLM's server answers for some seconds after its engine has died: what comes then did not kill it.
 _DEAD_S = 10.0
@@ -83,7 +86,6 @@ class EngineDied(Struct, frozen=True):
         sent_s: When it was sent the prompt, by the loop's clock.
         died_s: When it was seen to be dead.
         said: Whether the engine's server lives, and says so.
-        leaving: Whether the engine was to go away.
     """
 
     fingerprint: bytes
@@ -92,7 +94,6 @@ class EngineDied(Struct, frozen=True):
     sent_s: float
     died_s: float
     said: bool
-    leaving: bool
 
 
 class Suspicion(Struct, frozen=True, array_like=True):
@@ -115,14 +116,12 @@ class Death(Struct, eq=False):
     Attributes:
         hit: When each prompt was sent there that was there.
         ids: Of their requests.
-        expected: Whether the engine was to go away.
         judged: Whether everybody has been heard, and who is to be refused has been decided.
         explained: Whether one of these prompts is refused for it, so that the others are no suspects.
     """
 
     target: Target
     at_s: float
-    expected: bool
     hit: dict[bytes, float] = {}
     ids: list[str] = []
     judged: bool = False
@@ -215,7 +214,6 @@ class Suspects:
         death = self._death(report)
         if death is None or report.fingerprint in death.hit:
             return
-        death.expected |= report.leaving
         death.hit[report.fingerprint] = report.sent_s
         if len(death.ids) < FEW:
             death.ids.append(report.request_id)
@@ -223,6 +221,7 @@ class Suspects:
         suspect.until_s = self._clock() + KEPT_S
         suspect.deaths.append(death)
         self._suspects[report.fingerprint] = suspect
+        self._judge_soon(death)
         if len(self._suspects) > MOST_PROMPTS:
             del self._suspects[next(iter(self._suspects))]
         self.changed()
@@ -251,14 +250,20 @@ class Suspects:
     def _death(self, report: EngineDied) -> Death | None:
         """Return which death it was; None if the engine was dead before it was sent this prompt."""
         at_s, known = report.died_s, self._latest.get(report.target)
-        if known is not None and report.sent_s < known.at_s:
-            return known
-        if known is not None and report.said and at_s < known.at_s + _DEAD_S:
-            return None
-        death = self._latest[report.target] = Death(report.target, at_s, report.leaving)
-        if self._call_later is not None:
-            self._call_later(_SETTLED_S, lambda: self._judge(death))
+        if known is not None:
+            if report.sent_s < known.at_s and at_s < known.at_s + (
+                _DEAD_S if report.said else _TOGETHER_S
+            ):
+                return known
+            if report.said and at_s < known.at_s + _DEAD_S:
+                return None
+        death = self._latest[report.target] = Death(report.target, at_s)
         return death
+
+    def _judge_soon(self, death: Death) -> None:
+        if self._call_later is not None and (death.judged or len(death.hit) == 1):
+            self._call_later(_SETTLED_S, lambda: self._judge(death))
+        death.judged = False
 
     def _judge(self, death: Death) -> None:
         """Decide which of the prompts on a dead engine are refused, once all have been heard."""
@@ -275,7 +280,7 @@ class Suspects:
             for name, suspect in twice
             if death.at_s - death.hit[name] <= SOON_S and not suspect.refused
         ]
-        if guilty and len(twice) <= FEW and not death.expected:
+        if guilty and len(twice) <= FEW:
             for suspect in guilty:
                 suspect.refused = True
                 for one in suspect.deaths:

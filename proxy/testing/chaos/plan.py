@@ -27,7 +27,12 @@ from balanceroute.proxy.testing.chaos.locality import (
     with_updates,
 )
 from balanceroute.proxy.testing.chaos.orders import ADMIN, Order, draw_orders, ordered_drains
-from balanceroute.proxy.testing.chaos.poison import Poison, draw_poisons, without_hiding
+from balanceroute.proxy.testing.chaos.poison import (
+    Poison,
+    draw_poisons,
+    with_repetitions,
+    without_hiding,
+)
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.tenants import TenantPlan, draw_tenants, with_keys
 from balanceroute.proxy.testing.chaos.traces import FLAGS as TRACING
@@ -52,6 +57,8 @@ _TIMEOUTS = (
     "idle_stream_timeout_s",
     "answer_timeout_s",
 )
+# Engines of a role, if requests kill them: else none is left that might die.
+_MOST_TO_DIE = 4
 # Of a request, on average.
 _SEQUENCES = 1.4
 
@@ -194,7 +201,21 @@ def with_poisons(plan: Plan) -> Plan:
     poisons = draw_poisons(plan.seed, plan.visits)
     if not poisons:
         return plan
-    return replace(plan, poisons=poisons, injections=without_hiding(plan.injections))
+    visits = with_repetitions(plan.visits, poisons)
+    engines = plan.world.engines
+    engines = replace(
+        engines,
+        prefillers=max(engines.prefillers, _MOST_TO_DIE),
+        ranks=max(engines.ranks, _MOST_TO_DIE),
+    )
+    return replace(
+        plan,
+        world=replace(plan.world, engines=engines),
+        visits=visits,
+        poisons=poisons,
+        injections=without_hiding(plan.injections),
+        calm_s=max(plan.calm_s, visits[-1].start_s + 1.0),
+    )
 
 
 def with_orders(plan: Plan, *, of_all: bool = False) -> Plan:

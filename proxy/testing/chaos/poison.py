@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.emulate.engine import Engine
@@ -21,9 +21,14 @@ from balanceroute.proxy.testing.chaos.world import Part, World
 # How often engines are looked at: no step is as short.
 _LOOK_S = 0.001
 _SHARE = 0.3
-# With these nobody can see that an engine has died, or sees it late, when the request has gone on.
-_HIDING = frozenset(
-    {Act.LINK, Act.MEDDLE, Act.NAME, Act.SILENCE, Act.STANDSTILL, Act.SUSPENSION, Act.DESCRIPTORS}
+# With all others nobody can see that an engine has died, or one seems to have that has not.
+_CLEAR = frozenset({Act.POLICY, Act.DECISION, Act.WALL_CLOCK, Act.DISK, Act.KEYS, Act.DRAIN})
+_CLEAR_CHANGES = frozenset(
+    {
+        *("status_400", "status_413", "status_429", "status_500", "status_503", "retry_after_s"),
+        *("delay_s", "unhealthy", "malformed_scrape", "slow_scrape_s", "lease_s", "eos_first"),
+        *("drop_kv_params", "alien_kv_params", "recomputed_after_tokens", "keep_alive_s"),
+    }
 )
 
 
@@ -43,12 +48,14 @@ class Poison:
         name: Its request id, which no other request has, as none has its prompt.
         tokens: Those that an engine emits before it dies.
         down_s: How long the engine is down.
+        again_s: When the client sends it again, each time after the time before.
     """
 
     name: str
     when: When
     tokens: int
     down_s: float
+    again_s: tuple[float, ...]
 
     def is_due(self, exchange: Exchange) -> bool:
         """Return whether an engine dies of it now."""
@@ -58,27 +65,50 @@ class Poison:
 def draw_poisons(seed: int, visits: Sequence[Visit]) -> tuple[Poison, ...]:
     """Return the requests that kill engines; for most seeds none."""
     rng = random.Random(f"poison {seed}")
+    if rng.random() >= _SHARE:
+        return ()
     requests = [one for visit in visits for one in visit.requests]
     bodies, names = Counter(r.body for r in requests), Counter(r.request_id for r in requests)
     own = [
-        r
-        for r in requests
-        if bodies[r.body] == names[r.request_id] == 1 and not (r.forbidden or r.deadline_ms)
+        visit
+        for visit in visits
+        if not (visit.departure or visit.pauses or visit.requests[0].forbidden)
+        and len(visit.requests) == 1
+        and bodies[visit.requests[0].body] == names[visit.requests[0].request_id] == 1
     ]
-    if rng.random() >= _SHARE or not own:
-        return ()
-    chosen = rng.sample(own, min(len(own), rng.choice([1, 2, 3])))
     poisons = []
-    for one in chosen:
+    for visit in rng.sample(own, min(len(own), rng.choice([1, 2, 3]))):
         when = rng.choice(list(When))
         tokens = {When.PREFILL: 0, When.FIRST: 1, When.LATER: rng.randint(2, 6)}[when]
-        poisons.append(Poison(one.request_id, when, tokens, rng.uniform(0.5, 3.0)))
+        again_s = tuple(rng.uniform(0.4, 2.0) for _ in range(rng.choice([0, 2, 3])))
+        name = visit.requests[0].request_id
+        poisons.append(Poison(name, when, tokens, rng.uniform(0.5, 3.0), again_s))
     return tuple(poisons)
 
 
+def with_repetitions(visits: Sequence[Visit], poisons: Sequence[Poison]) -> tuple[Visit, ...]:
+    """Return visits with those in which clients send such a prompt again."""
+    again = []
+    number = max(one.number for visit in visits for one in visit.requests)
+    for poison in poisons:
+        first = next(one for one in visits if one.requests[0].request_id == poison.name)
+        start_s = first.start_s
+        for place, pause_s in enumerate(poison.again_s):
+            start_s += pause_s
+            number += 1
+            name = f"{poison.name}-again{place}"
+            request = replace(first.requests[0], number=number, request_id=name)
+            again.append(replace(first, start_s=start_s, requests=(request,)))
+    return tuple(sorted([*visits, *again], key=lambda visit: visit.start_s))
+
+
 def without_hiding(injections: Sequence[Injection]) -> tuple[Injection, ...]:
-    """Return the faults with which it is seen at once that an engine has died."""
-    return tuple(one for one in injections if one.act not in _HIDING)
+    """Return the faults beside which it is seen at once whether an engine has died."""
+    return tuple(
+        one
+        for one in injections
+        if one.act in _CLEAR or (one.act is Act.BOARD and one.changes.keys() <= _CLEAR_CHANGES)
+    )
 
 
 class Poisoner:
@@ -128,10 +158,15 @@ class Poisoner:
     def _look_at(self, part: Part, engine: Engine) -> None:
         for exchange, call in engine.exchanges.items():
             name = call.name.removeprefix("tokens-")  # Of answers of token ids.
-            poison = self._poisons.get(name) or self._poisons.get(name.rpartition("-")[0])
+            poison = self._poison_of(name)
             if engine.alive and poison is not None and poison.is_due(exchange):
                 self._kill(part, engine, poison)
                 return
+
+    def _poison_of(self, name: str) -> Poison | None:
+        """Return what a request is that kills engines; the proxy may have added to its name."""
+        words = name.split("-")
+        return self._poisons.get("-".join(words[:2]))
 
     def _kill(self, part: Part, engine: Engine, poison: Poison) -> None:
         self._world.journal.write("poison", poison.name, engine.name)

@@ -47,11 +47,10 @@ class Clock:
         *prompts: bytes,
         sent_s: float | None = None,
         said: bool = False,
-        leaving: bool = False,
     ) -> None:
         sent_s = self.now_s - 0.5 if sent_s is None else sent_s
         for prompt in prompts:
-            died = EngineDied(prompt, prompt.decode(), engine, sent_s, self.now_s, said, leaving)
+            died = EngineDied(prompt, prompt.decode(), engine, sent_s, self.now_s, said)
             self.suspects.died(died)
 
     def refused(self, *prompts: bytes) -> list[bytes]:
@@ -110,13 +109,27 @@ def test_a_prompt_that_was_long_on_an_engine_is_not_refused() -> None:
     assert (clock.refused(b"p"), clock.suspects.deaths(b"p")) == ([], 2)
 
 
-def test_nothing_is_refused_for_an_engine_that_was_to_go_away() -> None:
+def test_a_connection_that_is_lost_later_is_another_death() -> None:
     clock = Clock()
-    clock.die(A, b"p", leaving=True)
+    clock.die(A, b"other", b"beside", sent_s=999.0)
     clock.wait()
-    clock.die(B, b"p", leaving=True)
+    clock.die(B, b"other", sent_s=1_000.5)
     clock.wait()
-    assert (clock.refused(b"p"), clock.suspects.deaths(b"p")) == ([], 2)
+    assert (clock.refused(b"other"), clock.suspects.deaths(b"beside")) == ([b"other"], 0)
+    clock.die(B, b"p", sent_s=1_000.4)
+    assert clock.suspects.deaths(b"p") == 1
+
+
+def test_who_is_heard_late_of_a_death_is_judged_too() -> None:
+    clock = Clock()
+    clock.die(A, b"p")
+    clock.wait()
+    clock.die(B, b"q")
+    clock.wait(0.3)
+    clock.die(B, b"p", sent_s=1_000.9)
+    assert clock.refused(b"p") == [b"p"]
+    clock.wait()
+    assert (clock.refused(b"p"), clock.condemned) == ([b"p"], 1)
 
 
 def test_what_a_dead_engine_was_sent_did_not_kill_it() -> None:
@@ -161,7 +174,7 @@ def test_another_process_knows_what_it_is_told() -> None:
     assert [other.deaths(one) for one in (b"once", b"p")] == [1, 0]
     assert [other.refuses(one) for one in (b"once", b"p")] == [False, True]
     assert other.tell() == clock.suspects.tell()
-    died = EngineDied(b"once", "", D, clock.now_s, clock.now_s, said=False, leaving=False)
+    died = EngineDied(b"once", "", D, clock.now_s, clock.now_s, said=False)
     other.died(died)
     assert other.refuses(b"once")  # Until it is told what came of that.
     other.adopt(b"another", ())

@@ -1,0 +1,40 @@
+"""Requests that kill engines, as a fault of drawn runs."""
+
+import pytest
+
+from balanceroute.proxy.live.request.suspects import Suspects
+from balanceroute.proxy.testing.chaos.plan import draw_plan
+from balanceroute.proxy.testing.chaos.poison import When
+from balanceroute.proxy.testing.chaos.trial import Report, run_plan
+
+REQUESTS = 30
+# With such requests, of every kind.
+SEEDS = (7, 54, 63)
+
+
+def run(seed: int, relays: int = 0) -> Report:
+    plan = draw_plan(seed, requests=REQUESTS)
+    assert plan.poisons
+    return run_plan(plan, relays=relays)
+
+
+def test_such_requests_are_drawn_of_every_kind() -> None:
+    drawn = [one for seed in range(60) for one in draw_plan(seed, requests=REQUESTS).poisons]
+    assert {one.when for one in drawn} == set(When)
+    assert any(one.again_s for one in drawn)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_engines_die_of_one_at_most(seed: int, relays: int) -> None:
+    report = run(seed, relays)
+    assert not report.violations
+    assert sum(n for kind, n in report.faults.items() if "kills its engine" in kind) >= 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_proxy_that_counts_no_deaths_is_found_out(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Suspects, "died", lambda *_: None)
+    assert any("engines died of" in one for one in run(seed).violations)
