@@ -103,6 +103,7 @@ def full_page() -> bytes:
     engine = Target(Role.DECODE, "http://d:8000")
     metrics.engines.added(engine)
     metrics.engines.leg_failed(engine, Fault.RESET)
+    metrics.engines.left_no_kv(engine, "absent")
     metrics.engines.kv_events_lost("gap")
     metrics.decisions.dispatched("total", 0.0)
     metrics.decisions.failed("policy")

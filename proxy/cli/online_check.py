@@ -6,19 +6,22 @@ Of each engine three pages are read: /version, /v1/models and /metrics. No reque
 import asyncio
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.engines.engine_facts import EngineFacts, facts_of, misfits
+from balanceroute.proxy.live.engines.engine_facts import EngineFacts, doubts, facts_of, misfits
 from balanceroute.proxy.live.engines.engine_gauges import (
     MAX_PAGE_BYTES,
+    KvSigns,
     MetricsPageError,
     cache_configs,
+    kv_signs,
     kv_tokens_of,
 )
+from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.engines.pairing import VersionPage
 from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
@@ -44,16 +47,20 @@ class Seen:
     Attributes:
         ranks: The data-parallel ranks that the topology expects behind the address; None if it
             leaves that to the engine.
+        named: Those that the proxy names with requests.
         caches: The labels of the KV cache's configuration, one set for each rank.
+        signs: What else its metrics tell.
         fault: Why it could not be asked; "" if it was.
     """
 
     role: str
     url: str
     ranks: int | None = 1
+    named: tuple[int, ...] = ()
     version: str = ""
     models: tuple[ServedModel, ...] = ()
     caches: tuple[dict[str, str], ...] = field(default=())
+    signs: KvSigns = KvSigns()
     fault: str = ""
 
     @property
@@ -93,7 +100,7 @@ def judge(topology: "Topology", connector: str, seen: Sequence[Seen]) -> Iterato
             yield Finding("error", f"{one.role} {one.url}", one.fault)
         else:
             answered.append(one)
-            yield from _judge_one(topology, one)
+            yield from _judge_one(topology, connector, one)
     prefillers = [one for one in answered if one.role == "prefill"]
     decoders = [one for one in answered if one.role == "decode"]
     reported: set[str] = set()
@@ -106,13 +113,13 @@ def judge(topology: "Topology", connector: str, seen: Sequence[Seen]) -> Iterato
                     yield finding
 
 
-def _judge_one(topology: "Topology", one: Seen) -> Iterator[Finding]:
+def _judge_one(topology: "Topology", connector: str, one: Seen) -> Iterator[Finding]:
     key = f"{one.role} {one.url}"
-    names = {model.name for model in one.models}
-    for name in topology.models:
-        if name not in names:
-            reason = f"does not serve {name!r}, but {', '.join(sorted(names)) or 'no model'}"
-            yield Finding("error", key, reason)
+    if topology.models and not one.models:
+        yield Finding("error", key, "serves no model")
+    told = one.version, one.models, one.signs
+    for doubt in doubts(Role(one.role), connector, *told, wanted=topology.models, ranks=one.named):
+        yield Finding("note" if doubt.endswith("?") else "error", key, doubt)
     engines = topology.engines
     # vllm-ascend's version is not vLLM's.
     wanted = None if engines is None or engines.device == "npu" else engines.version
@@ -163,34 +170,40 @@ def _client(config: "ProxyConfig", ca_file: "Path | None") -> PageClient:
 
 
 async def _look_at_all(config: "ProxyConfig", client: PageClient) -> list[Seen]:
-    decoders: dict[EngineUrl, int | None] = {}
+    seen: dict[tuple[str, EngineUrl], Seen] = {}
+    for prefill in config.prefillers:
+        seen["prefill", prefill.url] = Seen("prefill", prefill.url.base, None)
     for server in config.decoders:
-        decoders[server.url] = None if server.discover else len(server.rank_ids or (0,))
-    targets: list[tuple[str, EngineUrl, int | None]] = [
-        *(("prefill", server.url, None) for server in config.prefillers),
-        *(("decode", url, ranks) for url, ranks in decoders.items()),
-    ]
+        named = () if server.discover else server.rank_ids or ()
+        ranks = None if server.discover else len(server.rank_ids or (0,))
+        seen["decode", server.url] = Seen("decode", server.url.base, ranks, named)
     turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def look(role: str, url: "EngineUrl", ranks: int | None) -> Seen:
+    async def look(one: Seen) -> Seen:
         async with turns:
-            return await _look_at(pages, role, url.base, ranks)
+            return await _look_at(pages, one)
 
     async with client as pages:
-        return await asyncio.gather(*(look(*target) for target in targets))
+        return await asyncio.gather(*map(look, seen.values()))
 
 
-async def _look_at(pages: PageClient, role: str, url: str, ranks: int | None) -> Seen:
+async def _look_at(pages: PageClient, one: Seen) -> Seen:
     page = "/version"
     try:
         version = msgspec.json.decode(
-            await pages.page(url + page, max_bytes=1 << 16), type=VersionPage
+            await pages.page(one.url + page, max_bytes=1 << 16), type=VersionPage
         ).version
         page = "/v1/models"
-        models = parse_models(await pages.page(url + page, max_bytes=1 << 20))
+        models = parse_models(await pages.page(one.url + page, max_bytes=1 << 20))
         page = "/metrics"
-        metrics = await pages.page(url + page, max_bytes=MAX_PAGE_BYTES)
-        caches = tuple(cache_configs(metrics))
-    except (UnansweredError, ModelsPageError, MetricsPageError, ValueError) as error:
-        return Seen(role, url, fault=f"{page}: {error}")
-    return Seen(role, url, ranks, version, models, caches)
+        metrics = await pages.page(one.url + page, max_bytes=MAX_PAGE_BYTES)
+        caches, signs = tuple(cache_configs(metrics)), kv_signs(metrics)
+    except (
+        UnansweredError,
+        ModelsPageError,
+        MetricsPageError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        return replace(one, fault=f"{page}: {error}")
+    return replace(one, version=version, models=models, caches=caches, signs=signs)

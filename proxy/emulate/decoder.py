@@ -230,7 +230,9 @@ class Decoder:
         """Continue after the pull: the prefiller's blocks are free, and no token was emitted yet."""
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
-        self._counters[arrival.call.rank].pulled_tokens += len(prompt.tokens)
+        counters = self._counters[arrival.call.rank]
+        counters.pulled_tokens += len(prompt.tokens)
+        counters.pulls.add(-(-len(prompt.tokens) // self._settings.block_tokens))
         read = arrival.read
         if read is not None:
             read = [*read[:-1], NOTHING]  # The last token was computed from what is wrong.

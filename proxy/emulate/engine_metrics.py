@@ -11,6 +11,11 @@ from balanceroute.proxy.emulate.faults import MalformedScrape
 CONTENT_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 _REASONS = ("stop", "length", "abort", "error", "repetition")
 _HUGE_BYTES = 20 << 20
+_WORDS = {
+    "request_prompt_tokens": "Number of prefill tokens processed.",
+    "request_generation_tokens": "Number of generation tokens processed.",
+    "nixl_num_descriptors": "Histogram of number of descriptors per NIXL  KV Cache transfers.",
+}
 
 
 # Powers of ten times 1, 2 and 5, as vLLM's.
@@ -40,6 +45,7 @@ class RankCounters:
     """Counters of one rank of an engine.
 
     Attributes:
+        pulls: Blocks of each KV cache that was pulled.
         prefix_queries: Prompt tokens that were looked up in the prefix cache.
         prefix_hits: Those that were found.
         finished: Sequences by their finish reason, or "abort".
@@ -50,6 +56,7 @@ class RankCounters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     pulled_tokens: int = 0
+    pulls: LengthCounts = field(default_factory=LengthCounts)
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
@@ -85,8 +92,9 @@ def render_metrics(
     block_tokens: int,
     kv_tokens: int | None,
     awake: bool = True,
+    nixl: bool = False,
 ) -> bytes:
-    """Return the page."""
+    """Return the page; with metrics of NIXL, or without."""
     lines: list[str] = []
 
     def family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float]]) -> None:
@@ -130,6 +138,9 @@ def render_metrics(
     outputs = [(state.rank, state.counters.outputs) for state in states]
     lines += _histogram("request_prompt_tokens", prompts, model)
     lines += _histogram("request_generation_tokens", outputs, model)
+    if nixl:
+        pulls = [(state.rank, state.counters.pulls) for state in states]
+        lines += _histogram("nixl_num_descriptors", pulls, model)
     words, config = "Information of the LLMEngine CacheConfig", _config(block_tokens, kv_tokens)
     family("cache_config_info", "gauge", words, ((text, 1.0) for text, _ in each(config)))
     return ("\n".join(lines) + "\n").encode()
@@ -145,7 +156,7 @@ def _config(block_tokens: int, kv_tokens: int | None) -> dict[str, str]:
 
 
 def _histogram(name: str, ranks: Sequence[tuple[int, LengthCounts]], model: str) -> list[str]:
-    lines = [f"# HELP vllm:{name} Number of tokens processed.\n# TYPE vllm:{name} histogram"]
+    lines = [f"# HELP vllm:{name} {_WORDS[name]}\n# TYPE vllm:{name} histogram"]
     for rank, lengths in ranks:
         bounds = [*(f"{bound}.0" for bound in _LENGTH_BOUNDS), "+Inf"]
         for bound, count in zip(bounds, accumulate(lengths.counts), strict=True):

@@ -150,6 +150,7 @@ class Routes:
                 block_tokens=settings.block_tokens,
                 kv_tokens=engine.role.kv_tokens,
                 awake=not engine.asleep,
+                nixl=settings.connector == "nixl",
             ),
         )
         if engine.faults.malformed_scrape is not None:

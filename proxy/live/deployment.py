@@ -139,6 +139,7 @@ class Deployment:
             config.health,
             fetch=self.fetcher.status,
             on_change=self._health_changed,
+            on_known=self.roster.health_known,
             on_error=failures.report,
             clock=clock,
             rng=environment.rng,
@@ -212,7 +213,8 @@ class Deployment:
         with roster.one_change():
             for target in set(standing.draining).intersection(roster.targets()):
                 roster.drain(target.role, target.url)
-        await roster.pairing.ask(set(roster.targets()))
+        asked = roster.pairing.ask(set(roster.targets()))
+        await asyncio.gather(asked, self.health.probe_new())
 
     def tasks(self) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """Return what runs in the background, by name."""
@@ -507,7 +509,7 @@ def _make_roster(
         ),
         slots=RankSlots(config.scheduling.batch),
         utilisation_limit=config.scheduling.prefiller_utilisation_limit,
-        pairing=Pairing(instances, connector, page, active=active),
+        pairing=Pairing(instances, connector, page, active=active, models=config.engines.model),
         unix_s=unix_s,
         left=fetcher.forget,
     )

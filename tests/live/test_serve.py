@@ -66,6 +66,34 @@ def test_it_says_when_it_is_ready_and_serves(make_exchanged: "MakeExchanged") ->
     play(main())
 
 
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"]])
+def test_it_is_not_ready_before_an_engine_of_each_role_was_probed(
+    make_exchanged: "MakeExchanged", flags: list[str]
+) -> None:
+    async def main() -> None:
+        with socket.create_server((HOST, 0)) as silent:  # It takes connections and says nothing.
+            url = f"http://{HOST}:{silent.getsockname()[1]}"
+            async with (
+                engines() as fleet,
+                serving(
+                    make_exchanged,
+                    [url],
+                    fleet.decode_urls,
+                    *("--health-timeout-s", "60", "--no-check-pairs", *flags),
+                ) as served,
+            ):
+                for client in (served.client, served.admin):
+                    for _ in range(3):
+                        assert (await client.get("/ready")).status == 503
+                        assert (await client.get("/health")).status == 200
+                refused = await served.client.post(COMPLETIONS, STREAM)
+                assert refused.status == 503
+                served.process.send_signal(signal.SIGTERM)
+                assert (await served.exit())[0] == 0
+
+    play(main())
+
+
 def test_one_process_stays_when_it_is_told_to_hand_over(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
         async with (

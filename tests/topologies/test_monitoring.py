@@ -88,6 +88,10 @@ def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
 
 # Series of a minute each, and the alert that they raise.
 RAISING: dict[str, dict[str, str]] = {
+    "BalanceRouteKvCachesMissing": {
+        'balanceroute_prefills_without_kv_total{prefiller="p",reason="absent"}': "0x20 1x10"
+    },
+    "BalanceRouteEngineDoubted": {'balanceroute_rank_doubts{rank="0",name="d"}': "0x5 1x25"},
     "BalanceRouteLeasesNearTheirEnd": {"balanceroute_pooled_lease_used_ratio": "0.8x30"},
     "BalanceRouteStepsMisjudged": {
         'balanceroute_decode_step_seconds{job="proxy"}': "0.05x30",
@@ -96,6 +100,9 @@ RAISING: dict[str, dict[str, str]] = {
     },
 }
 SILENT = {
+    'balanceroute_prefills_without_kv_total{prefiller="p",reason="absent"}': "3x30",
+    'balanceroute_prefiller_doubts{prefiller="0",name="p"}': "0x30",
+    'balanceroute_rank_doubts{rank="0",name="d"}': "0x30",
     "balanceroute_pooled_lease_used_ratio": "0.7x30",
     'balanceroute_decode_step_seconds{job="proxy"}': "0.031x30",
     'vllm:inter_token_latency_seconds_sum{instance="d0"}': "0+3x30",

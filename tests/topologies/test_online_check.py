@@ -26,6 +26,10 @@ class Pages:
     ranks: int = 1
     block_size: int = 16
     cache_dtype: str = "auto"
+    nixl: bool = True
+    prompts: int = 0
+    asked: int = 0
+    pulls: int = 0
     key: str = ""
 
     def page(self, path: str) -> str | None:
@@ -35,11 +39,20 @@ class Pages:
             f'cache_dtype="{self.cache_dtype}",num_gpu_blocks="100"}} 1.0\n'
             for rank in range(self.ranks)
         )
+        usages = "".join(
+            f'vllm:kv_cache_usage_perc{{engine="{rank}"}} 0.0\n' for rank in range(self.ranks)
+        )
+        tokens = f"vllm:prompt_tokens_total {self.prompts}\n"
+        tokens += f"vllm:external_prefix_cache_queries_total {self.asked}\n"
+        nixl = f"vllm:nixl_num_descriptors_count {self.pulls}\n" if self.nixl else ""
         return {
             "/version": json.dumps({"version": self.version}),
             "/v1/models": json.dumps({"object": "list", "data": [card]}),
-            "/metrics": f"# TYPE vllm:cache_config_info gauge\n{caches}",
+            "/metrics": f"# TYPE vllm:cache_config_info gauge\n{caches}{usages}{tokens}{nixl}",
         }.get(path)
+
+
+MISSING = "its --kv-transfer-config is missing, or is of another connector"
 
 
 @contextmanager
@@ -152,6 +165,19 @@ def test_engines_that_fit_are_told_with_their_memory(
         ),
         (Pages(name="other"), Pages(), 2, "error: prefill P0: does not serve 'm', but other"),
         (Pages(), Pages(ranks=3), 2, "error: decode D0: has 3 data-parallel ranks, the topology 1"),
+        (Pages(), Pages(nixl=False), 2, f"error: decode D0: has no metrics of NIXL: {MISSING}"),
+        (
+            Pages(prompts=9, nixl=False),
+            Pages(prompts=9, asked=9),
+            2,
+            f"error: prefill P0: computed prompts and asked no KV connector for any: {MISSING}",
+        ),
+        (
+            Pages(pulls=3),
+            Pages(pulls=3),
+            0,
+            "note: prefill P0: has pulled KV caches since its start, as decode engines do: is it one?",
+        ),
         (Pages(key="secret"), Pages(), 2, "error: prefill P0: /version: status 401"),
     ],
 )
@@ -206,6 +232,16 @@ def test_an_engine_that_does_not_answer_is_told(
 def test_emulated_engines_are_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "check", "emulated-2p8d", "--online"]) == 2
     assert "its engines are emulated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ids", ["[5]", "[0, 1]"])
+def test_a_rank_that_an_engine_does_not_have_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ids: str
+) -> None:
+    found = check(tmp_path, capsys, ranks=f"rank_ids = {ids}")
+    assert found.status == 2
+    rank = ids[-2]
+    assert f"error: decode D0: tells of no data-parallel rank {rank}, but of 0" in found.lines
 
 
 def test_https_engines_are_asked_by_the_topologys_authority_or_the_flags(

@@ -8,14 +8,26 @@ hangs silently (seen with vLLM 0.32, NIXL without `remote_host`).
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import ConnectorFacts
 
+MissingKv = Literal["complete", "absent", "unusable", "no_bootstrap"]
+"""Why: the answer has ended, has no parameters, or such as none can pull with, or the bootstrap server
+has not answered. The first is no fault."""
+
 
 class MissingKvError(BalanceRouteError):
-    """A prefill answer without usable KV-transfer parameters."""
+    """A prefill answer without usable KV-transfer parameters.
+
+    Attributes:
+        kind: The reason in a word, for metrics.
+    """
+
+    def __init__(self, kind: MissingKv, reason: str) -> None:
+        super().__init__(reason)
+        self.kind: MissingKv = kind
 
 
 @dataclass(frozen=True, slots=True)

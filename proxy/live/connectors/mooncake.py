@@ -29,7 +29,9 @@ class MooncakeConnector(Connector):
         """
         del returned
         if identity is None:
-            raise MissingKvError("the prefiller's bootstrap server has not answered")
+            raise MissingKvError(
+                "no_bootstrap", "the prefiller's bootstrap server has not answered"
+            )
         return {
             "do_remote_decode": False,
             "do_remote_prefill": True,

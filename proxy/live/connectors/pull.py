@@ -53,12 +53,14 @@ class PullConnector(Connector):
         """
         del transfer, identity
         if not isinstance(returned, dict):
-            raise MissingKvError("the prefill answer has no kv_transfer_params")
+            raise MissingKvError("absent", "the prefill answer has no kv_transfer_params")
         if returned.get("do_remote_prefill") is not True:
-            raise MissingKvError("kv_transfer_params of the prefill answer do not ask for a pull")
+            reason = "kv_transfer_params of the prefill answer do not ask for a pull"
+            raise MissingKvError("unusable", reason)
         for key, kind in _PULLED:
             value = returned.get(key)
             # Not isinstance: true is no port.
             if type(value) is not kind or not (value or kind is list):
-                raise MissingKvError(f"kv_transfer_params of the prefill answer lack {key}")
+                reason = f"kv_transfer_params of the prefill answer lack {key}"
+                raise MissingKvError("unusable", reason)
         return returned

@@ -19,16 +19,15 @@ class Readiness:
         """Log when a role has no engine left, and when each has one again."""
         missing = self._instances.missing
         self._was_ready |= not missing
-        if missing == self._missing:
-            return
+        new = missing - self._missing - self._instances.unprobed  # These may be up.
         message = (
             "no engine of a role is up" if self._was_ready else "waiting for engines of a role"
         )
-        for role in sorted(missing - self._missing, key=_name):
+        for role in sorted(new, key=_name):
             _log.warning(message, extra={"fields": {"role": role.value}})
-        if not missing:
+        if self._missing and not missing:
             _log.warning("the fleet is ready: an engine of each role is up")
-        self._missing = missing
+        self._missing = self._missing & missing | new
 
 
 def _name(role: Role) -> str:

@@ -275,7 +275,7 @@ class Roster:
         (reason,) = self.add_all([addition])
         if reason is not None:
             raise reason
-        await self.pairing.ask([target])
+        await asyncio.gather(self.pairing.ask([target]), self._health.probe_new())
         self._readiness.log()
 
     def add_all(self, additions: Sequence[Addition]) -> "list[ConfigError | ConflictError | None]":
@@ -434,6 +434,7 @@ class Roster:
                 instance.status = Status.UP if up else Status.QUARANTINED
             if isinstance(instance, Prefiller) and not up:
                 instance.identity = None  # A restarted engine has another id.
+                instance.without_kv = ""
         if up:
             self.pairing.doubt(target)  # It may have been updated.
         _log.warning(
@@ -446,6 +447,12 @@ class Roster:
             for instance in instances:
                 if isinstance(instance, Prefiller):
                     self._driver.lost.kv_lost(instance)
+
+    def health_known(self, target: Target) -> None:
+        """Note that a new instance was probed: it may serve."""
+        for instance in self.instances.of(target):
+            instance.probed = True
+        self._changed_itself(target)
 
     def utilisation_changed(self, target: Target, utilisation: float) -> None:
         """Take the result of a scrape."""
@@ -511,6 +518,8 @@ class Roster:
     def _watch(self, targets: Iterable[Target]) -> None:
         for target in targets:
             self.pairing.doubt(target)
+            for instance in self.instances.of(target):
+                instance.probed = False
             self._health.add(target)
             self._scraper.add(target)
             self._metrics.added(target)

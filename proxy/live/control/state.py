@@ -113,7 +113,8 @@ def instance_rows(
 ) -> list[dict[str, object]]:
     """Return one row per instance, with its last quarantine and the requests in flight on it.
 
-    `unfit` says why it is paired with no engine of the other role, where that is so.
+    `unfit` says why it is paired with no engine of the other role, where that is so, and `doubts` what
+    speaks against its place.
     """
     rows: list[dict[str, object]] = []
     counts = roster.in_flight()
@@ -171,6 +172,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             speed=1.0 if speeds is None else float(speeds[rank.id]),
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
             url=rank.target.url,
+            doubts=rank.doubts,
         )
         for rank in driver.instances.ranks
     ]
@@ -191,6 +193,7 @@ def _prefillers(
             held_tokens=budgets.held_tokens[prefiller.id],
             utilisation=prefiller.utilisation,
             quarantine=quarantines.get(prefiller.target, NO_QUARANTINE),
+            doubts=prefiller.doubts,
             cached_blocks=None if blocks is None else blocks.blocks(prefiller.id),
         )
         for prefiller in driver.instances.prefillers

@@ -1,5 +1,7 @@
 """What an engine tells of what prefill and decode must have in common, and whether two engines fit.
 
+And whether it fits its place, by what is only noted: it may be right later.
+
 vLLM 0.32 tells its version (/version), the path or name of the weights (`root` in /v1/models), and the
 type and the blocks of its KV cache (the labels of vllm:cache_config_info in /metrics). It does not
 tell tensor parallelism, revision, dtype or attention backend, so these cannot be compared; NIXL takes
@@ -16,11 +18,17 @@ A kernel's block may be smaller than the one that an engine tells, so other bloc
 refuse a pair, but for vllm-ascend's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from balanceroute.proxy.live.engines.engine_gauges import KvSigns
+from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.model_list import ServedModel
 
+# With the schedulers of vllm-ascend this is not known.
+_ASKED_ALWAYS = ("nixl", "mooncake")
+_NO_CONNECTOR = "its --kv-transfer-config is missing, or is of another connector"
 _UNSET = "auto"  # The type that the weights have.
 
 
@@ -112,6 +120,52 @@ def misfits(connector: str, prefill: EngineFacts, decode: EngineFacts) -> Iterat
         )
         why = "neither divides the other" if refused else "not every connector converts"
         yield Misfit(what, why, refused)
+
+
+def doubts(
+    role: Role,
+    connector: str,
+    version: str,
+    models: Sequence[ServedModel],
+    signs: KvSigns,
+    *,
+    wanted: Collection[str],
+    ranks: Collection[int],
+) -> Iterator[str]:
+    """Yield what an engine's pages say against its place; what they do not tell is no doubt.
+
+    No page of vLLM's tells `kv_role`. A wrong one shows where the connector has roles: no prefiller's
+    bootstrap server answers, or no KV cache is left.
+
+    Args:
+        role: Which it has here.
+        connector: That the proxy expects.
+        version: Of /version; empty if it is not known.
+        models: Of /v1/models; empty if they are not known.
+        signs: Of /metrics.
+        wanted: The models that the proxy is to serve; empty for all.
+        ranks: The data-parallel ranks that are named to it with requests.
+    """
+    names = {model.name for model in models}
+    for name in wanted:
+        if names and name not in names:
+            yield f"does not serve {name!r}, but {', '.join(sorted(names))}"
+    for rank in sorted(ranks):
+        if signs.engines and str(rank) not in signs.engines:
+            has = ", ".join(sorted(signs.engines, key=lambda one: (len(one), one)))
+            yield f"tells of no data-parallel rank {rank}, but of {has}"
+    if connector in _ASKED_ALWAYS and signs.computed and signs.asked == 0:
+        yield f"computed prompts and asked no KV connector for any: {_NO_CONNECTOR}"
+    elif connector == "nixl" and signs.engines and not signs.nixl and _has_nixl_metrics(version):
+        yield f"has no metrics of NIXL: {_NO_CONNECTOR}"
+    if connector == "nixl" and role is Role.PREFILL and signs.pulls:
+        yield "has pulled KV caches since its start, as decode engines do: is it one?"
+
+
+def _has_nixl_metrics(version: str) -> bool:
+    """Return whether NIXL has metrics in a version of vLLM: since 0.12, with or without requests."""
+    found = re.match(r"([0-9]{1,4})\.([0-9]{1,4})\b", version)
+    return found is not None and (int(found[1]), int(found[2])) >= (0, 12)
 
 
 def _differ(ours: frozenset[object], theirs: frozenset[object]) -> bool:

@@ -22,6 +22,9 @@ _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _WAITING, _RUNNING = b"vllm:num_requests_waiting", b"vllm:num_requests_running"
 _SLEEP_STATE, _AWAKE = b"vllm:engine_sleep_state", "awake"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
+_PROMPT_TOKENS = b"vllm:prompt_tokens_total"
+_ASKED_TOKENS = b"vllm:external_prefix_cache_queries_total"
+_NIXL, _NIXL_PULLS = b"\nvllm:nixl_", b"vllm:nixl_num_descriptors_count"
 _KV_TOKENS, _BLOCKS, _BLOCK_TOKENS = "kv_cache_size_tokens", "num_gpu_blocks", "block_size"
 _CACHE_LABELS = frozenset({_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS, "cache_dtype"})
 _MAX_LINE_BYTES = 4096
@@ -67,6 +70,51 @@ class EngineGauges:
     kv_tokens: int | None = None
     loads: Mapping[str, EngineLoad] = field(default_factory=dict)
     asleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KvSigns:
+    """What a page tells of the engine's KV connector; None for what it does not.
+
+    Attributes:
+        engines: As in `EngineGauges`; empty for a page that says nothing.
+        computed: Prompt tokens since the engine's start.
+        asked: Those of which a KV connector was asked. vLLM asks it for each prompt, if it has one.
+        nixl: Whether NIXL has metrics there, as it has from the start.
+        pulls: KV caches that NIXL pulled.
+    """
+
+    engines: frozenset[str] = frozenset()
+    computed: float | None = None
+    asked: float | None = None
+    nixl: bool = False
+    pulls: float = 0.0
+
+
+def kv_signs(page: bytes) -> KvSigns:
+    """Read what a page tells of the KV connector.
+
+    Raises:
+        MetricsPageError: It is too long, or holds a value that cannot be true.
+    """
+    if len(page) > MAX_PAGE_BYTES:
+        raise MetricsPageError(f"more than {MAX_PAGE_BYTES} bytes")
+    page = b"\n" + page
+
+    def total(name: bytes) -> float | None:
+        values = [value for _, value in _samples(page, name, largest=_MAX_COUNT)]
+        return sum(values) if values else None
+
+    engines = (
+        engine for name in _KV_CACHE_USAGE for engine, _ in _samples(page, name, largest=1.0)
+    )
+    return KvSigns(
+        frozenset(engines),
+        total(_PROMPT_TOKENS),
+        total(_ASKED_TOKENS),
+        _NIXL in page,
+        total(_NIXL_PULLS) or 0.0,
+    )
 
 
 def parse_engine_gauges(page: bytes) -> EngineGauges:

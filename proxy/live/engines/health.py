@@ -14,6 +14,8 @@ An instance is up, or quarantined and probed until it answers again. Rules:
 - Who is convicted of KV caches that cannot be pulled (`kv_transfers`) is quarantined by the panic rule
   alone. If it was on trial for that, its back-off goes on to double, however long ago that was.
 - After a stall of this process, timeouts say nothing of the engines: they are not counted.
+- Of a new instance nothing is known until a probe succeeded, it is quarantined, or as many probes as
+  quarantine one have failed and the panic rule keeps it. It serves nothing before.
 
 Times are float seconds of the clock given.
 """
@@ -38,6 +40,9 @@ _JITTER = 0.1
 _TICK_S = 0.1
 _MOST_DUE = 25
 """Probes that begin in a tick: of more than 500 engines each is probed less often, so that the loop is free."""
+# How long a start, and an order to add one, wait for the first probes.
+_PATIENCE_S = 2.0
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,13 @@ NO_QUARANTINE = Quarantine()
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """One instance. `backoff_s` is the wait that its next quarantine begins with."""
+    """One instance.
+
+    Attributes:
+        backoff_s: The wait that its next quarantine begins with.
+        known: Whether its state is more than a guess.
+        probes: How many have ended.
+    """
 
     target: Target
     next_probe_s: float
@@ -100,6 +111,8 @@ class _Watch:
     on_trial: bool = False
     gone: bool = False
     probing: bool = False
+    known: bool = False
+    probes: int = 0
     request_failures: int = 0
     probe_failures: int = 0
     quarantined_s: float | None = None
@@ -110,7 +123,8 @@ class _Watch:
 class Health:
     """Watches instances. `run` probes them; the driver reports what its requests meet.
 
-    `on_change(target, up, reason)` is called when an instance changes between up and quarantined.
+    `on_change(target, up, reason)` is called when an instance changes between up and quarantined, and
+    `on_known(target)` once, when its state is first known.
     """
 
     def __init__(
@@ -119,6 +133,7 @@ class Health:
         *,
         fetch: Callable[[str], Awaitable[int]],
         on_change: Callable[[Target, bool, str], None],
+        on_known: Callable[[Target], None],
         on_error: Callable[[str, Exception], None],
         clock: Callable[[], float],
         rng: random.Random,
@@ -129,6 +144,7 @@ class Health:
             settings: How instances are watched.
             fetch: GETs a URL and returns the status; raises FetchError if no answer came.
             on_change: Called with every change.
+            on_known: Called with each new instance once.
             on_error: Called with what a probe raised beyond `FetchError`: that says nothing of the
                 engine.
             clock: The loop's time.
@@ -137,6 +153,7 @@ class Health:
         self._settings = settings
         self._fetch = fetch
         self._on_change = on_change
+        self._on_known = on_known
         self._on_error = on_error
         self._clock = clock
         self._rng = rng
@@ -153,10 +170,9 @@ class Health:
         return self._settings.quarantine_failures
 
     def add(self, target: Target) -> None:
-        """Watch an instance, up until something says otherwise; the first probe comes soon."""
+        """Watch an instance, up until something says otherwise. It is probed at once: it serves nothing before."""
         assert target not in self._watches
-        first_s = self._clock() + self._rng.uniform(0.0, min(1.0, self._settings.health_interval_s))
-        self._watches[target] = _Watch(target, first_s, self._settings.backoff_s)
+        self._watches[target] = _Watch(target, self._clock(), self._settings.backoff_s)
         self._watched[target.role] += 1
 
     def remove(self, target: Target) -> None:
@@ -235,6 +251,22 @@ class Health:
         watch.request_failures += 1
         self._judge(watch, fault, watch.request_failures, reason)
 
+    async def probe_new(self) -> None:
+        """Probe those of which nothing is known, and wait for what they tell, but not for long."""
+        new = [watch for watch in self._watches.values() if not (watch.known or watch.probing)]
+        some: list[_Watch] = []
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                for begin in range(0, len(new), _AT_ONCE):
+                    batch = new[begin : begin + _AT_ONCE]
+                    some = [watch for watch in batch if not (watch.known or watch.probing)]
+                    for watch in some:
+                        watch.probing = True
+                    await asyncio.gather(*(self._probe(watch.target) for watch in some))
+        except TimeoutError:
+            for watch in some:  # One may have been cancelled before it began.
+                watch.probing = False
+
     async def run(self) -> None:
         """Probe until cancelled."""
         async with asyncio.TaskGroup() as probes:
@@ -296,6 +328,7 @@ class Health:
         """Take in the outcome of a probe; `fault` is None if /health answered 200."""
         watch = self._watches[target]
         watch.probing = False
+        watch.probes += 1
         if fault is None:
             watch.probe_failures = 0
             if not watch.up:
@@ -305,8 +338,14 @@ class Health:
         elif self._counts(fault):
             watch.probe_failures += 1
             self._judge(watch, fault, watch.probe_failures, reason)
+        if not watch.known and (fault is None or not watch.up or watch.probes >= self.enough):
+            watch.known = True
+            self._on_known(target)
         if watch.up:
-            self._schedule(watch, self._settings.health_interval_s)
+            interval_s = self._settings.health_interval_s
+            if not watch.known:
+                interval_s = min(interval_s, self._settings.backoff_s)
+            self._schedule(watch, interval_s)
 
     def _counts(self, fault: Fault) -> bool:
         """Tell whether a fault says something of the engine."""

@@ -66,9 +66,12 @@ class Prefiller:
         lost_kv: How often all KV caches that it had handed out were lost.
         engines: Ids of the engines seen behind its address.
         kv_trial: Whether its KV caches could not be pulled, and none has been since.
+        probed: Whether its health is known; see `Health`.
         asked: Whether it was asked what it is, if anybody asks; see `pairing`.
         asleep: Whether it tells that it sleeps: it would take requests, and not serve them.
         unfit: Why it fits no rank that is up; empty if it fits one, or if that is not known.
+        page_doubts: What its pages say against its place here; see `engine_facts`.
+        without_kv: Why no rank could pull what its last prefill left; empty if one could.
         ranks: The only ranks that it fits; None for all.
         continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
         first_tokens: Whether its token is the first of the answer.
@@ -87,17 +90,27 @@ class Prefiller:
     lost_kv: int = 0
     engines: set[str] = field(default_factory=set)
     kv_trial: bool = False
+    probed: bool = True
     asked: bool = True
     asleep: bool = False
     unfit: str = ""
+    page_doubts: tuple[str, ...] = ()
+    without_kv: str = ""
     ranks: frozenset[RankId] | None = None
     continuous_usage_is_expensive: bool = False
     first_tokens: FirstTokens = field(default_factory=FirstTokens)
 
     @property
     def usable(self) -> bool:
-        """Whether it is up and awake, and fits a rank."""
-        return self.status is _UP and not self.asleep and not self.unfit
+        """Whether it is up and awake, as far as was seen, and fits a rank."""
+        return self.status is _UP and self.probed and not self.asleep and not self.unfit
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What speaks against its place here."""
+        if not self.without_kv:
+            return self.page_doubts
+        return (*self.page_doubts, f"its last prefill left no KV cache: {self.without_kv}")
 
     @property
     def open(self) -> bool:
@@ -120,9 +133,11 @@ class Rank:
         name: URL, with "@rank" behind it if several ranks share it.
         target: What health checks watch: its server.
         header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
+        probed: Whether the health of its engine is known.
         asked: Whether its engine was asked what it is, if anybody asks.
         asleep: Whether it tells that it sleeps.
         unfit: Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
+        page_doubts: What its engine's pages say against its place here; see `engine_facts`.
         continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
     """
 
@@ -132,15 +147,22 @@ class Rank:
     endpoint: "Endpoint"
     header: bytes | None = None
     status: Status = Status.UP
+    probed: bool = True
     asked: bool = True
     asleep: bool = False
     unfit: str = ""
+    page_doubts: tuple[str, ...] = ()
     continuous_usage_is_expensive: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether it is up and awake, and fits a prefiller."""
-        return self.status is _UP and not self.asleep and not self.unfit
+        """Whether it is up and awake, as far as was seen, and fits a prefiller."""
+        return self.status is _UP and self.probed and not self.asleep and not self.unfit
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What speaks against its place here."""
+        return self.page_doubts
 
     @property
     def open(self) -> bool:
@@ -228,18 +250,24 @@ class Instances:
 
     def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:
         """Return the prefillers that are up and awake, of those in `among`; None for all."""
-        up = [one for one in self.prefillers if one.status is Status.UP and not one.asleep]
+        up = [one for one in self.prefillers if one.status is _UP and one.probed and not one.asleep]
         return up if among is None else [one for one in up if one.id in among]
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be served now: one instance of each role is up."""
+        """Whether a request could be served now: one instance of each role was probed and is up."""
         return _any_up(self.prefillers) and _any_up(self.ranks)
 
     @property
     def missing(self) -> set[Role]:
         """The roles of which no instance is up."""
         return self.missing_for(None)
+
+    @property
+    def unprobed(self) -> set[Role]:
+        """The roles with an instance of which nothing is known yet."""
+        either: list[Prefiller | Rank] = [*self.prefillers, *self.ranks]
+        return {one.target.role for one in either if one.status is _UP and not one.probed}
 
     def missing_for(self, eligible: Eligible | None) -> set[Role]:
         """Return the roles of which no instance is up that can serve a request; None for any."""

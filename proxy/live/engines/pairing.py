@@ -15,8 +15,13 @@ from typing import TypeVar
 import msgspec
 
 from balanceroute.proxy.core.events import PrefillerPaired, RankId
-from balanceroute.proxy.live.engines.engine_facts import EngineFacts, facts_of, misfits
-from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, cache_configs
+from balanceroute.proxy.live.engines.engine_facts import EngineFacts, doubts, facts_of, misfits
+from balanceroute.proxy.live.engines.engine_gauges import (
+    KvSigns,
+    MetricsPageError,
+    cache_configs,
+    kv_signs,
+)
 from balanceroute.proxy.live.engines.faults import FetchError
 from balanceroute.proxy.live.engines.instances import (
     Instances,
@@ -66,6 +71,7 @@ class Pairing:
         connector: The name of the KV connector.
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         active: Whether it does anything; else all count as fitting.
+        models: Those that the engines are to serve; empty for whatever they serve.
 
     Attributes:
         active: As given.
@@ -79,9 +85,11 @@ class Pairing:
         fetch: Callable[[str], Awaitable[bytes]],
         *,
         active: bool = True,
+        models: Sequence[str] = (),
     ) -> None:
         self.active = active
         self.facts: dict[Target, EngineFacts] = {}
+        self._connector, self._models = connector, models
         self._instances = instances
         self._fetch = fetch
         self._clock = asyncio.get_running_loop().time
@@ -136,11 +144,12 @@ class Pairing:
         for one in self._instances.of(target):
             one.asked = False
 
-    def told(self, target: Target) -> dict[str, str]:
-        """Return an engine's version, if it tells one, and why it fits no other, if so."""
-        facts = self.facts.get(target, _NOTHING)
-        unfit = next((one.unfit for one in self._instances.of(target) if one.unfit), "")
-        named = {"version": facts.version, "unfit": unfit}
+    def told(self, target: Target) -> dict[str, object]:
+        """Return an engine's version, if it tells one, why it fits no other, and doubts, if any."""
+        facts, parts = self.facts.get(target, _NOTHING), self._instances.of(target)
+        unfit = next((one.unfit for one in parts if one.unfit), "")
+        doubts = list(dict.fromkeys(doubt for one in parts for doubt in one.doubts))
+        named = {"version": facts.version, "unfit": unfit, "doubts": doubts}
         return {name: value for name, value in named.items() if value}
 
     def update(self) -> None:
@@ -256,7 +265,9 @@ class Pairing:
             self._asking -= 1
         if self._asked.get(target) is asked:  # Else it is in doubt again, or gone.
             asked.asking = False
-            self.facts[target] = facts_of(_version(version), _models(models), _caches(metrics))
+            served = _models(models)
+            self.facts[target] = facts_of(_version(version), served, _caches(metrics))
+            self._doubt(target, served, metrics)
             self._answered[target] = asked
         if not self._asking:
             self._settle()
@@ -272,6 +283,29 @@ class Pairing:
                     one.asked = True
         self.update()
         self._changed()
+
+    def _doubt(self, target: Target, served: Sequence[ServedModel], metrics: bytes) -> None:
+        """Note what an engine's pages say against its place, and log what is new of it."""
+        parts = self._instances.of(target)
+        headers = (one.header for one in parts if isinstance(one, Rank))
+        found = tuple(
+            doubts(
+                target.role,
+                self._connector,
+                self.facts[target].version,
+                served,
+                _signs(metrics),
+                wanted=self._models,
+                ranks={int(header) for header in headers if header is not None},
+            )
+        )
+        before = parts[0].page_doubts if parts else ()
+        for one in parts:
+            one.page_doubts = found
+        for doubt in found:
+            if doubt not in before:
+                fields = {"role": target.role.value, "url": target.url, "reason": doubt}
+                _log.warning("an engine may not be what it is taken for", extra={"fields": fields})
 
     async def _page(self, target: Target, path: str) -> bytes:
         """Return a page; nothing if it does not come."""
@@ -309,6 +343,13 @@ def _models(page: bytes) -> tuple[ServedModel, ...]:
         return parse_models(page)
     except ModelsPageError:
         return ()
+
+
+def _signs(page: bytes) -> KvSigns:
+    try:
+        return kv_signs(page)
+    except MetricsPageError:
+        return KvSigns()
 
 
 def _caches(page: bytes) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.live.connectors import MissingKv
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.openai.prompt_blocks import PromptBlocks
@@ -216,6 +217,14 @@ class EngineSeen(Struct, frozen=True, array_like=True, tag=14):
     engine_id: str
 
 
+class KvMissing(Struct, frozen=True, array_like=True, tag=31):
+    """A prefiller left no KV cache that a rank could pull; see `reports.KvMissing`."""
+
+    prefiller: PrefillerId
+    kind: MissingKv
+    reason: str
+
+
 class PromptCounted(Struct, frozen=True, array_like=True, tag=15):
     """An engine counted the tokens of a prompt, as no `PrefillDone` says."""
 
@@ -386,6 +395,7 @@ Report = (
     | LegFailed
     | PullFailed
     | EngineSeen
+    | KvMissing
     | PromptCounted
     | KvAbandoned
     | RemotePrefillEnded

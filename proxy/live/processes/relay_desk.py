@@ -335,6 +335,8 @@ class RelayDesk:
                 if number in self.requests:
                     mine = self.requests[number].number
                     report(reports.PullFailed(mine, prefiller, rank, fault, reason))
+            case from_relay.KvMissing(prefiller, kind, reason):
+                report(reports.KvMissing(prefiller, kind, reason))
             case from_relay.KvAbandoned(how):
                 report(reports.KvAbandoned(how))
             case _:

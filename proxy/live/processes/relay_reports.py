@@ -23,6 +23,8 @@ class Reports:
             if report in self._seen:
                 return
             self._seen.add(report)
+        elif isinstance(report, reports.KvMissing):  # Its next KV cache is news.
+            self._seen = {seen for seen in self._seen if seen.prefiller != report.prefiller}
         self._uplink.send(_as_message(report))
 
     def begin_anew(self) -> None:
@@ -68,6 +70,8 @@ def _as_message(report: reports.Report) -> from_relay.Report:
             return from_relay.LegFailed(target.role, target.url, fault, reason)
         case reports.PullFailed(number, prefiller, rank, fault, reason):
             return from_relay.PullFailed(number, prefiller, rank, fault, reason)
+        case reports.KvMissing(prefiller, kind, reason):
+            return from_relay.KvMissing(prefiller, kind, reason)
         case reports.KvAbandoned(how):
             word: Any = how
             return from_relay.KvAbandoned(word)

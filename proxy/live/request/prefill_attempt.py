@@ -32,7 +32,12 @@ from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFr
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt
 from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.reports import EngineSeen, LegSucceeded, PromptCounted
+from balanceroute.proxy.live.request.reports import (
+    EngineSeen,
+    KvMissing,
+    LegSucceeded,
+    PromptCounted,
+)
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
@@ -117,7 +122,7 @@ class PrefillAttempt(Attempt):
             lease_ns = self._lease_ns()
             kv = KvHandle(self.prefiller, self._params(answer), self._expires_s())
         except MissingKvError as error:
-            self._go_on_without_kv(answer, str(error))
+            self._go_on_without_kv(answer, error)
         else:
             early = session.emitted.early
             if early is not None and early.said is None:
@@ -189,7 +194,7 @@ class PrefillAttempt(Attempt):
         """
         if answer.complete:
             # Not every connector keeps the KV cache of an answer that was not cut off at its one token.
-            raise MissingKvError("the prefill answer is complete")
+            raise MissingKvError("complete", "the prefill answer is complete")
         session, prefiller = self._session, self.prefiller
         params = session.context.connector.decode_params(
             self._transfer, answer.kv_transfer_params, prefiller.identity
@@ -231,8 +236,10 @@ class PrefillAttempt(Attempt):
         margin_s = min(context.legs.lease_margin_s, context.lease_s / 2)
         return self._began_s + context.lease_s - margin_s / 2
 
-    def _go_on_without_kv(self, answer: PrefillAnswer, reason: str) -> None:
-        session, legs = self._session, self._session.context.legs
+    def _go_on_without_kv(self, answer: PrefillAnswer, error: MissingKvError) -> None:
+        session, legs, reason = self._session, self._session.context.legs, str(error)
+        if error.kind != "complete":
+            session.host.report(KvMissing(self.prefiller.id, error.kind, reason))
         served = LegSucceeded(self.prefiller.target)
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         emitted, facts = session.emitted, session.context.connector.facts

@@ -7,6 +7,7 @@ they take reports instead of calls from inside a session.
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
+from balanceroute.proxy.live.connectors import MissingKv
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -49,6 +50,14 @@ class EngineSeen(Struct, frozen=True):
     engine_id: str
 
 
+class KvMissing(Struct, frozen=True):
+    """A prefiller computed a prompt and left no KV cache that a rank could pull, though it had to."""
+
+    prefiller: PrefillerId
+    kind: MissingKv
+    reason: str
+
+
 class PromptCounted(Struct, frozen=True):
     """A prefiller counted the tokens of a prompt."""
 
@@ -80,6 +89,7 @@ Report = (
     | LegSucceeded
     | PullFailed
     | EngineSeen
+    | KvMissing
     | PromptCounted
     | KvAbandoned
     | RemotePrefillEnded

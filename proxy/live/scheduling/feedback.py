@@ -1,5 +1,6 @@
 """What sessions report and ask goes to those who keep count for all of them."""
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.reports import (
     EngineSeen,
     KvAbandoned,
+    KvMissing,
     LegFailed,
     LegSucceeded,
     PromptCounted,
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.session_table import SessionTable
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
+_log = logging.getLogger(__name__)
+_WARN_AGAIN_NS = 60 * 10**9
+_WITHOUT_KV = (
+    "a prefiller computed a prompt and left no KV cache to pull, so it is computed again: has it the "
+    "--kv-transfer-config of --connector?"
+)
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _OK = Outcome.OK
 
@@ -67,12 +75,14 @@ class Feedback:
         self._metrics = metrics
         self._log = log
         self._now_ns = now_ns
+        self._warned_ns: dict[PrefillerId, int] = {}  # From when on, again.
         # A table, because `match` costs more, and every request has half a dozen reports.
         self._takers: dict[type[Report], Callable[[Any], None]] = {
             LegSucceeded: self._leg_succeeded,
             LegFailed: self._leg_failed,
             PullFailed: self._pull_failed,
             EngineSeen: self._engine_seen,
+            KvMissing: self._kv_missing,
             PromptCounted: self._prompt_counted,
             KvAbandoned: self._kv_abandoned,
             RemotePrefillEnded: self._remote_prefill_ended,
@@ -127,7 +137,21 @@ class Feedback:
         self._transfers.failed(report.request, prefiller, rank, report.fault, report.reason)
 
     def _engine_seen(self, report: EngineSeen) -> None:
-        self._lost.engine_seen(self._instances.prefillers[report.prefiller], report.engine_id)
+        prefiller = self._instances.prefillers[report.prefiller]
+        if prefiller.without_kv:
+            prefiller.without_kv = ""
+        self._lost.engine_seen(prefiller, report.engine_id)
+
+    def _kv_missing(self, report: KvMissing) -> None:
+        prefiller = self._instances.prefillers[report.prefiller]
+        self._metrics.engines.left_no_kv(prefiller.target, report.kind)
+        before, prefiller.without_kv = prefiller.without_kv, report.reason
+        now_ns = self._now_ns()
+        # An engine that keeps some and not others shall not fill the log.
+        if not before and now_ns - self._warned_ns.get(report.prefiller, now_ns) >= 0:
+            self._warned_ns[report.prefiller] = now_ns + _WARN_AGAIN_NS
+            fields = {"url": prefiller.name, "reason": report.reason}
+            _log.warning(_WITHOUT_KV, extra={"fields": fields})
 
     def _prompt_counted(self, report: PromptCounted) -> None:
         session = self._table.live[report.request]

@@ -28,6 +28,11 @@ class EngineMetrics:
             "KV caches that a prefiller was notified of when it kept them no longer: aborted, or pulled "
             "after their lease, when such an answer may be wrong. vLLM's NIXL connector tells.",
         )
+        self._without_kv = registry.counter(
+            "prefills_without_kv",
+            "Prompts that a prefiller computed and left no KV cache of, so that they are computed again.",
+            *("prefiller", "reason"),
+        )
         self._quarantines = registry.counter(
             "quarantines", "Times an engine was quarantined.", "role", "url"
         )
@@ -41,6 +46,8 @@ class EngineMetrics:
         """Begin at zero for an engine: an alert finds no data in a sample that is absent."""
         self._quarantines.labels(*self._labels(target))
         self._scrape_failures.labels(*self._labels(target))
+        if target.role is Role.PREFILL:
+            self._without_kv.labels(self._labels(target)[1], "absent")
 
     def leg_failed(self, target: "Target", fault: "Fault") -> None:
         """Count one leg that failed by its engine's fault."""
@@ -49,6 +56,10 @@ class EngineMetrics:
     def scrape_failed(self, target: "Target") -> None:
         """Count one failed scrape of an engine's metrics."""
         self._scrape_failures.labels(*self._labels(target)).inc()
+
+    def left_no_kv(self, target: "Target", kind: str) -> None:
+        """Count one prefill that left no KV cache which a rank could pull."""
+        self._without_kv.labels(self._labels(target)[1], kind).inc()
 
     def pulled_late(self, count: int) -> None:
         """Count KV caches that were pulled after their lease."""

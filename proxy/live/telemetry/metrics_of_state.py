@@ -35,6 +35,11 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
         attrgetter("others"),
     ),
     ("rank_speed_ratio", "Speed that the rank counts with, 1 on average.", attrgetter("speed")),
+    (
+        "rank_doubts",
+        "What speaks against the place of the rank's engine; the log and /admin/instances say it.",
+        lambda rank: len(rank.doubts),
+    ),
     ("rank_open", "Whether the rank takes new requests.", lambda rank: int(rank.open)),
 )
 _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
@@ -53,6 +58,11 @@ _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...
         "prefiller_utilisation_ratio",
         "KV-cache use that the prefiller counts with.",
         attrgetter("utilisation"),
+    ),
+    (
+        "prefiller_doubts",
+        "What speaks against the prefiller's place; the log and /admin/instances say it.",
+        lambda one: len(one.doubts),
     ),
     ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
 )

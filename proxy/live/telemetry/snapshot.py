@@ -25,6 +25,7 @@ class RankState:
     speed: float = 1.0  # Relative to the mean rank, as told or learned.
     quarantine: Quarantine = NO_QUARANTINE  # The last one of its server.
     url: str = ""  # Of its server.
+    doubts: tuple[str, ...] = ()  # What speaks against the place of its server.
     others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
 
 
@@ -41,6 +42,7 @@ class PrefillerState:
     held_tokens: int
     utilisation: float  # KV-cache use it reports, 0 to 1; 1 if its report is missing or stale.
     quarantine: Quarantine = NO_QUARANTINE  # The last one.
+    doubts: tuple[str, ...] = ()  # What speaks against its place.
     cached_blocks: int | None = (
         None  # Those that its KV cache events tell of; None if nobody listens.
     )

@@ -249,6 +249,7 @@ def test_the_state_shows_everything_and_no_secret() -> None:
         "speed": 1.0,
         "quarantine": {"reason": "", "since": None, "next_probe_s": None},
         "url": "",
+        "doubts": [],
     }
     assert state["imbalance_tokens"] == 3000
     assert state["requests"] == []

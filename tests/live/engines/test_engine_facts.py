@@ -2,8 +2,13 @@
 
 import pytest
 
-from balanceroute.proxy.live.engines.engine_facts import EngineFacts, facts_of, misfits
-from balanceroute.proxy.live.engines.engine_gauges import cache_configs
+from balanceroute.proxy.live.engines.engine_facts import EngineFacts, doubts, facts_of, misfits
+from balanceroute.proxy.live.engines.engine_gauges import (
+    MetricsPageError,
+    cache_configs,
+    kv_signs,
+)
+from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.topologies import CONNECTORS
 
@@ -94,3 +99,87 @@ def test_types_of_the_kv_cache(connector: str, prefill: str, decode: str, refuse
 def test_sizes_of_blocks(connector: str, prefill: int, decode: int, refused: bool) -> None:
     pair = facts(block_tokens=[prefill]), facts(block_tokens=[decode])
     assert found(connector, *pair) == [(f"have block_size {decode} and {prefill}", refused)]
+
+
+# Lines of pages of vLLM 0.32.0: without a KV connector, and of a decode engine with NIXL.
+PLAIN = """vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
+vllm:external_prefix_cache_queries_total{engine="0",model_name="tiny"} 0.0
+vllm:prompt_tokens_total{engine="0",model_name="tiny"} 1019.0
+"""
+NIXL = """vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0
+vllm:external_prefix_cache_queries_total{engine="0",model_name="tiny"} 4936.0
+vllm:prompt_tokens_total{engine="0",model_name="tiny"} 5019.0
+vllm:nixl_num_descriptors_count{engine="0",model_name="tiny"} 5.0
+vllm:nixl_num_failed_transfers_total{engine="0",model_name="tiny"} 2.0
+"""
+FRESH = PLAIN.replace("1019.0", "0.0")
+MISSING = "its --kv-transfer-config is missing, or is of another connector"
+NOT_ASKED = f"computed prompts and asked no KV connector for any: {MISSING}"
+NO_NIXL = f"has no metrics of NIXL: {MISSING}"
+PULLS = "has pulled KV caches since its start, as decode engines do: is it one?"
+
+
+def doubted(
+    page: str, role: Role = Role.DECODE, connector: str = "nixl", **told: object
+) -> list[str]:
+    models = [ServedModel(name, None, 10, {}) for name in ("m", "adapter")]
+    return list(
+        doubts(
+            role,
+            connector,
+            str(told.get("version", "0.32.0")),
+            told.get("models", models),  # type: ignore[arg-type]
+            kv_signs(page.encode()),
+            wanted=told.get("wanted", ()),  # type: ignore[arg-type]
+            ranks=told.get("ranks", ()),  # type: ignore[arg-type]
+        )
+    )
+
+
+@pytest.mark.parametrize("role", Role)
+def test_an_engine_without_a_kv_connector_is_doubted(role: Role) -> None:
+    assert doubted(PLAIN, role) == [NOT_ASKED]
+    assert doubted(PLAIN, role, "mooncake") == [NOT_ASKED]
+    assert doubted(FRESH, role) == [NO_NIXL]
+    assert doubted(NIXL) == []
+    assert doubted(NIXL, role, "mooncake") == []
+
+
+@pytest.mark.parametrize(
+    ("page", "connector", "version"),
+    [
+        *((PLAIN, connector, "0.23.0") for connector in CONNECTORS if "-" in connector),
+        (FRESH, "mooncake", "0.32.0"),
+        # Versions that may have no such metrics, and what is no version of vLLM's.
+        *((FRESH, "nixl", version) for version in ("0.11.2", "0.9.1", "", "dev", "x0.32.0")),
+        # With --disable-log-stats, and of another server.
+        ("", "nixl", "0.32.0"),
+        ("sglang:num_running_reqs 0.0\n", "nixl", "0.32.0"),
+        (PLAIN.replace("external", "another"), "mooncake", "0.32.0"),
+    ],
+)
+def test_what_a_page_does_not_tell_is_no_doubt(page: str, connector: str, version: str) -> None:
+    for role in Role:
+        assert doubted(page, role, connector, version=version) == []
+
+
+def test_a_prefiller_that_pulls_may_be_a_decode_engine() -> None:
+    assert doubted(NIXL, Role.PREFILL) == [PULLS]
+    assert doubted(NIXL.replace('count{engine="0",model_name="tiny"} 5', "count 0")) == []
+
+
+def test_models_and_ranks_are_compared_with_what_is_told() -> None:
+    assert doubted(NIXL, wanted=("m", "adapter"), ranks=(0,)) == []
+    assert doubted(NIXL, wanted=("m", "n")) == ["does not serve 'n', but adapter, m"]
+    assert doubted(NIXL, wanted=("n",), models=[]) == []
+    assert doubted(NIXL, ranks=(5, 0)) == ["tells of no data-parallel rank 5, but of 0"]
+    two = NIXL + 'vllm:kv_cache_usage_perc{engine="10"} 0.0\n'
+    assert doubted(two, ranks=(10, 0)) == []
+    assert doubted(two, ranks=(2,)) == ["tells of no data-parallel rank 2, but of 0, 10"]
+    assert doubted("", ranks=(5,)) == []
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "1e99", "x"])
+def test_a_page_that_cannot_be_true_tells_nothing(value: str) -> None:
+    with pytest.raises(MetricsPageError):
+        kv_signs(PLAIN.replace("1019.0", value).encode())

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -38,10 +39,12 @@ class Bench:
     def __init__(self, *targets: Target) -> None:
         self.now_s = 100.0
         self.changes: list[tuple[Target, bool, str]] = []
+        self.known: list[Target] = []
         self.health = Health(
             SETTINGS,
             fetch=never,
             on_change=lambda target, up, reason: self.changes.append((target, up, reason)),
+            on_known=self.known.append,
             on_error=unexpected,
             clock=lambda: self.now_s,
             rng=random.Random(1),
@@ -349,6 +352,7 @@ def test_running_probes_quarantines_and_recovers(answer: int | Fault | None, rea
             SETTINGS,
             fetch=engines.fetch,
             on_change=lambda target, up, reason: changes.append((target.url, up, reason)),
+            on_known=lambda _: None,
             on_error=unexpected,
             clock=loop.time,
             rng=random.Random(2),
@@ -387,6 +391,7 @@ def test_instances_removed_while_they_are_probed_are_not_missed() -> None:
             SETTINGS,
             fetch=fetch,
             on_change=lambda *_: pytest.fail("nothing changes"),
+            on_known=lambda _: None,
             on_error=unexpected,
             clock=loop.time,
             rng=random.Random(2),
@@ -458,6 +463,7 @@ def test_whatever_a_probe_raises_ends_no_other_probe(where: str) -> None:
             SETTINGS,
             fetch=fetch,
             on_change=on_change,
+            on_known=lambda _: None,
             on_error=lambda what, error: errors.append((what, str(error))),
             clock=loop.time,
             rng=random.Random(2),
@@ -492,3 +498,70 @@ def test_a_quarantine_is_told_with_its_time_and_the_next_probe() -> None:
     bench.probe(DECODERS[0], None)
     told = bench.health.quarantines(2e9)[DECODERS[0]]
     assert (told.reason, told.next_probe_s) == ("refused", None)
+
+
+def test_nothing_is_known_of_an_instance_before_its_first_good_probe() -> None:
+    bench = Bench(PREFILLER, *DECODERS[:1])
+    assert bench.known == []
+    bench.probe(PREFILLER, None)
+    assert PREFILLER in bench.known
+    bench.wait(20.0)
+    assert sorted(one.url for one in bench.known) == [DECODERS[0].url, PREFILLER.url]
+    bench.health.remove(PREFILLER)
+    bench.health.add(PREFILLER)
+    assert len(bench.known) == 2
+    bench.wait(2.0)
+    assert bench.known[2:] == [PREFILLER]
+
+
+def test_an_instance_is_known_when_it_is_quarantined() -> None:
+    bench = Bench(*DECODERS[:2])
+    bench.probe(DECODERS[0], Fault.CONNECT)
+    assert DECODERS[0] in bench.known
+    assert bench.up() == [False, True]
+
+
+@pytest.mark.parametrize("fault", [Fault.SERVER_ERROR, Fault.TIMEOUT, Fault.LOCAL])
+def test_the_last_instance_is_known_after_as_many_probes_as_quarantine_one(fault: Fault) -> None:
+    bench = Bench(PREFILLER)
+    began_s = bench.now_s
+    for count in range(SETTINGS.quarantine_failures):
+        assert bench.known == [], count
+        bench.probe(PREFILLER, fault)
+    assert bench.known == [PREFILLER]
+    assert bench.up() == [True]  # The panic rule keeps it.
+    # Sooner than the probes of one that is known.
+    assert bench.now_s - began_s < SETTINGS.health_interval_s
+
+
+def test_a_start_waits_for_the_first_probes_but_not_for_long() -> None:
+    engines = Engines()
+    engines.answers = {"http://d1:8000/health": None, "http://d2:8000/health": Fault.CONNECT}
+    known: list[str] = []
+    waited: list[float] = []
+
+    async def main(loop: VirtualLoop) -> None:
+        health = Health(
+            replace(SETTINGS, health_timeout_s=30.0),
+            fetch=engines.fetch,
+            on_change=lambda *_: None,
+            on_known=lambda target: known.append(target.url),
+            on_error=unexpected,
+            clock=loop.time,
+            rng=random.Random(2),
+        )
+        for target in DECODERS[:3]:
+            health.add(target)
+        began_s = loop.time()
+        await health.probe_new()
+        waited.append(loop.time() - began_s)
+        assert known == ["http://d0:8000", "http://d2:8000"]
+        engines.answers = {}
+        await health.probe_new()
+        waited.append(loop.time() - began_s)
+
+    run(main, seed=1)
+    assert known[2:] == ["http://d1:8000"]
+    assert waited == [2.0, 2.0]
+    # Those that are known are not asked again.
+    assert [url for _, url in engines.fetched[3:]] == ["http://d1:8000/health"]

@@ -19,6 +19,7 @@ from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.request.reports import (
     EngineSeen,
     KvAbandoned,
+    KvMissing,
     LegFailed,
     LegSucceeded,
     PromptCounted,
@@ -391,6 +392,9 @@ class Site:
                 self.prefillers[prefiller].engines.add(engine_id)
             case PromptCounted(_, prompt_tokens):
                 assert prompt_tokens == 7
+            case KvMissing(prefiller, kind, reason):
+                assert kind in ("absent", "unusable", "no_bootstrap")
+                self.prefillers[prefiller].without_kv = reason
             case KvAbandoned(how):
                 self.abandoned.append(how)
             case RemotePrefillEnded(prefiller):

@@ -19,6 +19,7 @@ from balanceroute.proxy.live.engines.instances import (
 from balanceroute.proxy.live.request.reports import (
     EngineSeen,
     KvAbandoned,
+    KvMissing,
     LegFailed,
     LegSucceeded,
     PullFailed,
@@ -74,6 +75,7 @@ def test_every_report_has_a_taker() -> None:
         (LegFailed(TARGET, Fault.RESET, "gone"), "health.failed"),
         (PullFailed(NUMBER, P, R, Fault.TIMEOUT, "late"), "transfers.failed"),
         (EngineSeen(P, "e"), "lost.engine_seen"),
+        (KvMissing(P, "absent", "none"), "metrics.engines.left_no_kv"),
         (KvAbandoned("lost"), "metrics.legs.abandoned_lease"),
     ],
 )
@@ -92,6 +94,7 @@ def test_a_report_goes_to_its_part_alone(report: Report, part: str) -> None:
             LegFailed: (TARGET, Fault.RESET, "gone"),
             PullFailed: (NUMBER, prefiller, rank, Fault.TIMEOUT, "late"),
             EngineSeen: (prefiller, "e"),
+            KvMissing: (prefiller.target, "absent"),
             KvAbandoned: ("lost",),
         }[type(report)]
     )
