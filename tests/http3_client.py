@@ -114,6 +114,7 @@ async def http3_client(
     *,
     tickets: list[SessionTicket] | None = None,
     wait: bool = True,
+    address: str = HOST,
     **options: Any,
 ) -> AsyncIterator[Http3Client]:
     """Connect to a port of loopback, whose certificate is this one, or made by it.
@@ -123,6 +124,7 @@ async def http3_client(
         certificate: The certificate.
         tickets: Takes those that the server issues.
         wait: For the end of the handshake.
+        address: Of loopback.
         options: Of the connection.
     """
     configuration = QuicConfiguration(
@@ -130,7 +132,7 @@ async def http3_client(
     )
     configuration.load_verify_locations(cadata=certificate.encode())
     async with connect(
-        HOST,
+        address,
         port,
         configuration=configuration,
         create_protocol=Http3Client,

@@ -22,9 +22,9 @@ def announce(config: "ProxyConfig", port: int, admin_port: int | None = None) ->
 def announcement(config: "ProxyConfig", port: int, admin_port: int | None = None) -> str:
     """Return the line that a command prints when it serves, at these ports."""
     listening = config.listening
-    line = f"listening on {_scheme(config)}://{listening.host}:{port}"
+    line = f"listening on {_scheme(config)}://{bracketed(listening.host)}:{port}"
     if admin_port is not None:
-        line += f", admin on http://{listening.admin_host}:{admin_port}"
+        line += f", admin on http://{bracketed(listening.admin_host)}:{admin_port}"
     return line
 
 

@@ -7,7 +7,7 @@ import socket
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioquic.h3.connection import H3_ALPN
 from aioquic.quic.configuration import QuicConfiguration
@@ -86,7 +86,7 @@ class Http3Listener:
                     handshakes=self._settings.http3_handshakes,
                     handshake_s=limits.header_timeout_s,
                 ),
-                local_addr=address,
+                **_place(*address),
             )
             raw = transport.get_extra_info("socket")
             if raw is not None:  # A loop in virtual time has no sockets.
@@ -122,6 +122,25 @@ class Http3Listener:
             endpoint.close()
         for transport in self._transports:
             transport.close()
+
+
+def _place(host: str, port: int) -> dict[str, Any]:
+    """Return where to receive. IPv6 alone, where IPv4 has a socket of its own: the loops do not say so.
+
+    Raises:
+        OSError: It cannot be bound.
+    """
+    if ":" not in host:
+        return {"local_addr": (host, port)}
+    one = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+    try:
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.setblocking(False)
+        one.bind((host, port))
+    except OSError:
+        one.close()
+        raise
+    return {"sock": one}
 
 
 def standing_of(headers: "Headers", now_s: float) -> Standing:

@@ -1,5 +1,6 @@
 """The listener for clients and the one for administrators, as the settings want them."""
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -216,6 +217,10 @@ def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:
     """Return the error of an address that cannot be bound."""
     # Resolvers have numbers of their own; a failed bind's text repeats the address.
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    if ":" in host and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+        reason = f"this machine has no such IPv6 address: {reason}"
+        if host == "::":
+            reason = "this machine has no IPv6; 0.0.0.0 is every interface of IPv4"
     return ConfigError(f"{place.format(host, port)}: {reason}")
 
 

@@ -122,6 +122,14 @@ class Addresses:
         return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
+def listened_at(host: str) -> tuple[str, ...]:
+    """Return where to listen for a host: `::` is every interface, for both families.
+
+    Each family has a socket of its own, so that an IPv4 peer has the address that it has elsewhere.
+    """
+    return ("::", "0.0.0.0") if host == "::" else (host,)  # noqa: S104 - the user asks for it.
+
+
 def bracketed(host: str) -> str:
     """Return a host as URLs and Host headers spell it."""
     return f"[{host}]" if ":" in host else host

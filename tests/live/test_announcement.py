@@ -1,5 +1,6 @@
 """What `serve` and `up` print when they serve."""
 
+import errno
 import shlex
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.proxy.live.announcement import announce
+from balanceroute.proxy.live.listeners import not_bound
 from balanceroute.proxy.live.settings.configure import make_config
 
 FLAGS = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}
@@ -33,6 +35,23 @@ def test_scripts_get_one_line(
     ]
 
 
+@pytest.mark.parametrize(("host", "reached"), [("::", "[::1]"), ("fd00::1", "[fd00::1]")])
+def test_an_ipv6_address_is_in_brackets(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    host: str,
+    reached: str,
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+    told = said(capsys, monkeypatch, host=host, admin_host=host, admin_token_file=str(token))
+    assert told[0] == f"listening on http://[{host}]:8000, admin on http://[{host}]:9000"
+    assert f" http://{reached}:8000/v1/completions " in told[1]
+    assert f" http://{reached}:9000/admin/instances " in told[3]
+
+
 def test_a_terminal_gets_commands_that_can_be_pasted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -53,3 +72,23 @@ def test_a_terminal_gets_commands_that_can_be_pasted(
     assert commands[2][1] == "http://127.0.0.1:9000/admin/instances"
     assert 'curl http://[::1]:8000/v1/completions -H "Authorization: Bearer $KEY"' in keyed[1]
     assert "Authorization" not in plain[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "reason"),
+    [
+        ("::", errno.EAFNOSUPPORT, "this machine has no IPv6; 0.0.0.0 is every interface of IPv4"),
+        (
+            "fd00::1",
+            errno.EADDRNOTAVAIL,
+            "this machine has no such IPv6 address: Cannot assign requested address",
+        ),
+        ("10.0.0.1", errno.EADDRNOTAVAIL, "Cannot assign requested address"),
+        ("::", errno.EADDRINUSE, "Address already in use"),
+    ],
+)
+def test_an_address_that_cannot_be_bound_is_an_error_of_one_line(
+    host: str, number: int, reason: str
+) -> None:
+    error = not_bound("--host {} --port {}", host, 80, OSError(number, "text of a loop"))
+    assert str(error) == f"--host {host} --port 80: {reason}"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -80,6 +81,36 @@ def test_http3_gives_the_answers_of_http1(make_exchanged: "MakeExchanged", tmp_p
                 answer = await client.answer(number)
                 assert bytes(answer.body).endswith(b"data: [DONE]\n\n")
                 await client.wait_closed()
+            assert await served.exit() == (0, "")
+
+    play(main())
+
+
+@pytest.mark.parametrize(("host", "others"), [("::", 1), ("0.0.0.0", 0)])  # noqa: S104
+def test_every_interface_is_that_of_both_families_over_http3_too(
+    make_exchanged: "MakeExchanged", tmp_path: Path, host: str, others: int
+) -> None:
+    pytest.importorskip("aioquic", reason="needs the extra h3")
+    from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
+
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    cert, key = make_certificate(tmp_path)
+    flags = ["--host", host, "--http3", "--tls-cert", str(cert), "--tls-key", str(key)]
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+        ):
+            public, _ = served.ports()
+            for address in ["127.0.0.1", "::1"][: 1 + others]:
+                async with http3_client(public, cert.read_text(), address=address) as client:
+                    assert (await client.ask(b"GET", b"/health", [], b"")).status == 200
+            if not others:
+                with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as free:
+                    free.bind(("::1", public))
+            served.process.send_signal(signal.SIGTERM)
             assert await served.exit() == (0, "")
 
     play(main())

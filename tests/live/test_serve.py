@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 from tests.certificate import make_certificate
@@ -92,6 +93,91 @@ def test_it_is_not_ready_before_an_engine_of_each_role_was_probed(
                 assert (await served.exit())[0] == 0
 
     play(main())
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+async def answers(host: str, port: int, context: ssl.SSLContext | None = None) -> bool:
+    """Return whether somebody serves there; False if the connection is refused."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    except ConnectionRefusedError:
+        return False
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    await reader.read()
+    writer.close()
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
+@pytest.mark.parametrize(
+    ("host", "shown", "ipv4", "ipv6"),
+    [
+        ("::", "[::]", True, True),
+        ("::1", "[::1]", False, True),
+        ("0.0.0.0", "0.0.0.0", True, False),  # noqa: S104 - what is tried.
+        ("127.0.0.1", "127.0.0.1", True, False),
+    ],
+)
+def test_every_interface_is_that_of_both_families(
+    make_exchanged: "MakeExchanged",
+    tmp_path: Path,
+    workers: list[str],
+    host: str,
+    shown: str,
+    ipv4: bool,
+    ipv6: bool,
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o600)
+    flags = ["--host", host, "--admin-host", host, "--admin-token-file", str(token), *workers]
+
+    async def main() -> None:
+        async with (
+            engines() as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+        ):
+            public, admin = served.ports()
+            urls = [word.rpartition(" ")[2] for word in served.line.split(", ")]
+            assert urls == [f"http://{shown}:{public}", f"http://{shown}:{admin}"]
+            assert [urlsplit(url).port for url in urls] == [public, admin]
+            assert {urlsplit(url).hostname for url in urls} == {host}
+            for port in (public, admin):
+                assert await answers("127.0.0.1", port) == ipv4
+                assert await answers("::1", port) == ipv6
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+
+    play(main())
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_port_that_one_family_has_already_is_refused(workers: str) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:  # noqa: S104 - what is tried.
+        port = str(taken.getsockname()[1])
+        words = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
+        ran = subprocess.run(
+            command(*words, "--host", "::", "--port", port, "--workers", workers, "--no-admin"),
+            capture_output=True,
+            text=True,
+            env=plain_environment(),
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1] == (
+        f"balanceroute: --host :: --port {port}: Address already in use"
+    )
 
 
 def test_one_process_stays_when_it_is_told_to_hand_over(make_exchanged: "MakeExchanged") -> None:

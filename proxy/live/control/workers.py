@@ -18,6 +18,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
+from balanceroute.proxy.wire.addresses import bracketed
 
 PATH = b"/workers"
 # What this router finds out by itself, or does not need, may be told.
@@ -128,8 +129,7 @@ def _bootstrap(address: EngineUrl, port: object) -> str | None:
         return None
     if type(port) is not int or not 0 < port < 1 << 16:
         raise ConfigError("bootstrap_port must be from 1 to 65535")
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"http://{host}:{port}"
+    return f"http://{bracketed(address.host)}:{port}"
 
 
 def _id(role: object, url: object) -> str:

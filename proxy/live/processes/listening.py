@@ -9,6 +9,8 @@ told, accept there too. Nobody is refused.
 import socket
 from contextlib import ExitStack
 
+from balanceroute.proxy.wire.addresses import listened_at
+
 _BACKLOG = 2048
 
 
@@ -16,7 +18,7 @@ def listen(host: str, port: int, *, copies: int) -> list[list[socket.socket]]:
     """Return listening sockets for each of so many processes: one for each address of a host.
 
     Args:
-        host: An address, or a name, all of whose addresses are used.
+        host: An address, or a name, all of whose addresses are used; see `listened_at`.
         port: 0 for a free one, the same at all addresses.
         copies: Processes; one does not share the address.
 
@@ -25,8 +27,9 @@ def listen(host: str, port: int, *, copies: int) -> list[list[socket.socket]]:
     """
     addresses = [
         (family, (address[0], *address[2:]))
+        for one in listened_at(host)
         for family, _, _, _, address in socket.getaddrinfo(
-            host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            one, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     ]
     shared = copies > 1

@@ -130,7 +130,7 @@ class ListeningSettings:
 
     host: str = text(
         "127.0.0.1",
-        "address to serve clients on; 0.0.0.0 or :: for every interface",
+        "address to serve clients on; :: for every interface, 0.0.0.0 for IPv4 alone",
         host_name,
         metavar="ADDRESS",
     )

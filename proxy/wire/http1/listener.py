@@ -7,6 +7,7 @@ queue.
 """
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,7 +29,10 @@ class Listener:
 
     async def open(self, **place: object) -> None:
         """Accept at a place: `host` and `port`, or a `sock` that is bound. Raises OSError."""
-        self._servers.append(await self._listen(**place))
+        server = await self._listen(**place)
+        self._servers.append(server)
+        if not server.sockets:  # The loop leaves out what the machine does not have.
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
 
     @property
     def sockets(self) -> Sequence[socket.socket]:

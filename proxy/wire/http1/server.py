@@ -8,6 +8,7 @@ from functools import partial
 from ssl import SSLContext
 from typing import Any
 
+from balanceroute.proxy.wire.addresses import listened_at
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
 from balanceroute.proxy.wire.http1.handshake import Handshake
@@ -74,14 +75,14 @@ class Server:
         """Listen.
 
         Args:
-            host: An address, or a name, all of whose addresses are used.
+            host: An address, or a name, all of whose addresses are used; see `listened_at`.
             port: 0 for a free one.
             ssl: For TLS.
 
         Raises:
             OSError: The address cannot be bound.
         """
-        await self._listen([{"host": host, "port": port}], ssl)
+        await self._listen([{"host": one, "port": port} for one in listened_at(host)], ssl)
 
     async def start_on(
         self, sockets: Sequence[socket.socket], *, ssl: SSLContext | None = None
@@ -99,11 +100,17 @@ class Server:
             admit=self._admit,
             common=self._common,
         )
-        for place in places:
-            listener = self._listener(service, ssl)
-            await listener.open(**place)
-            self._listeners.append(listener)
-            self._addresses += [one.getsockname()[:2] for one in listener.sockets]
+        try:
+            for place in places:
+                if self._addresses and "port" in place:
+                    place["port"] = self.port  # The same for all.
+                listener = self._listener(service, ssl)
+                self._listeners.append(listener)
+                await listener.open(**place)
+                self._addresses += [one.getsockname()[:2] for one in listener.sockets]
+        except OSError:
+            self._close_listeners()
+            raise
         self._service = service
 
     def _listener(self, service: Service, ssl: SSLContext | None) -> Listener:

@@ -1,5 +1,6 @@
 """Listening sockets that several processes share."""
 
+import errno
 import select
 import socket
 
@@ -60,3 +61,30 @@ def test_every_address_of_a_name_has_the_same_port() -> None:
     assert len({one.getsockname()[1] for own in sockets for one in own}) == 1
     assert len(sockets[0]) == len({one.family for one in sockets[0]})
     close(sockets)
+
+
+def test_every_interface_has_a_socket_of_each_family_in_each_process() -> None:
+    try:
+        sockets = listen("::", 0, copies=2)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    names = [[one.getsockname()[:2] for one in own] for own in sockets]
+    port = names[0][0][1]
+    assert names == [[("::", port), ("0.0.0.0", port)]] * 2  # noqa: S104
+    connected(port).close()
+    close(sockets)
+
+
+def test_without_ipv6_not_even_ipv4_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel(socket.socket):
+        """One without IPv6."""
+
+        def __init__(self, family: int, *others: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *others)
+
+    monkeypatch.setattr(socket, "socket", Kernel)
+    for copies in (1, 2):
+        with pytest.raises(OSError, match="not supported"):
+            listen("::", 0, copies=copies)
