@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 
 _log = logging.getLogger(__name__)
-# All decisions begin anew with another limit, which an engine may tell at each scrape.
-_AGAIN_S = 5.0
+# All decisions begin anew with another limit, which an engine may tell at each scrape: between two of
+# them, when less fits, and when more does.
+_LESS_S, _MORE_S = 0.5, 5.0
 
 
 class RankMemory:
@@ -39,16 +40,16 @@ class RankMemory:
         self._used = used and given is None
         self._told: dict[Target, int] = {}
         self._warned: set[Target] = set()
-        self._settled_s = -_AGAIN_S
-        self._new = False
+        self._settled_s = -_MORE_S
+        self._new = self._less = False
 
     def scraped(self, target: Target, gauges: "EngineGauges") -> None:
         """Take in what an engine says; see `settle`."""
-        tokens = gauges.kv_tokens
-        if tokens is None or self._told.get(target) == tokens:
+        tokens, before = gauges.kv_tokens, self._told.get(target)
+        if tokens is None or tokens == before:
             return
         self._told[target] = tokens
-        self._new = True
+        self._new, self._less = True, self._less or before is None or tokens < before
         too_much = self._given is not None and self._given > tokens
         if too_much and target.role is Role.DECODE and target not in self._warned:
             self._warned.add(target)
@@ -57,14 +58,15 @@ class RankMemory:
             _log.warning(message, extra={"fields": fields})
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to `settle`: if an engine has told something new, every few seconds.
+        """Return whether to `settle`: some time after the last time, if an engine has told something new.
 
         Args:
             now_s: By the loop's clock.
         """
-        if not self._new or now_s < self._settled_s + _AGAIN_S:
+        wait_s = _LESS_S if self._less else _MORE_S
+        if not self._new or now_s < self._settled_s + wait_s:
             return False
-        self._settled_s, self._new = now_s, False
+        self._settled_s, self._new, self._less = now_s, False, False
         return True
 
     def settle(self, is_there: Callable[[Target], bool]) -> bool:

@@ -44,12 +44,20 @@ def test_the_least_that_a_present_engine_says_holds_for_all() -> None:
 
 def test_an_engine_that_says_another_size_each_time_changes_all_ranks_rarely() -> None:
     memory = RankMemory(None, used=True)
-    settled = 0
+    changes = 0
     for scrape in range(100):
         memory.scraped(RANKS[0], gauges(700 + scrape % 2))
-        settled += memory.is_due(float(scrape))
-    assert settled == 20
-    assert not memory.is_due(1e9), "nothing new was told"
+        changes += memory.is_due(float(scrape)) and memory.settle(RANKS.__contains__)
+    assert (changes, memory.tokens) == (1, 700)
+    # What shrinks again and again changes them twice a second, and what grows every five seconds.
+    for step, most in ((-1, 50), (1, 5)):
+        changes = 0
+        for scrape in range(250):
+            memory.scraped(RANKS[0], gauges(10_000 + step * scrape))
+            now_s = 1_000.0 * (2 + step) + scrape / 10
+            changes += memory.is_due(now_s) and memory.settle(RANKS.__contains__)
+        assert most <= changes <= most + 2
+    assert [memory.is_due(1e9 + wait_s) for wait_s in (0.0, 60.0)] == [True, False]
 
 
 def test_a_rank_with_less_than_it_should_have_is_told_of_once(
