@@ -61,7 +61,7 @@ from balanceroute.proxy.live.control.page import HEADERS, PAGE
 from balanceroute.proxy.live.control.pause_pages import PATHS as PAUSE_PATHS
 from balanceroute.proxy.live.control.pause_pages import PausePages
 from balanceroute.proxy.live.control.pausing import Pausing
-from balanceroute.proxy.live.control.workers import MORE_OF_A_WORKER, PATH, Workers
+from balanceroute.proxy.live.control.workers import MORE_OF_A_WORKER, PATH, Rows, Workers
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security.credentials import Secret
@@ -195,7 +195,8 @@ class Admin:
         self.token = token
         self._names = names
         self._live_view = LiveView(control.view)
-        self._workers = Workers(engines, control.instance_rows)
+        self._rows = Rows(control.instance_rows)
+        self._workers = Workers(engines, self._rows)
         self._additions: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
@@ -362,8 +363,10 @@ class Admin:
         """Wait until nothing is in flight on an instance. Raises Refusal: not in time."""
         base, clock = EngineUrl.parse(url).base, asyncio.get_running_loop().time
         end_s = clock() + limit_s
+        looked_s: float | None = None
         while True:
-            rows = self._control.instance_rows()
+            rows = self._rows.after(looked_s)
+            looked_s = clock()
             # One that is gone meanwhile has nothing.
             in_flight = [
                 row["in_flight"] for row in rows if (row["role"], row["url"]) == (role.value, base)

@@ -12,6 +12,7 @@ an engine's role and address, so that it stays over restarts.
 import asyncio
 from collections.abc import Callable, Mapping
 from hashlib import sha256
+from math import inf
 from typing import Any, Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -50,21 +51,40 @@ class Engines(Protocol):
         ...
 
 
+class Rows:
+    """The rows of all instances, made once for all that wait for some of them.
+
+    Args:
+        make: Returns a row for each instance; see `instance_rows`.
+    """
+
+    def __init__(self, make: Callable[[], list[dict[str, object]]]) -> None:
+        self._make = make
+        self._rows: list[dict[str, object]] = []
+        self._made_s = -inf
+
+    def after(self, looked_s: float | None) -> list[dict[str, object]]:
+        """Return rows that were made after a time of the loop's clock; None for now."""
+        if looked_s is None or self._made_s <= looked_s:
+            self._rows, self._made_s = self._make(), asyncio.get_running_loop().time()
+        return self._rows
+
+
 class Workers:
     """Lists, adds and removes engines.
 
     Args:
         engines: Takes the orders.
-        rows: Returns a row for each instance; see `instance_rows`.
+        rows: Of all instances.
     """
 
-    def __init__(self, engines: Engines, rows: Callable[[], list[dict[str, object]]]) -> None:
+    def __init__(self, engines: Engines, rows: Rows) -> None:
         self._engines = engines
         self._rows = rows
 
     def all(self) -> dict[str, object]:
         """Return every worker."""
-        found = list(map(_worker, self._rows()))
+        found = list(map(_worker, self._rows.after(None)))
         return {"workers": found, "total": len(found)}
 
     def one(self, path: bytes) -> dict[str, object]:
@@ -105,8 +125,11 @@ class Workers:
 
     async def end_removal(self, role: Role, url: str) -> None:
         """Forget an engine as soon as nothing is in flight on it, unless it was taken back."""
+        looked_s: float | None = None
         while True:
-            rows = [row for row in self._rows() if (row["role"], row["url"]) == (role.value, url)]
+            all_rows = self._rows.after(looked_s)
+            looked_s = asyncio.get_running_loop().time()
+            rows = [row for row in all_rows if (row["role"], row["url"]) == (role.value, url)]
             if not rows or rows[0]["status"] != Status.DRAINING.value:
                 return
             try:
@@ -118,7 +141,7 @@ class Workers:
 
     def _row(self, path: bytes) -> dict[str, object]:
         worker_id = path[len(PATH) + 1 :].decode("latin-1")
-        for row in self._rows():
+        for row in self._rows.after(None):
             if _id(row["role"], row["url"]) == worker_id:
                 return row
         raise UnknownInstanceError(f"there is no worker {worker_id}")

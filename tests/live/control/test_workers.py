@@ -1,9 +1,14 @@
 """`/workers` of the admin listener, as training frameworks use a router's."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.test_proxy_connectors import CHAT, TALK
+
+from balanceroute.proxy.live.control.workers import Rows
+from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+from balanceroute.proxy.testing.virtual.runner import run
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -93,3 +98,33 @@ def test_a_method_that_workers_do_not_have_is_refused(play: "Play") -> None:
         assert (answer.status, answer.header(b"allow")) == (405, b"GET, HEAD, DELETE")
 
     play(scenario)
+
+
+def test_all_that_wait_look_at_the_same_rows() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        made: list[float] = []
+
+        def make() -> list[dict[str, object]]:
+            made.append(loop.time())
+            return [{"made_s": loop.time()}]
+
+        rows = Rows(make)
+
+        async def wait() -> None:
+            looked_s = None
+            for _ in range(20):
+                (row,) = rows.after(looked_s)
+                assert (
+                    row["made_s"] == loop.time() if looked_s is None else row["made_s"] > looked_s
+                )
+                looked_s = loop.time()
+                await asyncio.sleep(0.25)
+
+        async with asyncio.TaskGroup() as waits:
+            for _ in range(20):
+                waits.create_task(wait())
+                await asyncio.sleep(0.01)
+        # The first look of each, and then one for all.
+        assert len(made) <= 20 + 25
+
+    run(main, seed=1, limit_s=100.0)
