@@ -151,9 +151,9 @@ class PublicListener:
     def _context(self) -> "SSLContext | None":
         return None if self.tls is None else self.tls.context
 
-    def _alternative(self, head: "RequestHead") -> "Headers":
+    def _alternative(self, headers: "Headers") -> "Headers":
         """Return where HTTP/3 is spoken (RFC 7838)."""
-        del head
+        del headers
         return [(b"alt-svc", b'h3=":%d"; ma=%d' % (self.server.port, _ALTERNATIVE_S))]
 
     def use(self, credentials: "Credentials") -> None:
@@ -210,7 +210,7 @@ def _joined(commons: "Sequence[Common]") -> "Common | None":
     """Return what returns the headers of all of them; None if there are none."""
     if len(commons) < 2:
         return commons[0] if commons else None
-    return lambda head: [field for common in commons for field in common(head)]
+    return lambda headers: [field for common in commons for field in common(headers)]
 
 
 def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:

@@ -148,7 +148,8 @@ def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
     now_ns, scheduler = round(driver.context.clock() * 1e9), driver.scheduler
     rows = []
     for number, session in driver.sessions.items():
-        if session.record.request_id == request_id and number in scheduler.requests:
+        names = session.record.request_id, session.record.client_request_id
+        if request_id in names and number in scheduler.requests:
             state = scheduler.requests[number].state.name.lower()
             rows.append(fields_of(session.record, now_ns) | {"state": state})
     return rows

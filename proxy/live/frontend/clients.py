@@ -57,8 +57,8 @@ class Clients:
     def find(self, headers: "Headers") -> Tenant | None:
         """Return whose request it is that has these headers; None if nobody may send it.
 
-        A key may be given as the bearer token and as Anthropic's X-Api-Key, each once; two that are
-        given must be of one tenant.
+        A key may be given as the bearer token, as Anthropic's X-Api-Key and as Azure's Api-Key, each
+        once; those that are given must be of one tenant.
         """
         if not self.has_keys:
             return self._others

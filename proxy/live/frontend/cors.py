@@ -15,6 +15,13 @@ from balanceroute.proxy.wire.reply import Application, Reply
 ANY = "*"
 _METHODS = b"DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"
 _MAX_AGE_S = b"600"
+# All, as credentials are never sent; and by name for browsers that take the star for a name.
+_EXPOSED = (
+    b"access-control-expose-headers",
+    b"*, Metadata, Retry-After, X-BalanceRoute-Model, X-RateLimit-Limit-Requests, "
+    b"X-RateLimit-Limit-Tokens, X-RateLimit-Remaining-Requests, X-RateLimit-Remaining-Tokens, "
+    b"X-RateLimit-Reset-Requests, X-RateLimit-Reset-Tokens, X-Request-Id",
+)
 
 
 class Cors:
@@ -54,15 +61,15 @@ class Cors:
             headers.append((b"access-control-allow-headers", asked))
         reply.send(200, headers, b"OK")
 
-    def fields(self, head: RequestHead) -> Headers:
-        """Return the headers of every answer, errors too, that let a page read it."""
-        origin = first_value(head.headers, b"origin")
+    def fields(self, headers: Headers) -> Headers:
+        """Return the headers of every answer, errors too, that let a page read it, to a request's."""
+        origin = first_value(headers, b"origin")
         if not self._allows(origin):
             return []
         assert origin is not None
         if self._allows_all:
-            return [(b"access-control-allow-origin", b"*")]
-        return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+            return [(b"access-control-allow-origin", b"*"), _EXPOSED]
+        return [(b"access-control-allow-origin", origin), _EXPOSED, (b"vary", b"Origin")]
 
     def _allows(self, origin: bytes | None) -> bool:
         return origin is not None and (self._allows_all or origin in self._origins)

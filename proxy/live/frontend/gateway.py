@@ -24,7 +24,6 @@ from balanceroute.proxy.live.frontend.model_pages import MODELS, is_of_models, m
 from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
     NOT_FOUND,
-    BadRequestIdError,
     client_request_id,
     engine_headers,
     engine_lines,
@@ -35,7 +34,7 @@ from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import SMALL_BYTES, BodyError, RequestBody
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.leg_body import engine_body
-from balanceroute.proxy.live.openai.routes import Handling, Media, Route
+from balanceroute.proxy.live.openai.routes import Handling, Media, Route, exact_path
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
-_BAD_REQUEST_ID = Rejection(400, "X-Request-Id must be 1 to 128 of A-Z a-z 0-9 . _ : -")
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _JSON = Media.JSON
 _OWN, _GENERATES = Handling.OWN, Handling.GENERATION
@@ -157,6 +155,7 @@ class Gateway:
                 self._reject(request, reply, refused)
             return
         tenant = known.tenant or EVERYBODY
+        request.path = exact_path(request.path)
         lists = request.path == MODELS and self._by_model(tenant)
         if lists or route.handling is _OWN:
             self._answer_itself(request, reply)
@@ -180,11 +179,9 @@ class Gateway:
         reply: "Reply",
     ) -> None:
         rare = known.rare
-        try:
-            given_id = client_request_id(request.headers) if b"x-request-id" in rare else None
-        except BadRequestIdError:
-            self._reject(request, reply, _BAD_REQUEST_ID)
-            return
+        given_id, unkept_id = "", ""
+        if b"x-request-id" in rare:
+            given_id, unkept_id = client_request_id(request.headers)
         record = RequestRecord(
             given_id or self._unique(),
             route.path,
@@ -195,6 +192,8 @@ class Gateway:
             user_agent=known.user_agent,
             tenant=tenant.name,
         )
+        if unkept_id:
+            record.client_request_id = unkept_id
         if self._tracer is not None:
             request.headers = self._tracer.begin(request.headers, record)
         elif b"traceparent" in rare and (parent := read_parent(request.headers)) is not None:

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
-from balanceroute.proxy.live.frontend.request_head import (
-    BadRequestIdError,
-    client_request_id,
-    user_agent,
-)
+from balanceroute.proxy.live.frontend.request_head import client_request_id, user_agent
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.routes import exact_path
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.wire.messages import Rejection
 
@@ -39,6 +36,12 @@ _log = logging.getLogger(__name__)
 _REFUSED = frozenset({429, 502, 503})
 # What the proxy does not know of HTTP is asked by the client, not failed by the proxy.
 _NOT_OURS = frozenset({501, 505})
+# What sets the limits of the server's own refusals.
+_SET_BY = {
+    413: " (--body-limit-bytes)",
+    414: " (--target-limit-bytes)",
+    431: " (--header-limit-bytes, --header-limit)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +113,12 @@ class Refusals:
     ) -> "tuple[Headers, bytes]":
         """Note a refused request; return the headers and the body of its answer."""
         record = self._record(head, peer)
+        message = rejection.message
+        if not isinstance(rejection, Limited) and record.endpoint != METASERVER_PATH.decode():
+            message += _SET_BY.get(rejection.status, "")
         record.status = rejection.status
         record.outcome = outcome_of(rejection.status)
-        record.reason = rejection.message
+        record.reason = message
         if isinstance(rejection, Limited):
             record.refused_for = rejection.cause
         self._metrics.ended(record)
@@ -121,7 +127,7 @@ class Refusals:
             [*JSON_HEADERS, (b"x-request-id", record.request_id.encode()), *rejection.headers],
             error_body(
                 rejection.status,
-                rejection.message,
+                message,
                 param=rejection.param,
                 endpoint=record.endpoint,
             ),
@@ -129,14 +135,12 @@ class Refusals:
 
     def _record(self, head: "RequestHead | Request | None", peer: str) -> RequestRecord:
         now_ns = round(self._clock() * 1e9)
-        request_id, endpoint, agent, tenant = None, "", "", ""
+        request_id, unkept_id, endpoint, agent, tenant = "", "", "", "", ""
         if head is not None:
-            try:
-                request_id = client_request_id(head.headers)
-            except BadRequestIdError:
-                request_id = None
+            request_id, unkept_id = client_request_id(head.headers)
             # What follows is the secret that authorises a hand-off.
-            known = METASERVER_PATH if head.path.startswith(METASERVER_PATH) else head.path
+            path = exact_path(head.path)
+            known = METASERVER_PATH if path.startswith(METASERVER_PATH) else path
             endpoint = known.decode("latin-1")
             agent = user_agent(head.headers)
             tenant = self._tenant_of(head.headers)
@@ -149,6 +153,7 @@ class Refusals:
             peer=peer,
             user_agent=agent,
             tenant=tenant,
+            client_request_id=unkept_id,
         )
         if self._tracer is not None and head is not None:
             self._tracer.begin(head.headers, record)

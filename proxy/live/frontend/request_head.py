@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 NOT_FOUND = Rejection(404, "Not Found")
 """Of what is not served."""
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+# Visible ASCII that stands in JSON as it is.
+_REQUEST_ID = re.compile(rb"[!#-\[\]-~]{1,128}")
+_MOST_OF_AN_ID = 256
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
 _NO_CODING = frozenset({b"", b"identity"})
 _ID_DIGITS = 8
@@ -30,8 +32,13 @@ _MAX_USER_AGENT = 128
 _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
 # Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
 _TRACE = frozenset({b"traceparent", b"tracestate"})
+# Answers are read here, for counts and errors, so no engine is to compress one.
+_PLAIN = (b"accept-encoding", b"identity")
+_ENGINE_LINES = (
+    b"content-type: application/json\r\nx-request-id: %b\r\naccept-encoding: identity\r\n"
+)
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
-_KEYS = frozenset({b"authorization", b"x-api-key"})
+_KEYS = frozenset({b"api-key", b"authorization", b"x-api-key"})
 _WITH_KEYS = _PASSED | _KEYS
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _FORM = Media.FORM
@@ -44,22 +51,18 @@ class BadHintError(Exception):
         return "X-Expected-Output-Tokens must be a number from 1 to 999999999, given once"
 
 
-class BadRequestIdError(Exception):
-    """X-Request-Id is given twice, or is not a plain identifier."""
+def client_request_id(headers: "Headers") -> tuple[str, str]:
+    """Return the client's X-Request-Id, and, where that cannot be kept, what it gave instead.
 
-
-def client_request_id(headers: "Headers") -> str | None:
-    """Return the client's X-Request-Id, or None if it gave none.
-
-    Raises:
-        BadRequestIdError: It cannot be passed on and logged as it is.
+    Either is empty if there is no such thing. What cannot be kept is for the log alone: something else
+    than 1 to 128 visible characters, or two ids that differ.
     """
-    values = [value for name, value in headers if name == b"x-request-id"]
-    if not values:
-        return None
-    if len(values) > 1 or not _REQUEST_ID.fullmatch(values[0]):
-        raise BadRequestIdError
-    return values[0].decode()
+    given = dict.fromkeys(value for name, value in headers if name == b"x-request-id")
+    if len(given) == 1:
+        (value,) = given
+        if _REQUEST_ID.fullmatch(value):
+            return value.decode(), ""
+    return "", b", ".join(given)[:_MOST_OF_AN_ID].decode("utf-8", "backslashreplace")
 
 
 def expected_output_tokens(headers: "Headers") -> int | None:
@@ -89,9 +92,9 @@ def session_of(headers: "Headers", tenant: str) -> int:
 
 
 def given_keys(headers: "Headers") -> list[bytes]:
-    """Return the keys that are given, as the bearer token and as Anthropic's X-Api-Key.
+    """Return the keys that are given: as the bearer token, Anthropic's X-Api-Key and Azure's Api-Key.
 
-    Each of the two may be given once: else none of them is a key.
+    Each of them may be given once: else none of them is a key.
     """
     given = [(name, value) for name, value in headers if name in _KEYS]
     if len({name for name, _ in given}) < len(given):
@@ -101,7 +104,7 @@ def given_keys(headers: "Headers") -> list[bytes]:
 
 def _token(name: bytes, value: bytes) -> bytes:
     """Return the key in a header; empty, which is no key, if the header holds something else."""
-    if name == b"x-api-key":
+    if name != b"authorization":
         return value
     scheme, _, token = value.partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
@@ -158,11 +161,10 @@ def engine_headers(
         headers: The client's.
         request_id: Names the request at the engine; vLLM makes the response's id of it.
         engine_key: Bearer token for the engines; None for none.
-        keep_key: Whether the client's own Authorization and X-Api-Key are for the engines, if they have no
-            key of ours.
+        keep_key: Whether the client's own key is for the engines, if they have no key of ours.
         media: What the body is. A form's type is the client's own, since it names the boundary.
     """
-    made: Headers = [(b"x-request-id", request_id.encode())]
+    made: Headers = [(b"x-request-id", request_id.encode()), _PLAIN]
     if media is _FORM:
         made += [(name, value) for name, value in headers if name == b"content-type"]
     else:
@@ -177,8 +179,7 @@ def engine_headers(
 
 def engine_lines(request_id: str, *more: bytes) -> bytes:
     """Return the same for a body of JSON, as lines; `more` are those of the other headers."""
-    named = b"content-type: application/json\r\nx-request-id: %b\r\n" % request_id.encode()
-    return b"".join((named, *more))
+    return b"".join((_ENGINE_LINES % request_id.encode(), *more))
 
 
 def key_headers(engine_key: Secret | None) -> "Headers":

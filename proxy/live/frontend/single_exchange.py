@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
-from balanceroute.proxy.live.openai.answer import counts_of, passable_headers
+from balanceroute.proxy.live.openai.answer import counts_of, passable_headers, stream_headers
 from balanceroute.proxy.live.openai.api_error import (
     JSON_HEADERS,
     NEVER_AGAIN,
@@ -49,6 +49,8 @@ _MOST_HASHED = 1 << 20
 _BUSY = frozenset({429, 503})
 # The engine has no such API, and the next one will not either.
 _NOT_IMPLEMENTED = 501
+# Headers that name a place.
+_PLACES = frozenset({b"content-location", b"location"})
 
 
 class Owner(Protocol):
@@ -233,7 +235,8 @@ class SingleExchange:
             return
         self.record.status = status
         self.record.prompt_tokens, self.record.output_tokens = counts_of(body)
-        self._reply.send(status, self._own_headers(self._answer_headers), body)
+        passed = passable_headers(self._answer_headers)
+        self._reply.send(status, self._own_headers(passed), body)
         self._answered(error_words(body) if status >= 400 else "")
 
     def on_error(self, error: WireError) -> None:
@@ -265,7 +268,8 @@ class SingleExchange:
         assert self._call is not None
         self._reply.on_pause = self._call.pause
         self._reply.on_resume = self._resume
-        self._reply.start(self._status, self._own_headers(self._answer_headers))
+        passed = (stream_headers if self._streams else passable_headers)(self._answer_headers)
+        self._reply.start(self._status, self._own_headers(passed))
         self._reply.write(b"".join(self._pieces))
         self._pieces.clear()
 
@@ -382,4 +386,20 @@ class SingleExchange:
 
     def _own_headers(self, headers: "Headers") -> "Headers":
         request_id = (b"x-request-id", self.record.request_id.encode())
-        return [*passable_headers(headers), request_id]
+        if self._prefiller is not None:
+            engine = self._prefiller.endpoint.name
+            headers = [
+                (name, _here(value, engine) if name in _PLACES else value)
+                for name, value in headers
+            ]
+        return [*headers, request_id]
+
+
+def _here(place: bytes, engine: str) -> bytes:
+    """Return a URL below an engine's as one below the proxy's: its clients do not reach the engine."""
+    authority = engine.partition("://")[2].encode()
+    scheme, _, rest = place.partition(b"://")
+    if scheme.lower() not in (b"http", b"https") or not rest.startswith(authority):
+        return place
+    rest = rest.removeprefix(authority)
+    return place if rest and rest[0] not in b"/?#" else rest if rest[:1] == b"/" else b"/" + rest

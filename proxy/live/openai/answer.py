@@ -15,9 +15,25 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.wire.messages import Headers
 
-# What of an engine's response head may reach a client. The rest belongs to the
-# connection, or is not for clients.
-_PASSABLE = frozenset({b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry"})
+# Headers of engines that reach no client: those of the connection (RFC 9110 section 7.6.1), those that the
+# proxy says itself, and those by which one engine would speak for the whole site that the proxy is, or give
+# orders to a web server in front of it. Cookies too: none goes to an engine, so none could come back.
+_WITHHELD = frozenset(
+    {
+        *(b"connection", b"content-length", b"keep-alive", b"proxy-authenticate"),
+        *(b"proxy-authentication-info", b"proxy-authorization", b"proxy-connection", b"te"),
+        *(b"trailer", b"transfer-encoding", b"upgrade", b"x-request-id"),
+        *(b"accept-ch", b"alt-svc", b"clear-site-data", b"expect-ct", b"nel"),
+        *(b"public-key-pins", b"public-key-pins-report-only", b"report-to", b"reporting-endpoints"),
+        *(b"set-cookie", b"set-cookie2", b"strict-transport-security", b"timing-allow-origin"),
+        *(b"x-accel-charset", b"x-accel-expires", b"x-accel-limit-rate", b"x-accel-redirect"),
+        *(b"x-lighttpd-send-file", b"x-reproxy-url", b"x-sendfile"),
+    }
+)
+_WITHHELD_BEGINNINGS = (b"access-control-", b"x-balanceroute-", b"x-ratelimit-")
+# Some clients read no head of more than 100 lines, and the proxy adds its own.
+_MOST_HEADERS = 64
+_PLAIN_CODINGS = frozenset({b"", b"identity"})
 # The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
 ABORT = "abort"
 _RECOMPUTED = "recomputed"
@@ -43,8 +59,30 @@ _decode_ending = msgspec.json.Decoder(_Ending).decode
 
 
 def passable_headers(headers: "Headers") -> "Headers":
-    """Return the headers that may go on to the client."""
-    return [(name, value) for name, value in headers if name in _PASSABLE]
+    """Return the headers of an engine's answer that go on to the client."""
+    withheld = _WITHHELD
+    for name, value in headers:
+        if name == b"connection":  # It names headers that are for the next hop alone.
+            withheld |= {option.strip().lower() for option in value.split(b",")}
+    return [
+        field
+        for field in headers
+        if field[0] not in withheld and not field[0].startswith(_WITHHELD_BEGINNINGS)
+    ][:_MOST_HEADERS]
+
+
+def stream_headers(headers: "Headers") -> "Headers":
+    """Return the same of a stream, which no web server on its way is to gather in a buffer."""
+    passed = [field for field in passable_headers(headers) if field[0] != b"x-accel-buffering"]
+    return [*passed, (b"x-accel-buffering", b"no")]
+
+
+def is_encoded(headers: "Headers") -> bool:
+    """Return whether the body is compressed, so that nobody here can read it."""
+    return any(
+        name == b"content-encoding" and value.lower() not in _PLAIN_CODINGS
+        for name, value in headers
+    )
 
 
 def is_whole(body: bytes) -> bool:

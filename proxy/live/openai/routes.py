@@ -1,7 +1,8 @@
 """The public routes: which part serves each, and why some are not served.
 
-vLLM 0.32's routes (its `entrypoints`) and the proxy's own. Paths match exactly, except for the last
-part of those that name a resource, so that no path reaches an engine by accident. The table in
+vLLM 0.32's routes (its `entrypoints`) and the proxy's own. Paths match exactly, except for one slash at
+the end (some clients put one behind their base URL) and for the last part of those that name a resource,
+so that no path reaches an engine by accident. The table in
 docs/serving.md is held to this one by a test.
 """
 
@@ -131,9 +132,14 @@ _NAMED = [
 ]
 
 
+def exact_path(path: bytes) -> bytes:
+    """Return a path as its route has it: without the slash at its end that is not the route's."""
+    return path[:-1] if path[-1:] == b"/" and path[:-1] in _EXACT else path
+
+
 def find(path: bytes) -> Route | None:
     """Return the route of a path, None if there is none."""
-    route = _EXACT.get(path)
+    route = _EXACT.get(exact_path(path))
     if route is not None:
         return route
     for (begin, _, end), named in _NAMED:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.live.openai.answer import passable_headers
+from balanceroute.proxy.live.openai.answer import passable_headers, stream_headers
 from balanceroute.proxy.live.openai.api_error import (
     JSON_HEADERS,
     NEVER_AGAIN,
@@ -65,12 +65,12 @@ class ClientAnswer:
         self._record.status = status
         self.reply.on_pause = self._pause
         self.reply.on_resume = self._resume
-        self.reply.start(status, self._headers(headers))
+        self.reply.start(status, [*stream_headers(headers), self._name])
 
     def send(self, status: int, headers: "Headers", body: bytes) -> None:
         """Send a whole answer."""
         self._record.status = status
-        self.reply.send(status, self._headers(headers), body)
+        self.reply.send(status, [*passable_headers(headers), self._name], body)
 
     def pass_on(self, api: Api, status: int, headers: "Headers", body: bytes) -> str:
         """Send an engine's own refusal; return what it says."""
@@ -120,8 +120,6 @@ class ClientAnswer:
         if self._owner is not None:
             self._owner.held.resume()
 
-    def _headers(self, headers: "Headers") -> "Headers":
-        return [
-            *passable_headers(headers),
-            (b"x-request-id", self._record.request_id.encode()),
-        ]
+    @property
+    def _name(self) -> tuple[bytes, bytes]:
+        return b"x-request-id", self._record.request_id.encode()

@@ -7,6 +7,7 @@ reader's to say (`openai/completion_stream.py`, `openai/named_events.py`).
 
 from typing import TYPE_CHECKING, Protocol
 
+from balanceroute.proxy.live.openai.answer import is_encoded
 from balanceroute.proxy.live.openai.engine_error import error_in
 from balanceroute.proxy.live.openai.stream_event import DONE, decoded
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
@@ -147,6 +148,8 @@ class Relay:
         if status != 200 or not kind.lower().startswith(b"text/event-stream"):
             self._whole = BufferedLeg(self._answered, self._owner.stream_broken, _ANSWER_BYTES)
             self._whole.on_head(status, headers)
+        elif is_encoded(headers):
+            self._break_off(_broken(WireFault.PROTOCOL, "the stream is compressed"))
 
     def on_line(self, line: bytes) -> None:
         """Take an event of one line, without the blank line behind it; see `LineHandler`."""

@@ -23,4 +23,4 @@ class RecentRequests:
 
     def find(self, request_id: str) -> "list[RequestRecord]":
         """Return those with an id, which clients may give twice; the latest last."""
-        return [record for record in self._kept if record.request_id == request_id]
+        return [one for one in self._kept if request_id in (one.request_id, one.client_request_id)]

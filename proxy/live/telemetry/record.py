@@ -42,6 +42,7 @@ class RequestRecord(Struct, omit_defaults=True):
 
     Attributes:
         request_id: The client's X-Request-Id, or ours.
+        client_request_id: The client's, cut, where ours is used in its place; empty if it is not.
         endpoint: The path, for example /v1/chat/completions; empty if none could be read.
         model: The `model` of the body, cut to 128 characters.
         arrived_unix_s: Wall-clock time of arrival, for the log alone.
@@ -136,6 +137,7 @@ class RequestRecord(Struct, omit_defaults=True):
     superseded: bool = False
     trace_id: str = ""
     trace: Trace | None = None
+    client_request_id: str = ""
 
     @property
     def begun_ns(self) -> int | None:

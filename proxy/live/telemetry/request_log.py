@@ -56,7 +56,8 @@ format (`balanceroute.traces`), so that a log can be replayed as it is;
 
 A proxy with several groups writes `group` too: the one that had the request last, if one had it. Of a
 request that named an alias of models it writes `alias`, `task`, and `fall_backs`, the groups that had it
-before, each with why it went on; `model` is then the alias.
+before, each with why it went on; `model` is then the alias. Where the client's X-Request-Id could not be kept,
+`request_id` is ours and `client_request_id` what the client gave.
 
 Only these fields are written: no other headers, no bodies, nothing secret, of a prompt no more than
 64-bit hashes. A line is plain ASCII without control characters, whatever a client put into an id or a
@@ -161,6 +162,7 @@ class _Line(Struct):
     alias: str | UnsetType = UNSET
     task: str | UnsetType = UNSET
     fall_backs: list[str] | UnsetType = UNSET
+    client_request_id: str | UnsetType = UNSET
 
 
 def _line(record: RequestRecord, now_ns: int) -> _Line:
@@ -217,12 +219,20 @@ def _line(record: RequestRecord, now_ns: int) -> _Line:
         record.trace_id,
         "request_ended",
     )
+    if record.group or record.alias or record.client_request_id:
+        _say_more(line, record)
+    return line
+
+
+def _say_more(line: _Line, record: RequestRecord) -> None:
+    """Write what few requests have."""
     if record.group:
         line.group = record.group
     if record.alias:
         line.alias, line.task = record.alias, record.task
         line.fall_backs = [f"{group}: {why}" for group, why in record.fall_backs]
-    return line
+    if record.client_request_id:
+        line.client_request_id = record.client_request_id[:MAX_TEXT]
 
 
 def _utc(unix_s: float) -> str:

@@ -38,7 +38,7 @@ def spans_of(record: RequestRecord) -> str:
     return (
         f"{{{kind}{_client(record.peer.rpartition(':')[0], record.user_agent, record.tenant)}"
         f"{_engines(record.prefiller, record.rank)}"
-        # It is plain: see `client_request_id`.
+        # It stands in JSON as it is: see `client_request_id`.
         f',{{"key":"balanceroute.request_id","value":{{"stringValue":"{record.request_id}"}}}}'
         f',{{"key":"gen_ai.usage.input_tokens","value":{{"intValue":"{record.prompt_tokens}"}}}}'
         f',{{"key":"gen_ai.usage.output_tokens","value":{{"intValue":"{record.output_tokens}"}}}}'

@@ -36,7 +36,7 @@ class IncomingBody:
     def check_length(self, length: int) -> None:
         """Raise MalformedError if a body of `length` bytes cannot be accepted."""
         if length > self._limit:
-            raise _too_large()
+            raise self._too_large()
         self._budget.check(length)
 
     def begin(self, head: RequestHead) -> None:
@@ -58,7 +58,7 @@ class IncomingBody:
             return None if len(data) < missing else data[missing:]
         payload = decoder.feed(data)
         if self.size + len(payload) + decoder.expected > self._limit:
-            raise _too_large()
+            raise self._too_large()
         self._keep(payload)
         return decoder.rest if decoder.finished else None
 
@@ -69,7 +69,7 @@ class IncomingBody:
             MalformedError: The body is too large.
         """
         if self.size + len(data) > self._limit:
-            raise _too_large()
+            raise self._too_large()
         self._keep(data)
 
     def take(self) -> bytes:
@@ -98,6 +98,5 @@ class IncomingBody:
         self.hold(len(data))
         self._buffer.write(data)
 
-
-def _too_large() -> MalformedError:
-    return MalformedError("the request's body is too large", 413)
+    def _too_large(self) -> MalformedError:
+        return MalformedError(f"the request's body is larger than {self._limit} bytes", 413)

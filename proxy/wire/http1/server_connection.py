@@ -131,6 +131,7 @@ class ServerConnection(asyncio.Protocol):
                 incoming.buffer += data
                 self._bound_waiting()
             case _Stage.REJECTED:
+                incoming.buffer = data
                 self._refuse_connection()
             case _Stage.LINGER | _Stage.CLOSING | _Stage.GONE:
                 pass
@@ -366,7 +367,7 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write,
             head_only=head.method == b"HEAD",
             http_1_0=head.http_1_0,
-            common=self._service.common_fields(head),
+            common=self._service.common_fields(head.headers),
         )
         self._reply = reply
         self._stage = _ANSWER
@@ -389,8 +390,10 @@ class ServerConnection(asyncio.Protocol):
     # Ending.
 
     def _refuse(self, rejection: Rejection) -> None:
-        head = self._incoming.head
-        self._transport.write(self._service.last_answer(rejection, head, self._peer))
+        incoming = self._incoming
+        self._transport.write(
+            self._service.last_answer(rejection, incoming.head, self._peer, incoming.buffer)
+        )
         self._linger()
 
     def _refuse_connection(self) -> None:

@@ -1,6 +1,7 @@
 """What the connections of one server share, and the sweep that enforces their deadlines."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,8 +20,12 @@ Refuse = Callable[[Rejection, RequestHead | None, str], tuple[Headers, bytes]]
 
 Called with the rejection, the head if it could be parsed, and the client's address.
 """
-Common = Callable[[RequestHead], Headers]
-"""Returns headers for every answer to a request, in addition to the application's."""
+Common = Callable[[Headers], Headers]
+"""Returns headers for every answer to a request, in addition to the application's.
+
+Called with the request's headers; of a head that could not be parsed, with its Origin, if it has one.
+"""
+_ORIGIN = re.compile(rb"\r\n[Oo][Rr][Ii][Gg][Ii][Nn]:[ \t]*([\x21-\x7e]{1,1024})[ \t]*(?=\r\n)")
 
 
 class SweptConnection(Evictable, Protocol):
@@ -126,24 +131,28 @@ class Service:
         if self.on_empty is not None:
             self.on_empty()
 
-    def common_headers(self, head: RequestHead | None) -> Headers:
-        """Return the common headers of an answer; none if the head could not be parsed."""
-        return [] if self._common is None or head is None else self._common(head)
+    def common_headers(self, headers: Headers) -> Headers:
+        """Return the headers of every answer to a request that has these."""
+        return [] if self._common is None else self._common(headers)
 
-    def common_fields(self, head: RequestHead | None) -> bytes:
+    def common_fields(self, headers: Headers) -> bytes:
         """Return them as lines."""
-        return b"" if self._common is None else encode_fields(self.common_headers(head))
+        return b"" if self._common is None else encode_fields(self._common(headers))
 
-    def last_answer(self, rejection: Rejection, head: RequestHead | None, peer: str) -> bytes:
+    def last_answer(
+        self, rejection: Rejection, head: RequestHead | None, peer: str, received: bytes = b""
+    ) -> bytes:
         """Return the whole answer to a request that is not served, after which the connection ends.
 
         Args:
             rejection: Why it is not served.
             head: Its head if it could be parsed.
             peer: The client's address.
+            received: What has come of a head that could not be.
         """
         headers, body = self.refuse(rejection, head, peer)
-        fields = encode_fields(headers) + self.common_fields(head)
+        read = _origin_of(received) if head is None else head.headers
+        fields = encode_fields(headers) + self.common_fields(read)
         return b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
             STATUS_LINES[rejection.status],
             fields,
@@ -166,3 +175,12 @@ class Service:
         for connection in list(self.connections):
             if connection.deadline_s <= now_s:
                 connection.expire(now_s)
+
+
+def _origin_of(received: bytes) -> Headers:
+    """Return the Origin of a head that could not be parsed, if it has one.
+
+    With it the page that sent the request may read why it is refused.
+    """
+    found = _ORIGIN.findall(received.partition(b"\r\n\r\n")[0] + b"\r\n")
+    return [(b"origin", found[0])] if len(found) == 1 else []

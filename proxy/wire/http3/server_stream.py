@@ -80,6 +80,7 @@ class ServerStream:
             "_body_since_s",
             "_head",
             "_head_bytes",
+            "_origin",
             "_owner",
             "_reply",
             "_stage",
@@ -97,6 +98,7 @@ class ServerStream:
         self._stage = _Stage.HEAD
         self._head: RequestHead | None = None
         self._head_bytes = 0
+        self._origin: Headers = []  # Of a head that could not be parsed.
         self._body = IncomingBody(service.bodies, service.limits.body_limit_bytes)
         self._body_since_s = 0.0
         self._reply: Http3Reply | None = None
@@ -130,6 +132,7 @@ class ServerStream:
                 self._dispatch()
             return
         owner, service = self._owner, self._owner.service
+        self._origin = [field for field in fields if field[0] == b"origin"]
         try:
             head = self._head = request_head(fields, service.limits)
             rejection = owner.rejection
@@ -288,7 +291,9 @@ class ServerStream:
         reply = self._reply = Http3Reply(
             self,
             head_only=head is not None and head.method == b"HEAD",
-            common=self._owner.service.common_headers(head),
+            common=self._owner.service.common_headers(
+                self._origin if head is None else head.headers
+            ),
         )
         self._stage = _Stage.ANSWER
         now_s = self._owner.service.loop.time()

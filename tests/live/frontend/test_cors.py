@@ -1,5 +1,6 @@
 """Requests of other sites' pages: what a browser is told before, and with every answer."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
 PAGE = b"https://chat.example"
 ALLOW = b"access-control-allow-origin"
+EXPOSE = b"access-control-expose-headers"
 
 
 def of(origin: bytes, *more: tuple[bytes, bytes]) -> "Headers":
@@ -55,6 +57,9 @@ def test_every_answer_lets_any_page_read_it_if_all_may(play: "Play") -> None:
         assert [answer.status for answer in given] == STATUSES
         for answer in given:
             assert [value for name, value in answer.headers if name == ALLOW] == [b"*"]
+            (exposed,) = [value for name, value in answer.headers if name == EXPOSE]
+            assert exposed.startswith(b"*, ")
+            assert b"X-Request-Id" in exposed
         for answer in await answers(site, []):
             assert answer.header(ALLOW) is None
 
@@ -107,3 +112,56 @@ def test_without_the_setting_nothing_of_it_is_there(play: "Play", headers: "Head
             assert not [name for name, _ in answer.headers if name.startswith(b"access-control")]
 
     play(scenario, flags=FLAGS)
+
+
+async def told(site: "Site", head: bytes) -> tuple[int, bytes]:
+    """Send bytes that are no readable request; return the status and the answer, in lower case."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+    writer.write(head)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split(b" ", 2)[1]), answer.lower()
+
+
+FIRST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+ORIGIN = b"ORIGIN: \t" + PAGE + b" \r\n"
+
+
+@pytest.mark.parametrize("site_of", ["*", PAGE.decode()])
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (FIRST + ORIGIN + b"X-Large: %b\r\n\r\n" % (b"x" * 40_000), 431),
+        (FIRST + ORIGIN + b"X-Large: %b" % (b"x" * 40_000), 431),  # Whose end never comes.
+        (FIRST + ORIGIN + b"X-Many: 1\r\n" * 101 + b"\r\n", 431),
+        (FIRST + ORIGIN + b"Host: b\r\n\r\n", 400),
+        (b"POST /%b HTTP/1.1\r\nHost: a\r\n" % (b"x" * 9_000) + ORIGIN + b"\r\n", 414),
+        (b"BREW / HTTP/1.1\r\nHost: a\r\n" + ORIGIN + b"\r\n", 501),
+        (FIRST + ORIGIN, 408),
+    ],
+)
+def test_a_page_may_read_why_its_head_was_not(
+    play: "Play", head: bytes, status: int, site_of: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        code, answer = await told(site, head)
+        assert code == status
+        allowed = b"*" if site_of == "*" else PAGE
+        assert answer.count(ALLOW + b": " + allowed + b"\r\n") == 1
+        assert answer.count(EXPOSE) == 1
+        # Another's head, and one of two pages, says nothing.
+        for origin in (b"", ORIGIN + ORIGIN, b"X-Origin: " + PAGE + b"\r\n"):
+            assert ALLOW not in (await told(site, head.replace(ORIGIN, origin)))[1]
+
+    play(scenario, flags={"cors_origin": [site_of]})
+
+
+def test_a_page_may_read_that_there_are_too_many_connections(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        runs = site.send(COMPLETIONS, BODY | {"stream": True, "max_tokens": 50})
+        await runs.until_events(1)
+        code, answer = await told(site, FIRST + ORIGIN + b"\r\n")
+        assert (code, answer.count(ALLOW + b": *")) == (503, 1)
+        await runs.end()
+
+    play(scenario, flags={"cors_origin": "*", "connection_limit": 1})

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +12,7 @@ from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error
 
 from balanceroute import __version__
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.live.telemetry.request_log import line_of
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Seen, Site
@@ -40,14 +42,15 @@ STREAM: dict[str, Any] = BODY | {"stream": True}
         "//v1/completions",
         "/v1//completions",
         "/v1/../v1/completions",
-        "/v1/completions/",
+        "/v1/completions//",
         "/v1/completions/x",
         "/V1/COMPLETIONS",
         "/v1/completions%20",
         "/v1/%63ompletions",
         "/v1/completions;x=1",
         "/v1",
-        "/metrics/",
+        "/metrics//",
+        "//metrics",
         "/health/x",
         "/admin/state",
         "/v1/load_lora_adapter",
@@ -57,7 +60,6 @@ STREAM: dict[str, Any] = BODY | {"stream": True}
         "/v1/metaserver",
         "/v1/metaserver/",
         "/v1/metaserver/guess",
-        "/v1/responses/",
         "/v1/responses/resp_1",
         "/v1/responses/resp_1/cancel",
         "/v1/realtime",
@@ -234,25 +236,83 @@ def test_a_refusal_tells_the_request_id_too(play: "Play") -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("values", "logged"),
     [
-        [(b"x-request-id", b"")],
-        [(b"x-request-id", b"x" * 129)],
-        [(b"x-request-id", b"a b")],
-        [(b"x-request-id", b"a/b")],
-        [(b"x-request-id", b"\xc3\xa4")],
-        [(b"x-request-id", b'a"b')],
-        [(b"x-request-id", b"a"), (b"x-request-id", b"a")],
-        [(b"x-request-id", b"a"), (b"x-request-id", b"b")],
+        ([b""], None),
+        ([b"x" * 129], "x" * 129),
+        ([b"x" * 1_000], "x" * 256),
+        ([b"a b"], "a b"),
+        ([b"\xc3\xa4\xff"], "\u00e4\\xff"),
+        ([b'a"b'], 'a"b'),
+        ([b"a\\b"], "a\\b"),
+        ([b"a", b"b"], "a, b"),
     ],
 )
-def test_a_malformed_request_id_is_refused(play: "Play", headers: "Headers") -> None:
+@pytest.mark.parametrize("relays", [0, 2])
+def test_a_request_id_that_cannot_be_kept_is_replaced_and_logged(
+    play: "Play", values: list[bytes], logged: str | None, relays: int
+) -> None:
+    headers = [(b"x-request-id", value) for value in values]
+
     async def scenario(site: "Site") -> None:
-        assert "X-Request-Id" in is_error(await site.post(COMPLETIONS, BODY, headers), 400)
-        is_error(await site.get("/v1/models", headers), 400)
-        assert site.seen == []
+        for stream in (False, True):
+            answer = await site.post(COMPLETIONS, BODY | {"stream": stream}, headers)
+            assert answer.status == 200
+            own = answer.header(b"x-request-id")
+            assert own is not None
+            assert own not in values
+            assert {one.header(b"x-request-id") for one in site.seen} == {own}
+            site.seen.clear()
+        assert (await site.get("/v1/models", headers)).status == 200
+        is_error(await site.get("/v1/nothing", headers), 404)
+        records = await site.ended(4)
+        for record in records:
+            line = json.loads(line_of(record))
+            assert line.get("client_request_id") == logged
+            assert line["request_id"].encode() not in values
+        if logged is not None:
+            # Who knows the client's word alone finds the request.
+            found = (await site.admin(f"/admin/requests?id={quote(logged)}")).json["requests"]
+            assert len(found) == 4
+
+    play(scenario, relays=relays)
+
+
+@pytest.mark.parametrize(
+    "value", [b"1-a/g6hr", b"q83vEjRWeJCrze8SNFZ4kA==", b"a+b", b"7d3a#12", b"me@host", b"{1b2c}"]
+)
+def test_a_request_id_of_visible_characters_is_kept_end_to_end(play: "Play", value: bytes) -> None:
+    async def scenario(site: "Site") -> None:
+        # Twice the same says the same.
+        for headers in ([(b"x-request-id", value)], [(b"x-request-id", value)] * 2):
+            answer = await site.post(COMPLETIONS, STREAM, headers)
+            assert (answer.status, answer.done) == (200, True)
+            assert [v for n, v in answer.headers if n == b"x-request-id"] == [value]
+        assert {one.header(b"x-request-id") for one in site.seen} == {value}
+        for record in await site.ended(2):
+            assert json.loads(line_of(record))["request_id"].encode() == value
 
     play(scenario)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_a_slash_behind_a_path_is_no_other_path(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        for path in (COMPLETIONS, "/tokenize"):
+            assert (await site.post(f"{path}/", BODY)).status == 200
+        for path in ("/v1/models", "/health", "/metrics"):
+            plain, slashed = await site.get(path), await site.get(f"{path}/?a=b")
+            assert (plain.status, plain.header(b"content-type")) == (
+                slashed.status,
+                slashed.header(b"content-type"),
+            )
+        is_error(await site.get(f"{COMPLETIONS}/"), 405)
+        assert not [seen for seen in site.seen if seen.path.endswith("/")]
+        assert [record.endpoint for record in await site.ended(5)] == [
+            *(COMPLETIONS, "/tokenize", "/v1/models", "/v1/models", COMPLETIONS)
+        ]
+
+    play(scenario, relays=relays)
 
 
 @pytest.mark.parametrize("value", [b"", b"0", b"-3", b"1e3", b"many", b"1" * 10])
@@ -359,7 +419,9 @@ def test_a_clients_routing_fields_reach_no_engine(
             }
             assert not values.keys() & INTERNAL.keys()
             names = sorted(name for name, _ in seen.request.headers)
-            assert names == [b"content-length", b"content-type", b"host", b"x-request-id"]
+            known = [b"accept-encoding", b"content-length", b"content-type", b"host"]
+            assert names == [*known, b"x-request-id"]
+            assert seen.header(b"accept-encoding") == b"identity"
             assert bool(own) != direct
 
     play(scenario, connector=connector)
@@ -574,10 +636,9 @@ def test_an_answer_has_no_header_of_the_engines_connection(play: "Play") -> None
         for answer in (await site.post(COMPLETIONS, BODY), await site.post(COMPLETIONS, STREAM)):
             names = {name for name, _ in answer.headers}
             assert names <= {
-                b"content-type",
-                b"content-length",
-                b"transfer-encoding",
-                b"x-request-id",
+                *(b"content-type", b"content-length", b"transfer-encoding"),
+                *(b"date", b"server", b"vary"),
+                *(b"x-accel-buffering", b"x-request-id"),
             }
         assert json.loads(answer.events[0].removeprefix(b"data: "))["model"] == "tiny"
 

@@ -145,6 +145,9 @@ def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
         [(b"x-api-key", b"")],
         [(b"x-api-key", b"Bearer right1")],
         [(b"x-api-key", b"right1")] * 2,
+        [(b"api-key", b"wrong")],
+        [(b"api-key", b"right1")] * 2,
+        [(b"api-key", b"right1"), (b"x-api-key", b"wrong")],
         [(b"x-api-key", b"right1"), *with_key("Bearer wrong")],
         [(b"x-api-key", b"wrong"), *with_key("Bearer right1")],
     ]
@@ -155,6 +158,7 @@ def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
         with_key("Bearer   right2"),
         [(b"x-api-key", b"right1")],
         [(b"x-api-key", b"right1"), *with_key("Bearer right2")],
+        [(b"api-key", b"right1")],  # Azure's clients.
     ]
 
     async def scenario(site: "Site") -> None:
@@ -168,7 +172,7 @@ def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
             assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
             assert (await site.get("/v1/models", headers)).status == 200
         assert len(site.seen) == 3 * len(accepted)
-        for name in (b"authorization", b"x-api-key"):
+        for name in (b"authorization", b"api-key", b"x-api-key"):
             assert all(seen.header(name) is None for seen in site.seen)
         # Whoever asks whether the proxy lives has no key; loads and engines' names need one.
         for page in OWN:

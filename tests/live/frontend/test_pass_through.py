@@ -9,7 +9,7 @@ import pytest
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
+    from tests.live.conftest import Exchanged, Handler, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
@@ -175,28 +175,141 @@ def test_an_answer_past_the_limit_is_not_kept(play: "Play") -> None:
     play(scenario, flags={"answer_limit_bytes": 4_096})
 
 
-def test_only_passable_headers_come_back(play: "Play") -> None:
-    def decorated(engine: str, request: "Request", reply: "Reply") -> None:
-        del engine, request
-        headers = [
-            (b"content-type", b"text/plain"),
-            (b"retry-after", b"9"),
-            (b"set-cookie", b"a=b"),
-            (b"x-internal", b"secret"),
-            (b"x-request-id", b"another"),
-        ]
-        reply.send(429, headers, b"slow down")
+ENGINES = [
+    (b"cache-control", b"no-store"),
+    (b"content-encoding", b"gzip"),
+    (b"metadata", b'{"data":[{"index":0,"start":0,"end":8}]}'),
+    (b"retry-after", b"9"),
+]
+WITHHELD = [
+    (b"access-control-allow-origin", b"*"),
+    (b"alt-svc", b'h3=":1"'),
+    (b"set-cookie", b"a=b"),
+    (b"x-request-id", b"another"),
+]
 
+
+def answers_with(status: int, kind: bytes, body: bytes) -> "Handler":
+    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        headers = [(b"content-type", kind), *WITHHELD, *ENGINES]
+        if b"event-stream" in kind:
+            reply.start(status, headers)
+            reply.write(body)
+            reply.end()
+        else:
+            reply.send(status, headers, body)
+
+    return answer
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        (200, b"application/octet-stream", bytes(8)),
+        (200, b"application/octet-stream", bytes(1 << 20)),  # Relayed.
+        (200, b"text/event-stream", b"data: 1\n\n"),
+        (429, b"text/plain", b"slow down"),
+        (500, b"text/plain", b"no"),
+    ],
+)
+def test_what_an_engine_says_of_its_answer_reaches_the_client(
+    play: "Play", relays: int, status: int, kind: bytes, body: bytes
+) -> None:
     async def scenario(site: "Site") -> None:
-        site.handlers[b"/tokenize"] = decorated
-        answer = await site.post("/tokenize", {"prompt": "t1"}, [(b"x-request-id", b"mine")])
-        assert (answer.status, answer.body) == (429, b"slow down")
-        assert sorted(answer.headers) == [
-            (b"content-length", b"9"),
-            (b"content-type", b"text/plain"),
-            (b"retry-after", b"9"),
+        site.handlers[b"/v1/embeddings"] = answers_with(status, kind, body)
+        mine = [(b"x-request-id", b"mine"), (b"accept-encoding", b"gzip")]
+        answer = await site.post("/v1/embeddings", {"input": "t1"}, mine)
+        assert (answer.status, answer.body) == (status, body)
+        framing = (b"content-length", b"transfer-encoding")
+        streamed = [(b"x-accel-buffering", b"no")] if b"event-stream" in kind else []
+        assert [field for field in answer.headers if field[0] not in framing] == [
+            (b"content-type", kind),
+            *ENGINES,
+            *streamed,
             (b"x-request-id", b"mine"),
         ]
+        # The counts of an answer are read here.
+        assert {one.header(b"accept-encoding") for one in site.seen} == {b"identity"}
+
+    play(scenario, relays=relays)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_what_an_engine_says_of_an_error_reaches_the_client(
+    play: "Play", path: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        asked = {"model": "tiny", "prompt": "t1", "messages": [], "max_tokens": 2}
+        refuses = answers_with(400, b"application/json", b"\x1f\x8b")
+        site.handlers[path.encode()] = refuses
+        answer = await site.post(path, asked, [(b"x-request-id", b"mine")])
+        assert (answer.status, answer.body) == (400, b"\x1f\x8b")
+        assert [field for field in answer.headers if field[0] != b"content-length"] == [
+            (b"content-type", b"application/json"),
+            *ENGINES,
+            (b"x-request-id", b"mine"),
+        ]
+
+    play(scenario, relays=relays)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_compressed_answer_that_was_not_asked_for_is_another_engines(
+    play: "Play", stream: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        kind = b"text/event-stream" if stream else b"application/json"
+        compresses = answers_with(200, kind, b"\x1f\x8b\n\n")
+        spoilt = []
+
+        def once(engine: str, request: "Request", reply: "Reply") -> None:
+            spoilt.append(engine)
+            del site.rank_handlers[b"/v1/completions"]
+            compresses(engine, request, reply)
+
+        site.rank_handlers[b"/v1/completions"] = once
+        body = {"model": "tiny", "prompt": "t1", "max_tokens": 2, "stream": stream}
+        answer = await site.post("/v1/completions", body)
+        assert (answer.status, len(spoilt)) == (200, 1)
+        assert answer.done if stream else answer.json["choices"]
+        assert answer.header(b"content-encoding") is None
+        (record,) = site.world.ended
+        assert record.retries == 1
+
+    play(scenario)
+
+
+def test_a_place_below_the_engine_is_told_as_one_below_the_proxy(play: "Play") -> None:
+    told: list[bytes] = []
+
+    def moved(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine
+        place = told[-1].replace(b"HERE", request.header(b"host") or b"")
+        reply.send(307, [(b"location", place)], b"")
+
+    async def scenario(site: "Site") -> None:
+        site.handlers[b"/tokenize"] = moved
+        for place, here in {
+            b"http://HERE/tokenize/?a=b": b"/tokenize/?a=b",
+            b"https://HERE": b"/",
+            b"http://HERE?a": b"/?a",
+            b"http://HERE0/tokenize": None,
+            b"http://other/tokenize": b"http://other/tokenize",
+            b"/tokenize/": b"/tokenize/",
+            b"": b"",
+        }.items():
+            told.append(place)
+            answer = await site.post("/tokenize", {"prompt": "t1"})
+            assert answer.status == 307
+            location = answer.header(b"location")
+            if here is None:  # Another port.
+                assert location is not None
+                assert location.startswith(b"http://127.0.0.1:")
+            else:
+                assert location == here
 
     play(scenario)
 

@@ -52,7 +52,7 @@ async def counted(site: "Site") -> dict[tuple[str, str, str], float]:
         ("GET", "/nothing/here", [], 404, "other"),
         ("GET", "/v1/responses/resp_1", [], 404, "other"),
         ("POST", COMPLETIONS, [(b"content-type", b"image/png")], 415, COMPLETIONS),
-        ("POST", COMPLETIONS, [(b"x-request-id", b"no good")], 400, COMPLETIONS),
+        ("POST", COMPLETIONS, [(b"x-expected-output-tokens", b"no")], 400, COMPLETIONS),
     ],
 )
 def test_what_the_gateway_refuses_is_answered_with_an_id_counted_and_logged(
@@ -227,3 +227,33 @@ def test_a_refusal_of_the_messages_api_has_anthropics_shape(play: "Play", tmp_pa
 )
 def test_the_outcome_says_whose_fault_it_was(status: int, outcome: Outcome) -> None:
     assert outcome_of(status) is outcome
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "size", "words"),
+    [
+        (
+            COMPLETIONS,
+            [],
+            1_001,
+            "the request's body is larger than 1000 bytes (--body-limit-bytes)",
+        ),
+        ("/" + "x" * 100, [], 1, "the request target is too long (--target-limit-bytes)"),
+        (
+            COMPLETIONS,
+            [(b"x-large", b"x" * 600)],
+            1,
+            "the request's head is too long (--header-limit-bytes, --header-limit)",
+        ),
+    ],
+)
+def test_a_refusal_for_a_size_names_what_sets_it(
+    play: "Play", path: str, headers: list[tuple[bytes, bytes]], size: int, words: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        refused = await site.post(path, b"0" * size, headers)
+        assert refused.json["error"]["message"] == words
+        assert [record.reason for record in site.world.ended] == [words]
+
+    limits = {"body_limit_bytes": 1_000, "target_limit_bytes": 64, "header_limit_bytes": 512}
+    play(scenario, flags=limits)

@@ -3,7 +3,6 @@
 import pytest
 
 from balanceroute.proxy.live.frontend.request_head import (
-    BadRequestIdError,
     client_request_id,
     engine_headers,
     engine_lines,
@@ -33,30 +32,36 @@ def made(headers: Headers, *, engine_key: Secret | None = None, keep: bool = Fal
     return found
 
 
-OURS = [(b"content-type", b"application/json"), (b"x-request-id", b"r-1")]
+OURS = [
+    (b"content-type", b"application/json"),
+    (b"x-request-id", b"r-1"),
+    (b"accept-encoding", b"identity"),
+]
 
 
-@pytest.mark.parametrize("value", [b"a", b"req-1.2_3:4", b"A" * 128])
+@pytest.mark.parametrize("value", [b"a", b"req-1.2_3:4", b"A" * 128, b"!#[]{}/+=@~", b"a,b"])
 def test_a_plain_request_id_is_taken(value: bytes) -> None:
-    assert client_request_id(fields((b"x-request-id", value))) == value.decode()
+    given = (b"x-request-id", value)
+    assert client_request_id(fields(given)) == (value.decode(), "")
+    assert client_request_id(fields(given, given)) == (value.decode(), "")
 
 
 def test_a_request_need_not_have_an_id() -> None:
-    assert client_request_id(fields((b"x-other", b"a"))) is None
+    assert client_request_id(fields((b"x-other", b"a"))) == ("", "")
 
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b" ", b"a b", b"a\r\nx: y", b"a\n", b"a\0", b"A" * 129, b"A" * 3_000, b"\xc3\xa9", b"{}"],
+    [b"", b" ", b"a b", b"a\r\nx: y", b"a\n", b"a\0", b"A" * 129, b"A" * 3_000, b"\xc3\xa9"],
 )
-def test_a_request_id_that_is_no_plain_word_is_refused(value: bytes) -> None:
-    with pytest.raises(BadRequestIdError):
-        client_request_id(fields((b"x-request-id", value)))
+def test_a_request_id_that_is_no_plain_word_is_for_the_log_alone(value: bytes) -> None:
+    kept, logged = client_request_id(fields((b"x-request-id", value)))
+    assert (kept, logged) == ("", value[:256].decode())
 
 
-def test_two_request_ids_are_refused_even_if_they_agree() -> None:
-    with pytest.raises(BadRequestIdError):
-        client_request_id(fields((b"x-request-id", b"a"), (b"x-request-id", b"a")))
+def test_two_request_ids_that_differ_are_none() -> None:
+    given = fields((b"x-request-id", b"a"), (b"x-request-id", b"b"))
+    assert client_request_id(given) == ("", "a, b")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +85,8 @@ def test_two_request_ids_are_refused_even_if_they_agree() -> None:
         b"x-request-id",
         b"authorization",
         b"proxy-authorization",
+        b"accept-encoding",
+        b"api-key",
     ],
 )
 def test_a_header_that_is_not_on_the_list_reaches_no_engine(name: bytes) -> None:

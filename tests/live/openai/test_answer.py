@@ -11,6 +11,7 @@ from balanceroute.proxy.live.openai.answer import (
     is_recomputed,
     passable_headers,
     stops_at_recomputed,
+    stream_headers,
 )
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api
@@ -22,27 +23,51 @@ DETAILED = (
 )
 
 
-def test_only_headers_that_concern_the_client_pass() -> None:
-    passed = [
-        (b"content-type", b"application/json"),
-        (b"retry-after", b"7"),
-        (b"www-authenticate", b"Bearer"),
-    ]
+PASSED = [
+    (b"content-type", b"application/octet-stream"),
+    (b"metadata", b'{"data":[{"index":0}]}'),
+    (b"content-encoding", b"gzip"),
+    (b"retry-after", b"7"),
+    (b"www-authenticate", b"Bearer"),
+    (b"cache-control", b"no-store"),
+    (b"content-disposition", b"attachment"),
+    (b"location", b"/v1/other"),
+    (b"server", b"uvicorn"),
+    (b"vary", b"Accept-Encoding"),
+    (b"x-accel-buffering", b"no"),
+    (b"x-vllm-anything", b"\xff"),
+]
+
+
+def test_headers_pass_but_for_those_of_a_connection_or_a_whole_site() -> None:
     others = [
         (name, b"x")
         for name in (
-            b"set-cookie",
-            b"connection",
-            b"transfer-encoding",
-            b"content-length",
-            b"server",
-            b"date",
-            b"location",
-            b"x-request-id",
-            b"content-encoding",
+            *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
+            *(b"transfer-encoding", b"content-length", b"proxy-authenticate"),
+            *(b"set-cookie", b"alt-svc", b"strict-transport-security", b"clear-site-data"),
+            *(b"access-control-allow-origin", b"access-control-anything", b"timing-allow-origin"),
+            *(b"x-request-id", b"x-balanceroute-model", b"x-ratelimit-limit-tokens"),
+            *(b"x-accel-redirect", b"x-sendfile"),
         )
     ]
-    assert passable_headers([*others, *passed, *others]) == passed
+    assert passable_headers([*others, *PASSED, *others]) == PASSED
+
+
+def test_headers_that_the_connection_names_are_for_the_next_hop() -> None:
+    named = [(b"connection", b"close, X-Hop ,"), (b"connection", b"x-other")]
+    headers = [(b"x-hop", b"1"), (b"x-other", b"2"), *PASSED, *named]
+    assert passable_headers(headers) == PASSED
+
+
+def test_headers_are_few_enough_for_every_client() -> None:
+    many = [(b"x-%d" % i, b"") for i in range(1_000)]
+    assert passable_headers(many) == many[:64]
+
+
+def test_a_stream_is_not_gathered_on_its_way() -> None:
+    engines = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"yes")]
+    assert stream_headers(engines) == [engines[0], (b"x-accel-buffering", b"no")]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ def test_every_field_of_a_record_is_in_the_line() -> None:
     # A field that a record gains must not be forgotten here.
     written = {"arrived_unix_s", "outcome", "superseded"}
     exported = {"trace"}
-    plain = set(fields_of(replace(RECORD, group="large", alias="auto")))
+    more = replace(RECORD, group="large", alias="auto", client_request_id="a b")
+    plain = set(fields_of(more))
     timed = {"arrived_ns", "ended_ns", "prefill_started_ns", "prefilled_ns", "first_token_ns"}
     timed |= {"second_token_ns"}
     timed |= {"pool_wait_ns", "itl_max_ns", "admitted_ns", "expected_ttft_ns"}
