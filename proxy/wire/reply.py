@@ -5,6 +5,9 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.messages import Headers, Request
 
+Late = Callable[[int, bytes], bytes]
+"""Returns what a whole answer is in a stream that has begun, by its status and its body."""
+
 
 class Reply(Protocol):
     """The answer to one request: one `send`, or `start`, any number of `write`, and `end` or `abort`.
@@ -30,6 +33,11 @@ class Reply(Protocol):
     more_headers: Headers
 
     @property
+    def commented(self) -> bool:
+        """Whether the head of a stream went with a comment, while the answer could still be any."""
+        ...
+
+    @property
     def paused(self) -> bool:
         """Whether the write buffer is above its limit."""
         ...
@@ -53,6 +61,21 @@ class Reply(Protocol):
 
     def start(self, status: int, headers: Headers) -> None:
         """Begin a streamed answer.
+
+        Raises:
+            UnsafeHeaderError: A header cannot be written; nothing was sent.
+        """
+        ...
+
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
+        """Send something that is no part of the answer; the first goes behind the head of a stream.
+
+        The answer may still begin, or be a whole one, for which it is too late then.
+
+        Args:
+            headers: Of the stream, with status 200; `start` drops its own in their place.
+            data: What is sent.
+            late: Says what the stream ends with, broken off, in place of a whole answer.
 
         Raises:
             UnsafeHeaderError: A header cannot be written; nothing was sent.

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.reply import Late
 
 
 class AnyTransport(Protocol):
@@ -37,6 +38,7 @@ class ReplyState(Generic[TransportT]):
 
     __slots__ = (
         "_head_only",
+        "_late",
         "_transport",
         "closed",
         "more_headers",
@@ -57,6 +59,12 @@ class ReplyState(Generic[TransportT]):
         self.more_headers: Headers = []
         self._transport = transport
         self._head_only = head_only
+        self._late: Late | None = None  # Once the head of a stream went with a comment.
+
+    @property
+    def commented(self) -> bool:
+        """See `Reply`."""
+        return self._late is not None
 
     @property
     def paused(self) -> bool:

@@ -126,6 +126,11 @@ class Client:
         self.turns.append("refused")
         self.refusals.append((status, headers, body))
 
+    def stream_remarked(self, headers: Headers, event: bytes) -> None:
+        assert headers == SSE
+        self.turns.append("remarked")
+        self.pieces.append(event)
+
     def stream_started(self, status: int, headers: Headers) -> None:
         assert (status, headers) == (200, SSE)
         self.turns.append("started")

@@ -53,7 +53,7 @@ class LateRefusals:
         reply.send(status, [*JSON_HEADERS, *headers], body)
         if record.superseded:  # Another group is asked instead.
             return
-        record.status = status
+        record.status = 200 if reply.commented else status
         record.outcome = outcome_of(status)
         record.reason = message
         record.ended_ns = round(self._groups.context.clock() * 1e9)

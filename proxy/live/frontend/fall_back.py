@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.reply import Late
+
+MODEL_HEADER = b"x-balanceroute-model"
+"""Names the model that answers a request of an alias."""
 
 # What the deployment refuses a request for, and not its tenant: see `Refusal.cause`.
 _OF_THE_GROUP = frozenset({"", "overload", "deadline"})
@@ -202,6 +206,19 @@ class Attempt:
         if not self._given_up:
             self._chain.over()
             self.inner.start(status, headers)
+
+    @property
+    def commented(self) -> bool:
+        """Whether the client has the head of a stream, though the answer may still be any group's."""
+        return self.inner.commented
+
+    def comment(self, headers: "Headers", data: bytes, late: "Late") -> None:
+        """See `Reply`; another group may still answer."""
+        if not self._given_up:
+            if not self.inner.commented:  # Who answers is not said before it is known.
+                told = self.inner.more_headers
+                self.inner.more_headers = [one for one in told if one[0] != MODEL_HEADER]
+            self.inner.comment(headers, data, late)
 
     def write(self, data: bytes) -> None:
         """See `Reply`."""

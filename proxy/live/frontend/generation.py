@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.live.frontend.aliases import UnknownTaskError
 from balanceroute.proxy.live.frontend.asking import Asking, LateRefusals
 from balanceroute.proxy.live.frontend.clients import refuse_model, urgency_of
-from balanceroute.proxy.live.frontend.fall_back import FallBack
+from balanceroute.proxy.live.frontend.fall_back import MODEL_HEADER, FallBack
 from balanceroute.proxy.live.frontend.groups import unknown_model
 from balanceroute.proxy.live.frontend.model_routes import refuse_unlisted
 from balanceroute.proxy.live.frontend.request_head import (
@@ -171,7 +171,7 @@ class Generation:
             return
         self._refusals.tell_allowances(asking.reply, record)
         if record.alias:
-            asking.reply.more_headers.append((b"x-balanceroute-model", shape.model.encode()))
+            asking.reply.more_headers.append((MODEL_HEADER, shape.model.encode()))
 
     def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
         """Return what a request asks for, and note it. Raises BodyError."""

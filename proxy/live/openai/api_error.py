@@ -37,6 +37,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_MOST_ERROR_BYTES: Final = 65_536
 _ANTHROPIC: Final = "/v1/messages"
 _NAMED_EVENTS: Final = (_ANTHROPIC, "/v1/responses")
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -69,8 +70,28 @@ def error_body(status: int, message: str, *, param: str | None = None, endpoint:
 
 def error_event(status: int, message: str, *, endpoint: str = "") -> bytes:
     """Return the error as a server-sent event, for a stream that has begun."""
+    return _event(error_body(status, message, endpoint=endpoint), endpoint)
+
+
+def answer_event(status: int, body: bytes, words: str, *, endpoint: str = "") -> bytes:
+    """Return a whole answer as the error event of a stream that has begun.
+
+    An error in the API's own form stays as it is; of any other there are its words, if it has any.
+    """
+    try:
+        message = json.loads(body) if len(body) <= _MOST_ERROR_BYTES else None
+    except (ValueError, RecursionError):
+        message = None
+    if status < 400 or not isinstance(message, dict) or not isinstance(message.get("error"), dict):
+        code = status if status >= 400 else 502
+        words = words or f"the answer came as {status}"
+        return error_event(code, words, endpoint=endpoint)
+    return _event(_dump(message), endpoint)
+
+
+def _event(body: bytes, endpoint: str) -> bytes:
     name = b"event: error\n" if endpoint.startswith(_NAMED_EVENTS) else b""
-    return name + b"data: " + error_body(status, message, endpoint=endpoint) + b"\n\n"
+    return name + b"data: " + body + b"\n\n"
 
 
 def _dump(value: object) -> bytes:

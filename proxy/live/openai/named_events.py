@@ -108,6 +108,10 @@ class NamedEventStream(StreamReader):
         """Return whether an event says something of the answer."""
         return not event.startswith(_PINGS) and super().is_progress(event)
 
+    def is_remark(self, event: bytes) -> bool:
+        """Return whether an event is no part of any answer."""
+        return event.startswith(_PINGS) or super().is_remark(event)
+
     def _read(self, event: bytes) -> bytes:
         if not self.is_progress(event):
             return self._opening.pass_empty(event)

@@ -1,8 +1,8 @@
 """The beginning of a stream: events that say nothing, held, and a first event that is an error.
 
-The first byte that goes to the client commits the answer. So a comment, for example, waits for the
-first event that says something: it would also hide from the first-token deadline that no token came.
-And if that event is an error, nothing is sent, and the request may be tried elsewhere.
+The first event that goes to the client commits the answer. So one without data, for example, waits for the
+first that says something, and if that is an error, neither is sent, and the request may be tried
+elsewhere. Comments that come before all of them are no events, and go to the client at once.
 """
 
 from balanceroute.proxy.wire.sse import event_data

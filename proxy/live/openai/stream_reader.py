@@ -69,6 +69,10 @@ class StreamReader:
         """Return whether an event has data; a comment only says that the engine's server is there."""
         return event.startswith(b"data:") or bool(event_data(event))
 
+    def is_remark(self, event: bytes) -> bool:
+        """Return whether an event is no part of any answer, so that it may go before it: comments alone."""
+        return event[:1] == b":" and all(line[:1] in (b"", b":") for line in event.splitlines())
+
     def read_tokens(self) -> int:
         """Return the tokens received."""
         return self._events

@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.openai.answer import passable_headers, stream_headers
+from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
 from balanceroute.proxy.live.openai.api_error import (
     JSON_HEADERS,
     NEVER_AGAIN,
+    answer_event,
     error_body,
     error_event,
 )
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
 
 # Not every engine has these routes.
 _OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
+# Signs of life: Anthropic's clients know events of that name; all others pass over comments.
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+_COMMENT = b": keep-alive\n\n"
 
 
 class Source(Protocol):
@@ -47,15 +52,18 @@ class ClientAnswer:
 
     Attributes:
         is_paused: Whether the client reads too slowly at present.
+        opened: Whether the client has something of the answer; a comment is nothing of it.
     """
 
-    __slots__ = ("_owner", "_record", "is_paused", "opened", "reply")
+    __slots__ = ("_heard_s", "_owner", "_record", "_written", "is_paused", "opened", "reply")
 
     def __init__(self, owner: AnswerOwner, reply: "Reply", record: "RequestRecord") -> None:
         self.reply = reply
         self.opened = False
         self.is_paused = False
         self._record = record
+        self._written = reply.written
+        self._heard_s = record.arrived_ns / 1e9  # When the client was first seen to have that much.
         self._owner: AnswerOwner | None = owner
         reply.on_closed = owner.left
 
@@ -67,9 +75,28 @@ class ClientAnswer:
         self.reply.on_resume = self._resume
         self.reply.start(status, [*stream_headers(headers), self._name])
 
+    def comment(self, headers: "Headers", data: bytes) -> None:
+        """Send what is no part of the answer; the first begins the stream, whatever comes of it."""
+        if self.opened:
+            self.reply.write(data)
+        elif not self.reply.closed:
+            self._record.status = 200
+            self.reply.on_pause = self._pause
+            self.reply.on_resume = self._resume
+            self.reply.comment([*stream_headers(headers), self._name], data, self._late)
+
+    def keep_alive(self, now_s: float, silence_s: float) -> None:
+        """Send a sign of life if the client of a stream has had nothing for so long."""
+        if self.reply.written == self._written:
+            if now_s < self._heard_s + silence_s or self.reply.paused:
+                return
+            messages = self._record.endpoint == Api.MESSAGES.value
+            self.comment(STREAM_HEADERS, _PING if messages else _COMMENT)
+        self._written, self._heard_s = self.reply.written, now_s
+
     def send(self, status: int, headers: "Headers", body: bytes) -> None:
         """Send a whole answer."""
-        self._record.status = status
+        self._record.status = 200 if self.reply.commented else status
         self.reply.send(status, [*passable_headers(headers), self._name], body)
 
     def pass_on(self, api: Api, status: int, headers: "Headers", body: bytes) -> str:
@@ -119,6 +146,9 @@ class ClientAnswer:
         self.is_paused = False
         if self._owner is not None:
             self._owner.held.resume()
+
+    def _late(self, status: int, body: bytes) -> bytes:
+        return answer_event(status, body, error_words(body), endpoint=self._record.endpoint)
 
     @property
     def _name(self) -> tuple[bytes, bytes]:

@@ -326,6 +326,9 @@ class DecodeAttempt(Attempt):
             self.stream_recomputed()
         elif not self._session.abort_ordered and is_aborted(self._session.shape.api, body):
             self._session.failed(self, ABORTED)
+        elif self.stream is not None and self._session.answer.reply.commented:
+            reason = "the engine's answer is no stream"  # Which the client has the head of.
+            self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
         elif not is_whole(body):
             reason = "the engine's answer is no JSON object"
             self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
@@ -333,6 +336,10 @@ class DecodeAttempt(Attempt):
             served = self._served()
             body = _count_whole(self._session, body)
             self._session.answered(headers, body, served)
+
+    def stream_remarked(self, headers: "Headers", event: bytes) -> None:
+        """Pass a comment on at once: who is on the way to the client may count its silence."""
+        self._session.answer.comment(headers, event)
 
     def stream_started(self, status: int, headers: "Headers") -> None:
         """Open the client's stream with the first event."""

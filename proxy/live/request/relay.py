@@ -27,13 +27,16 @@ _CUT_SHORT = "the answer is cut short"
 
 
 class StreamEvents(Protocol):
-    """What becomes of the stream. Each but `stream_started` is the last that is called."""
+    """What becomes of the stream. All but `stream_started` and `stream_remarked` end it."""
 
     def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
         """The engine answered, but not with a stream."""
 
     def stream_started(self, status: int, headers: "Headers") -> None:
         """The first event came and goes to the client: open the client's stream."""
+
+    def stream_remarked(self, headers: "Headers", event: bytes) -> None:
+        """A comment came before the first event: it is for the client, whatever comes of the stream."""
 
     def stream_error_first(self, event: bytes) -> None:
         """The very first event is an error; nothing was sent to the client."""
@@ -289,6 +292,8 @@ class Relay:
     def _read(self, events: list[bytes], passed: list[bytes]) -> None:
         """Have each event read, and send on those that are the client's, behind what is to be passed."""
         now_s, reader = self._clock(), self.reader
+        if not self.started:
+            events = self._pass_remarks(events)
         if passed or any(map(reader.is_progress, events)):
             if self.started:
                 self._progressed(now_s)
@@ -322,6 +327,14 @@ class Relay:
             self._owner.stream_unreadable(_CUT_SHORT)
         else:
             self._owner.stream_error_first(reader.first_error)
+
+    def _pass_remarks(self, events: list[bytes]) -> list[bytes]:
+        """Pass on what comes before anything of the answer; return the rest."""
+        for place, event in enumerate(events):
+            if not self.reader.is_remark(event):
+                return events[place:]
+            self._owner.stream_remarked(self._headers, event)
+        return []
 
     def _send(self, data: bytes) -> None:
         if not self.started:

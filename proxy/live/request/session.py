@@ -180,8 +180,11 @@ class Session:
         return target in self.targets
 
     def check_deadline(self, now_s: float) -> None:
-        """Act if the leg in flight takes too long."""
+        """Act if the leg in flight takes too long, or the client of a stream has heard nothing."""
         self.held.check_deadline(now_s)
+        silence_s = self.context.legs.sse_keep_alive_s
+        if silence_s is not None and self.shape.stream and self.phase is not _ENDED:
+            self.answer.keep_alive(now_s, silence_s)
 
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
         """Leave the phase that it is in, with what it holds there."""

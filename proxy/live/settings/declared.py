@@ -219,6 +219,14 @@ class TimeLimits:
         60.0, "from dispatch to a decode rank to its first token"
     )
     idle_stream_timeout_s: float = seconds(300.0, "between two pieces of a decode rank's answer")
+    sse_keep_alive_s: float | None = number(
+        None,
+        "silence after which the client of a stream gets a comment, also while its request waits",
+        1,
+        10_000,
+        word="off",
+        metavar="S",
+    )
     answer_timeout_s: float = seconds(
         1800.0, "for a decode rank's whole answer, if it is not streamed"
     )

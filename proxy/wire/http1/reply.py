@@ -5,6 +5,7 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.http1.heads import STATUS_LINES, WITHOUT_BODY, encode_fields
 from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.reply import Late
 from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
 
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -59,6 +60,10 @@ class Http1Reply(ReplyState[ReplyTransport]):
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
+        if self._late is not None:
+            self.write(self._late(status, body))
+            self.abort()
+            return
         length = b"" if status in WITHOUT_BODY else b"content-length: %d\r\n" % len(body)
         head = self._head(status, headers, length)
         if self._head_only or status in WITHOUT_BODY:
@@ -75,6 +80,20 @@ class Http1Reply(ReplyState[ReplyTransport]):
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
+        if self._late is None:
+            self._begin(status, headers)
+        self.started = True
+
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        if self._late is None and not self.started:
+            self._begin(200, headers)
+            self._late = late
+        self.write(data)
+
+    def _begin(self, status: int, headers: Headers) -> None:
         if status in WITHOUT_BODY:
             head = self._head(status, headers, b"")
             self._head_only = True
@@ -84,7 +103,6 @@ class Http1Reply(ReplyState[ReplyTransport]):
         else:
             head = self._head(status, headers, b"transfer-encoding: chunked\r\n")
             self._chunked = not self._head_only
-        self.started = True
         self._send(head)
 
     def write(self, data: bytes) -> None:
@@ -94,7 +112,7 @@ class Http1Reply(ReplyState[ReplyTransport]):
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         else:
-            assert self.started, "start the reply first"
+            assert self.started or self.commented, "start the reply first"
             if self._head_only:
                 return
         self.written += len(data)
@@ -113,9 +131,10 @@ class Http1Reply(ReplyState[ReplyTransport]):
         """Close the connection, so that the client sees an incomplete body."""
         if self.closed:
             return
-        cut_body = self.started and not self._chunked and not self._head_only
+        begun = self.started or self.commented
+        cut_body = begun and not self._chunked and not self._head_only
         self._close()
-        self._transport.cut(reset=cut_body, flush=self.started)
+        self._transport.cut(reset=cut_body, flush=begun)
 
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status

@@ -213,7 +213,7 @@ class ServerConnection(asyncio.Protocol):
         """See `SweptConnection`."""
         self._last_idle_s = idle_s
         # One whose head has gone did not say that it is the last.
-        if not (idle_s and self._reply is not None and self._reply.started):
+        if not (idle_s and self._reply is not None and self._reply.written):
             self.closes_after_answer = True
         if self._stage is _HEAD and not self._incoming.buffer:
             self.deadline_s = min(self.deadline_s, self._service.loop.time() + idle_s)

@@ -5,6 +5,7 @@ from typing import Protocol
 from balanceroute.proxy.wire.http1.heads import WITHOUT_BODY
 from balanceroute.proxy.wire.http3.heads import sent_fields
 from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.reply import Late
 from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
 
 
@@ -35,6 +36,10 @@ class Http3Reply(ReplyState[ReplyStream]):
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
+        if self._late is not None:
+            self.write(self._late(status, body))
+            self.abort()
+            return
         fields = self._fields(status, headers)
         if status not in WITHOUT_BODY:
             fields.append((b"content-length", b"%d" % len(body)))
@@ -50,16 +55,29 @@ class Http3Reply(ReplyState[ReplyStream]):
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
+        if self._late is None:
+            self._begin(status, headers)
+        self.started = True
+
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        if self._late is None and not self.started:
+            self._begin(200, headers)
+            self._late = late
+        self.write(data)
+
+    def _begin(self, status: int, headers: Headers) -> None:
         fields = self._fields(status, headers)
         self._head_only |= status in WITHOUT_BODY
-        self.started = True
         self._transport.send_head(fields, end=False)
 
     def write(self, data: bytes) -> None:
         """See `Reply`."""
         if self.closed or not data:
             return
-        assert self.started, "start the reply first"
+        assert self.started or self.commented, "start the reply first"
         if not self._head_only:
             self._send(data, end=False)
 
@@ -76,7 +94,7 @@ class Http3Reply(ReplyState[ReplyStream]):
         if self.closed:
             return
         self._close()
-        self._transport.cut(flush=self.started)
+        self._transport.cut(flush=self.started or self.commented)
 
     def _fields(self, status: int, headers: Headers) -> Headers:
         fields = sent_fields([*headers, *self.more_headers, *self._common])

@@ -121,6 +121,65 @@ def test_a_stream_that_does_not_begin_goes_on_after_a_while(play_groups: "Play")
     play_groups(scenario, groups=groups, more=CHAIN + "fall_back_after_s = 1.5\n")
 
 
+@pytest.mark.parametrize("why", ["timeout", "503"])
+def test_a_sign_of_life_leaves_the_answer_to_whoever_gives_one(
+    play_groups: "Play", why: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        answer = await site.post(COMPLETIONS, ask(stream=True))
+        assert (answer.status, answer.done) == (200, True)
+        signs = answer.body.count(b": keep-alive\n\n")
+        assert signs >= 1
+        assert len(answer.events) == signs + 13  # Nothing is doubled.
+        assert {one["model"] for one in answer.chunks} == {"small"}
+        # Which model answers was not known when the head went.
+        assert answer.header(b"x-balanceroute-model") is None
+        for one in full:
+            await one.end()
+        (record,) = [one for one in site.world.ended if one.alias]
+        assert record.fall_backs == (("large", why),)
+        assert (record.status, record.group) == (200, "small")
+
+    limits = "batch = 1\npool_limit = 1\nsse_keep_alive_s = 1\n"
+    if why == "503":
+        limits += "queue_ttl_s = 2.5\n"
+    groups = {
+        "small": GroupSettings(SMALL, proxy="sse_keep_alive_s = 1"),
+        "large": GroupSettings(replace(LARGE, batch_limit=1), proxy=limits),
+    }
+    more = CHAIN + ("fall_back_after_s = 2.5\n" if why == "timeout" else "")
+    play_groups(scenario, groups=groups, more=more)
+
+
+@pytest.mark.parametrize("relays_away", ["small"])
+def test_behind_a_sign_of_life_the_last_refusal_is_an_error_event(
+    play_groups: "Play", relays_away: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
+        full += await fill(site, relays_away)
+        answer = await site.post(COMPLETIONS, ask(stream=True))
+        assert (answer.status, answer.error is not None) == (200, True)
+        assert answer.events[0] == b": keep-alive\n\n"
+        assert b'"code":429' in answer.events[-1]
+        (record,) = [one for one in await site.ended() if one.alias]
+        assert record.status == 200
+        assert record.outcome is not None
+        assert record.outcome.value == "rejected"
+        for one in full:
+            await one.end()
+
+    limits = "batch = 1\npool_limit = 1\n"
+    large = limits + "sse_keep_alive_s = 1\nqueue_ttl_s = 2.5\n"
+    groups = {
+        "small": GroupSettings(replace(SMALL, batch_limit=1), proxy=limits + "queue_limit = 1\n"),
+        "large": GroupSettings(replace(LARGE, batch_limit=1), proxy=large),
+    }
+    play_groups(scenario, groups=groups, more=CHAIN)
+
+
 def test_who_leaves_meanwhile_is_one_request(play_groups: "Play") -> None:
     async def scenario(site: "Site") -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]

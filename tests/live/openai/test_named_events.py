@@ -99,7 +99,7 @@ def test_the_count_of_a_named_stream_is_the_engines_if_it_tells_one() -> None:
 def test_a_named_error_is_the_first_event_or_the_clients() -> None:
     failure = event("error", error={"message": "x" * 300})
     first = Client(openai=False).answer(b": ping\n\n", failure)
-    assert (first.turns, first.first_errors) == (["error first"], [failure])
+    assert (first.turns, first.first_errors) == (["remarked", "error first"], [failure])
     later = Client(openai=False).answer(BEGIN[MESSAGES], failure).end()
     assert later.received == BEGIN[MESSAGES] + failure
     assert later.turns[-1] == "error: " + "x" * 200

@@ -8,7 +8,7 @@ from tests.live.stream_client import DONE, ERROR, OPENING, Client, chat, in_piec
 from balanceroute.proxy.live.openai.stream_opening import StreamOpening
 
 
-@pytest.mark.parametrize("hold", [b": ping\n\n", b"\n", b"event: ping\n\n", b"retry: 1\n\n"])
+@pytest.mark.parametrize("hold", [b"\n", b"id: 1\n\n", b": a\nid: 1\n\n", b"retry: 1\n\n"])
 @pytest.mark.parametrize("openai", [True, False])
 def test_a_heartbeat_does_not_pass_for_a_first_token(hold: bytes, *, openai: bool) -> None:
     client = Client(openai=openai).answer(hold, hold)
@@ -19,8 +19,25 @@ def test_a_heartbeat_does_not_pass_for_a_first_token(hold: bytes, *, openai: boo
     assert client.received == hold + hold + chat() + hold
 
 
-def test_heartbeats_before_a_first_error_are_not_sent_with_the_retry() -> None:
+@pytest.mark.parametrize("remark", [b": ping\n\n", b":\r\n: a\r\n\r\n", b":\r\r"])
+def test_a_comment_goes_to_the_client_at_once_and_begins_nothing(remark: bytes) -> None:
+    client = Client().answer(remark, remark + chat())
+    assert client.turns == ["remarked", "remarked", "started", "wrote"]
+    assert client.received == remark + remark + chat()
+
+
+@pytest.mark.parametrize(
+    "ping", [b"event: ping\n\n", b'event: ping\r\ndata: {"type":"ping"}\r\n\r\n']
+)
+def test_a_ping_is_a_comment_where_events_have_names(ping: bytes) -> None:
+    client = Client(openai=False).answer(ping, ping + chat())
+    assert client.turns == ["remarked", "remarked", "started", "wrote"]
+
+
+def test_heartbeats_before_a_first_error_commit_nothing() -> None:
     client = Client().answer(b": ping\n\n", b": ping\n\n" + ERROR)
+    assert client.turns == ["remarked", "remarked", "error first"]
+    client = Client().answer(b"id: 1\n\n", b"id: 2\n\n" + ERROR)
     assert client.turns == ["error first"]
 
 

@@ -183,7 +183,8 @@ class Client:
         self.body = b""
         self.headers: Headers = []
         self.over = ""
-        self.released = False
+        self.released = self.commented = self.closed = self.paused = False
+        self.written = 0
         self.on_closed: Callable[[], None] | None = None
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None

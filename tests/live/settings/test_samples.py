@@ -92,6 +92,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "prefill_timeout_s": 5.5,
     "first_token_timeout_s": 6.5,
     "idle_stream_timeout_s": 7.5,
+    "sse_keep_alive_s": 20.0,
     "answer_timeout_s": 8.5,
     "drain_timeout_s": 9.5,
     "retry_attempts": 2,
@@ -133,6 +134,7 @@ WORDS = {
     "prefill_share_limit": "none",
     "prefiller_kv_tokens": "none",
     "aimd_tpot_ms": "none",
+    "sse_keep_alive_s": "off",
     "resume": "off",
     "first_token": "decode",
 }
@@ -229,22 +231,25 @@ def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
     assert config.log == LogSettings(log="none", log_level="debug", load_log_interval_s=0.75)
 
 
+SERVER_LIMITS = ServerLimits(
+    header_limit_bytes=2_000,
+    header_limit=30,
+    target_limit_bytes=400,
+    body_limit_bytes=1_000,
+    body_budget_bytes=20_000_000,
+    header_timeout_s=1.25,
+    body_timeout_s=2.25,
+    keep_alive_timeout_s=3.75,
+    write_timeout_s=4.75,
+    write_buffer_bytes=5_000,
+    connection_limit=70,
+    peer_connection_limit=7,
+)
+
+
 def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
     config = of_samples(tmp_path)
-    assert config.server_limits == ServerLimits(
-        header_limit_bytes=2_000,
-        header_limit=30,
-        target_limit_bytes=400,
-        body_limit_bytes=1_000,
-        body_budget_bytes=20_000_000,
-        header_timeout_s=1.25,
-        body_timeout_s=2.25,
-        keep_alive_timeout_s=3.75,
-        write_timeout_s=4.75,
-        write_buffer_bytes=5_000,
-        connection_limit=70,
-        peer_connection_limit=7,
-    )
+    assert config.server_limits == SERVER_LIMITS
     assert config.policies == PolicySettings(
         horizon_steps=7,
         gamma=0.5,
@@ -282,6 +287,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         prefill_timeout_s=5.5,
         first_token_timeout_s=6.5,
         idle_stream_timeout_s=7.5,
+        sse_keep_alive_s=20.0,
         answer_timeout_s=8.5,
         retry_attempts=2,
         retry_backoff_s=0.5,

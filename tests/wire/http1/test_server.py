@@ -588,6 +588,61 @@ async def test_a_streamed_answer_in_http_1_0_ends_with_the_connection(
         )
 
 
+def comment(request: Request, reply: Reply) -> None:
+    late = b"late %d %b\n\n"
+    head: Headers = [(b"content-type", b"text/event-stream")]
+    for _ in range(2):
+        reply.comment(head, b": a\n\n", lambda status, body: late % (status, body))
+        assert (reply.commented, reply.started) == (True, False)
+    if request.path == b"/begins":
+        reply.start(200, [(b"x-too", b"late")])
+        reply.write(b"data: 1\n\n")
+        reply.end()
+    elif request.path == b"/fails":
+        reply.send(503, [(b"retry-after", b"1")], b"why")
+    else:
+        reply.abort()
+    assert reply.closed
+    reply.comment(head, b"behind", lambda status, body: body)
+
+
+HEAD_OF_STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "rest"),
+    [
+        (b"/begins", b"9\r\ndata: 1\n\n\r\n0\r\n\r\n"),
+        (b"/fails", b"e\r\nlate 503 why\n\n\r\n"),  # Cut: it must not look complete.
+        (b"/aborts", b""),
+    ],
+)
+async def test_a_comment_begins_a_stream_whose_answer_may_be_any(
+    serving: "Serving", connect: "Connect", path: bytes, rest: bytes
+) -> None:
+    async with serving(comment) as server, connect(server.port) as client:
+        client.send(b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % path)
+        expected = HEAD_OF_STREAM + b"transfer-encoding: chunked\r\n\r\n"
+        expected += b"5\r\n: a\n\n\r\n" * 2 + rest
+        if path == b"/begins":
+            assert await client.exactly(len(expected)) == expected
+        else:
+            assert await client.rest() == expected
+
+
+async def test_a_comment_over_http_1_0_begins_a_stream_too(
+    serving: "Serving", connect: "Connect"
+) -> None:
+    async with serving(comment) as server, connect(server.port) as client:
+        client.send(b"GET /begins HTTP/1.0\r\n\r\n")
+        expected = HEAD_OF_STREAM + b"connection: close\r\n\r\n: a\n\n: a\n\ndata: 1\n\n"
+        assert await client.rest() == expected
+    async with serving(comment) as server, connect(server.port) as client:
+        client.send(b"GET /fails HTTP/1.0\r\n\r\n")
+        with pytest.raises(ConnectionResetError):  # Nothing else tells that it is cut.
+            await client.rest()
+
+
 @pytest.mark.parametrize("application", [echo, stream])
 async def test_head_is_answered_without_a_body(
     serving: "Serving",

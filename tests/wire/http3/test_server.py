@@ -226,6 +226,32 @@ async def test_an_aborted_answer_arrives_as_far_as_it_was_written(tmp_path: "Pat
         assert bytes(answer.body) == b"half"
 
 
+@pytest.mark.parametrize("path", [b"/begins", b"/fails", b"/aborts"])
+async def test_a_comment_begins_a_stream_whose_answer_may_be_any(
+    tmp_path: "Path", path: bytes
+) -> None:
+    recorder = Recorder()
+    async with http3_site(recorder, tmp_path) as site, site.client() as client:
+        number = client.begin(b"GET", path)
+        reply = await recorder.next()
+        for _ in range(2):
+            reply.comment([(b"x-a", b"1")], b": a\n\n", lambda status, body: b"%d " % status + body)
+            assert (reply.commented, reply.started) == (True, False)
+        if path == b"/begins":
+            reply.start(200, [(b"x-too", b"late")])
+            reply.write(b"data: 1\n\n")
+            reply.end()
+        elif path == b"/fails":
+            reply.send(503, [], b"why")
+        else:
+            reply.abort()
+        answer = await client.answer(number)
+        rest = {b"/begins": b"data: 1\n\n", b"/fails": b"503 why"}.get(path, b"")
+        assert (answer.status, bytes(answer.body)) == (200, b": a\n\n" * 2 + rest)
+        assert answer.reset == (None if path == b"/begins" else 0x102)
+        assert dict(answer.headers)[b"x-a"] == b"1"
+
+
 async def test_a_drain_lets_present_answers_end(tmp_path: "Path") -> None:
     recorder = Recorder()
     async with http3_site(recorder, tmp_path) as site, site.client() as client:
