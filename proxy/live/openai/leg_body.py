@@ -5,10 +5,12 @@ never a client's (`read_shape` refuses them within `vllm_xargs`). Both must toke
 that reaches the prompt is touched.
 """
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.live.openai.numeric_members import count
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api, refuse_internal
 from balanceroute.proxy.live.openai.token_shape import SAMPLING, one_token
 
@@ -32,6 +34,15 @@ _REPLACED = frozenset(
         "stream_options",
     }
 )
+# Members that bind the answer to a grammar, in the words of all versions.
+_GRAMMARS = (
+    *("structured_outputs", "structural_tag", "guided_json", "guided_regex", "guided_choice"),
+    "guided_grammar",
+)
+_NAMED = ("response_format", "tool_choice")
+_MAY_BIND = frozenset(_GRAMMARS) | frozenset(_NAMED)
+# What leaves an answer free, by these two.
+_FREE = re.compile(rb'|null|"(?:auto|none)"|\{\s*"type"\s*:\s*"text"\s*\}')
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _GENERATE = Api.GENERATE
 
@@ -74,6 +85,25 @@ def prefill_body(
     if members:
         members = {name: value for name, value in members.items() if name not in _REPLACED}
     return body.encode(members, drop=_prefill_drop(drop), last=last)
+
+
+def least_tokens(api: Api, body: "RequestBody") -> int:
+    """Return how many tokens a prefill leg must have: 0 if its grammar may allow none.
+
+    Elsewhere one is asked for, as not every connector keeps the KV cache of an answer that has ended.
+    A grammar whose first token is the end leaves no legal one then, and engines fail.
+    """
+    values: Mapping[str, object] = body.values
+    if api is _GENERATE:
+        sampling = values.get(SAMPLING)
+        values = sampling if isinstance(sampling, Mapping) else {}
+        bound = values.get("structured_outputs") is not None
+    else:
+        bound = not _MAY_BIND.isdisjoint(values) and (
+            any(map(body.is_given, _GRAMMARS))
+            or any(not _FREE.fullmatch(body.value_text(name)) for name in _NAMED)
+        )
+    return 0 if bound and not count(values.get("min_tokens"), 1) else 1
 
 
 def decode_body(

@@ -13,7 +13,7 @@ from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.engine_error import error_in
-from balanceroute.proxy.live.openai.leg_body import prefill_body
+from balanceroute.proxy.live.openai.leg_body import least_tokens, prefill_body
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import Failure, What, refusal, reported
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
@@ -155,7 +155,10 @@ class HandOff:
         legs = self._host.context.legs
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes)
         body = prefill_body(
-            *(self._body, self._members, dump(self._params)), api=self._api, drop=legs.drop
+            *(self._body, self._members, dump(self._params)),
+            api=self._api,
+            drop=legs.drop,
+            min_tokens=least_tokens(self._api, self._body),
         )
         self._asked_s = self._host.context.clock()
         self._call = prefiller.endpoint.request(

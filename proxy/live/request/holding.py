@@ -128,6 +128,9 @@ class AttemptOwner(Protocol):
     def fail(self, status: int, reason: str) -> None:
         """Give the request up."""
 
+    def refuse(self, status: int, reason: str, *, param: str | None = None) -> None:
+        """End a request that cannot be served as it is."""
+
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
 

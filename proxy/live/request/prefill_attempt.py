@@ -10,7 +10,8 @@ from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.first_tokens import FirstTokens
 from balanceroute.proxy.live.engines.instances import process_of
 from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
-from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.openai.body import BodyError, dump
+from balanceroute.proxy.live.openai.context_limit import refuse_what_was_counted
 from balanceroute.proxy.live.openai.continuation import is_greedy, sampling_of
 from balanceroute.proxy.live.openai.engine_error import error_in
 from balanceroute.proxy.live.openai.first_token import (
@@ -18,7 +19,7 @@ from balanceroute.proxy.live.openai.first_token import (
     read_first_id,
     read_first_token,
 )
-from balanceroute.proxy.live.openai.leg_body import prefill_body
+from balanceroute.proxy.live.openai.leg_body import least_tokens, prefill_body
 from balanceroute.proxy.live.openai.prefill_answer import (
     BadPrefillAnswerError,
     PrefillAnswer,
@@ -59,13 +60,14 @@ class PrefillAttempt(Attempt):
         sent_s: When it was asked, by the machine's uptime: its lease cannot have begun before.
     """
 
-    __slots__ = ("_began_s", "_transfer", "prefiller", "sent_s")
+    __slots__ = ("_began_s", "_least", "_transfer", "prefiller", "sent_s")
 
     def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
         super().__init__(session, _PREFILL, prefiller)
         self.prefiller = prefiller
         self.sent_s = self._began_s = session.context.uptime_s()
         self._transfer = ""
+        self._least = 1  # Tokens before which the answer must not end.
 
     def send(self) -> None:
         """Ask for one token, and for the KV cache to be kept."""
@@ -73,12 +75,13 @@ class PrefillAttempt(Attempt):
         legs = context.legs
         self._transfer = f"xfer-{context.unique()}"
         params = context.connector.prefill_params(self._transfer)
-        early, least = self._expect_early(), 1
-        members = session.emitted.members
-        if early is not None:
-            members, least = {**members, **early.members}, early.min_tokens
+        early, members = self._expect_early(), session.emitted.members
         api, asked = self._asked()
-        body = prefill_body(asked, members, params, api=api, drop=legs.drop, min_tokens=least)
+        if early is None:
+            self._least = least_tokens(api, asked)
+        else:
+            members, self._least = {**members, **early.members}, early.min_tokens
+        body = prefill_body(asked, members, params, api=api, drop=legs.drop, min_tokens=self._least)
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes, self._begin)
         self._post(api, session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
@@ -118,6 +121,8 @@ class PrefillAttempt(Attempt):
         if session.emitted.tokens == 0:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
+            if self._refuses(answer.prompt_tokens):
+                return
         try:
             lease_ns = self._lease_ns()
             kv = KvHandle(self.prefiller, self._params(answer), self._expires_s())
@@ -128,6 +133,23 @@ class PrefillAttempt(Attempt):
             if early is not None and early.said is None:
                 self._tell(early, answer, body)
             self._pool(kv, answer, lease_ns)
+
+    def _refuses(self, prompt_tokens: int) -> bool:
+        """Refuse a request that no rank can decode; return whether it is one."""
+        session = self._session
+        longest, limit = (
+            session.context.max_model_len(session.shape.model),
+            session.shape.max_tokens,
+        )
+        if longest is None or limit is None or prompt_tokens + limit <= longest:
+            return False
+        try:
+            refuse_what_was_counted(session.shape.api, session.body, prompt_tokens, longest)
+        except BodyError as error:
+            session.host.report(LegSucceeded(self.prefiller.target))
+            session.refuse(400, str(error), param=error.param)
+            return True
+        return False
 
     def _expect_early(self) -> EarlyToken | None:
         """Return the first token that this leg is to bring; None if it waits for a rank."""
@@ -243,9 +265,10 @@ class PrefillAttempt(Attempt):
         served = LegSucceeded(self.prefiller.target)
         recompute = answer.complete or legs.on_missing_kv == "recompute"
         emitted, facts = session.emitted, session.context.connector.facts
-        # Asked for a first token it may end before any, and no rank will say whether that is true. And of a
-        # stream that is open nobody knows which events came before the first token.
-        believed = (emitted.early is None or facts.tells_part) and not session.answer.opened
+        # It may end before any token where none is asked for, and no rank will say whether that is true. And
+        # of a stream that is open nobody knows which events came before the first token.
+        surely = emitted.early is None and self._least > 0
+        believed = (surely or facts.tells_part) and not session.answer.opened
         if answer.complete and emitted.tokens == 0 and believed:
             session.record.output_tokens = 1
             session.record.first_token_ns = session.record.prefilled_ns

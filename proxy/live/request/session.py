@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
@@ -256,6 +257,13 @@ class Session:
         self._enter(Phase.ENDED)
         self.answer.fail(status, reason, retry_after_s=retry_after_s)
         self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)
+
+    def refuse(self, status: int, reason: str, *, param: str | None = None) -> None:
+        """End a request that cannot be served as it is; `param` names the member at fault."""
+        self._enter(Phase.ENDED)
+        body = error_body(status, reason, param=param, endpoint=self.record.endpoint)
+        self.answer.send(status, JSON_HEADERS, body)
+        self._end(events.RequestFailed(self.number), Outcome.CLIENT_ERROR, reason)
 
     def expect_abort(self) -> None:
         """Note that engines are told to abort it: what they answer then is the answer."""

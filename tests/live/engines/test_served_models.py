@@ -179,6 +179,118 @@ def test_a_prompt_of_ids_beyond_the_context_is_refused_before_a_prefill(
     play(scenario)
 
 
+IDS = {"model": "tiny", "prompt": [5] * 90, "max_tokens": 4007}
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"stream": True}, {"max_tokens": "4007"}, {"max_tokens": 4096}, {"prompt": [5] * 4096}],
+)
+def test_ids_that_leave_no_room_for_the_answer_are_refused_before_a_prefill(
+    play: "Play", more: dict[str, object], relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        values = IDS | more
+        refused = await site.post(COMPLETIONS, values)
+        assert refused.status == 400
+        error = refused.json["error"]
+        assert (error["type"], error["param"], error["code"]) == (
+            "BadRequestError",
+            "input_tokens",
+            400,
+        )
+        assert site.seen == []
+        (record,) = await site.ended()
+        assert (record.outcome, record.status) == (Outcome.CLIENT_ERROR, 400)
+        # In the engine's own words, which reads no further than it has to.
+        own = await site.ask("decode/0", COMPLETIONS, values)
+        if values["max_tokens"] == 4007 and len(values["prompt"]) == 90:  # type: ignore[arg-type]
+            assert own.json == refused.json
+        assert own.status == 400
+        # One token less has room.
+        fits = await site.post(
+            COMPLETIONS, IDS | {"max_tokens": 4006, "stop_token_ids": [*range(200)]}
+        )
+        assert fits.status == 200
+
+    play(scenario, relays=relays)
+
+
+TALKS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": "tiny", "prompt": "t1 t2 t3"},
+    CHAT: TALK,
+}
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("first_token", ["decode", "prefill"])
+@pytest.mark.parametrize("path", TALKS)
+def test_a_text_that_leaves_no_room_for_the_answer_reaches_no_rank(
+    play: "Play", path: str, stream: bool, first_token: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        refused = await site.post(path, TALKS[path] | {"max_tokens": 4095, "stream": stream})
+        assert refused.status == 400
+        error = refused.json["error"]
+        assert error["param"] == "input_tokens"
+        assert "you requested 4095 output tokens" in error["message"]
+        assert [seen.engine[:7] for seen in site.seen] == ["prefill"]
+        (record,) = await site.ended()
+        assert (record.outcome, record.status, record.rank) == (Outcome.CLIENT_ERROR, 400, "")
+        assert record.prompt_tokens + 4095 > 4096
+        assert f"contains {record.prompt_tokens} input" in error["message"].replace("at least ", "")
+        assert record.retries == 0
+
+    play(scenario, relays=relays, flags={"first_token": first_token})
+
+
+PARTS = [{"type": "text", "text": "t1"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (COMPLETIONS, {"truncate_prompt_tokens": 9}),
+        (COMPLETIONS, {"max_tokens": None}),
+        (CHAT, {"max_completion_tokens": 4, "max_tokens": 4095}),
+        (CHAT, {"messages": [{"role": "user", "content": PARTS}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "audio_embeds"}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": {"text": "t1"}}]}),
+    ],
+)
+def test_what_a_rank_might_serve_is_asked_of_it(
+    play: "Play", path: str, more: dict[str, object]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await known(site)
+        ranks = []
+
+        def rank(engine: str, request: "Request", reply: "Reply") -> None:
+            del request
+            ranks.append(engine)
+            reply.send(418, [], b"")
+
+        def prefiller(engine: str, request: "Request", reply: "Reply") -> None:
+            del engine, request
+            said = {"index": 0, "finish_reason": "length", "text": "a", "message": {"content": "a"}}
+            kv = {"do_remote_prefill": True, "remote_block_ids": [], "remote_engine_id": "a"}
+            kv |= {"remote_host": "a", "remote_port": 1}
+            answer = {"choices": [said], "usage": {"prompt_tokens": 90}, "kv_transfer_params": kv}
+            reply.send(200, [], json.dumps(answer).encode())
+
+        site.handlers[path.encode()] = prefiller
+        site.rank_handlers[path.encode()] = rank
+        body = TALKS[path] | {"max_tokens": 4095} | more
+        assert (await site.post(path, body)).status == 418
+        assert len(ranks) == 1
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(
     ("path", "values"),
     [

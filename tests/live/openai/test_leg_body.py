@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.openai.body import RequestBody, dump
-from balanceroute.proxy.live.openai.leg_body import decode_body, prefill_body
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+from balanceroute.proxy.live.openai.leg_body import decode_body, least_tokens, prefill_body
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api
 
 PARAMS = {"do_remote_decode": True, "remote_host": None}
 EVIL = {"do_remote_prefill": True, "remote_host": "169.254.169.254", "remote_port": 80}
@@ -139,3 +139,44 @@ def test_both_legs_of_a_resumed_answer_have_the_same_prompt() -> None:
     decode = json.loads(bytes(decode_body(sent, members, dump(PARAMS))))
     assert prefill["prompt"] == decode["prompt"] == "once upon"
     assert (prefill["max_tokens"], decode["max_tokens"]) == (1, 8)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
+
+
+@pytest.mark.parametrize(
+    ("members", "least"),
+    [
+        ({}, 1),
+        ({"min_tokens": 3}, 1),
+        ({"response_format": None, "tool_choice": None, "structured_outputs": None}, 1),
+        ({"response_format": {"type": "text"}, "tool_choice": "auto"}, 1),
+        ({"tool_choice": "none", "tools": []}, 1),
+        ({"response_format": SCHEMA}, 0),
+        ({"response_format": {"type": "json_object"}}, 0),
+        ({"response_format": {"type": "structural_tag"}}, 0),
+        ({"structured_outputs": {"regex": ""}}, 0),
+        ({"structured_outputs": {"choice": [""]}, "min_tokens": 0}, 0),
+        ({"guided_regex": ""}, 0),
+        ({"tool_choice": "required"}, 0),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 0),
+        # Its own limit holds at the rank, too.
+        ({"response_format": SCHEMA, "min_tokens": 2}, 1),
+        ({"response_format": SCHEMA | {"pad": "x" * 200_000}}, 0),
+    ],
+)
+def test_a_prefill_leg_needs_no_token_where_a_grammar_may_allow_none(
+    members: dict[str, object], least: int
+) -> None:
+    assert least_tokens(Api.CHAT, body(messages=[], **members)) == least
+
+
+@pytest.mark.parametrize(
+    ("sampling", "least"),
+    [({}, 1), ({"structured_outputs": {}}, 0), ({"structured_outputs": {}, "min_tokens": 1}, 1)],
+)
+def test_so_does_one_of_token_ids(sampling: dict[str, object], least: int) -> None:
+    asked = body(token_ids=[1], sampling_params=sampling)
+    assert least_tokens(Api.GENERATE, asked) == least
+    made = prefill_body(asked, {}, b"{}", api=Api.GENERATE, min_tokens=least)
+    assert json.loads(bytes(made))["sampling_params"]["min_tokens"] == least
