@@ -111,12 +111,11 @@ def test_all_that_wait_look_at_the_same_rows() -> None:
         rows = Rows(make)
 
         async def wait() -> None:
-            looked_s = None
+            looked_s: float | None = None
             for _ in range(20):
                 (row,) = rows.after(looked_s)
-                assert (
-                    row["made_s"] == loop.time() if looked_s is None else row["made_s"] > looked_s
-                )
+                assert row["made_s"] == made[-1]
+                assert made[-1] == loop.time() if looked_s is None else made[-1] > looked_s
                 looked_s = loop.time()
                 await asyncio.sleep(0.25)
 
