@@ -44,7 +44,7 @@ class Loss(IntEnum):
     """What is lost with a connection that another one replaces, from nothing on."""
 
     NOTHING = 0
-    """It has its last answer, and is read to its end."""
+    """It has had its last answer for `NEW_S`, and is read to its end."""
     LATE_HEAD = 1
     """A request's head that has not arrived for `NEW_S`, or not begun on a new connection."""
     IDLE = 2

@@ -252,11 +252,11 @@ def test_what_is_on_its_way_stays_while_others_are_late() -> None:
         trickle.writer.write(UPLOAD)
         upload.writer.write(UPLOAD + bytes(200_000))  # Three seconds' worth.
         half.writer.write(HALF)
+        refused.writer.write(b"\0")
         assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
         await asyncio.sleep(1.5)
         fresh = await connect()
         fresh.writer.write(HALF)
-        refused.writer.write(b"\0")
         await asyncio.sleep(0.01)
         for gone in (refused, half, used, trickle, fresh):
             assert not await upload.is_closed()
@@ -280,6 +280,21 @@ def test_who_waits_for_100_continue_has_a_second_more() -> None:
         await asyncio.sleep(0.4)
         assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
         assert (await waits.reader.read()).startswith(b"HTTP/1.1 503 ")
+
+    play(scenario, connection_limit=1)
+
+
+def test_a_refusal_that_is_on_its_way_arrives() -> None:
+    """A reset overtook it where somebody else wanted the place."""
+
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        refused = await connect()
+        refused.writer.write(b"\0" + bytes(20_000))
+        await asyncio.sleep(0.5)
+        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+        assert (await refused.reader.readline()).startswith(b"HTTP/1.1 400 ")
+        await asyncio.sleep(0.6)
+        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
 
     play(scenario, connection_limit=1)
 

@@ -20,7 +20,13 @@ from enum import Enum, auto
 from typing import cast
 
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.connection_limit import GAVE_WAY, Loss, loss_of_body, loss_of_head
+from balanceroute.proxy.wire.connection_limit import (
+    GAVE_WAY,
+    NEW_S,
+    Loss,
+    loss_of_body,
+    loss_of_head,
+)
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
 from balanceroute.proxy.wire.http1.reply import Http1Reply
@@ -224,7 +230,9 @@ class ServerConnection(asyncio.Protocol):
         """See `Evictable`."""
         stage, incoming = self._stage, self._incoming
         if stage is _Stage.LINGER:
-            return Loss.NOTHING, self.deadline_s
+            since_s = self.deadline_s - _LINGER_S
+            # Before that its answer may be on its way, and a reset would overtake it.
+            return (Loss.NOTHING, since_s) if since_s <= now_s - NEW_S else None
         if stage in (_ANSWER, _Stage.REJECTED, _Stage.GONE):
             return None
         if self._transport.get_write_buffer_size():
