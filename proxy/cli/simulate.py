@@ -145,14 +145,13 @@ def run(arguments: argparse.Namespace) -> int:
     """
     given = read_flags(arguments, *SECTIONS)
     compared, options = given.read(Compared), given.read(Options)
-    policies = _policies(compared.policy)
+    policies = _policies(compared.policy, given)
     deployment = deployment_of(given, options.deadline)
     if options.kv_peak_quantile is not None and deployment.rank_kv_tokens is None:
         raise ConfigError("--kv-peak-quantile: needs --kv-capacity too")
     with given.blamed("predictor"):
         forecast = forecast_called(compared.predictor)
     workloads, dropped = _workloads(arguments, given)
-    _tell_idle(given, policies)
     targets = given.read(Goodput).targets(max(len(groups_of(one.requests)) for one in workloads))
     _check_outputs(arguments)
     results: list[PolicyResult] = []
@@ -213,7 +212,7 @@ def _tell_idle(given: Given, policies: "Sequence[str]") -> None:
         sys.stderr.write(f"balanceroute: warning: {message}\n")
 
 
-def _policies(names: str) -> list[str]:
+def _policies(names: str, given: Given) -> list[str]:
     policies = [name.strip() for name in names.split(",") if name.strip()]
     policies = [
         name if name in POLICIES else outside_name("policies", name) or name for name in policies
@@ -224,6 +223,7 @@ def _policies(names: str) -> list[str]:
         raise ConfigError(f"--policy: unknown {unknown}{meant}")
     if len(set(policies)) < len(policies):
         raise ConfigError(f"--policy: {names} names a policy twice")
+    _tell_idle(given, policies)
     return policies
 
 

@@ -154,7 +154,11 @@ _TABLE = (
         "with --no-admin, without --discover and --aimd: nothing is ordered, found or learned",
         lambda c: not (c.listening.admin or c.discovery.discover or c.aimd.aimd != "off"),
     ),
-    _Idle(("discover_hold_s",), "without --discover", lambda c: not c.discovery.discover),
+    _Idle(
+        ("discover_hold_s", "discover_limit"),
+        "without --discover",
+        lambda c: not c.discovery.discover,
+    ),
     _Idle(
         ("discover_interval_s",),
         "without --discover of a file or a name",

@@ -31,6 +31,7 @@ CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
         {},
         {"discover": ["kubernetes:app=x"], "kubernetes_api": "http://k"},
     ),
+    ({"discover_limit": 9}, {}, {"discover": ["decode=dns:d:8000"]}),
     ({"discover_interval_s": 9.0}, {}, {"discover": ["decode=dns:d:8000"]}),
     ({"kubernetes_api": "http://k"}, {}, {"discover": ["kubernetes:app=x"]}),
     ({"http3_order": "edf"}, {}, {"http3": True}),

@@ -49,6 +49,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "discover": "decode=dns:decode.serving:8000",
     "discover_interval_s": 3.75,
     "discover_hold_s": 7.25,
+    "discover_limit": 90,
     "probe_limit": 4,
     "prefiller_kv_tokens": 200_000,
     "prefiller_utilisation_limit": 0.5,
