@@ -235,9 +235,10 @@ class Instances:
         for one in removed:
             one.endpoint, one.asked, one.status = endpoint, asked, Status.UP
             one.asleep, one.unfit, one.continuous_usage_is_expensive = False, "", False
+            one.page_doubts = ()
             if isinstance(one, Prefiller):
                 one.identity, one.utilisation, one.crowded = None, 0.0, False
-                one.kv_trial, one.first_tokens = False, FirstTokens()
+                one.kv_trial, one.first_tokens, one.without_kv = False, FirstTokens(), ""
         return True
 
     def serving(self) -> list[RankId]:

@@ -128,7 +128,7 @@ def test_a_group_that_is_down_is_never_chosen(play_groups: "Play", more: str) ->
         await site.fleet.restore("prefill/0")
         for engine in ("decode/0", "decode/1"):
             await large.restore(engine)
-        await asyncio.sleep(20.0)
+        await asyncio.sleep(40.0)  # Longer than the longest time between two probes.
         assert model_of(await site.post(COMPLETIONS, ask())) == "large"
 
     play_groups(scenario, groups=GROUPS, more=more)
