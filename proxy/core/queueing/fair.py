@@ -11,9 +11,9 @@ idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCO
 deficit round robin it needs no quantum above the largest cost, and one grant costs O(log tenants).
 
 A cost that is known only as time passes (`kv_meter`) is charged as a deposit, which is given back at
-the end. What a tenant owes meanwhile is added to its next charge, and what it gets back is taken off
-the next ones. Each charge is at least 0, so counters never fall, and the bound above holds with charges
-for costs.
+the end, and what a tenant owes meanwhile is added to its counter at once. So counters fall as well, and
+the bound above holds for what is charged, less what is given back. The counter that was served last
+never falls.
 """
 
 import heapq
@@ -41,21 +41,22 @@ class FairShares:
 
     Args:
         cost: Of one request; above 0.
-        deposits: Whether each charge is a deposit: `give_back` or `keep` follows it.
+        deposits: Whether each charge is a deposit: `give_back` follows it.
     """
 
     def __init__(self, cost: Cost, *, deposits: bool = False) -> None:
         self._cost = cost
         self._has_deposits = deposits
         self._counters: dict[str, float] = {}
-        self._waiting: dict[str, int] = {}
+        # The queues in which a tenant waits.
+        self._queues: dict[str, list[FairQueue]] = {}
         self._served_last = 0.0
-        # Means: by how much a start moves that on, and by tenant, what a start adds to its counter.
+        # Means: by how much a start moves that on, and by tenant, what its counter gains from one start
+        # to the next. And what it gained since its last start.
         self._advance = 0.0
         self._added: dict[str, float] = {}
-        # The deposits of requests, and what tenants owe; below 0 is credit.
-        self._deposits: dict[RequestId, float] = {}
-        self._owed: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+        self._deposits: dict[RequestId, tuple[Ticket, float]] = {}
 
     def counter(self, tenant: str) -> float:
         """Return the weighted cost that a tenant was served."""
@@ -63,34 +64,35 @@ class FairShares:
 
     @property
     def unsettled(self) -> Set[RequestId]:
-        """The requests whose deposit is neither given back nor kept."""
+        """The requests whose deposit is not settled."""
         return self._deposits.keys()
 
-    def joined(self, tenant: str) -> None:
-        """Note that one more request of a tenant waits."""
-        waiting = self._waiting.get(tenant, 0)
-        if waiting == 0:
+    def joined(self, tenant: str, queue: "FairQueue") -> None:
+        """Note that a tenant begins to wait in a queue."""
+        queues = self._queues.setdefault(tenant, [])
+        if not queues:
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._served_last)
-        self._waiting[tenant] = waiting + 1
+        queues.append(queue)
 
-    def left(self, tenant: str) -> None:
-        """Note that a request of a tenant waits no longer."""
-        self._waiting[tenant] -= 1
+    def left(self, tenant: str, queue: "FairQueue") -> None:
+        """Note that a tenant no longer waits in a queue."""
+        queues = self._queues[tenant]
+        queues.remove(queue)
+        if not queues:
+            del self._queues[tenant]
 
     def charge(self, request: RequestId, ticket: Ticket) -> None:
         """Charge a tenant for a request that starts."""
-        tenant, counter, cost = ticket.tenant, self._counters[ticket.tenant], self._cost(ticket)
+        tenant, cost = ticket.tenant, self._cost(ticket)
+        counter = self._counters[tenant]
         moved = max(0.0, counter - self._served_last)
         self._served_last += moved
         self._advance += (_START_WEIGHT if self._advance else 1.0) * (moved - self._advance)
-        if self._has_deposits:
-            self._deposits[request] = cost
-            cost += self._owed.pop(tenant, 0.0)
-            if cost < 0.0:
-                self._owed[tenant] = cost
-                cost = 0.0
         added = cost / ticket.weight
         self._counters[tenant] = counter + added
+        if self._has_deposits:
+            self._deposits[request] = ticket, cost
+            added += self._since.pop(tenant, 0.0)
         before = self._added.setdefault(tenant, added)
         self._added[tenant] = before + _OWN_WEIGHT * (added - before)
 
@@ -111,17 +113,27 @@ class FairShares:
         # Its own start is the last of those that move it there.
         return max(own, (counter + own * added - self._served_last) / self._advance - 1.0)
 
-    def owe(self, tenant: str, cost: float) -> None:
-        """Add a cost to a tenant's next charge."""
-        self._owed[tenant] = self._owed.get(tenant, 0.0) + cost
+    def owe(self, ticket: Ticket, cost: float) -> None:
+        """Add a cost to the counter of a request's tenant; below 0 it is credit."""
+        tenant, added = ticket.tenant, cost / ticket.weight
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + added
+        self._since[tenant] = self._since.get(tenant, 0.0) + added
+        if added < 0.0:
+            for queue in self._queues.get(tenant, ()):
+                queue.lower(tenant)
 
-    def give_back(self, request: RequestId, tenant: str) -> None:
-        """Give a request's deposit back, if it made one."""
-        self.owe(tenant, -self._deposits.pop(request, 0.0))
+    def give_back(self, request: RequestId, part: float = 1.0) -> None:
+        """Settle a request's deposit, if it made one: give a part back, and keep the rest."""
+        deposit = self._deposits.pop(request, None)
+        if deposit is not None:
+            ticket, cost = deposit
+            self.owe(ticket, -part * cost)
 
-    def keep(self, request: RequestId) -> None:
-        """Keep a request's deposit as its cost."""
-        self._deposits.pop(request, None)
+    def scale_deposits(self, factor: float) -> None:
+        """Change all deposits, and the counters with them."""
+        for request, (ticket, cost) in self._deposits.items():
+            self._deposits[request] = ticket, factor * cost
+            self.owe(ticket, (factor - 1.0) * cost)
 
 
 class FairQueue:
@@ -137,33 +149,38 @@ class FairQueue:
         self._make_order = make_order
         self._tickets: dict[RequestId, Ticket] = {}
         self._queues: dict[str, StartOrder] = {}
-        # (counter, tenant), one for each tenant that waits, and for some that do so no longer. Counters
-        # only grow, so an entry is too low if it is out of date: it is corrected at the top.
+        # (counter, tenant): of each tenant that waits, and of some that do so no longer, the one in
+        # `_entries`, which is at most its counter and is corrected at the top. Others are dropped there.
         self._heap: list[tuple[float, str]] = []
-        self._in_heap: set[str] = set()
+        self._entries: dict[str, float] = {}
 
     def add(self, request: RequestId, ticket: Ticket) -> None:
         """Add a request to its tenant's."""
         assert request not in self._tickets, f"request {request} is queued twice"
         tenant = ticket.tenant
-        self._shares.joined(tenant)
         self._tickets[request] = ticket
         if tenant not in self._queues:
             self._queues[tenant] = self._make_order()
-        if tenant not in self._in_heap:
-            self._in_heap.add(tenant)
-            heapq.heappush(self._heap, (self._shares.counter(tenant), tenant))
+            self._shares.joined(tenant, self)
+            self.lower(tenant)
         self._queues[tenant].add(request, ticket)
+
+    def lower(self, tenant: str) -> None:
+        """Note that the counter of a tenant that waits may have fallen."""
+        counter = self._shares.counter(tenant)
+        if tenant not in self._entries or counter < self._entries[tenant]:
+            self._entries[tenant] = counter
+            heapq.heappush(self._heap, (counter, tenant))
 
     def remove(self, request: RequestId) -> None:
         """Remove a request that ended while it waited; it costs nothing."""
         assert request in self._tickets, f"request {request} does not wait here"
         tenant = self._tickets.pop(request).tenant
-        self._shares.left(tenant)
         queue = self._queues[tenant]
         queue.remove(request)
         if not len(queue):
             del self._queues[tenant]
+            self._shares.left(tenant, self)
 
     def serve(self, request: RequestId) -> None:
         """Remove a request that starts, and charge its tenant."""
@@ -173,14 +190,17 @@ class FairQueue:
 
     def head(self) -> RequestId | None:
         """Return the first request of the tenant that is served least; None if nothing waits."""
-        heap = self._heap
+        heap, entries = self._heap, self._entries
         while heap:
-            counter, tenant = heap[0]
-            if tenant not in self._queues:
+            entry, tenant = heap[0]
+            if entries.get(tenant) != entry:
                 heapq.heappop(heap)
-                self._in_heap.remove(tenant)
-            elif counter < self._shares.counter(tenant):
-                heapq.heapreplace(heap, (self._shares.counter(tenant), tenant))
+            elif tenant not in self._queues:
+                heapq.heappop(heap)
+                del entries[tenant]
+            elif entry < (counter := self._shares.counter(tenant)):
+                entries[tenant] = counter
+                heapq.heapreplace(heap, (counter, tenant))
             else:
                 return self._queues[tenant].head()
         return None
