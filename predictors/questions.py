@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from balanceroute.predictors.base import PastRequest, Predictor
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.prediction import composite_steps, two_stage_estimate
+from balanceroute.proxy.core.prediction import check_survival, composite_steps, two_stage_estimate
 
 # Above the numbers of any requests that a predictor may have met before.
 _FIRST_REQUEST = 1 << 48
@@ -198,7 +198,7 @@ class Replay:
         rows, steps = self.rows, self.rows.horizon_steps
         requests = [RequestId(_FIRST_REQUEST + one) for one in rows.request[batch].tolist()]
         survival = predictor.survival(requests, rows.age[batch].copy(), steps)
-        assert survival.shape == (len(requests), steps + 1), "an answer of the wrong shape"
+        check_survival(survival, len(requests), steps)
         assert (survival[:, 0] == 1.0).all(), "an answer that does not begin at 1"
         assert (np.diff(survival, axis=1) <= 0.0).all(), "an answer that rises, or is NaN"
         assert (survival[:, -1] >= 0.0).all(), "an answer below 0"

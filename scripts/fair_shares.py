@@ -45,10 +45,10 @@ BATCH, POOL_PER_RANK = 16, 2
 REQUESTS = {"conv": 500, "code": 2_000}
 WEIGHTS = [(1.0, 1.0), (2.0, 1.0), (5.0, 1.0)]
 WINDOW_S, WARM_UP_S = 60, 60
-# The machine and the prompts of `make qos`, and the steps of each tenant's requests in all.
+# The machine and the prompts of `make qos`, and the least steps and requests of each tenant.
 STEADY = Deployment(4, 8, step_base_ns=50_000_000)
 PROMPT_TOKENS = (200, 1000)
-STEADY_STEPS, STEADY_WARM_UP_S = 60_000, 20
+STEADY_STEPS, STEADY_REQUESTS, STEADY_WARM_UP_S = 60_000, 500, 20
 WINDOWS_S = (1, 10, 60)
 
 Draw = Callable[[random.Random], int]
@@ -139,7 +139,7 @@ def shares_of(
 def steady_loads(outputs: tuple[int, int]) -> list[Load]:
     """Return two tenants of weights 2 and 1 with the same mix."""
     prompts, answers = between(*PROMPT_TOKENS), between(*outputs)
-    count = STEADY_STEPS * 2 // sum(outputs)
+    count = max(STEADY_REQUESTS, STEADY_STEPS * 2 // sum(outputs))
     return [
         Load(name, weight, prompts, answers, count)
         for name, weight in (("gold", 2.0), ("silver", 1.0))

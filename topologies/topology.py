@@ -49,6 +49,8 @@ from balanceroute.topologies.placement import bracketed, place
 from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
+# A comment, a document mark, or a key with a colon on the first line that has anything.
+_YAML = re.compile(rb"(?:\s|#[^\n]*\n)*(?:---|[\w.\"'-]+:(?:\s|$))")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -144,9 +146,12 @@ def _document(place: Path, file: Path) -> dict[str, object]:
     if len(content) > MAX_FILE_BYTES:
         raise TopologyError(place, "", f"is larger than {MAX_FILE_BYTES} bytes")
     try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(content.decode("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(place, "", f"is not TOML: {error}") from error
+        hint = ""
+        if _YAML.match(content) is not None:
+            hint = " (it looks like YAML: a topology is a TOML file, and values of a Helm chart are not read)"
+        raise TopologyError(place, "", f"is not TOML: {error}{hint}") from error
     except RecursionError:
         raise TopologyError(place, "", "is not TOML: nested too deeply") from None
 

@@ -1,7 +1,8 @@
 """Traces with columns named by the user: `arrival=time,prompt=input_tokens,output=output_tokens`.
 
 A CSV file with a header or one JSON object a line. An arrival is a number of seconds, from any zero, or a date and
-time as Azure's traces have it. Also `limit` (the client's `max_tokens`), `tenant`, `class` (an integer) and
+time as Azure's traces have it. Where no output is told, an empty cell or null as of a request that failed, it is 0, and
+so may be its prompt. Also `limit` (the client's `max_tokens`), `tenant`, `class` (an integer) and
 `deadline` (seconds from the arrival) may be named; an empty cell or null is none.
 """
 
@@ -25,6 +26,8 @@ from balanceroute.traces.json_lines import decode_object, required
 from balanceroute.traces.record import TraceRequest
 
 FIELDS = ("arrival", "prompt", "output")
+# Of a request that failed when it was recorded.
+_NO_OUTPUT = (None, "", "0", 0)
 OPTIONAL = ("limit", "tenant", "class", "deadline")
 
 
@@ -76,8 +79,10 @@ def _from_json(values: Mapping[str, object], names: Mapping[str, str]) -> TraceR
         timestamp_ns(arrival)
         if isinstance(arrival, str)
         else nanoseconds_from_json(names["arrival"], arrival, unit_ns=NS_PER_S),
-        tokens_from_json(names["prompt"], values["prompt"]),
-        tokens_from_json(names["output"], values["output"]),
+        0
+        if values["prompt"] is None and values["output"] in _NO_OUTPUT
+        else tokens_from_json(names["prompt"], values["prompt"]),
+        0 if values["output"] is None else tokens_from_json(names["output"], values["output"]),
         max_tokens=None if limit is None else tokens_from_json(names["limit"], limit),
         tenant="" if tenant is None else name_from_json(names["tenant"], tenant),
         level=0 if level is None else level_from_json(names["class"], level),
@@ -97,8 +102,10 @@ def _from_text(cells: Mapping[str, str], names: Mapping[str, str]) -> TraceReque
         arrival_ns = timestamp_ns(cells["arrival"])
     return TraceRequest(
         arrival_ns,
-        tokens_from_text(names["prompt"], cells["prompt"]),
-        tokens_from_text(names["output"], cells["output"]),
+        0
+        if not cells["prompt"] and cells["output"] in _NO_OUTPUT
+        else tokens_from_text(names["prompt"], cells["prompt"]),
+        tokens_from_text(names["output"], cells["output"]) if cells["output"] else 0,
         max_tokens=tokens_from_text(names["limit"], limit) if limit else None,
         tenant=cells.get("tenant", ""),
         level=level_from_text(names["class"], level) if level else 0,

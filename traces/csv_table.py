@@ -5,11 +5,13 @@ by commas, or by semicolons or tabs if the header has more of these.
 """
 
 import csv
+import re
 from collections.abc import Iterator
 
 from balanceroute.traces.fields import MalformedLineError, shown
 
 _SEPARATORS = ",;\t"
+_NUMBER = re.compile(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?")
 
 
 def separator_of(header: str) -> str:
@@ -37,6 +39,12 @@ def columns_of(line: str) -> frozenset[str]:
         return frozenset()
 
 
+def has_no_header(first_line: str) -> bool:
+    """Return whether the first line of a table holds numbers, and no names."""
+    cells = columns_of(first_line)
+    return len(cells) > 1 and all(_NUMBER.fullmatch(cell) for cell in cells)
+
+
 def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[str]]:
     """Yield the named cells of each row, in the order of `names`; case does not matter in a header.
 
@@ -45,6 +53,10 @@ def read_columns(lines: Iterator[str], names: tuple[str, ...]) -> Iterator[list[
             cells.
     """
     first_line = next(lines)
+    if has_no_header(first_line):
+        raise MalformedLineError(
+            f"no header, but {shown(first_line)}: write the names of the columns above it"
+        )
     separator = separator_of(first_line)
     header = split_row(first_line, separator)
     lower = [cell.strip().lower() for cell in header]

@@ -14,10 +14,12 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 
 # Digits alone: int() and Decimal() also take underscores, padding and other scripts' digits.
-_INTEGER = re.compile(r"[+-]?[0-9]+")
+# A table of pandas with an empty cell writes its integers as 470.0.
+_INTEGER = re.compile(r"([+-]?[0-9]+)(?:\.0*)?")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,6})?")
 # Longer than any number in range, and below the length at which int() itself refuses.
 _MAX_CHARACTERS = 100
+_LATEST_EPOCH_MS = 10**13
 # Wide enough that only the rounding to whole nanoseconds rounds, whatever the caller's context.
 # No traps: a product that overflows becomes infinite, and so out of range.
 _EXACT = Context(prec=2 * _MAX_CHARACTERS, traps=[])
@@ -38,20 +40,16 @@ def tokens_from_text(name: str, text: str) -> int:
     Raises:
         MalformedLineError: Not an integer, negative, or over `MAX_TOKENS`.
     """
-    if len(text) > _MAX_CHARACTERS or _INTEGER.fullmatch(text) is None:
-        raise MalformedLineError(f"{name} is not an integer: {shown(text)}")
-    return _bounded_tokens(name, int(text))
+    return _bounded_tokens(name, _integer(name, text))
 
 
 def tokens_from_json(name: str, value: object) -> int:
     """Read a count of tokens from a JSON value.
 
     Raises:
-        MalformedLineError: Not an integer (a bool or 3.0 is none), negative, or over `MAX_TOKENS`.
+        MalformedLineError: Not an integer (a bool is none), negative, or over `MAX_TOKENS`.
     """
-    if type(value) is not int:
-        raise MalformedLineError(f"{name} is not an integer: {_shown_json(value)}")
-    return _bounded_tokens(name, value)
+    return _bounded_tokens(name, _json_integer(name, value))
 
 
 def nanoseconds_from_text(name: str, text: str, *, unit_ns: int) -> int:
@@ -92,9 +90,7 @@ def level_from_text(name: str, text: str) -> int:
     Raises:
         MalformedLineError: Not an integer, or beyond `MAX_LEVEL`.
     """
-    if len(text) > _MAX_CHARACTERS or _INTEGER.fullmatch(text) is None:
-        raise MalformedLineError(f"{name} is not an integer: {shown(text)}")
-    return _bounded_level(name, int(text))
+    return _bounded_level(name, _integer(name, text))
 
 
 def level_from_json(name: str, value: object) -> int:
@@ -103,9 +99,7 @@ def level_from_json(name: str, value: object) -> int:
     Raises:
         MalformedLineError: Not an integer, or beyond `MAX_LEVEL`.
     """
-    if type(value) is not int:
-        raise MalformedLineError(f"{name} is not an integer: {_shown_json(value)}")
-    return _bounded_level(name, value)
+    return _bounded_level(name, _json_integer(name, value))
 
 
 def name_from_json(name: str, value: object) -> str:
@@ -133,6 +127,22 @@ def hash_ids_from_json(name: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _integer(name: str, text: str) -> int:
+    match = _INTEGER.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
+    if match is None:
+        raise MalformedLineError(f"{name} is not an integer: {shown(text)}")
+    return int(match[1])
+
+
+def _json_integer(name: str, value: object) -> int:
+    if type(value) is int:
+        return value
+    # Compared before it is converted: 1e999999 is an integer of a million digits.
+    if isinstance(value, Decimal) and abs(value) <= MAX_ARRIVAL_NS and value == int(value):
+        return int(value)
+    raise MalformedLineError(f"{name} is not an integer: {_shown_json(value)}")
+
+
 def _bounded_tokens(name: str, tokens: int) -> int:
     if tokens < 0:
         raise MalformedLineError(f"{name} is negative: {shown(tokens)}")
@@ -153,7 +163,10 @@ def _whole_nanoseconds(name: str, value: Decimal, unit_ns: int) -> int:
     exact_ns = _EXACT.multiply(value, unit_ns)
     # Before int(): a short text such as 1e999999 is an integer of a million digits.
     if exact_ns > MAX_ARRIVAL_NS:
-        raise MalformedLineError(f"{name} is out of range: {shown(str(value))}")
+        hint = ""
+        if unit_ns == NS_PER_S and value < _LATEST_EPOCH_MS:
+            hint = ", as seconds; if it is in milliseconds since 1970, divide it by 1,000"
+        raise MalformedLineError(f"{name} is out of range: {shown(str(value))}{hint}")
     return int(exact_ns.to_integral_value(ROUND_HALF_EVEN))
 
 

@@ -5,6 +5,8 @@ from decimal import Decimal
 
 from balanceroute.traces.fields import MalformedLineError, shown
 
+ONE_A_LINE = "and a trace has one JSON object a line: jq -c '.[]' FILE, or jq -c . FILE"
+
 
 def decode_object(line: str) -> dict[str, object]:
     """Decode one line that holds one JSON object.
@@ -15,6 +17,8 @@ def decode_object(line: str) -> dict[str, object]:
     try:
         value = _DECODER.decode(line)
     except json.JSONDecodeError as error:
+        if line.strip() in ("{", "[", "[{"):
+            raise MalformedLineError(f"JSON over several lines, {ONE_A_LINE}") from error
         raise MalformedLineError(f"not valid JSON: {error.msg} at column {error.colno}") from error
     except (ArithmeticError, RecursionError, ValueError) as error:
         if isinstance(error, MalformedLineError):

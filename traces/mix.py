@@ -46,7 +46,7 @@ def read_mix(path: Path) -> list[TraceRequest]:
         TraceError: The file or a trace cannot be read, or a value makes no sense.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise TraceError(path, 0, error.strerror or str(error)) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ Rules:
 - Formats raise `MalformedLineError`; `text_lines` turns it into a `TraceError`.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -15,12 +16,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Protocol
 
-from balanceroute.traces import azure, burstgpt, mooncake, native
+from balanceroute.traces import azure, bailian, burstgpt, mooncake, native
 from balanceroute.traces import columns as own_columns
+from balanceroute.traces.csv_table import has_no_header
 from balanceroute.traces.fields import MalformedLineError, shown
+from balanceroute.traces.json_lines import ONE_A_LINE, keys_of
 from balanceroute.traces.record import TraceError, TraceRequest
 from balanceroute.traces.shipped import open_trace
 from balanceroute.traces.text_lines import text_lines
+
+_log = logging.getLogger(__name__)
 
 
 class _Format(Protocol):
@@ -33,10 +38,13 @@ class _Format(Protocol):
 
 _FORMATS: dict[str, _Format] = {
     "azure": azure,
+    "bailian": bailian,
     "mooncake": mooncake,
     "burstgpt": burstgpt,
     "jsonl": native,
 }
+
+_BATCH_KEYS = frozenset({"custom_id", "body"})
 
 FORMATS = tuple(_FORMATS)
 """The names of the known formats; `jsonl` is the native one."""
@@ -72,6 +80,14 @@ def read_trace(
         else:
             name = _recognised(first_line) if format == "auto" else format
             requests = list(_FORMATS[name].parse(every))
+            if name == "bailian":
+                _log.warning(
+                    "%s: a Bailian trace: timestamps are read as seconds, and blocks as 16 tokens; "
+                    "--columns reads other units",
+                    path,
+                )
+            if name == "mooncake":
+                mooncake.check_unit(requests, asked=format != "auto")
         if not requests:
             raise MalformedLineError("the trace holds no request")
     requests.sort(key=lambda request: request.arrival_ns)
@@ -104,6 +120,21 @@ def _recognised(first_line: str) -> str:
         if candidate.recognises(first_line):
             return name
     raise MalformedLineError(
-        f"unknown trace format: the file begins with {shown(first_line)}; known: {', '.join(FORMATS)} "
-        "(--help shows them), or any table whose columns --columns names"
+        _foreign(first_line)
+        or f"unknown trace format: the file begins with {shown(first_line)}; known: "
+        f"{', '.join(FORMATS)} (--help shows them), or any table whose columns --columns names"
     )
+
+
+def _foreign(first_line: str) -> str | None:
+    """Return what makes a file of no known format readable, as far as its first line tells."""
+    if keys_of(first_line) >= _BATCH_KEYS:
+        return "an OpenAI batch has no arrivals and no lengths of answers, so it is no trace"
+    if first_line.lstrip().startswith("["):
+        return f"the file begins with {shown(first_line)}, {ONE_A_LINE}"
+    if has_no_header(first_line):
+        return (
+            f"no header, but {shown(first_line)}: write the names of the columns above it, and "
+            "say with --columns which is which"
+        )
+    return None

@@ -11,6 +11,13 @@ from balanceroute.traces.fields import MalformedLineError
 from balanceroute.traces.record import TraceError
 
 _GZIP_MAGIC = b"\x1f\x8b"
+# Others, and what makes the file readable.
+_OTHER_MAGIC = {
+    b"\x28\xb5\x2f\xfd": "zstd: zstd -d FILE",
+    b"\xfd7zXZ": "xz: xz -d FILE",
+    b"BZh": "bzip2: bunzip2 FILE",
+    b"PK\x03\x04": "zip: unzip FILE",
+}
 
 
 def _open_file(path: Path) -> BufferedReader:
@@ -32,13 +39,21 @@ def text_lines(
     try:
         with opened(path) as file:
             # peek, not seek: the file may be a pipe.
-            compressed = file.peek(2).startswith(_GZIP_MAGIC)
+            begin = file.peek(6)
+            _refuse_other_archives(begin)
+            compressed = begin.startswith(_GZIP_MAGIC)
             yield source.lines(gzip.GzipFile(fileobj=file) if compressed else file)
     except MalformedLineError as error:
         raise TraceError(path, source.line_number, str(error)) from error
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceError(path, source.line_number, reason) from error
+
+
+def _refuse_other_archives(begin: bytes) -> None:
+    for magic, cure in _OTHER_MAGIC.items():
+        if begin.startswith(magic):
+            raise MalformedLineError(f"compressed with {cure}, or use gzip")
 
 
 class _LineSource:
@@ -48,7 +63,7 @@ class _LineSource:
         self.line_number = 0
 
     def lines(self, stream: Iterable[bytes]) -> Iterator[str]:
-        for number, encoded in enumerate(stream, start=1):
+        for number, encoded in enumerate(_split(stream), start=1):
             self.line_number = number
             try:
                 line = encoded.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -58,3 +73,13 @@ class _LineSource:
                 ) from error
             if line.strip():
                 yield line
+
+
+def _split(stream: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines, whether they end with LF, CRLF or CR alone."""
+    for chunk in stream:
+        line = chunk.rstrip(b"\r\n")
+        if b"\r" in line:
+            yield from line.split(b"\r")
+        else:
+            yield chunk

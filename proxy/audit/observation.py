@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from itertools import pairwise
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from balanceroute.proxy.validate.fit import Fit
 
 MIN_SAMPLES = 20
 _PARTS = 10
+_FIGURES = ("running", "waiting", "kv_tokens", "generated")
 _FULL = 0.95
 """Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
 _MANY_LOOKS = 5.0
@@ -106,6 +108,7 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
     Raises:
         ConfigError: They are too few, ranks do not tell their KV tokens, or nothing was decoded.
     """
+    looks = _whole(looks)
     if len(looks) < MIN_SAMPLES:
         raise ConfigError(
             f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least: more --minutes"
@@ -118,7 +121,14 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
             f"{ranks[silent.argmax()]} tells neither its KV tokens in use nor its capacity "
             "(vllm:cache_config_info, sglang:num_used_tokens)"
         )
-    running, generated = _series(looks, ranks, "running"), _series(looks, ranks, "generated")
+    running = _series(looks, ranks, "running")
+    generated = _counted(_series(looks, ranks, "generated"))
+    if np.isnan(generated).any():
+        silent_rank = ranks[np.isnan(generated).any(axis=0).argmax()]
+        raise ConfigError(
+            f"{silent_rank} does not tell the tokens that it generated (vllm:generation_tokens_total, "
+            "sglang:generation_tokens_total)"
+        )
     peaks = loads.max(axis=1)
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")
@@ -171,6 +181,37 @@ def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[n
     return np.array(rows, np.float64).reshape(len(looks), len(ranks))
 
 
+def _whole(looks: Sequence[Look]) -> Sequence[Look]:
+    """Leave out looks in which a rank does not tell what it tells in others, as while it starts."""
+    told: dict[str, set[str]] = {}
+    for look in looks:
+        for name, page in (*look.prefill.items(), *look.decode.items()):
+            told.setdefault(name, set()).update(_figures_of(page))
+    return [
+        look
+        for look in looks
+        if all(
+            _figures_of(page) == told[name]
+            for name, page in (*look.prefill.items(), *look.decode.items())
+        )
+    ]
+
+
+def _figures_of(page: RankPage) -> set[str]:
+    values = {name: getattr(page, name) for name in _FIGURES}
+    return {name for name, value in values.items() if value is not None and isfinite(value)}
+
+
+def _counted(counters: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return float64[looks, ranks] that never fall: what was counted since the first look.
+
+    A counter that falls began anew at 0, as its engine was restarted.
+    """
+    before, after = counters[:-1], counters[1:]
+    more = np.where(after < before, after, after - before)
+    return np.concatenate([np.zeros_like(counters[:1]), np.cumsum(more, axis=0)])
+
+
 def _idle(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float:
     return float(1.0 - steps @ loads.mean(axis=1) / (steps @ loads.max(axis=1)))
 
@@ -205,12 +246,17 @@ def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
 def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:
     """Return the lengths of what ended between the first look and the last, of some engines."""
     result = Lengths()
-    first, last = ({**look.prefill, **look.decode} for look in (looks[0], looks[-1]))
+    pages = [{**look.prefill, **look.decode} for look in looks]
     for name in ranks:
-        before: Lengths = getattr(first[name], what)
-        after: Lengths = getattr(last[name], what)
-        result.total += after.total - before.total
-        for bound, count in after.counts.items():
-            more = count - before.counts.get(bound, 0.0)
-            result.counts[bound] = result.counts.get(bound, 0.0) + more
+        told: list[Lengths] = [getattr(page[name], what) for page in pages]
+        for before, after in pairwise(told):
+            # All begins anew with a restart, so that what a bucket lost tells it of the others, too.
+            anew = after.total < before.total or any(
+                count < before.counts.get(bound, 0.0) for bound, count in after.counts.items()
+            )
+            since = Lengths() if anew else before
+            result.total += after.total - since.total
+            for bound, count in after.counts.items():
+                more = count - since.counts.get(bound, 0.0)
+                result.counts[bound] = result.counts.get(bound, 0.0) + more
     return result

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -100,9 +101,12 @@ def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
         PageError: They are none of these engines', or do not tell what runs.
     """
     values: dict[str, dict[str, float]] = {}
-    capacity: dict[str, float] = {}
+    capacity: dict[str, float | None] = {}
     ranks: dict[str, RankPage] = {}
     for sample in samples:
+        # What is not known, to a server that keeps samples as well.
+        if not isfinite(sample.value):
+            continue
         rank = next((sample.labels[x] for x in _RANK_LABELS if x in sample.labels), "0")
         told = ranks.setdefault(rank, RankPage())
         if sample.name == _CAPACITY:
@@ -114,8 +118,9 @@ def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
         told.running, told.waiting = _first(found, "running"), _first(found, "waiting")
         told.generated, told.kv_tokens = _first(found, "generated"), _first(found, "kv_tokens")
         usage = _first(found, "usage")
-        if told.kv_tokens is None and usage is not None and rank in capacity:
-            told.kv_tokens = usage * capacity[rank]
+        size = capacity.get(rank)
+        if told.kv_tokens is None and usage is not None and size is not None:
+            told.kv_tokens = usage * size
     if not ranks or any(told.running is None for told in ranks.values()):
         raise PageError("neither vLLM's nor SGLang's metrics")
     return ranks
@@ -132,12 +137,12 @@ def _first(values: dict[str, float], what: str) -> float | None:
     return next((values[name] for name in _GAUGES[what] if name in values), None)
 
 
-def _capacity(labels: dict[str, str]) -> float:
+def _capacity(labels: dict[str, str]) -> float | None:
     tokens = labels.get("kv_cache_size_tokens", "")
     if tokens.isdecimal():
         return float(tokens)
     blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    return float(blocks) * float(size) if blocks.isdecimal() and size.isdecimal() else float("nan")
+    return float(blocks) * float(size) if blocks.isdecimal() and size.isdecimal() else None
 
 
 def _take_length(told: RankPage, name: str, labels: dict[str, str], value: float) -> bool:

@@ -75,11 +75,18 @@ async def looks_of(
         for time_s, value in one.values:
             at = found.setdefault(time_s, {}).setdefault(instance, [])
             at.append(Sample(name, labels, float(value)))
-    looks = [
-        Look(time_s, _ranks(decode, instances, told), _ranks(prefill, instances, told))
-        for time_s, told in sorted(found.items())
-        if told.keys() >= set(instances.values())
-    ]
+    looks, fault = list[Look](), None
+    for time_s, told in sorted(found.items()):
+        if told.keys() >= set(instances.values()):
+            try:
+                ranks = _ranks(decode, instances, told), _ranks(prefill, instances, told)
+            except ConfigError as error:
+                # An engine that has just started does not tell all yet.
+                fault = error
+                continue
+            looks.append(Look(time_s, *ranks))
+    if fault is not None and not looks:
+        raise fault
     return _changed(looks)
 
 

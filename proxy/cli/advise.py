@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
@@ -18,7 +17,7 @@ from balanceroute.proxy.advise.report import as_json, lines, plan_as_json, plan_
 from balanceroute.proxy.audit.looking import Engines
 from balanceroute.proxy.audit.observation import Observation, observe
 from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
-from balanceroute.proxy.cli.outputs import check_output, for_people, write_output
+from balanceroute.proxy.cli.outputs import as_json_text, check_output, for_people, write_output
 from balanceroute.proxy.cli.simulate import DEPLOYMENT
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.cli.watched_fleet import Watched, look_at
@@ -134,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in told:
             print(line)  # noqa: T201 - the command line's answer.
     if arguments.json is not None:
-        write_output("--json", arguments.json, json.dumps(advice, indent=2) + "\n")
+        write_output("--json", arguments.json, as_json_text(advice))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +13,13 @@ from balanceroute.proxy.audit.plots import write_plots
 from balanceroute.proxy.audit.prometheus import Window, looks_of
 from balanceroute.proxy.audit.replica import recover
 from balanceroute.proxy.audit.report import Audit, as_json, lines
-from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
+from balanceroute.proxy.cli.outputs import (
+    as_json_text,
+    check_output,
+    for_people,
+    make_plots_folder,
+    write_output,
+)
 from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
@@ -113,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in lines(audit):
             print(line)  # noqa: T201 - the command line's answer.
     if arguments.json is not None:
-        write_output("--json", arguments.json, json.dumps(as_json(audit), indent=2) + "\n")
+        write_output("--json", arguments.json, as_json_text(as_json(audit)))
     if arguments.plots is not None:
         write_plots(audit, arguments.plots)
     return 0

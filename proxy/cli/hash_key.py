@@ -5,6 +5,7 @@ The key comes from standard input, because every user of the machine can read a 
 
 import argparse
 import sys
+from codecs import BOM_UTF8
 
 from balanceroute.proxy.core.errors import ConfigError
 
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Here, so that the other subcommands start without it.
     from balanceroute.proxy.live.security.credentials import as_secret, digest_of  # noqa: PLC0415
 
-    lines = sys.stdin.buffer.read().split(b"\n")
+    lines = sys.stdin.buffer.read().removeprefix(BOM_UTF8).split(b"\n")
     if not lines[-1]:  # The end of the last line.
         lines.pop()
     if not lines:

@@ -1,7 +1,6 @@
 """`balanceroute model-router`: train and judge the choice among several models."""
 
 import argparse
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from balanceroute.proxy.cli.outputs import check_output, for_people, make_plots_folder, write_output
+from balanceroute.proxy.cli.outputs import (
+    as_json_text,
+    check_output,
+    for_people,
+    make_plots_folder,
+    write_output,
+)
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer, number
@@ -187,7 +192,7 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
             }
             for name in choices
         }
-        write_output("--json", arguments.json, json.dumps(figures, indent=2) + "\n")
+        write_output("--json", arguments.json, as_json_text(figures))
     if arguments.plots is not None:
         shown = list(choices)[-1]
         write_mix(scenario, rates[shown], f"Choice: {shown}", arguments.plots)

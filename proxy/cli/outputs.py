@@ -1,6 +1,7 @@
 """What a command writes: files, known to be writable before its work and written whole; its terms."""
 
 import argparse
+import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
@@ -66,6 +67,12 @@ def write_output(flag: str, path: Path, text: str) -> None:
         if path.is_file():
             path.unlink()
         raise ConfigError(f"{flag}: {path}: {error.strerror}") from error
+
+
+def as_json_text(report: object) -> str:
+    """Return a report as JSON text; a figure that is no number is null, as JSON has no NaN."""
+    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=2, allow_nan=False) + "\n"
 
 
 def for_people(written: Path | None) -> AbstractContextManager[object]:

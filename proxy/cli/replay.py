@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import tomllib
+from codecs import BOM_UTF8
 from collections import deque
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -52,6 +53,11 @@ if TYPE_CHECKING:
 _DEFAULTS = ReplaySettings(target="")
 # Of the bar, over which its tokens per second are taken.
 _RATE_UPDATES = 15
+# A trace that is sent so many times as fast or as slow as it was recorded is worth a warning, and so are
+# as few or many requests a second by its own times.
+_ODD_PACE = 100.0
+_SLOWEST_PER_S, _FASTEST_PER_S = 0.01, 500.0
+_LEAST_PACED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +233,7 @@ def _lengths(asked: Lengths | None, emulation: str | None) -> Lengths:
 
 def _api_key(path: Path) -> str:
     # The file's text is a secret: no message repeats it.
-    key = path.read_bytes().strip().decode("latin-1")
+    key = path.read_bytes().removeprefix(BOM_UTF8).strip().decode("latin-1")
     if not _is_key(key):
         raise ConfigError(f"--api-key-file: {path} does not hold one line of printable ASCII")
     return key
@@ -235,7 +241,7 @@ def _api_key(path: Path) -> str:
 
 def _tenant_keys(path: Path) -> dict[str, str]:
     try:
-        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+        keys = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
         # Their messages may show what the file holds.
         raise ConfigError(f"--tenant-keys: {path} is not valid TOML") from None
@@ -263,7 +269,7 @@ def _workload(
         "max_output_tokens": replayed.max_output_tokens,
     }
     requests = plan(trace, skip=replayed.skip, count=replayed.requests, **limits)
-    notes = []
+    notes = _doubts(requests, settings)
     taken = len(trace[replayed.skip :][: replayed.requests])
     if taken > len(requests):
         notes.append(f"{taken - len(requests):,} requests without output are left out.")
@@ -286,6 +292,27 @@ def _workload(
         f"cuts {cut:,} of {len(requests):,} answers."
     )
     return requests, notes
+
+
+def _doubts(requests: "list[PlannedRequest]", settings: ReplaySettings) -> list[str]:
+    """Warn now, and in the report, of a pace that is hardly meant."""
+    span_s = (requests[-1].arrival_ns - requests[0].arrival_ns) / 1e9
+    if settings.concurrency is not None or not span_s:
+        return []
+    sent_s, told = span_s / settings.rate, ""
+    per_s = (len(requests) - 1) / span_s
+    if not 1 / _ODD_PACE < settings.rate < _ODD_PACE:
+        told = f"--rate {settings.rate:g}"
+    elif len(requests) >= _LEAST_PACED and not _SLOWEST_PER_S < per_s < _FASTEST_PER_S:
+        told = "the unit of its times may be another: see --columns"
+    if not told:
+        return []
+    warning = (
+        f"warning: {len(requests):,} requests that span {span_s:,.6g} s by the trace are sent within "
+        f"{sent_s:,.6g} s ({told})"
+    )
+    sys.stderr.write(warning + "\n")
+    return [warning]
 
 
 def _allow_open_files() -> None:

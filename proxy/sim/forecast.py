@@ -21,7 +21,7 @@ from balanceroute.predictors import (
 )
 from balanceroute.predictors.files import load
 from balanceroute.predictors.hinted import Hint
-from balanceroute.predictors.outside import outside_predictor
+from balanceroute.predictors.outside import Checked
 from balanceroute.predictors.registry import KINDS, train
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.core.errors import ConfigError
@@ -86,7 +86,7 @@ FORECASTS: dict[str, Forecast] = {
 
 
 def _outside(name: str, workload: Workload) -> Predictor:
-    predictor = outside_predictor(name)
+    predictor = Checked(name)
     # Behind those of the run.
     for number, past in enumerate(past_requests(workload.history), len(workload.requests)):
         predictor.begin(RequestId(number), past.features)

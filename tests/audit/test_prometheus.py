@@ -10,6 +10,8 @@ import pytest
 
 from balanceroute.proxy.audit.observation import Look, observe
 from balanceroute.proxy.audit.prometheus import Window, looks_of
+from balanceroute.proxy.audit.report import Audit, as_json, lines
+from balanceroute.proxy.cli.outputs import as_json_text
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.testing.virtual.runner import run
@@ -146,3 +148,61 @@ def test_what_cannot_be_read_is_named(
     with pytest.raises(ConfigError) as caught:
         ask(result(), [], **addresses)
     assert message in str(caught.value)
+
+
+def counting(result: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the series that only grow while their engine runs."""
+    ends = ("_total", "_sum", "_bucket")
+    return [one for one in result if one["metric"]["__name__"].endswith(ends)]
+
+
+@pytest.mark.parametrize("at", [1, 30, COUNT - 1])
+def test_counters_that_fall_are_those_of_an_engine_that_was_restarted(at: int) -> None:
+    restarted = fleet()
+    for one in counting(restarted):
+        if one["metric"]["instance"] == "d0:8000":
+            # What it counted between the last look before and the restart is lost.
+            base = float(one["values"][at][1])
+            for value in one["values"][at:]:
+                value[1] = f"{float(value[1]) - base}"
+    found = observe(ask(restarted, []))
+    lost = 100.0
+    assert found.output_tokens_per_s == pytest.approx(
+        (2 * 100.0 * (COUNT - 1) - lost) / (STEP_S * (COUNT - 1))
+    )
+    assert found.outputs.counts == {float("inf"): 2 * 100.0 * (COUNT - 1) - lost}
+    assert found.outputs.total == 2 * 100.0 * (COUNT - 1) - lost
+    text = as_json_text(as_json(Audit(found, found.verdict, None)))
+    assert "NaN" not in text
+    assert json.loads(text)["output_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf"])
+@pytest.mark.parametrize("name", ["vllm:num_requests_running", "vllm:generation_tokens_total"])
+def test_a_sample_that_is_no_number_makes_no_look(name: str, value: str) -> None:
+    result = fleet()
+    for one in result:
+        if (one["metric"]["__name__"], one["metric"]["instance"]) == (name, "d1:8000"):
+            for sample in one["values"][10:14]:
+                sample[1] = value
+    looks = ask(result, [])
+    found = observe(looks)
+    assert len(found.loads) == COUNT - 4
+    assert found.output_tokens_per_s == pytest.approx(2 * 100.0 / STEP_S)
+    assert "nan" not in "\n".join(lines(Audit(found, found.verdict, None))).lower()
+
+
+def test_a_rank_that_never_tells_its_tokens_is_named() -> None:
+    silent = [
+        one
+        for one in fleet()
+        if (one["metric"]["__name__"], one["metric"]["instance"])
+        != ("vllm:generation_tokens_total", "d1:8000")
+    ]
+    with pytest.raises(ConfigError, match="http://d1:8000 does not tell the tokens that it gen"):
+        observe(ask(silent, []))
+
+
+def test_a_figure_that_is_no_number_is_null() -> None:
+    values = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}}
+    assert json.loads(as_json_text(values)) == {"a": None, "b": [None, 1.5], "c": {"d": None}}

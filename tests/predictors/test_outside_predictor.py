@@ -8,12 +8,13 @@ import pytest
 
 from balanceroute import simulate
 from balanceroute.predictors import NoPrediction
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.errors import ConfigError, PredictorError
 from balanceroute.proxy.live.prediction.predictors import make_predictor, named
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.traces import TraceRequest
 
 MODULE = """
+import numpy as np
 from balanceroute.predictors import Survival
 
 class Mine(Survival):
@@ -33,6 +34,22 @@ class Plain:
     def begin(self, request, features): ...
     def observe(self, request, output_tokens): ...
     def forget(self, request): ...
+
+class Short(Plain):
+    def survival(self, requests, ages, steps):
+        return np.ones((len(requests), steps))
+
+class Above(Plain):
+    def survival(self, requests, ages, steps):
+        return np.full((len(requests), steps + 1), 2.0)
+
+class Failing(Plain):
+    def survival(self, requests, ages, steps):
+        raise KeyError(7)
+
+class Forgetful(Plain):
+    def begin(self, request, features):
+        return features.no_such
 
 def none():
     return object()
@@ -88,3 +105,20 @@ def test_one_without_a_state_cannot_be_kept(tmp_path: Path) -> None:
     flags = {"predictor": "my_predictors:Plain", "predictor_state": str(tmp_path / "state")}
     with pytest.raises(ConfigError, match="my_predictors:Plain has no state to keep"):
         make_config(None, ENGINES | flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Short", r"survival is \(\d+, 40\), not \(\d+, 41\)"),
+        ("Above", "survival is not in 0..1"),
+        ("Plain", r"survival is \(\), not \("),
+        ("Failing", r"survival: KeyError\(7\)"),
+        ("Forgetful", r"begin: AttributeError\("),
+    ],
+)
+def test_a_simulation_tells_what_is_wrong_with_its_answers(name: str, reason: str) -> None:
+    requests = [TraceRequest(10**8 * i, 300 + i, 5 + i % 7) for i in range(60)]
+    name = f"my_predictors:{name}"
+    with pytest.raises(PredictorError, match=f"predictor '{name}': {reason}"):
+        simulate(requests, policies=["br-h"], backlog=16, ranks=2, batch=4, predictor=name)

@@ -31,9 +31,9 @@ KEY = "sk-very-secret"
 @pytest.fixture(autouse=True)
 def _in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # A millisecond apart; one of them failed when it was recorded.
+    # Three milliseconds apart; one of them failed when it was recorded.
     write_native(
-        TRACE, [TraceRequest(i * 1_000_000, 20 + i, 0 if i == 7 else 3) for i in range(30)]
+        TRACE, [TraceRequest(i * 3_000_000, 20 + i, 0 if i == 7 else 3) for i in range(30)]
     )
     Path("key").write_text(f"{KEY}\n")
 
@@ -396,3 +396,26 @@ def test_two_replays_have_different_request_ids(monkeypatch: pytest.MonkeyPatch)
     main(NOWHERE)
     main(NOWHERE)
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "gap_ms", "warned"),
+    [
+        ([], 1, "by the trace are sent within 0.029 s (the unit of its times may be another"),
+        ([], 1_000, None),
+        ([], 200_000, "sent within 5,800 s (the unit of its times may be another: see --columns)"),
+        (["--rate", "100"], 1_000, "span 29 s by the trace are sent within 0.29 s (--rate 100)"),
+        (["--rate", "0.01"], 1_000, "span 29 s by the trace are sent within 2,900 s (--rate 0.01)"),
+        (["--rate", "50"], 1_000, None),
+        (["--concurrency", "2"], 1, None),
+    ],
+)
+def test_a_pace_that_is_hardly_meant_is_told(
+    words: list[str], gap_ms: int, warned: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is sent: the target does not answer."""
+    write_native(TRACE, [TraceRequest(i * gap_ms * 1_000_000, 20, 3) for i in range(30)])
+    main([*NOWHERE, *words])
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [warned in line for line in told if warned] == ([True] if warned else [])
+    assert bool(told) == bool(warned)

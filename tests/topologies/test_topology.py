@@ -144,6 +144,12 @@ def test_every_connector_can_be_named(connector: str, tmp_path: Path) -> None:
         ("name = ", "", "is not TOML: Invalid value (at end of document)"),
         ('name = "x"\nname = "y"\n', "", "is not TOML: Cannot overwrite a value (at line 2"),
         (f"a = {5_000 * '['}", "", "is not TOML: nested too deeply"),
+        (
+            "proxy:\n  replicas: 1\n",
+            "",
+            "(it looks like YAML: a topology is a TOML file, and values",
+        ),
+        ("# Values.\n---\na: 1\n", "", "(it looks like YAML"),
         ("#" * (MAX_FILE_BYTES + 1), "", f"is larger than {MAX_FILE_BYTES} bytes"),
     ],
 )

@@ -1,5 +1,6 @@
 """Columns named by the user, and headers in another case."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,7 @@ def test_the_case_of_a_header_does_not_matter(header: str, name: str, tmp_path: 
 def test_an_unknown_format_is_told_with_those_that_are_known(tmp_path: Path) -> None:
     path = tmp_path / "odd.csv"
     path.write_text("when;what\n")
-    with pytest.raises(TraceError, match="known: azure, mooncake, burstgpt, jsonl"):
+    with pytest.raises(TraceError, match="known: azure, bailian, mooncake, burstgpt, jsonl"):
         read_trace(path)
 
 
@@ -128,3 +129,44 @@ def test_a_fault_of_the_file_as_a_whole_has_no_line(tmp_path: Path) -> None:
     with pytest.raises(TraceError) as fault:
         read_trace(tmp_path / "absent.csv")
     assert str(fault.value) == f"{tmp_path / 'absent.csv'}: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time,input_tokens,output_tokens\n0,7.0,3.0\n1,8.0,\n2,,\n3,,0\n",
+        '{"time": 0, "input_tokens": 7.0, "output_tokens": 3.0}\n'
+        '{"time": 1, "input_tokens": 8.0, "output_tokens": null}\n'
+        '{"time": 2, "input_tokens": null, "output_tokens": null}\n'
+        '{"time": 3, "input_tokens": null, "output_tokens": 0}\n',
+    ],
+    ids=["csv", "jsonl"],
+)
+def test_a_request_that_failed_has_no_output(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text(text)
+    read = [(one.prompt_tokens, one.output_tokens) for one in read_trace(path, columns=NAMES)]
+    assert read == [(7, 3), (8, 0), (0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("time,input_tokens,output_tokens\n0,,5\n", "input_tokens is not an integer: ''"),
+        ("time,input_tokens,output_tokens\n,7,5\n", "time is not a finite number: ''"),
+        ("0.5,7,3\n1.5,7,3\n", "no header, but '0.5,7,3': write the names of the columns above it"),
+        (
+            "time,input_tokens,output_tokens\n1700000000123,7,3\n",
+            "as seconds; if it is in milliseconds since 1970, divide it by 1,000",
+        ),
+        (
+            '{"time": 1700000000123, "input_tokens": 7, "output_tokens": 3}\n',
+            "as seconds; if it is in milliseconds since 1970, divide it by 1,000",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_cure(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=re.escape(reason)):
+        read_trace(path, columns=NAMES)

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.traces import FORMATS, TraceError, TraceRequest, detect_format, read_trace
+from balanceroute.traces import (
+    FORMATS,
+    TraceError,
+    TraceRequest,
+    detect_format,
+    read_mix,
+    read_trace,
+)
 from balanceroute.traces.azure import timestamp_ns
 
 AZURE_2023 = """\
@@ -41,7 +48,18 @@ NATIVE = """\
 {"arrival_s":0.1,"prompt_tokens":3,"output_tokens":4,"hash_ids":[7],"user":"a"}
 {"arrival_s":0.30000000000000004,"prompt_tokens":5,"output_tokens":6}
 """
-CASES = {
+BAILIAN = (
+    '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 521, "output_length": 132, '
+    f'"type": "text", "turn": 1, "hash_ids": {list(range(33))}}}\n'
+    '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 63.5, "input_length": 640, "output_length": 7, '
+    f'"type": "text", "turn": 2, "hash_ids": {[*range(32), *range(50, 58)]}}}\n'
+)
+CASES: dict[str, tuple[str, str, list[tuple[int, int, int, tuple[int, ...]]]]] = {
+    "bailian": (
+        "bailian",
+        BAILIAN,
+        [(0, 521, 132, (0, 1)), (2_386_000_000, 640, 7, (0, 2))],
+    ),
     "azure 2023": ("azure", AZURE_2023, [(0, 4808, 10, ()), (52_000_500, 3180, 0, ())]),
     "azure 2024": ("azure", AZURE_2024, [(0, 2162, 5, ()), (990_070_000, 2399, 6, ())]),
     "mooncake": (
@@ -167,4 +185,91 @@ def test_the_proxys_log_is_a_trace_with_its_process_lines_passed_over(tmp_path: 
     ]
     path.write_text(json.dumps(process) + "\n")
     with pytest.raises(TraceError, match="the trace holds no request"):
+        read_trace(path)
+
+
+def mooncake(*requests: tuple[float, int, list[int]]) -> str:
+    return "".join(
+        f'{{"timestamp": {at}, "input_length": {tokens}, "output_length": 5, "hash_ids": {ids}}}\n'
+        for at, tokens, ids in requests
+    )
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("last", [False, True], ids=["full blocks alone", "and the last"])
+def test_smaller_blocks_are_read_as_blocks_of_512_tokens(
+    tmp_path: Path, size: int, last: bool
+) -> None:
+    def ids(first: int, tokens: int) -> list[int]:
+        return list(range(first, first + (-(-tokens // size) if last else tokens // size)))
+
+    shared = ids(0, 1024)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        mooncake(
+            (0, 1024 + 700, shared + ids(1000, 700)),
+            (3000, 1024 + 700, shared + ids(1000, 700)),
+            (6000, 1024 + 901, shared + ids(2000, 901)),
+            # The same ids behind others are another prefix.
+            (9000, 901 + 512 - 901 % 512, ids(2000, 901 + 512 - 901 % 512)),
+        )
+    )
+    read = [request.hash_ids for request in read_trace(path)]
+    assert read[0] == read[1]
+    assert read[2][:2] == read[0][:2]
+    assert not set(read[2][2:]) & set(read[0])
+    assert not set(read[3]) & set(read[2])
+
+
+def test_blocks_of_512_and_prefixes_alone_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake((0, 1200, [3, 4, 9]), (3000, 5000, [3])))
+    assert [request.hash_ids for request in read_trace(path)] == [(3, 4, 9), (3,)]
+
+
+def test_blocks_of_no_one_size_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake((0, 512, list(range(32))), (3000, 512, list(range(16)))))
+    with pytest.raises(TraceError, match=r"not of 8, 16, \.\. or 256 tokens: leave them out"):
+        read_trace(path)
+
+
+def test_a_bailian_trace_is_told_whoever_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(BAILIAN)
+    with pytest.raises(TraceError, match="seconds and blocks of 16 tokens: --format bailian"):
+        read_trace(path, "mooncake")
+    (tmp_path / "mix.toml").write_text('[[part]]\ntrace = "trace.jsonl"\n')
+    assert read_mix(tmp_path / "mix.toml")[1].arrival_ns == 2_386_000_000
+    assert "timestamps are read as seconds, and blocks as 16 tokens; --columns" in caplog.text
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
+def test_seconds_in_a_mooncake_trace_are_asked_for(tmp_path: Path, fraction: float) -> None:
+    path = tmp_path / "trace.jsonl"
+    times = [number + fraction if fraction else number for number in range(24)]
+    path.write_text(mooncake(*((at, 50, []) for at in times)))
+    cure = "--columns arrival=timestamp,prompt=input_length,output=output_length"
+    with pytest.raises(TraceError, match=f"would be 1,000 requests a second: .*{cure}"):
+        read_trace(path)
+    if fraction:
+        with pytest.raises(TraceError, match=cure):
+            read_trace(path, "mooncake")
+    else:
+        assert read_trace(path, "mooncake")[-1].arrival_ns == 23_000_000
+    names = {"arrival": "timestamp", "prompt": "input_length", "output": "output_length"}
+    assert read_trace(path, columns=names)[-1].arrival_ns == 23_000_000_000
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_lines_end_as_on_any_system(tmp_path: Path, end: str, zipped: bool) -> None:
+    path = tmp_path / "trace"
+    content = AZURE_2023.replace("\n", end).encode()
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    assert read_trace(path) == [TraceRequest(*row) for row in CASES["azure 2023"][2]]
+    path.write_bytes(content + b"oops" + end.encode())
+    with pytest.raises(TraceError, match=":4: "):
         read_trace(path)

@@ -27,7 +27,20 @@ ROWS = [
     (AZURE.splitlines()[0], 1, "the trace holds no request"),
     ("a,b,c\n1,2,3\n", 1, "unknown trace format: the file begins with 'a,b,c'"),
     ('{"a": 1}\n', 1, "unknown trace format"),
-    ("[1, 2]\n", 1, "unknown trace format"),
+    ("[1, 2]\n", 1, "the file begins with '[1, 2]', and a trace has one"),
+    ("0.5,7,3,text\n", 1, "unknown trace format: the file begins with '0.5,7,3,text'"),
+    ("0.5,7,3\n1.5,8,4\n", 1, "no header, but '0.5,7,3': write the names of the columns above it"),
+    (
+        '{\n  "a": 1\n}\n',
+        1,
+        "JSON over several lines, and a trace has one JSON object a line: jq -c",
+    ),
+    ('[\n  {"a": 1}\n]\n', 1, "and a trace has one JSON object a line: jq -c"),
+    (
+        '{"custom_id": "1", "method": "POST", "url": "/v1", "body": {}}\n',
+        1,
+        "an OpenAI batch has no arrivals",
+    ),
     # Blank lines count.
     (NATIVE + "\n \n" + "{}\n", 4, "missing key 'arrival_s'"),
     # Headers.
@@ -42,7 +55,7 @@ ROWS = [
     (AZURE + AZURE, 3, "TIMESTAMP is not a date and time: 'TIMESTAMP'"),
     # Tokens in cells.
     (AZURE + "2023-11-16 18:17:04,,2\n", 3, "ContextTokens is not an integer: ''"),
-    (AZURE + "2023-11-16 18:17:04,1.0,2\n", 3, "ContextTokens is not an integer: '1.0'"),
+    (AZURE + "2023-11-16 18:17:04,1.5,2\n", 3, "ContextTokens is not an integer: '1.5'"),
     (AZURE + "2023-11-16 18:17:04,1_0,2\n", 3, "ContextTokens is not an integer"),
     (AZURE + "2023-11-16 18:17:04, 1,2\n", 3, "ContextTokens is not an integer"),
     (AZURE + "2023-11-16 18:17:04,\u0661,2\n", 3, "ContextTokens is not an integer"),
@@ -93,7 +106,8 @@ ROWS = [
     (native(arrival_s="true"), 1, "arrival_s is not a finite number: True"),
     (native(arrival_s="null"), 1, "arrival_s is not a finite number: None"),
     (native(prompt_tokens="-1"), 1, "prompt_tokens is negative: -1"),
-    (native(prompt_tokens="3.0"), 1, "prompt_tokens is not an integer: 3.0"),
+    (native(prompt_tokens="3.5"), 1, "prompt_tokens is not an integer: 3.5"),
+    (native(prompt_tokens="1e999999"), 1, "prompt_tokens is not an integer"),
     (native(prompt_tokens="true"), 1, "prompt_tokens is not an integer: True"),
     (native(prompt_tokens='"7"'), 1, "prompt_tokens is not an integer: '7'"),
     (native(output_tokens="null"), 1, "output_tokens is not an integer: None"),
@@ -167,3 +181,19 @@ def test_a_format_that_does_not_fit_is_an_error_of_its_first_line(tmp_path: Path
         read_trace(path, "azure")
     with pytest.raises(TraceError, match=r":1: missing key 'timestamp'"):
         read_trace(path, "mooncake")
+
+
+@pytest.mark.parametrize(
+    ("magic", "cure"),
+    [
+        (b"\x28\xb5\x2f\xfd", "zstd -d FILE"),
+        (b"\xfd7zXZ\x00", "xz -d FILE"),
+        (b"BZh9", "bunzip2 FILE"),
+        (b"PK\x03\x04", "unzip FILE"),
+    ],
+)
+def test_another_compression_is_told_with_its_cure(tmp_path: Path, magic: bytes, cure: str) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(magic + bytes(40))
+    with pytest.raises(TraceError, match=cure):
+        read_trace(path)

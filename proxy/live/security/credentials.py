@@ -7,6 +7,7 @@ import hmac
 import os
 import re
 import stat
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -104,7 +105,7 @@ def read_secrets(path: Path) -> tuple[Secret, ...]:
     """
     content = _read(path)
     secrets: dict[Secret, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.removeprefix(BOM_UTF8).splitlines(), start=1):
         key = line.strip()
         if not key or key.startswith(b"#"):
             continue

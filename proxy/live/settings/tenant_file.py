@@ -88,7 +88,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
         ConfigError: It cannot be read or used. The message names the file, the table and the key.
     """
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:

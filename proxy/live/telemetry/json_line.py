@@ -16,5 +16,8 @@ def json_line(fields: dict[str, object] | Struct) -> bytes:
     except UnicodeEncodeError:  # A lone surrogate.
         line = b""
     if not line or not line.isascii() or _DELETE in line:
-        line = json.dumps(msgspec.to_builtins(fields), separators=(",", ":")).encode("ascii")
+        # A number that is none is null here, too.
+        text = json.dumps(msgspec.to_builtins(fields))
+        finite = json.loads(text, parse_constant=lambda _: None)
+        line = json.dumps(finite, separators=(",", ":"), allow_nan=False).encode("ascii")
     return line + b"\n"

@@ -333,7 +333,7 @@ def test_a_tenant_that_joins_gets_its_share_and_one_that_leaves_takes_nothing_al
     add("b", 100)
     for _ in range(32):
         turn()
-    # Two thirds by weight, once what ran before has ended.
+    # Two thirds by weight, within twice the time that requests stay.
     assert 4 <= count_of("b") <= 6
     while len(queue) and count_of("b"):
         turn()

@@ -28,6 +28,13 @@ def test_a_file_holds_a_key_a_line(tmp_path: Path) -> None:
     assert read_secrets(path) == (Secret(b"sk-one"), Secret(b"sk-two"), Secret(b"sk-three"))
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert read_secrets(write(tmp_path, b"\xef\xbb\xbfsk-one\nsk-two\n")) == (
+        Secret(b"sk-one"),
+        Secret(b"sk-two"),
+    )
+
+
 def test_a_group_may_read_a_file_of_keys(tmp_path: Path) -> None:
     assert read_secret(write(tmp_path, b"sk-one\n", 0o640)) == Secret(b"sk-one")
 
