@@ -6,14 +6,13 @@ their counters differ by at most one largest cost divided by the weight of the t
 time in which tenants i and j both wait, |S_i / w_i - S_j / w_j| <= L / w_i + L / w_j for the
 costs S that were served and the largest single cost L.
 
-A tenant that comes back after it had nothing to wait for starts at the counter that was served last:
-idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCOMM 1996). Unlike
+A tenant that comes back after it had nothing to wait for starts at the counter that was served last, the
+deposits aside: idle time earns no credit. This is start-time fair queueing (Goyal et al., SIGCOMM 1996). Unlike
 deficit round robin it needs no quantum above the largest cost, and one grant costs O(log tenants).
 
 A cost that is known only as time passes (`kv_meter`) is charged as a deposit, which is given back at
 the end, and what a tenant owes meanwhile is added to its counter at once. So counters fall as well, and
-the bound above holds for what is charged, less what is given back. The counter that was served last
-never falls.
+the bound above holds for what is charged, less what is given back.
 """
 
 import heapq
@@ -50,13 +49,16 @@ class FairShares:
         self._counters: dict[str, float] = {}
         # The queues in which a tenant waits.
         self._queues: dict[str, list[FairQueue]] = {}
-        self._served_last = 0.0
+        # The counter that was served last, and what it was without deposits.
+        self._served_last = self._served_base = 0.0
         # Means: by how much a start moves that on, and by tenant, what its counter gains from one start
         # to the next. And what it gained since its last start.
         self._advance = 0.0
         self._added: dict[str, float] = {}
         self._since: dict[str, float] = {}
         self._deposits: dict[RequestId, tuple[Ticket, float]] = {}
+        # The part of a tenant's counter that is deposits.
+        self._deposited: dict[str, float] = {}
 
     def counter(self, tenant: str) -> float:
         """Return the weighted cost that a tenant was served."""
@@ -71,8 +73,14 @@ class FairShares:
         """Note that a tenant begins to wait in a queue."""
         queues = self._queues.setdefault(tenant, [])
         if not queues:
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._served_last)
+            self._counters[tenant] = self._joining(tenant)
         queues.append(queue)
+
+    def _joining(self, tenant: str) -> float:
+        """Return the counter of a tenant that begins to wait now."""
+        # The deposits are its own: who has no request in flight comes before those that have.
+        base = self._served_base + self._deposited.get(tenant, 0.0)
+        return max(self._counters.get(tenant, 0.0), base)
 
     def left(self, tenant: str, queue: "FairQueue") -> None:
         """Note that a tenant no longer waits in a queue."""
@@ -85,13 +93,19 @@ class FairShares:
         """Charge a tenant for a request that starts."""
         tenant, cost = ticket.tenant, self._cost(ticket)
         counter = self._counters[tenant]
-        moved = max(0.0, counter - self._served_last)
+        moved = counter - self._served_last
+        # Another queue may have held up a lower one. With deposits counters fall, and this with them.
+        if not self._has_deposits:
+            moved = max(0.0, moved)
         self._served_last += moved
+        base = counter - self._deposited.get(tenant, 0.0)
+        self._served_base = max(self._served_base, base)
         self._advance += (_START_WEIGHT if self._advance else 1.0) * (moved - self._advance)
         added = cost / ticket.weight
         self._counters[tenant] = counter + added
         if self._has_deposits:
             self._deposits[request] = ticket, cost
+            self._deposited[tenant] = self._deposited.get(tenant, 0.0) + added
             added += self._since.pop(tenant, 0.0)
         before = self._added.setdefault(tenant, added)
         self._added[tenant] = before + _OWN_WEIGHT * (added - before)
@@ -103,13 +117,13 @@ class FairShares:
         moves it on by its mean: whoever comes meanwhile, and whatever it costs, is in that mean.
         """
         tenant = ticket.tenant
-        if not self._advance:
+        if self._advance <= 0.0:
             return own
         added = self._added.get(tenant)
         if added is None:
             # It is taken to start what others start.
             added = sum(self._added.values()) / len(self._added)
-        counter = max(self._counters.get(tenant, 0.0), self._served_last)
+        counter = self._counters[tenant] if tenant in self._queues else self._joining(tenant)
         # Its own start is the last of those that move it there.
         return max(own, (counter + own * added - self._served_last) / self._advance - 1.0)
 
@@ -127,13 +141,20 @@ class FairShares:
         deposit = self._deposits.pop(request, None)
         if deposit is not None:
             ticket, cost = deposit
+            self._deposited[ticket.tenant] -= cost / ticket.weight
             self.owe(ticket, -part * cost)
 
     def scale_deposits(self, factor: float) -> None:
         """Change all deposits, and the counters with them."""
         for request, (ticket, cost) in self._deposits.items():
             self._deposits[request] = ticket, factor * cost
+            added = (factor - 1.0) * cost / ticket.weight
+            self._deposited[ticket.tenant] += added
             self.owe(ticket, (factor - 1.0) * cost)
+            # No cost of its starts.
+            self._since[ticket.tenant] -= added
+        # Deposits change much before requests end, when they are most of what starts were seen to add.
+        self._added = {tenant: factor * added for tenant, added in self._added.items()}
 
 
 class FairQueue:
