@@ -73,7 +73,11 @@ class Machines:
         metavar="TOKENS",
     )
     prefix_block_tokens: int = integer(
-        512, "tokens that one of the trace's hash_ids stands for", 1, 10**6, metavar="TOKENS"
+        512,
+        "tokens that one of the trace's hash_ids stands for (Mooncake's and Bailian's: 512)",
+        1,
+        10**6,
+        metavar="TOKENS",
     )
     transfer_base_ms: float = number(0.0, "KV transfer = e + f x KV tokens", 0, 1e6, metavar="e")
     transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")

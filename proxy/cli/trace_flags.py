@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from balanceroute.traces import TraceRequest
 
 TRACE_HELP = (
-    "Azure LLM CSV, Mooncake JSONL, BurstGPT CSV, the proxy's request log, or one JSON object a line: "
+    "Azure LLM CSV, Mooncake JSONL, Bailian JSONL, BurstGPT CSV, the proxy's request log, or one JSON object a line: "
     '{"arrival_s": 0.5, "prompt_tokens": 900, "output_tokens": 120}; also gzipped; - is standard input. '
     f"Shipped, by name: {', '.join(sorted(shipped_traces()))}"
 )

@@ -1,5 +1,6 @@
 """A predictor from outside the repository, simulated and served."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,3 +123,14 @@ def test_a_simulation_tells_what_is_wrong_with_its_answers(name: str, reason: st
     name = f"my_predictors:{name}"
     with pytest.raises(PredictorError, match=f"predictor '{name}': {reason}"):
         simulate(requests, policies=["br-h"], backlog=16, ranks=2, batch=4, predictor=name)
+
+
+def test_the_example_of_the_page_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "predictors.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "guess.py").write_text(code)
+    requests = [TraceRequest(10**8 * i, 300 + i, 5 + i % 7) for i in range(60)]
+    words = {"policies": ["br-h"], "backlog": 16, "ranks": 2, "batch": 4}
+    (found,) = simulate(requests, predictor="guess:Memoryless", **words)  # type: ignore[arg-type]
+    assert found.mean["output_tokens_per_s"] > 0
+    assert sys.modules.pop("guess").Memoryless().survival([1, 2], None, 4).shape == (2, 5)
