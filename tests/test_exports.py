@@ -38,7 +38,7 @@ proxy.live: announcement connectors control control_plane deployment deployment_
     engine_connections engines environment following_kv_events frontend group_orders http3_listener kept_groups kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
     renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
     trace_export tracing
-proxy.live.connectors: BootstrapIdentity Connector MissingKvError make_connector
+proxy.live.connectors: BootstrapIdentity Connector MissingKv MissingKvError make_connector
 proxy.live.control: admin answers drain_deadlines engine_orders errors group_pages live_view load_log memory orders page pause_pages pausing rank_slots readiness roster silent_decoders sleepers standing state view
     workers
 proxy.live.discovery: dns_name endpoint_slices found kubernetes line_stream reconciler sources

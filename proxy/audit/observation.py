@@ -18,6 +18,12 @@ MIN_SAMPLES = 20
 _PARTS = 10
 _FIGURES = ("running", "waiting", "kv_tokens", "generated")
 _FULL = 0.95
+_UNTOLD = {
+    "kv_tokens": "tells neither its KV tokens in use nor its capacity "
+    "(vllm:cache_config_info, sglang:num_used_tokens)",
+    "generated": "does not tell the tokens that it generated "
+    "(vllm:generation_tokens_total, sglang:generation_tokens_total)",
+}
 """Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
 _MANY_LOOKS = 5.0
 """At which a request runs, so that few join a rank and leave it between two."""
@@ -114,21 +120,9 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
             f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least: more --minutes"
         )
     ranks = tuple(looks[0].decode)
-    loads = _series(looks, ranks, "kv_tokens")
-    silent = np.isnan(loads).any(axis=0)
-    if silent.any():
-        raise ConfigError(
-            f"{ranks[silent.argmax()]} tells neither its KV tokens in use nor its capacity "
-            "(vllm:cache_config_info, sglang:num_used_tokens)"
-        )
+    loads = _told_by_all(looks, ranks, "kv_tokens")
     running = _series(looks, ranks, "running")
-    generated = _counted(_series(looks, ranks, "generated"))
-    if np.isnan(generated).any():
-        silent_rank = ranks[np.isnan(generated).any(axis=0).argmax()]
-        raise ConfigError(
-            f"{silent_rank} does not tell the tokens that it generated (vllm:generation_tokens_total, "
-            "sglang:generation_tokens_total)"
-        )
+    generated = _counted(_told_by_all(looks, ranks, "generated"))
     peaks = loads.max(axis=1)
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")
@@ -167,6 +161,14 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
         longest_prompt=_longest_prompt(loads, running, outputs),
         outputs=outputs,
     )
+
+
+def _told_by_all(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
+    found = _series(looks, ranks, what)
+    silent = np.isnan(found).any(axis=0)
+    if silent.any():
+        raise ConfigError(f"{ranks[silent.argmax()]} {_UNTOLD[what]}")
+    return found
 
 
 def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:

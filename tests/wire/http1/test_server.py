@@ -1,11 +1,9 @@
 """The server over real sockets: what it serves, and what it refuses."""
 
 import asyncio
-import errno
 import json
 import socket
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.http1.heads import RequestHead
-from balanceroute.proxy.wire.http1.listener import Listener
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import (
     Headers,
@@ -777,29 +774,3 @@ def test_garbage_is_answered_in_http_or_not_at_all(
             assert answers.startswith(b"HTTP/1.1 ") or not answers
 
     run(main())
-
-
-async def test_every_interface_has_a_socket_of_each_family(connect: "Connect") -> None:
-    server = Server(echo)
-    try:
-        await server.start("::", 0)
-    except OSError:
-        pytest.skip("no IPv6 here")
-    assert server.addresses == [("::", server.port), ("0.0.0.0", server.port)]  # noqa: S104
-    async with connect(server.port) as client:  # IPv4, and known as such.
-        client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await client.answer()).status == 200
-    server.close()
-    await server.drain()
-    assert server.listening == []
-
-
-async def test_an_address_that_the_loop_leaves_out_is_refused() -> None:
-    async def without_ipv6(**_: object) -> Any:
-        return SimpleNamespace(sockets=(), close=lambda: None)  # As loops do.
-
-    listener = Listener(without_ipv6)
-    with pytest.raises(OSError, match="not supported") as caught:
-        await listener.open(host="::", port=0)
-    assert caught.value.errno == errno.EAFNOSUPPORT
-    listener.close()

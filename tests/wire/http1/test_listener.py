@@ -1,0 +1,45 @@
+"""Where a server listens: each family of addresses, and what a loop leaves out."""
+
+import errno
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from balanceroute.proxy.wire.http1.listener import Listener
+from balanceroute.proxy.wire.http1.server import Reply, Server
+
+if TYPE_CHECKING:
+    from tests.wire.conftest import Connect
+
+    from balanceroute.proxy.wire.messages import Request
+
+
+def answer(_: "Request", reply: Reply) -> None:
+    reply.send(200, [], b"")
+
+
+async def test_every_interface_has_a_socket_of_each_family(connect: "Connect") -> None:
+    server = Server(answer)
+    try:
+        await server.start("::", 0)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    assert server.addresses == [("::", server.port), ("0.0.0.0", server.port)]  # noqa: S104
+    async with connect(server.port) as client:  # IPv4, and known as such.
+        client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.answer()).status == 200
+    server.close()
+    await server.drain()
+    assert server.listening == []
+
+
+async def test_an_address_that_the_loop_leaves_out_is_refused() -> None:
+    async def without_ipv6(**_: object) -> Any:
+        return SimpleNamespace(sockets=(), close=lambda: None)  # As loops do.
+
+    listener = Listener(without_ipv6)
+    with pytest.raises(OSError, match="not supported") as caught:
+        await listener.open(host="::", port=0)
+    assert caught.value.errno == errno.EAFNOSUPPORT
+    listener.close()
