@@ -217,7 +217,7 @@ class EngineSeen(Struct, frozen=True, array_like=True, tag=14):
     engine_id: str
 
 
-class KvMissing(Struct, frozen=True, array_like=True, tag=31):
+class KvMissing(Struct, frozen=True, array_like=True, tag=32):
     """A prefiller left no KV cache that a rank could pull; see `reports.KvMissing`."""
 
     prefiller: PrefillerId
