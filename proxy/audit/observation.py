@@ -17,13 +17,13 @@ from balanceroute.proxy.validate.fit import Fit
 MIN_SAMPLES = 20
 _PARTS = 10
 _FIGURES = ("running", "waiting", "kv_tokens", "generated")
-_FULL = 0.95
 _UNTOLD = {
     "kv_tokens": "tells neither its KV tokens in use nor its capacity "
     "(vllm:cache_config_info, sglang:num_used_tokens)",
     "generated": "does not tell the tokens that it generated "
     "(vllm:generation_tokens_total, sglang:generation_tokens_total)",
 }
+_FULL = 0.95
 """Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
 _MANY_LOOKS = 5.0
 """At which a request runs, so that few join a rank and leave it between two."""
@@ -167,7 +167,7 @@ def _told_by_all(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDAr
     found = _series(looks, ranks, what)
     silent = np.isnan(found).any(axis=0)
     if silent.any():
-        raise ConfigError(f"{ranks[silent.argmax()]} {_UNTOLD[what]}")
+        raise ConfigError(f"{ranks[int(silent.argmax())]} {_UNTOLD[what]}")
     return found
 
 

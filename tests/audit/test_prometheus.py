@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from math import nan
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -129,7 +128,7 @@ def test_a_moment_at_which_an_engine_was_down_is_no_look() -> None:
     ("result", "addresses", "message"),
     [
         (fleet, {"decode": ["http://d7:8000"]}, "vLLM or SGLang of the instance d7:8000 then (d0:"),
-        (lambda: of_rank("p0:8000", nan) + fleet(), {}, "vllm:kv_cache_usage_perc is nan"),
+        (lambda: of_rank("p0:8000", -1.0) + fleet(), {}, "vllm:kv_cache_usage_perc is -1.0"),
         (list, {}, "of the instance p0:8000 then (none of any engine)"),
         (
             lambda: b'{"status":"error","error":"bad step"}',
