@@ -65,7 +65,7 @@ def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
         for family in text_string_to_metric_families(b"\n".join(lines).decode() + "\n"):
             for sample in family.samples:
                 name = sample.name.removeprefix(_PREFIX)
-                value = checked(sample.name, sample.labels, sample.value)
+                value = checked(sample.name, sample.value)
                 if name == _BATCH:
                     batch = int(value)
                 elif name == _WAITING:

@@ -111,7 +111,7 @@ def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
         told = ranks.setdefault(rank, RankPage())
         if sample.name == _CAPACITY:
             capacity[rank] = _capacity(sample.labels)
-        elif not _take_length(told, sample.name, sample.labels, _checked(sample)):
+        elif not _take_length(told, sample.name, sample.labels, checked(sample.name, sample.value)):
             values.setdefault(rank, {})[sample.name] = sample.value
     for rank, told in ranks.items():
         found = values.get(rank, {})
@@ -126,11 +126,11 @@ def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
     return ranks
 
 
-def _checked(sample: Sample) -> float:
+def checked(name: str, value: float) -> float:
     """Return the value of a sample. Raises PageError: it is no count, no share and no sum."""
-    if not 0.0 <= sample.value < _TOO_MUCH:
-        raise PageError(f"{sample.name} is {sample.value}")
-    return sample.value
+    if not 0.0 <= value < _TOO_MUCH:
+        raise PageError(f"{name} is {value}")
+    return value
 
 
 def _first(values: dict[str, float], what: str) -> float | None:
