@@ -4,11 +4,15 @@ import asyncio
 import json
 import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
+from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
+from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -230,6 +234,52 @@ def test_an_engine_that_says_that_it_has_died_is_one_that_died(
         assert len(asked) == len(set(asked)) == 2
 
     play(scenario, relays=relays, at_rest=False, **FLEET)
+
+
+def test_a_new_scheduler_process_knows_what_is_refused(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        world = site.world
+        assert isinstance(world, SplitWorld)
+        poisoned = Poisoned(site, "prefill")
+        assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+        await asyncio.sleep(1.0)
+        assert world.kill_scheduler(0.5)
+        await asyncio.sleep(5.0)
+        for _ in range(4):  # At either relay.
+            assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+        assert len(poisoned.dead) == 2
+
+    play(scenario, relays=2, at_rest=False, **FLEET)
+
+
+def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None:
+    engines = EmulationSettings(prefillers=4, ranks=4, max_model_len=4096)
+    groups = {name: GroupSettings(replace(engines, model=name)) for name in ("small", "large")}
+    chain = (
+        '[alias.auto]\ngroups = ["large", "small"]\nchooser = "static"\n'
+        'fall_back = ["429", "503", "timeout"]\n'
+    )
+
+    async def scenario(site: "Site") -> None:
+        world = site.world
+        assert isinstance(world, GroupWorld)
+        dead: list[str] = []
+        take = site.take
+
+        def taken(engine: str, request: "Request", reply: "Reply") -> bool:
+            if not is_poison(request):
+                return take(engine, request, reply)
+            group, _, name = engine.partition(":")
+            dead.append(engine)
+            world.fleets[group].kill(name)
+            return True
+
+        site.take = taken  # type: ignore[method-assign]
+        for _ in range(3):
+            assert refused(await site.post(CHAT, BODIES[CHAT] | {"model": "auto"}, POISON))
+        assert len(dead) == 2
+
+    play_groups(scenario, groups=groups, more=chain, at_rest=False)
 
 
 @WORKERS

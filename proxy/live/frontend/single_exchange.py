@@ -185,7 +185,7 @@ class SingleExchange:
 
     def engine_lost(self) -> None:
         """Go on elsewhere, unless the answer has begun: the engine is quarantined."""
-        if not self._status:
+        if not self._status and not (self._call is not None and self._call.lost):
             self._abort()
             self._mend(Fault.CONNECT, "the engine is quarantined")
 

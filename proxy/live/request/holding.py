@@ -61,6 +61,11 @@ class Holding:
         return False
 
     @property
+    def lost(self) -> bool:
+        """Whether its connection is lost, of which it hears in a moment."""
+        return False
+
+    @property
     def targets(self) -> "tuple[Target, ...]":
         """The instances that work on a leg, or failed to."""
         return ()
@@ -177,6 +182,11 @@ class Attempt(Holding):
         self._deadline_s = self.posted_s = 0.0
         self._sent_again = False
         self._call: Call | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether its connection is lost, of which it hears in a moment."""
+        return self._call is not None and self._call.lost
 
     @property
     def offers(self) -> int:

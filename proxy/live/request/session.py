@@ -316,7 +316,8 @@ class Session:
         """Leave an engine that does not answer any more, unless its answer has begun."""
         leg = self.held.leg_at(target)
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
-        waits = self.phase is Phase.BACKOFF  # For its next attempt, so it leaves anyway.
+        # For its next attempt, or for word of its connection: so it leaves anyway.
+        waits = self.phase is Phase.BACKOFF or self.held.lost
         if leg is not None and not begun and not waits and self._recovery.may_try_again(leg):
             leave = partial(self._leave, target, (self.phase, self.held))
             self.host.ask_retry(leg.value, Fault.CONNECT, leave)

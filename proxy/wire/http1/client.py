@@ -203,6 +203,7 @@ class Endpoint:
 
     def fail_stale(self, call: Call, message: str, cause: Exception | None) -> None:
         """End a call that was lost with a reused connection: STALE if a new one opens."""
+        call.lost = True
         self.stale += 1
         if self.stale >= _STALE_IN_A_ROW:
             self._reuse_from_s = self._loop.time() + _NO_REUSE_S

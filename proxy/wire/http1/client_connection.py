@@ -65,7 +65,11 @@ class ConnectionPool(Protocol):
 
 
 class Call:
-    """One exchange in flight."""
+    """One exchange in flight.
+
+    Attributes:
+        lost: Whether its connection is, and its handler hears of that in a moment.
+    """
 
     __slots__ = (
         "_connecting",
@@ -79,6 +83,7 @@ class Call:
         "head",
         "head_only",
         "lines",
+        "lost",
         "paused",
         "repeatable",
         "sent",
@@ -107,6 +112,7 @@ class Call:
         self.sent = False
         self.answered = False
         self.done = False
+        self.lost = False
         self.paused = False
         self.connection: ClientConnection | None = None
         self._connecting: asyncio.Task[None] | None = None

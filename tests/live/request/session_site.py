@@ -106,7 +106,7 @@ class Sent:
         self.headers = headers
         self.values = json.loads(body)
         self.handler: ResponseHandler = handler
-        self.aborted = self.done = self.paused = False
+        self.aborted = self.done = self.lost = self.paused = False
 
     def abort(self) -> None:
         if not self.done:
