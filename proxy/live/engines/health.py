@@ -170,9 +170,10 @@ class Health:
         return self._settings.quarantine_failures
 
     def add(self, target: Target) -> None:
-        """Watch an instance, up until something says otherwise. It is probed at once: it serves nothing before."""
+        """Watch an instance, up until something says otherwise; the first probe comes soon."""
         assert target not in self._watches
-        self._watches[target] = _Watch(target, self._clock(), self._settings.backoff_s)
+        first_s = self._clock() + self._rng.uniform(0.0, min(1.0, self._settings.health_interval_s))
+        self._watches[target] = _Watch(target, first_s, self._settings.backoff_s)
         self._watched[target.role] += 1
 
     def remove(self, target: Target) -> None:
