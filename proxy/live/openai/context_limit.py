@@ -74,7 +74,8 @@ def refuse_what_was_counted(
     if limit is None or limit < 1 or prompt_tokens + limit <= max_model_len:
         return
     if body.values.get("truncate_prompt_tokens") is None and _is_text(api, body):
-        raise _too_long(prompt_tokens, limit, max_model_len)
+        # An engine's tokeniser reads no further than to the first token too many.
+        raise _too_long(max_model_len - limit + 1, limit, max_model_len)
 
 
 def _limit(api: Api, body: RequestBody) -> tuple[str, int | None]:
