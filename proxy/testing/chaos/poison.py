@@ -159,6 +159,8 @@ class Poisoner:
         for exchange, call in engine.exchanges.items():
             name = call.name.removeprefix("tokens-")  # Of answers of token ids.
             poison = self._poison_of(name)
+            if poison is not None and poison.when is When.PREFILL and call.remote_prefill:
+                continue  # It only waits for whoever computes the prompt.
             if engine.alive and poison is not None and poison.is_due(exchange):
                 self._kill(part, engine, poison)
                 return
