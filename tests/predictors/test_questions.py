@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Oracle, PastRequest, RequestFeatures
 from balanceroute.predictors.questions import Replay, cut_in_time
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.errors import ConfigError, PredictorError
 from balanceroute.proxy.core.events import RequestId
 
 
@@ -204,17 +204,18 @@ def test_progress_ends_at_all_of_the_rows() -> None:
         np.ones((1, 40)),
         np.full((1, 41), 0.5),
         np.linspace(1.0, 1.5, 41)[None],
+        np.concatenate([np.linspace(1.0, 0.5, 40), [0.6]])[None],
         np.linspace(1.0, -0.5, 41)[None],
         np.array([[1.0] + [np.nan] * 40]),
     ],
-    ids=["short", "not 1 at first", "rising", "negative", "nan"],
+    ids=["short", "not 1 at first", "above 1", "rising", "negative", "nan"],
 )
 def test_an_answer_that_is_no_survival_is_a_fault(answer: NDArray[np.float64]) -> None:
     class Wrong(NoPrediction):
         def survival(self, *_: object) -> NDArray[np.float64]:
             return answer
 
-    with pytest.raises(AssertionError, match="an answer"):
+    with pytest.raises(PredictorError, match="survival "):
         Replay([past_request(0, 1, 30)]).ask(Wrong())
 
 

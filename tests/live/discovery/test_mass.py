@@ -107,6 +107,7 @@ def test_what_does_not_answer_is_no_rank(
         urls = [f"http://127.9.0.{number % 2 + 1}:{20_000 + number}" for number in range(200)]
         for number in range(200):
             site.loop.network.rule("127.9.0.1", 20_000 + number, Link(connect=Connect.HANG))
+        await asyncio.sleep(1.0)  # The first probes of the others end.
         counted.begin()
         tell(path, urls[:100], urls[100:])
         for _ in range(20):
