@@ -52,7 +52,7 @@ class Observation:
         idle_error: Its standard error, by the spread between parts of the time.
         mean_load: Mean KV tokens of a rank, over the steps as `idle` is.
         imbalance_tokens: Mean of max L - min L.
-        output_tokens_per_s: Of all ranks.
+        output_tokens_per_s: Of all ranks; NaN if they do not tell it.
         running: Mean requests in the batches of all ranks.
         waiting: Mean requests that wait in the decode engines.
         prefilling: Mean requests that run or wait at all prefillers.
@@ -108,11 +108,18 @@ class Observation:
         return self.slots_share >= _FULL
 
 
-def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
+def observe(
+    looks: Sequence[Look], *, batch: int | None = None, outputs_told: bool = True
+) -> Observation:
     """Return what the looks say.
 
+    Args:
+        looks: All of the same engines.
+        batch: Slots of a rank; None for the most that were in use.
+        outputs_told: Whether ranks tell the tokens that they generate; a proxy does not tell them.
+
     Raises:
-        ConfigError: They are too few, ranks do not tell their KV tokens, or nothing was decoded.
+        ConfigError: They are too few, ranks do not tell what they must, or nothing was decoded.
     """
     looks = _whole(looks)
     if len(looks) < MIN_SAMPLES:
@@ -122,7 +129,8 @@ def observe(looks: Sequence[Look], *, batch: int | None = None) -> Observation:
     ranks = tuple(looks[0].decode)
     loads = _told_by_all(looks, ranks, "kv_tokens")
     running = _series(looks, ranks, "running")
-    generated = _counted(_told_by_all(looks, ranks, "generated"))
+    tell = _told_by_all if outputs_told else _series
+    generated = _counted(tell(looks, ranks, "generated"))
     peaks = loads.max(axis=1)
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")

@@ -143,7 +143,7 @@ async def _watch(arguments: argparse.Namespace, watched: Judged) -> Observation:
         if arguments.proxy is not None:
             proxy = ProxyPages(arguments.proxy, pages)
             looks = await look_at(proxy, watched)
-            return observe(looks, batch=proxy.batch)
+            return observe(looks, batch=proxy.batch, outputs_told=False)
         engines = Engines(arguments.prefill or (), arguments.decode, pages)
         return observe(await look_at(engines, watched))
 

@@ -133,7 +133,7 @@ def looked(play: "Play", prefillers: int, ranks: int) -> tuple[Observation, Obse
                 )
             )
         seen.append(observe(looks[0], batch=BATCH))
-        seen.append(observe(looks[1], batch=proxy.batch))
+        seen.append(observe(looks[1], batch=proxy.batch, outputs_told=False))
         await clients
 
     play(scenario, **fleet(prefillers, ranks))
