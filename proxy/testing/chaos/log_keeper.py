@@ -1,6 +1,8 @@
 """What the package logs during a run, kept and shown to nobody."""
 
 import logging
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,6 +11,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.testing.chaos.journal import Journal
 
 _PACKAGE = "balanceroute"
+_TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+")
 
 
 class LogKeeper(logging.Handler):
@@ -29,7 +32,9 @@ class LogKeeper(logging.Handler):
         self.records.append(record)
         if self.journal is not None:
             fields = getattr(record, "fields", "")
-            self.journal.write("log", record.levelname, record.getMessage(), fields)
+            # The folder of a run has another name each time.
+            told = _TEMPORARY.sub("FOLDER", record.getMessage())
+            self.journal.write("log", record.levelname, told, fields)
 
     def errors(self) -> list[str]:
         """Return the messages of the errors that were not expected, with their exceptions."""
