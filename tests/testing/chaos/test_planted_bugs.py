@@ -218,7 +218,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
     patch.setattr("balanceroute.proxy.live.request.recovery.triage", offer_again)
 
 
-@bug("misread: ", seed=58)
+@bug("poison: 3 engines died of ", seed=59)
 def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     """Finding C3: the engine had done its work when the connection was lost."""
     init: Any = Call.__init__
