@@ -14,6 +14,7 @@ from tests.live.test_proxy_connectors import (
     TALK,
     USAGE,
     alone,
+    another,
     same,
 )
 
@@ -174,7 +175,7 @@ def test_a_rank_that_fails_later_is_resumed_as_ever(play: "Play", path: str) -> 
             right = await alone(site, path, STREAMS[path])
             begun = len(site.world.ended)
             site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
-            same(await site.send(path, STREAMS[path], headers=ID).end(), right)
+            same(await site.send(path, another(STREAMS[path], tokens), headers=ID).end(), right)
             site.fleet.faults.set("decode/0", reset_after_tokens=None)
             assert [one.resumes for one in site.world.ended[begun:]] == [resumes]
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.test_early_tokens import NULL, prefilled
-from tests.live.test_proxy_connectors import ID, alone, same
+from tests.live.test_proxy_connectors import ID, alone, another, same
 from tests.live.test_token_requests import ASKED, EACH, GENERATE, SAMPLING, STREAM, ids_of
 
 from balanceroute.proxy.live.openai.body import RequestBody
@@ -30,6 +30,11 @@ FAULTS = [
     {"error_event_after_tokens": 5},
 ]
 WAIT_S = 5.0
+
+
+def another_prompt(number: int) -> dict[str, Any]:
+    """Return a request with the answer of `STREAMED` that counts as another prompt."""
+    return STREAMED | {"sampling_params": another(SAMPLING, number)}
 
 
 def same_but_for_spans(answer: Any, right: Any, *, before: int) -> None:
@@ -92,7 +97,7 @@ def test_a_stream_may_break_behind_each_of_its_ids(play: "Play", odd: dict[str, 
         for tokens in range(1, 12):
             site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
             begun = len(site.world.ended)
-            answer = await site.send(GENERATE, STREAMED, headers=ID).end()
+            answer = await site.send(GENERATE, another_prompt(tokens), headers=ID).end()
             assert answer.done, (tokens, answer.body)
             assert ids_of(answer) == ids_of(right)
             (record,) = (await site.ended(begun + 1))[begun:]
@@ -105,7 +110,7 @@ def test_it_goes_on_as_often_as_ranks_fail(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, GENERATE, STREAMED)
         for rank in range(3):
-            site.fleet.faults.set(f"decode/{rank}", reset_after_tokens=3)
+            site.fleet.faults.set(f"decode/{rank}", error_event_after_tokens=3)
         answer = await site.send(GENERATE, STREAMED, headers=ID).end()
         assert ids_of(answer) == ids_of(right)
         assert answer.done
@@ -113,6 +118,25 @@ def test_it_goes_on_as_often_as_ranks_fail(play: "Play") -> None:
         assert record.output_tokens == 12
         prompts = [leg.values["token_ids"] for leg in site.received("decode")]
         assert [len(one) for one in prompts] == [3 + 3 * n for n in range(len(prompts))]
+
+    play(scenario, flags=EXACT | {"retry_attempts": 4}, ranks=4)
+
+
+def test_it_goes_on_once_where_ranks_die(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, GENERATE, STREAMED)
+        site.fleet.faults.set("decode", reset_after_tokens=3)
+        answer = await site.send(GENERATE, STREAMED, headers=ID).end()
+        assert not answer.done
+        assert answer.error is not None
+        assert b"two engines died" in answer.events[-1]
+        told = [i for chunk in answer.chunks[:-1] for i in chunk["choices"][0]["token_ids"]]
+        assert told == ids_of(right)[:6]
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+        assert record.output_tokens == 6
+        prompts = [leg.values["token_ids"] for leg in site.received("decode")]
+        assert [len(one) for one in prompts] == [3, 6]
 
     play(scenario, flags=EXACT | {"retry_attempts": 4}, ranks=4)
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, ID, TALK, alone
+from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, ID, TALK, alone, another
 
 from balanceroute.proxy.live.openai.backed_up_ids import Care, care_of
 from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
@@ -72,7 +72,7 @@ async def cut_everywhere(
     for tokens in range(1, TOKENS):
         site.fleet.faults.set("decode/0", **{fault: tokens})
         begun = len(site.world.ended)
-        exchange = await site.send(path, values, headers=ID).end()
+        exchange = await site.send(path, another(values, tokens), headers=ID).end()
         (record,) = site.world.ended[begun:]
         if path == CHAT and not exchange.text:
             # Without text nobody knows that no reasoning is kept back.
@@ -126,16 +126,42 @@ def test_log_probabilities_go_on(play: "Play", path: str, odd: dict[str, float])
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_stream_goes_on_several_times(play: "Play", path: str) -> None:
+@pytest.mark.parametrize("fault", ["error_event_after_tokens", "stall_after_tokens"])
+def test_a_stream_goes_on_several_times(play: "Play", path: str, fault: str) -> None:
     async def scenario(site: "Site") -> None:
         text = (await alone(site, path, STREAMS[path])).text
         values = STREAMS[path] | {"stop": text[90:99]} | LOGPROBS[path][1]
         right = await alone(site, path, values)
-        site.fleet.faults.set("decode", reset_after_tokens=6)
-        site.fleet.faults.set("decode/3", reset_after_tokens=None)
+        site.fleet.faults.set("decode", **{fault: 6})
+        site.fleet.faults.set("decode/3", **{fault: None})
         exchange = await site.send(path, values, headers=ID).end()
         assert meaning(exchange) == meaning(right)
         assert site.world.ended[0].resumes == 3
+
+    flags = EXACT | {"retry_attempts": 9, "policy": "fifo", "idle_stream_timeout_s": 2.0}
+    play(scenario, flags=flags, ranks=4)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_under_which_engines_die_goes_on_once(play: "Play", path: str) -> None:
+    async def scenario(site: "Site") -> None:
+        text = (await alone(site, path, STREAMS[path])).text
+        values = STREAMS[path] | {"stop": text[90:99]} | LOGPROBS[path][1]
+        right = meaning(await alone(site, path, values))
+        site.fleet.faults.set("decode", reset_after_tokens=6)
+        exchange = await site.send(path, values, headers=ID).end()
+        assert not exchange.done
+        assert exchange.error is not None
+        assert b"two engines died" in exchange.events[-1]
+        said = meaning(exchange)
+        told = len(said["logprobs"])
+        assert 6 < told < len(right["logprobs"])
+        assert said["logprobs"] == right["logprobs"][:told]
+        assert right["text"].startswith(said["text"])
+        (record,) = site.world.ended
+        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+        assert len({leg.engine for leg in site.received("decode")}) == 2
+        assert len(site.received("decode")) == 2
 
     play(scenario, flags=EXACT | {"retry_attempts": 9, "policy": "fifo"}, ranks=4)
 

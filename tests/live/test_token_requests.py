@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.test_proxy_connectors import ID, PULL_KEYS, alone, same, usage
+from tests.live.test_proxy_connectors import ID, PULL_KEYS, alone, another, same, usage
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.token_shape import read_token_shape
@@ -164,8 +164,9 @@ def test_what_breaks_before_the_first_token_is_repeated_and_later_it_is_told(pla
         values = ASKED | STREAM
         right = await alone(site, GENERATE, values)
         site.fleet.faults.set("decode/0", reset_before_headers=1.0)
-        for _ in range(3):
-            same(await site.post(GENERATE, values, ID), right)
+        for number in range(3):
+            other = values | {"sampling_params": another(SAMPLING, number)}
+            same(await site.post(GENERATE, other, ID), right)
         for rank in ("decode/0", "decode/1"):
             site.fleet.faults.set(rank, reset_before_headers=0.0, reset_after_tokens=4)
         broken = await site.post(GENERATE, values, ID)
