@@ -8,8 +8,8 @@ holds a given number of streams, all of which emit a token with each step. Drive
 predictor, metrics and records are those of the product. All of it runs in virtual time, where nothing
 is ever late, so a busy machine changes neither the number of decisions nor that of frames. CPU time is
 that of the thread without what the relays take. Frames are encoded and decoded, but pass no socket:
-`bench_relays.py` has what that costs. Health checks and scrapes, whose cost depends on the number of
-engines and not on the load, do not run.
+`bench_relays.py` has what that costs. Scrapes and health checks, whose cost depends on the number of
+engines and not on the load, do not run, but for the first check, which each engine passes.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from balanceroute.proxy.testing.virtual.runner import run
 
 PREFILL_S, TRANSFER_S, PROGRESS_S, TURN_S = 0.2, 0.02, 0.025, 0.002
 PROMPT_TOKENS = 3_000
-PREFILLERS = 64
+_PREFILL_PORTS, _DECODE_PORT = range(1_000, 1_064), 2_000
 # How much faster than in the steady state requests come until the fleet is full.
 FILLING = 2.5
 
@@ -79,6 +79,18 @@ class _NoLog:
         pass
 
 
+class _Healthy(asyncio.Protocol):
+    """An engine's health page: no engine is served that was not found healthy once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        del data
+        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+
 # The scheduler process.
 
 
@@ -89,8 +101,8 @@ class Scheduling:
         self.took: list[float] = []
         loop = asyncio.get_running_loop()
         flags: dict[str, object] = {
-            "prefill": [f"http://127.0.0.1:{1_000 + one}" for one in range(PREFILLERS)],
-            "decode": [f"http://127.0.0.1:2000@{rank}" for rank in range(load.ranks)],
+            "prefill": [f"http://127.0.0.1:{port}" for port in _PREFILL_PORTS],
+            "decode": [f"http://127.0.0.1:{_DECODE_PORT}@{rank}" for rank in range(load.ranks)],
             "batch": load.batch,
             "policy": "br-h",
             "log": "none",
@@ -112,7 +124,11 @@ class Scheduling:
 
     async def start(self, relays: int) -> None:
         """Be there for relays."""
+        loop = asyncio.get_running_loop()
+        for port in (*_PREFILL_PORTS, _DECODE_PORT):
+            await loop.create_server(_Healthy, "127.0.0.1", port)
         await self.deployment.start()
+        assert self.deployment.instances.ready, "no engine is fit, so no stream would ever begin"
         self.hub = Hub(
             self.deployment.driver,
             asyncio.get_running_loop(),
