@@ -213,8 +213,6 @@ def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Pa
     parser = argparse.ArgumentParser(allow_abbrev=False)
     emulate.add_parser(parser.add_subparsers())
     words: dict[str, object] = {
-        "dp_mode": "header",
-        "preemption": "stop",
         "host": "::1",
         "proxy_ca_file": "/etc/ca.pem",
         "rank_speeds": [2.0, 3.0],
@@ -227,6 +225,8 @@ def test_every_word_of_the_fleet_is_understood_where_it_is_emulated(tmp_path: Pa
         key, value = setting.name, words.get(setting.name, 2)
         if isinstance(setting.default, bool):
             value = True
+        elif setting.choices:
+            value = next(word for word in setting.choices if word != setting.default)
         elif setting.metavar == "P" and setting.name != "prefillers":  # A probability.
             value = 0.5
         filed = json.dumps(value)
