@@ -135,8 +135,10 @@ def flags(fleet: EmulatedFleet) -> list[str]:
 
 async def until_known(served: Served, blocks: list[int]) -> None:
     while True:
-        state = (await served.admin.get("/admin/state")).json["state"]
-        if [one["cached_blocks"] for one in state["prefillers"]] == blocks:
+        prefillers = (await served.admin.get("/admin/state")).json["state"]["prefillers"]
+        # One that was found takes no prefill before its first probe.
+        ready = all(one["open"] or one["status"] == "removed" for one in prefillers)
+        if ready and [one["cached_blocks"] for one in prefillers] == blocks:
             return
         await asyncio.sleep(0.01)
 
