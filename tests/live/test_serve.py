@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -561,6 +562,29 @@ def test_certificates_and_keys_are_read_again_on_sighup(
     assert not {"first", "second", "third", "fourth"} & set(text.replace('"', " ").split())
 
 
+def test_a_second_sigterm_refuses_what_waits_for_a_prefiller(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            async with engines() as fleet:
+                served = await stack.enter_async_context(
+                    serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls)
+                )
+                assert (await served.admin.get("/ready")).status == 200
+            exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
+            # It waits for a prefiller to come back; who comes later is refused.
+            await until_unready(served)
+            assert (await served.client.post(COMPLETIONS, STREAM)).status == 503
+            served.process.send_signal(signal.SIGTERM)
+            await until_draining(served)
+            served.process.send_signal(signal.SIGTERM)
+            assert (await exchange.end()).status == 503
+            assert await served.exit() == (0, "")
+
+    play(main())
+
+
 def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(
     make_exchanged: "MakeExchanged",
     certificate: tuple[Path, Path],
@@ -573,15 +597,11 @@ def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(
             engines() as fleet,
             serving(make_exchanged, https(fleet.prefill_urls), https(fleet.decode_urls)) as served,
         ):
-            exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
-            # It waits for a prefiller to come back; who comes later is refused.
-            await until_unready(served)
+            # Its first probes have told it so.
+            assert (await served.admin.get("/ready")).status == 503
             refused = await served.client.post(COMPLETIONS, STREAM)
             assert refused.status == 503
             served.process.send_signal(signal.SIGTERM)
-            await until_draining(served)
-            served.process.send_signal(signal.SIGTERM)
-            assert (await exchange.end()).status == 503
             assert fleet.stats()["leases"]["held"] == 0
             assert await served.exit() == (0, "")
 
