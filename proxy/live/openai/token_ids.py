@@ -215,8 +215,15 @@ class TokenIds:
 
 
 def _has_null(message: dict[str, Any]) -> bool:
+    """Return whether an event is of an engine that writes members that are null.
+
+    A completion of one token may have none. Who leaves them out tells its prompt in another event.
+    """
     choices = choices_of(message)
-    return None in message.values() or any(None in choice.values() for choice in choices)
+    return None in message.values() or any(
+        None in choice.values() or ("prompt_token_ids" in choice and choice.keys() > _PROMPT_ALONE)
+        for choice in choices
+    )
 
 
 def _hidden(event: bytes) -> bytes:

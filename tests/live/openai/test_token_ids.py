@@ -98,6 +98,14 @@ def test_of_an_engine_that_writes_no_nulls_the_client_sees_none(*, of_chat: bool
     assert (ids.prompt, ids.told) == (b"1,22,333", 3)
 
 
+def test_a_prompt_beside_a_token_is_of_an_engine_that_writes_nulls() -> None:
+    ends = {"logprobs": {}, "finish_reason": "stop", "stop_reason": "x"}
+    told = {"prompt_token_ids": [1], "token_ids": [7]}
+    untold = dict.fromkeys(told)
+    passed = read(TokenIds(), bare(said(" a", of_chat=False, **ends, **told)))
+    assert passed == bare(said(" a", of_chat=False, **ends, **untold))
+
+
 @pytest.mark.parametrize(
     "members", ['"token_ids": [7]', '"token_ids" : [ 7, 8 ]', '"token_ids":[]']
 )
