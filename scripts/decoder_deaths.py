@@ -3,7 +3,9 @@
     scripts/decoder_deaths.py --requests 2000 --resume exact
     scripts/decoder_deaths.py --requests 2000 --resume off
 
-Every answer is compared with that of one engine. Exits with 1 if one is wrong, or if a request is left.
+Every answer is compared with that of one engine. A stream under which two engines die is not continued: it
+ends with an error. Exits with 1 if an answer is wrong, if more than two engines died under a request, or
+if a request is left.
 """
 
 import argparse
@@ -27,8 +29,8 @@ def main() -> int:
     found = kill_decoders(arguments.seed, requests=arguments.requests, resume=arguments.resume)
     print(
         f"{found.killed} decode engines killed under {arguments.requests} greedy streams: "
-        f"{found.hit} streams hit, {found.exact} exact, {found.failed} ended with an error, "
-        f"{len(found.wrong)} wrong, {found.held} left"
+        f"{found.hit} streams hit, {found.exact} exact, {found.failed} ended with an error "
+        f"({found.twice} of them with the second engine that died under it), {len(found.wrong)} wrong, {found.held} left"
     )
     if found.gaps_s:
         worst = max(found.gaps_s)

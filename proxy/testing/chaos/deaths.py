@@ -3,15 +3,18 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.answer_reader import Ending
 from balanceroute.proxy.testing.chaos.ask_all import ask_all
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.poison import client_name
 from balanceroute.proxy.testing.chaos.requests import (
     CHAT,
     COMPLETIONS,
@@ -43,18 +46,22 @@ class Deaths:
         hit: Streams whose rank died.
         exact: Streams that were, byte for byte, what one engine answers.
         failed: Those that ended with an error, after a right beginning.
-        wrong: Those that were neither, a line each.
+        twice: Those of `failed` under which two engines had died, so that none goes on with them.
+        wrong: Those that were neither, or that were on more engines that died, a line each.
         gaps_s: Of each stream that went on, its longest gap between two events, in seconds.
         held: Requests that the proxy still had at the end.
+        under: Engines that died under each request.
     """
 
     killed: int = 0
     hit: int = 0
     exact: int = 0
     failed: int = 0
+    twice: int = 0
     wrong: list[str] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     held: int = 0
+    under: Counter[str] = field(default_factory=Counter)
 
 
 def kill_decoders(seed: int, *, requests: int, resume: str = "exact") -> Deaths:
@@ -137,8 +144,10 @@ async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
     while True:
         await asyncio.sleep(rng.uniform(0.0, _PAUSE_S))
         name = f"decode/{rng.randrange(_RANKS)}"
+        on = {client_name(call.name) for call in world.fleet.engine(name).exchanges.values()}
         world.fleet.kill(name)
         found.killed += 1
+        found.under.update(on)
         await asyncio.sleep(_DOWN_S)
         await world.fleet.restore(name)
 
@@ -153,7 +162,10 @@ async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: 
         found.exact += not wrong
     else:
         found.failed += 1
+        found.twice += found.under[request.request_id] == MOST_DEATHS
         events = [event for event in events_of(body) if error_of(event_data(event)) is None]
         wrong = expected.strays(events) if received.status == 200 else ""
+    if found.under[request.request_id] > MOST_DEATHS:
+        wrong = f"{found.under[request.request_id]} engines died under it"
     if wrong:
         found.wrong.append(f"{request.request_id}: {wrong}")

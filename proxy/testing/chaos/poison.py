@@ -62,6 +62,12 @@ class Poison:
         return sum(one.choice.emitted for one in exchange.sequences) >= self.tokens
 
 
+def client_name(name: str) -> str:
+    """Return a client's name, of two words, for a request that has `name` at an engine: the proxy adds to it."""
+    words = name.removeprefix("tokens-").split("-")  # Of answers of token ids.
+    return "-".join(words[:2])
+
+
 def draw_poisons(seed: int, visits: Sequence[Visit]) -> tuple[Poison, ...]:
     """Return the requests that kill engines; for most seeds none."""
     rng = random.Random(f"poison {seed}")
@@ -157,18 +163,12 @@ class Poisoner:
 
     def _look_at(self, part: Part, engine: Engine) -> None:
         for exchange, call in engine.exchanges.items():
-            name = call.name.removeprefix("tokens-")  # Of answers of token ids.
-            poison = self._poison_of(name)
+            poison = self._poisons.get(client_name(call.name))
             if poison is not None and poison.when is When.PREFILL and call.remote_prefill:
                 continue  # It only waits for whoever computes the prompt.
             if engine.alive and poison is not None and poison.is_due(exchange):
                 self._kill(part, engine, poison)
                 return
-
-    def _poison_of(self, name: str) -> Poison | None:
-        """Return what a request is that kills engines; the proxy may have added to its name."""
-        words = name.split("-")
-        return self._poisons.get("-".join(words[:2]))
 
     def _kill(self, part: Part, engine: Engine, poison: Poison) -> None:
         self._world.journal.write("poison", poison.name, engine.name)
