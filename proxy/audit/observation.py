@@ -129,8 +129,7 @@ def observe(
     ranks = tuple(looks[0].decode)
     loads = _told_by_all(looks, ranks, "kv_tokens")
     running = _series(looks, ranks, "running")
-    tell = _told_by_all if outputs_told else _series
-    generated = _counted(tell(looks, ranks, "generated"))
+    generated = _counted((_told_by_all if outputs_told else _series)(looks, ranks, "generated"))
     peaks = loads.max(axis=1)
     if not peaks.any():
         raise ConfigError("nothing was decoded meanwhile")
