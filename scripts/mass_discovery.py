@@ -292,6 +292,7 @@ async def _watch(
     times: tuple[float, ...],
 ) -> Figures:
     """Tell the engines, look, have them go, look again."""
+    await asyncio.sleep(3.0)  # The three engines of the beginning are found.
     tell_s, look_s, gone_s = times
     answers = Answers()
     admin = Endpoint("127.0.0.1", ports[1])
@@ -372,18 +373,7 @@ def measure(
                     raise SystemExit("the proxy did not start")
                 ports = int(ready[2]), int(ready[3])
                 seen = range(3, 3 + count)
-                return uvloop.run(_after_start(proxy.pid, ports, told, (port, seen), times))
-
-
-async def _after_start(
-    pid: int,
-    ports: tuple[int, int],
-    told: Path,
-    engines: tuple[int, range],
-    times: tuple[float, ...],
-) -> Figures:
-    await asyncio.sleep(3.0)  # The three engines are found.
-    return await _watch(pid, ports, told, engines, times)
+                return uvloop.run(_watch(proxy.pid, ports, told, (port, seen), times))
 
 
 def main() -> int:
