@@ -92,7 +92,7 @@ class Generation:
         unknown = refuse_model(tenant, shape.model) if tenant.models else None
         if unknown is not None:
             asking.deny(*unknown, param="model")
-        elif suspects.active and suspects.refuses(suspects.of(api.value, body)):
+        elif suspects.prompts and suspects.refuses(suspects.of(api.value, body)):
             self._refusals.suspected(reply, record)
         elif shape.model in self._aliases:
             self._choose(asking, self._aliases[shape.model])

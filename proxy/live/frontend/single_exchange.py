@@ -133,7 +133,7 @@ class SingleExchange:
     def refused(self) -> bool:
         """Whether what it asks for may be what kills engines."""
         suspects = self._owner.suspects
-        return suspects.active and suspects.refuses(self.fingerprint)
+        return bool(suspects.prompts) and suspects.refuses(self.fingerprint)
 
     def send(self, prefiller: "Prefiller") -> None:
         """Send it to a prefiller."""
@@ -334,7 +334,7 @@ class SingleExchange:
     def _kills(self) -> bool:
         """Whether as many engines have died of it as may."""
         suspects = self._owner.suspects
-        return suspects.active and suspects.deaths(self.fingerprint) >= MOST_DEATHS
+        return bool(suspects.prompts) and suspects.deaths(self.fingerprint) >= MOST_DEATHS
 
     def _answered(self, words: str) -> None:
         assert self._prefiller is not None

@@ -174,14 +174,15 @@ class RequestBody:
         begin, _, end = self._places.get(key, (0, 0, 0))
         return self.digest(begin, end) if end - begin > SMALL_BYTES else self.member(key)
 
-    def hash_members(self, hasher: blake2b, without: AbstractSet[str]) -> None:
-        """Add the members to a hash, by name: their texts as they stand, or the hashes of large ones."""
-        for name in sorted(self._places.keys() - without):
-            _, begin, end = self._places[name]
-            hasher.update(b"\0%b\0" % name.encode("utf-8", "surrogatepass"))
-            hasher.update(
-                self.digest(begin, end) if end - begin > SMALL_BYTES else self._data[begin:end]
-            )
+    def told_apart_by(self, without: AbstractSet[str]) -> bytes:
+        """Return the other members by name: their texts as they stand, or the hashes of large ones."""
+        places, data = self._places, self._data
+        parts: list[bytes] = []
+        for name in sorted(places.keys() - without):
+            _, begin, end = places[name]
+            text = data[begin:end] if end - begin <= SMALL_BYTES else self.digest(begin, end)
+            parts += (name.encode("utf-8", "surrogatepass"), text)
+        return b"\0".join(parts)
 
     def digest(self, begin: int, end: int) -> bytes:
         """Return the hash of a part of a large body."""

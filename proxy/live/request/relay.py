@@ -203,7 +203,7 @@ class Relay:
 
     def on_end(self) -> None:
         """Take the end of the response."""
-        if not self._over and self._whole is None:
+        if self._scanner.tail and not self._over and self._whole is None:
             self._read_rest()
         if self._over:
             return

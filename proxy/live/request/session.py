@@ -140,7 +140,7 @@ class Session:
     def fingerprint(self) -> bytes:
         """What names its prompt; see `Suspects`."""
         if not self._fingerprint:
-            self._fingerprint = self.context.suspects.of(self.shape.api.value, self.body)
+            self._fingerprint = self.context.suspects.of(self.record.endpoint, self.body)
         return self._fingerprint
 
     @property
@@ -203,7 +203,7 @@ class Session:
 
     def start_prefill(self, prefiller: "Prefiller") -> None:
         """Send the prefill leg, or the whole request if nobody decodes it."""
-        if self._is_refused():
+        if self.context.suspects.prompts and self._is_refused():
             return
         self.record.prefill_began(prefiller.name, self.context.clock())
         if self.decodes:
@@ -213,7 +213,7 @@ class Session:
 
     def start_decode(self, rank: "Rank") -> None:
         """Send the decode leg."""
-        if self._is_refused():
+        if self.context.suspects.prompts and self._is_refused():
             return
         self.record.bound(rank.name, self.context.clock(), pooled_s=self._pooled_s)
         self._try(_DECODING, DecodeAttempt(self, rank, self._kv))
@@ -448,12 +448,11 @@ class Session:
 
     def _deaths(self) -> int:
         suspects = self.context.suspects
-        return suspects.deaths(self.fingerprint) if suspects.active else 0
+        return suspects.deaths(self.fingerprint) if suspects.prompts else 0
 
     def _is_refused(self) -> bool:
         """End the request if its prompt is not to be tried any more; return whether that is so."""
-        suspects = self.context.suspects
-        if not (suspects.active and suspects.refuses(self.fingerprint)):
+        if not self.context.suspects.refuses(self.fingerprint):
             return False
         self._give_up_prompt()
         return True

@@ -157,6 +157,8 @@ class Suspects:
         heard: Called with every death that is reported here.
         changed: Called when there is something to tell other processes.
         condemned: Called with a death and the number of prompts that are refused for it.
+        prompts: The suspects, by fingerprint; who was hit longest ago first. While there is none it does
+            not matter which prompt a request has.
     """
 
     def __init__(
@@ -172,22 +174,13 @@ class Suspects:
         self.condemned: Callable[[Death, int], None] = lambda death, count: None
         self._clock = clock
         self._call_later = call_later
-        self._suspects: dict[bytes, _Suspect] = {}  # Who was hit longest ago first.
+        self.prompts: dict[bytes, _Suspect] = {}
         self._latest: dict[Target, Death] = {}
-
-    @property
-    def active(self) -> bool:
-        """Whether there is any suspect, so that it matters which prompt a request has."""
-        if not self._suspects:
-            return False
-        self._forget()
-        return bool(self._suspects)
 
     def of(self, endpoint: str, body: "RequestBody") -> bytes:
         """Return what names a prompt: a hash of all that an engine computes of a request."""
-        told = blake2b(endpoint.encode(), digest_size=_HASH_BYTES, key=self.key)
-        body.hash_members(told, _BESIDE)
-        return told.digest()
+        told = endpoint.encode() + b"\0\0" + body.told_apart_by(_BESIDE)
+        return blake2b(told, digest_size=_HASH_BYTES, key=self.key).digest()
 
     def of_bytes(self, endpoint: str, body: bytes, boundary: bytes = b"") -> bytes:
         """Return what names a request that is not read; a form's boundary is another one each time."""
@@ -217,13 +210,13 @@ class Suspects:
         death.hit[report.fingerprint] = report.sent_s
         if len(death.ids) < FEW:
             death.ids.append(report.request_id)
-        suspect = self._suspects.pop(report.fingerprint, None) or _Suspect(0.0)
+        suspect = self.prompts.pop(report.fingerprint, None) or _Suspect(0.0)
         suspect.until_s = self._clock() + KEPT_S
         suspect.deaths.append(death)
-        self._suspects[report.fingerprint] = suspect
+        self.prompts[report.fingerprint] = suspect
         self._judge_soon(death)
-        if len(self._suspects) > MOST_PROMPTS:
-            del self._suspects[next(iter(self._suspects))]
+        if len(self.prompts) > MOST_PROMPTS:
+            del self.prompts[next(iter(self.prompts))]
         self.changed()
 
     def tell(self) -> tuple[Suspicion, ...]:
@@ -231,19 +224,19 @@ class Suspects:
         self._forget()
         return tuple(
             Suspicion(name, one.count, self.refuses(name), one.until_s)
-            for name, one in self._suspects.items()
+            for name, one in list(self.prompts.items())
         )
 
     def take(self, told: Iterable[Suspicion]) -> None:
         """Know from now on what another process knows."""
-        self._suspects = {
+        self.prompts = {
             one.fingerprint: _Suspect(one.until_s, told=one.deaths, refused=one.refused)
             for one in told
         }
 
     def adopt(self, key: bytes, told: Iterable[Suspicion]) -> None:
         """Know what an earlier process knew, by its key, unless something is known by now."""
-        if key and not self._suspects:
+        if key and not self.prompts:
             self.key = key
             self.take(told)
 
@@ -287,17 +280,17 @@ class Suspects:
                     one.explained = True
             self.condemned(death, len(guilty))
             # Who was there by chance is no suspect any more.
-            for name in [n for n, s in self._suspects.items() if not (s.refused or s.count)]:
-                del self._suspects[name]
+            for name in [n for n, s in self.prompts.items() if not (s.refused or s.count)]:
+                del self.prompts[name]
         self.changed()
 
     def _find(self, fingerprint: bytes) -> _Suspect | None:
-        suspect = self._suspects.get(fingerprint)
-        return suspect if suspect is not None and suspect.until_s > self._clock() else None
+        self._forget()
+        return self.prompts.get(fingerprint)
 
     def _forget(self) -> None:
         """Forget what is too long ago."""
-        now_s, suspects = self._clock(), self._suspects
+        now_s, suspects = self._clock(), self.prompts
         while suspects and suspects[first := next(iter(suspects))].until_s <= now_s:
             del suspects[first]
         for target in [t for t, one in self._latest.items() if one.at_s + KEPT_S <= now_s]:

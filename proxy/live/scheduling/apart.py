@@ -73,7 +73,7 @@ class Apart:
 
     def lost(self, event: Event) -> None:
         """Note that a request lost its engine."""
-        if isinstance(event, _LOST) and self._suspects.active:
+        if isinstance(event, _LOST) and self._suspects.prompts:
             self._forget()
             self.on[event.request] = None
 

@@ -59,7 +59,7 @@ class Clock:
 
 def test_the_second_death_makes_a_prompt_refused_for_a_while() -> None:
     clock = Clock()
-    assert not clock.suspects.active
+    assert not clock.suspects.prompts
     clock.die(A, b"p")
     clock.wait()
     assert (clock.suspects.deaths(b"p"), clock.refused(b"p")) == (1, [])
@@ -71,7 +71,7 @@ def test_the_second_death_makes_a_prompt_refused_for_a_while() -> None:
     assert clock.refused(b"p") == [b"p"]
     clock.wait(2.0)
     assert clock.refused(b"p") == []
-    assert not clock.suspects.active
+    assert not clock.suspects.prompts
     assert clock.suspects.tell() == ()
 
 
