@@ -25,10 +25,13 @@ from balanceroute.proxy.emulate.faults import STATUSES
 from balanceroute.proxy.emulate.malformed import send_malformed
 from balanceroute.proxy.emulate.messages import MessagesReply, as_anthropic_error, read_messages
 from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
+from balanceroute.proxy.emulate.responses import ResponsesReply
+from balanceroute.proxy.emulate.responses_request import read_responses
 from balanceroute.proxy.emulate.rust_frontend import RustReply
 from balanceroute.proxy.emulate.settings import EmulationSettings, Frontend
 from balanceroute.proxy.emulate.token_format import TokenFormat
 from balanceroute.proxy.emulate.token_request import read_tokens
+from balanceroute.proxy.emulate.translated_reply import TranslatedReply
 
 if TYPE_CHECKING:
     from balanceroute.proxy.emulate.hub import Hub
@@ -69,7 +72,20 @@ class Generation:
             reply.send(error.status, headers, compact(as_anthropic_error(error.value)))
             return
         translated = replace(request, body=json.dumps(chat).encode())
-        self.chat(translated, cast("Reply", MessagesReply(reply)))
+        self.chat(translated, cast("Reply", MessagesReply(reply, self._hub)))
+
+    def responses(self, request: "Request", reply: "Reply") -> None:
+        """Handle a request to /v1/responses."""
+        try:
+            values = read_json(request.body)
+            chat = read_responses(values, self._hub)
+        except ApiError as error:
+            reply.send(error.status, json_headers(self._hub.date()), error.body())
+            return
+        # vLLM does not read it here.
+        headers = [field for field in request.headers if field[0] != b"x-data-parallel-rank"]
+        translated = replace(request, headers=headers, body=json.dumps(chat).encode())
+        self.chat(translated, cast("Reply", ResponsesReply(reply, values, self._hub)))
 
     def _happens(self, probability: float) -> bool:
         # No number is drawn for an impossible fault, so that one kind of fault does not change others.
@@ -77,7 +93,7 @@ class Generation:
 
     def _take(self, request: "Request", reply: "Reply", read: _Read) -> None:
         engine, faults = self._engine, self._engine.faults
-        if self._hub.settings.frontend is Frontend.RUST and not isinstance(reply, MessagesReply):
+        if self._hub.settings.frontend is Frontend.RUST and not isinstance(reply, TranslatedReply):
             reply = cast("Reply", RustReply(reply))
         now_s = self._hub.loop.time()
         for status in STATUSES:
@@ -178,13 +194,14 @@ class Generation:
         kind = "chatcmpl" if wanted.chat else "cmpl"
         request_id = f"{kind if wanted.token_output is None else 'generate-tokens'}-{name}"
         length = self._length(wanted, length_name)
-        head = AnswerHead(
-            request_id,
-            hub.unix_s,
-            settings.model,
-            engine.fingerprint,
-            settings.prompt_tokens_details,
-        )
+        cached = settings.prompt_tokens_details
+        if isinstance(reply, TranslatedReply) and faults.malformed is not None:
+            reply.spoil(faults.malformed)
+            faults = faults.changed({"malformed": None})
+        if isinstance(reply, ResponsesReply):
+            reply.open(wanted.max_tokens[0])
+            cached = True
+        head = AnswerHead(request_id, hub.unix_s, settings.model, engine.fingerprint, cached)
         answer_format = _format(wanted, head)
         choices = self._choices(wanted, length)
         exchange = Exchange(
@@ -233,11 +250,13 @@ class Generation:
         ]
 
     def _respond(self, exchange: Exchange, status: int, body: bytes) -> None:
-        headers = json_headers(self._hub.date())
+        headers, reply = json_headers(self._hub.date()), exchange.reply
+        if isinstance(reply, TranslatedReply):
+            body, reply = reply.translated(status, body), reply.reply
         if status == 200 and exchange.faults.malformed_answer is not None:
-            send_malformed(exchange.reply, headers, body, exchange.faults)
+            send_malformed(reply, headers, body, exchange.faults)
         else:
-            exchange.reply.send(status, headers, body)
+            reply.send(status, headers, body)
 
 
 def _format(wanted: GenerationRequest, head: AnswerHead) -> AnswerFormat:

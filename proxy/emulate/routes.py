@@ -40,6 +40,7 @@ class Routes:
             b"/v1/chat/completions": (b"POST", generation.chat),
             b"/v1/completions": (b"POST", generation.completion),
             b"/v1/messages": (b"POST", generation.messages),
+            b"/v1/responses": (b"POST", generation.responses),
             b"/inference/v1/generate": (b"POST", generation.tokens),
             b"/v1/messages/count_tokens": (b"POST", self._posted(answer_count_tokens)),
             b"/tokenize": (b"POST", self._posted(answer_tokenize)),

@@ -11,7 +11,7 @@ from typing import Any
 
 from balanceroute.proxy.emulate.answer import DONE
 from balanceroute.proxy.emulate.api_error import compact
-from balanceroute.proxy.emulate.messages import TranslatedReply
+from balanceroute.proxy.emulate.translated_reply import TranslatedReply
 
 # What all events of a stream begin with.
 _HEAD = ("id", "object", "created", "model", "request_id")

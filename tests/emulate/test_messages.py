@@ -118,6 +118,10 @@ def test_tokens_are_counted(play: Any) -> None:
         counted = await lab.post(
             "decode/0", f"{PATH}/count_tokens", {"model": "tiny", "messages": [USER]}
         )
-        assert counted.json == {"input_tokens": chat.json["usage"]["prompt_tokens"]}
+        tokens = chat.json["usage"]["prompt_tokens"]
+        assert counted.json == {
+            "input_tokens": tokens,
+            "context_management": {"original_input_tokens": tokens},
+        }
 
     play(scenario)
