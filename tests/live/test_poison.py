@@ -197,6 +197,24 @@ def test_who_is_on_the_same_engines_gets_its_answer(
     play(scenario, relays=relays, at_rest=False, **FLEET)
 
 
+@WORKERS
+@pytest.mark.parametrize("direct", ["prefill", "decode"])
+def test_who_is_served_by_one_engine_gets_its_answer_too(
+    play: "Play", direct: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        # Several at a time on each engine, so that some have to wait for one to themselves.
+        body = BODIES[COMPLETIONS] | {"echo": True, "max_tokens": 40}
+        sent = [site.send(COMPLETIONS, body | {"prompt": f"w{i} w{i}"}) for i in range(8)]
+        await asyncio.sleep(0.3)
+        site.fleet.kill(f"{direct}/0")
+        answered = [(await one.end()).status for one in sent]
+        assert answered == [200] * len(sent)
+
+    fleet = FLEET | {"prefillers": 2, "ranks": 2}
+    play(scenario, flags={"direct": direct}, relays=relays, at_rest=False, **fleet)
+
+
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 RUST = "failed to submit chat request: engine core reported fatal failure"
 

@@ -19,6 +19,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     StartPrefill,
 )
+from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.engines.instances import Target
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _PATIENCE_S = 1.0
 _LOOK_S = 0.05
 _LOST = (PrefillLost, DecodeLost)
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILLING = State.PREFILLING
 
 
 class Apart:
@@ -133,7 +136,7 @@ class Apart:
         if request is None or action.request not in self._sessions:
             return False
         if isinstance(action, StartPrefill):
-            return request.prefilling and request.prefiller == action.prefiller
+            return request.state is _PREFILLING and request.prefiller == action.prefiller
         return not request.started and request.rank == action.rank
 
     def _look_soon(self) -> None:
