@@ -8,6 +8,7 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.emulate.faults import ErrorForm
 
 INTERNAL = "Internal server error"
+EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 

@@ -183,7 +183,9 @@ class Exchange:
         self.say(sequence, sequence.choice.end("recomputed"))
 
     def fail(self, error: ApiError | None = None) -> None:
-        """End the whole answer with an error."""
+        """End the whole answer with an error, by default that of a request which failed by itself."""
+        if error is None and self.streams and self.request.chat and not self.opened:
+            self._begin()  # vLLM names the role before it looks at what came.
         error = error or internal_error()
         self.abandon()
         if not self.streams:

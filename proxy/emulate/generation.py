@@ -14,7 +14,7 @@ from balanceroute.proxy.emulate.answer import (
     json_headers,
     stream_headers,
 )
-from balanceroute.proxy.emulate.api_error import ApiError, bad_request, compact
+from balanceroute.proxy.emulate.api_error import ApiError, bad_request
 from balanceroute.proxy.emulate.chat_format import ChatFormat
 from balanceroute.proxy.emulate.choice import Choice
 from balanceroute.proxy.emulate.completion_format import CompletionFormat
@@ -23,7 +23,7 @@ from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.exchange import Exchange
 from balanceroute.proxy.emulate.faults import STATUSES
 from balanceroute.proxy.emulate.malformed import send_malformed
-from balanceroute.proxy.emulate.messages import MessagesReply, as_anthropic_error, read_messages
+from balanceroute.proxy.emulate.messages import MessagesReply, read_messages
 from balanceroute.proxy.emulate.request import GenerationRequest, read_generation, read_json
 from balanceroute.proxy.emulate.responses import ResponsesReply
 from balanceroute.proxy.emulate.responses_request import read_responses
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _Read = Callable[[Mapping[str, Any], EmulationSettings], GenerationRequest]
 _read_chat: _Read = partial(read_generation, chat=True)
 _read_completion: _Read = partial(read_generation, chat=False)
+_read_response: _Read = partial(read_generation, chat=True, clips=True)
 _KINDS = {429: "RateLimitError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
@@ -68,8 +69,8 @@ class Generation:
         try:
             chat = read_messages(read_json(request.body))
         except ApiError as error:
-            headers = json_headers(self._hub.date())
-            reply.send(error.status, headers, compact(as_anthropic_error(error.value)))
+            # Of the schema, which is checked before anything knows whose API it is.
+            reply.send(error.status, json_headers(self._hub.date()), error.body())
             return
         translated = replace(request, body=json.dumps(chat).encode())
         self.chat(translated, cast("Reply", MessagesReply(reply, self._hub)))
@@ -85,7 +86,8 @@ class Generation:
         # vLLM does not read it here.
         headers = [field for field in request.headers if field[0] != b"x-data-parallel-rank"]
         translated = replace(request, headers=headers, body=json.dumps(chat).encode())
-        self.chat(translated, cast("Reply", ResponsesReply(reply, values, self._hub)))
+        own = cast("Reply", ResponsesReply(reply, values, self._hub))
+        self._take(translated, own, _read_response)
 
     def _happens(self, probability: float) -> bool:
         # No number is drawn for an impossible fault, so that one kind of fault does not change others.

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.emulate.api_error import invalid
+from balanceroute.proxy.emulate.api_error import EMPTY, ApiError, bad_request, invalid
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.request import chat_text, check_model
 from balanceroute.proxy.emulate.tokens import tokenise
@@ -29,7 +29,12 @@ _BILLING = "x-anthropic-billing-header"
 _LEAST_THINKING = 1024
 _DONE = b"[DONE]"
 # What vLLM's translation says of an error event of the chat, which it takes for a part of the answer.
-_NOT_A_CHUNK = "2 validation errors for ChatCompletionStreamResponse"
+_NOT_A_CHUNK = "2 validation errors for ChatCompletionStreamResponse" + "".join(
+    f"\n{name}\n  Field required [type=missing, input_value={{'error': {{'message': "
+    "'In...am': None, 'code': 500}}, input_type=dict]\n    For further information visit "
+    "https://errors.pydantic.dev/2.14/v/missing"
+    for name in ("model", "choices")
+)
 
 _Event = tuple[str, dict[str, object]]
 
@@ -45,6 +50,8 @@ def as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("list_type", "body.messages", "Input should be a valid list", messages)
     chat: dict[str, Any] = {name: values[name] for name in _SHARED if name in values}
     chat["messages"] = [*_system(values.get("system")), *chain(*map(_messages, messages))]
+    if not chat["messages"]:
+        raise bad_request(EMPTY)
     if values.get("stop_sequences"):
         chat["stop"] = values["stop_sequences"]
     if values.get("stream"):
@@ -53,10 +60,10 @@ def as_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     tools = values.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise invalid("list_type", "body.tools", "Input should be a valid list", tools)
+    choice = values.get("tool_choice")
     if tools:
         chat["tools"] = list(map(_tool, tools))
-    choice = values.get("tool_choice")
-    if isinstance(choice, dict):
+    if tools and isinstance(choice, dict):
         named = {"type": "function", "function": {"name": choice.get("name")}}
         chat["tool_choice"] = _TOOL_CHOICES.get(str(choice.get("type")), named)
     return chat
@@ -75,15 +82,14 @@ def read_messages(values: Mapping[str, Any]) -> dict[str, Any]:
             kind, message = ("int_type", "Input should be a valid integer")
         raise invalid(kind, "body.max_tokens", message, limit)
     if limit <= 0:
-        message = "Value error, max_tokens must be positive"
-        raise invalid("value_error", "body.max_tokens", message, limit)
+        raise _wrong("body.max_tokens", "max_tokens must be positive", limit)
     if not isinstance(values.get("model"), str):
         raise invalid("missing", "body.model", "Field required", values.get("model"))
     stream = values.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise invalid("bool_type", "body.stream", "Input should be a valid boolean", stream)
     _check_thinking(values, limit)
-    return as_chat(values)
+    return as_chat(values) | {"max_completion_tokens": limit}
 
 
 def _check_thinking(values: Mapping[str, Any], limit: int) -> None:
@@ -96,11 +102,15 @@ def _check_thinking(values: Mapping[str, Any], limit: int) -> None:
         raise invalid("missing", place, "Field required", thinking)
     if budget < _LEAST_THINKING:
         message = f"Input should be greater than or equal to {_LEAST_THINKING}"
-        raise invalid("greater_than_equal", place, message, budget)
+        raise invalid("greater_than_equal", place, message, budget, ctx={"ge": _LEAST_THINKING})
     kv = values.get("kv_transfer_params")
     if budget >= limit and not (isinstance(kv, dict) and kv.get("do_remote_decode")):
-        message = "Value error, thinking.budget_tokens must be less than max_tokens"
-        raise invalid("value_error", "body", message, dict(values))
+        raise _wrong("body", "thinking.budget_tokens must be less than max_tokens", dict(values))
+
+
+def _wrong(place: str, message: str, value: object) -> ApiError:
+    error = {"error": ValueError(message)}
+    return invalid("value_error", place, f"Value error, {message}", value, ctx=error)
 
 
 def answer_count_tokens(values: dict[str, Any], hub: Hub) -> object:

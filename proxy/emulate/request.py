@@ -176,9 +176,15 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def read_generation(
-    values: Mapping[str, Any], settings: EmulationSettings, *, chat: bool
+    values: Mapping[str, Any], settings: EmulationSettings, *, chat: bool, clips: bool = False
 ) -> GenerationRequest:
     """Parse a body.
+
+    Args:
+        values: Its members.
+        settings: The fleet's.
+        chat: Whether it is one of the chat API.
+        clips: Whether a limit past the context is the rest of the context, and no error.
 
     Raises:
         ApiError: It cannot be served; this is the answer.
@@ -198,7 +204,7 @@ def read_generation(
     n = _or(values.get("n"), 1)
     if n < 1:
         raise bad_request(f"n must be at least 1, got {n}.")
-    limits = tuple(_limit(values, prompt, settings, chat=chat) for prompt in prompts)
+    limits = tuple(_limit(values, prompt, settings, chat=chat, clips=clips) for prompt in prompts)
     min_tokens = _min_tokens(values, min(limits))
     stop = values.get("stop") or ()
     listed = top_logprobs(values, chat=chat)
@@ -375,7 +381,12 @@ def _are_tokens(value: list[Any]) -> bool:
 
 
 def _limit(
-    values: Mapping[str, Any], prompt: Prompt, settings: EmulationSettings, *, chat: bool
+    values: Mapping[str, Any],
+    prompt: Prompt,
+    settings: EmulationSettings,
+    *,
+    chat: bool,
+    clips: bool,
 ) -> int:
     """Return how many tokens a prompt's answer may have."""
     longest, length = settings.max_model_len, len(prompt.tokens)
@@ -400,6 +411,8 @@ def _limit(
         )
         raise bad_parameter(message, "input_tokens", least)
     if limit is None:
+        return longest - length
+    if length + limit > longest and clips:
         return longest - length
     if length + limit > longest:
         least = longest - limit + 1
@@ -446,7 +459,8 @@ def _sampling(values: Mapping[str, Any], n: int) -> bytes:
     if temperature is None:
         temperature = 1.0
     if temperature < 0:
-        raise bad_request(f"temperature must be non-negative, got {temperature}.")
+        message = f"temperature must be non-negative, got {temperature}."
+        raise bad_parameter(message, "temperature", temperature)
     if temperature < _GREEDY_BELOW:
         if n > 1:
             raise bad_request(f"n must be 1 when using greedy sampling, got {n}.")

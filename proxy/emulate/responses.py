@@ -111,7 +111,7 @@ class _Response:
             "output": output,
             "parallel_tool_calls": _or(values.get("parallel_tool_calls"), True),
             "temperature": float(_or(values.get("temperature"), 1.0)),
-            "tool_choice": choice if tools or choice != "auto" else "none",
+            "tool_choice": _shown_choice(choice) if tools else "none",
             "tools": list(map(_shown_tool, tools)),
             "top_p": float(_or(values.get("top_p"), 1.0)),
             "background": bool(values.get("background")),
@@ -386,11 +386,21 @@ def _short_logprob(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    if tool["type"] != "function":
+    """Return a tool as its schema knows it."""
+    kind = tool["type"]
+    if kind not in ("function", "custom"):
         return tool
-    known: dict[str, Any] = {name: tool.get(name) for name in ("name", "parameters", "strict")}
-    more = ("allowed_callers", "async", "defer_loading", "description", "output_schema")
-    return known | {"type": "function"} | {name: tool.get(name) for name in more}
+    own = ("name", "parameters", "strict") if kind == "function" else ("name",)
+    last = "output_schema" if kind == "function" else "format"
+    more = ("allowed_callers", "async", "defer_loading", "description", last)
+    known: dict[str, Any] = {name: tool.get(name) for name in own}
+    return known | {"type": kind} | {name: tool.get(name) for name in more}
+
+
+def _shown_choice(choice: object) -> object:
+    if isinstance(choice, dict) and "name" in choice:
+        return {"name": choice["name"], "type": choice["type"]}
+    return choice
 
 
 def _shown_text(text: Mapping[str, Any] | None) -> object:

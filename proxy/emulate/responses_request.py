@@ -7,7 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from balanceroute.proxy.emulate.api_error import ApiError, bad_parameter, invalid
+from balanceroute.proxy.emulate.api_error import (
+    EMPTY,
+    ApiError,
+    bad_parameter,
+    bad_request,
+    invalid,
+)
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.request import check_model
 
@@ -69,6 +75,8 @@ def read_responses(values: Mapping[str, Any], hub: Hub) -> dict[str, Any]:
     _add_tools(chat, values)
     _refuse_state(values, hub)
     chat["messages"] = [*_instructions(values), *_conversation(values)]
+    if not chat["messages"]:
+        raise bad_request(EMPTY)
     if values.get("max_output_tokens") is not None:
         chat["max_tokens"] = values["max_output_tokens"]
     if values.get("stream"):
@@ -107,6 +115,12 @@ def _add_tools(chat: dict[str, Any], values: Mapping[str, Any]) -> None:
         message = "Tool choice 'function' not found in 'tools' parameter."
         raise bad_parameter(message, "tool_choice")
     if not functions:
+        if choice == "required":
+            message = (
+                "tool_choice requires a function call, but tools contains no function tool the "
+                "model can call."
+            )
+            raise bad_parameter(message, "tool_choice")
         return
     chat["tools"] = [{"type": "function", "function": function} for function in functions]
     if named:

@@ -19,7 +19,7 @@ TRANSCRIPTS = Path(__file__).parent / "transcripts"
 LITERAL = {
     "object", "finish_reason", "stop_reason", "role", "type", "owned_by", "organization", "model",
     "transfer_mode", "index", "tp_size", "dcp_size", "pp_size", "version", "server_load", "parent",
-    "max_model_len", "remote_host", "remote_port", "code", "message", "param",
+    "max_model_len", "remote_host", "remote_port", "code", "message", "param", "status", "phase",
 }  # fmt: skip
 FRAMING = {"content-length", "transfer-encoding", "connection"}
 
@@ -88,8 +88,8 @@ def events_of(body: bytes) -> list[object]:
     shapes: list[object] = []
     assert body.endswith(b"\n\n")
     for event in body.decode().removesuffix("\n\n").split("\n\n"):
-        assert event.startswith("data: ")
-        text = event.removeprefix("data: ")
+        name, _, text = event.rpartition("data: ")
+        assert name in ("", f"event: {json.loads(text)['type']}\n" if name else "")
         if text == "[DONE]":
             shapes.append(text)
             continue
@@ -174,6 +174,64 @@ def test_a_stream_has_the_recorded_events(name: str, play: "Play") -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "msg",
+        "msg_system",
+        "msg_items",
+        "resp",
+        "resp_logprobs",
+        "resp_items",
+        "resp_ids",
+    ],
+)
+def test_an_agents_answer_has_the_recorded_form(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(f"agents_{name}")
+        assert_same_json(await repeat(lab, recorded), recorded)
+
+    play(scenario, max_model_len=2048)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "msg_stream",
+        "msg_tool_stream",
+        "resp_stream",
+        "resp_logprobs_stream",
+        "resp_tool_stream",
+        "resp_custom_stream",
+        "resp_format_stream",
+    ],
+)
+def test_an_agents_stream_has_the_recorded_events(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(f"agents_{name}")
+        answer = await repeat(lab, recorded)
+        assert_same_head(answer, recorded)
+        got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
+        # What is left of the answer's limit is a matter of the words.
+        for one in (got, wanted):
+            del one[-1 if name.startswith("resp") else -2]
+        assert got == wanted
+
+    play(scenario, max_model_len=2048)
+
+
+@pytest.mark.parametrize("name", ["msg_think_stream", "resp_think_stream"])
+def test_thoughts_have_the_recorded_form(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(f"agents_{name}")
+        answer = await repeat(lab, recorded)
+        assert_same_head(answer, recorded)
+        got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
+        assert got[:-2] == wanted[:-2]
+
+    play(scenario, max_model_len=2048, reasoning_parser=True)
+
+
 @pytest.mark.parametrize("name", ["solo_generate", "solo_generate_logprobs"])
 def test_ids_are_answered_in_the_recorded_form(name: str, play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
@@ -248,6 +306,27 @@ def test_an_error_is_the_recorded_one_byte_for_byte(name: str, play: "Play") -> 
     play(scenario, dp_mode=DpMode.HEADER)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"agents_msg_err_{name}" for name in ("budget", "zero", "messages", "model", "temp")),
+        *("agents_msg_err_budget_small", "agents_msg_err_long", "agents_msg_ids"),
+        *(f"agents_resp_err_{name}" for name in ("zero", "previous", "background", "prompt")),
+        *(f"agents_resp_err_{name}" for name in ("grammar", "required", "named", "hosted", "long")),
+        *(f"agents_resp_err_{name}" for name in ("encrypted", "item", "empty", "model", "temp")),
+        "agents_resp_err_background_nostore",
+    ],
+)
+def test_an_agents_error_is_the_recorded_one_byte_for_byte(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(name)
+        answer = await repeat(lab, recorded)
+        assert_same_head(answer, recorded)
+        assert answer.body == recorded.answer
+
+    play(scenario, dp_mode=DpMode.HEADER, ranks=1, max_model_len=2048)
+
+
 def test_a_prompt_past_the_context_is_refused_in_the_recorded_words(play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
         answer = await lab.post("decode/0", "/v1/completions", {"prompt": "a b c d " * 3000})
@@ -320,6 +399,33 @@ def test_a_decode_answers_in_the_recorded_form(name: str, play: "Play") -> None:
         wanted = events_of(recorded.answer)
         assert collapsed(got)[:2] == collapsed(wanted)[:2]
         assert got[-1] == wanted[-1]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("name", ["msg_prefill", "resp_prefill"])
+def test_an_agents_prefill_answers_in_the_recorded_form(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(f"agents_{name}")
+        answer = await repeat(lab, recorded, "prefill/0")
+        assert_same_head(answer, recorded)
+        shapes = []
+        for values in (answer.json, json.loads(recorded.answer)):
+            del values["kv_transfer_params"]["remote_port"]
+            shapes.append(shape(values))
+        assert shapes[0] == shapes[1]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("name", ["msg_failed_pull_stream", "resp_failed_pull_stream"])
+def test_an_agents_stream_fails_as_recorded(name: str, play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        recorded = read(f"agents_{name}")
+        answer = await repeat(lab, recorded)
+        assert_same_head(answer, recorded)
+        assert events_of(answer.body) == events_of(recorded.answer)
+        assert (answer.error is None) == name.startswith("msg")
 
     play(scenario)
 

@@ -48,7 +48,7 @@ def completion(**changes: Any) -> GenerationRequest:
         ({"min_tokens": -1}, 400, None, "min_tokens must be greater than or equal to 0, got -1"),
         ({"n": 0}, 400, None, "n must be at least 1, got 0."),
         ({"n": 2, "temperature": 0}, 400, None, "n must be 1 when using greedy sampling, got 2."),
-        ({"temperature": -1}, 400, None, "temperature must be non-negative, got -1."),
+        ({"temperature": -1}, 400, "temperature", "temperature must be non-negative, got -1."),
         ({"temperature": 10**400}, 400, "body.temperature", "'type': 'float_type'"),
         ({"logprobs": True, "top_logprobs": 2**62}, 400, None, "greater than max allowed: 20"),
         ({"prompt_logprobs": 10**9}, 400, None, "greater than max allowed: 20"),
