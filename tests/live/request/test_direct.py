@@ -139,6 +139,10 @@ def test_responses_of_engines_that_have_none_are_not_implemented(
     play: "Play", connector: str, direct: Direct
 ) -> None:
     async def scenario(site: "Site") -> None:
+        kind = [(b"content-type", b"application/json")]
+        site.handlers[RESPONSES.encode()] = lambda _, __, reply: reply.send(
+            404, kind, b'{"detail":"Not Found"}'
+        )
         answer = await site.post(RESPONSES, {"model": "tiny", "input": "t1"}, ID)
         assert answer.status == 501
         assert {seen.engine.partition("/")[0] for seen in site.seen} == {direct.value}
