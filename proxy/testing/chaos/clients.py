@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half: "
 _COMES_AGAIN_S, _DRIP_S = 0.1, 0.1
+# The end of the text is told, and not that of the stream.
+_LAST_WORDS = (
+    b'"finish_reason":"',
+    b"event: content_block_stop",
+    b"event: response.output_item.done",
+)
 _SESSIONS = 12  # Every other one has a name.
 
 
@@ -234,7 +240,7 @@ class Client(asyncio.Protocol):
                 answer.status and len(answer.body) >= departure.num_bytes
             )
             last = departure.phase is Phase.LAST_WORD and (
-                b'"finish_reason":"' in answer.body and b"[DONE]" not in answer.body
+                any(one in answer.body for one in _LAST_WORDS) and b"[DONE]" not in answer.body
             )
             if reached or last:
                 self.leave_soon()

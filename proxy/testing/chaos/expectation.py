@@ -13,7 +13,7 @@ from typing import Any
 
 from balanceroute.proxy.emulate.faults import MalformedStream
 from balanceroute.proxy.testing.chaos.oracle import comparable
-from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.testing.chaos.requests import AGENTS, ClientRequest
 from balanceroute.proxy.wire.messages import Response
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
@@ -21,7 +21,8 @@ ABORT = "abort"
 """The finish reason of an answer that an engine aborted."""
 _DONE = b"[DONE]"
 _MAX_EVENT_BYTES = 64 << 20
-_CACHED = re.compile(rb'"cached_tokens":\d+')
+# An agent's message tells beside what was cached the rest of the prompt.
+_CACHED = re.compile(rb'"(cached_tokens|(?:cache_read_)?input_tokens)":\d+')
 # What the proxy asks engines for and hides, so far as it can read it; it may be cut off.
 _ASKED = re.compile(
     rb',"usage":[^{}]*(?:\{(?:[^{}]|\{[^{}]*\}?)*\}?)?|,"system_fingerprint":"[^"]*"'
@@ -96,7 +97,7 @@ class Expectation:
     @property
     def completion_tokens(self) -> int:
         """Tokens of all choices, as usage tells; 0 if it is not told."""
-        found = re.findall(rb'"completion_tokens":(\d+)', self._body)
+        found = re.findall(rb'"(?:completion|output)_tokens":(\d+)', self._body)
         return int(found[-1]) if found else 0
 
     def differs(self, body: bytes) -> str:
@@ -145,7 +146,8 @@ class Expectation:
             for one in (self._body, self._comparable(body))
         )
         for index, speech in said.items():
-            if speech.finish_reason == ABORT:
+            # Agents' APIs say nothing of it, or that the answer is complete.
+            if speech.finish_reason == ABORT or self._request.path in AGENTS:
                 speech.finish_reason = None
             # A call that is cut off is told as the text that it was to be.
             if index in wanted and wanted[index].call and speech.finish_reason is None:
@@ -156,7 +158,7 @@ class Expectation:
 
     def _comparable(self, body: bytes) -> bytes:
         body = comparable(body, self._request.request_id)
-        return body if self._cached_known else _CACHED.sub(b'"cached_tokens":0', body)
+        return body if self._cached_known else _CACHED.sub(rb'"\1":0', body)
 
     def _split(self) -> None:
         for event in events_of(self._body):
@@ -233,6 +235,7 @@ class _Speech:
     """What one choice says."""
 
     text: str = ""
+    thought: str = ""
     call: str = ""
     finish_reason: str | None = None
     stop_reason: object = None
@@ -246,6 +249,7 @@ class _Speech:
         told = len(other.logprobs)
         return (
             self.text.startswith(other.text)
+            and self.thought.startswith(other.thought)
             and self.call.startswith(other.call)
             and self.logprobs[:told] == other.logprobs
             and self.ids[: len(other.ids)] == other.ids
@@ -256,10 +260,13 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
     """Return what each choice says in an answer or in the events of a stream."""
     said: dict[int, _Speech] = {}
     for message in messages:
+        if "type" in message or "output" in message:
+            _hear(said.setdefault(0, _Speech()), message)
         for choice in message.get("choices") or ():
             speech = said.setdefault(choice["index"], _Speech())
             part = choice.get("message") or choice.get("delta") or {}
             speech.text += choice.get("text") or part.get("content") or ""
+            speech.thought += part.get("reasoning") or ""
             for call in part.get("tool_calls") or ():
                 function = call["function"]
                 speech.call += f"{function.get('name', '')}{function.get('arguments', '')}"
@@ -268,6 +275,54 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
             speech.logprobs += _tokens(choice.get("logprobs") or {})
             speech.ids += choice.get("token_ids") or ()
     return said
+
+
+def _hear(speech: _Speech, message: Mapping[str, Any]) -> None:
+    """Add what an answer of an agent's API says, or an event of its stream."""
+    kind = message.get("type")
+    if kind == "message" or "output" in message:
+        blocks = message.get("content") or message.get("output") or ()
+        for block in blocks:
+            _hear_block(speech, block)
+        speech.finish_reason = message.get("stop_reason", message.get("status"))
+        speech.stop_reason = message.get("stop_sequence")
+        return
+    delta = message.get("delta")
+    if kind == "content_block_start":
+        speech.call += message["content_block"].get("name") or ""
+    elif kind == "response.output_item.added":
+        speech.call += message["item"].get("name") or ""
+    elif kind == "message_delta" and isinstance(delta, dict):
+        speech.finish_reason = delta["stop_reason"]
+        speech.stop_reason = delta["stop_sequence"]
+    elif kind == "response.completed":
+        speech.finish_reason = message["response"]["status"]
+    elif isinstance(delta, dict):
+        _hear_block(speech, delta)
+    elif isinstance(delta, str):
+        name = {"response.output_text": "text", "response.reasoning_text": "thought"}
+        member = name.get(str(kind).removesuffix(".delta"), "call")
+        setattr(speech, member, getattr(speech, member) + delta)
+        speech.logprobs += message.get("logprobs") or ()
+
+
+def _hear_block(speech: _Speech, block: Mapping[str, Any]) -> None:
+    """Add what a block of a message says, an item of a response, or a part of either."""
+    if block.get("type") in ("message", "reasoning"):
+        for part in block.get("content") or ():
+            if block["type"] == "reasoning":
+                speech.thought += part["text"]
+            else:
+                speech.text += part["text"]
+                speech.logprobs += part.get("logprobs") or ()
+        return
+    speech.text += block.get("text") or ""
+    speech.thought += block.get("thinking") or ""
+    speech.call += block.get("name") or ""
+    for name in ("partial_json", "arguments"):
+        speech.call += block.get(name) or ""
+    if "input" in block:
+        speech.call += json.dumps(block["input"])
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> Iterable[object]:
@@ -297,10 +352,10 @@ def _meant(wanted: bytes, got: bytes, *, stream: bool) -> str:
     for body in (wanted, got):
         if stream:
             messages = _messages(events_of(body))
-            ending = [event_data(event) for event in events_of(body)][-1:]
+            ending = [_ending(event) for event in events_of(body)][-1:]
         else:
             messages, ending = [json.loads(body)], []
-        usage = [message["usage"] for message in messages if message.get("usage")][-1:]
+        usage = [one for one in map(_usage, messages) if one][-1:]
         answers.append((_said(messages), usage, ending))
     return "" if answers[0] == answers[1] else f"{answers[1]} where {answers[0]} belongs"
 
@@ -310,8 +365,27 @@ def _index(event: bytes) -> int | None:
     data = event_data(event)
     if data == _DONE:
         return None
-    choices = json.loads(data).get("choices")
+    message = json.loads(data)
+    if "type" in message:  # Agents' APIs have one.
+        return 0
+    choices = message.get("choices")
     return choices[0]["index"] if choices else None
+
+
+def _usage(message: Mapping[str, Any]) -> object:
+    """Return the usage that an answer or an event tells."""
+    return message.get("usage") or (message.get("response") or {}).get("usage")
+
+
+def _ending(event: bytes) -> bytes:
+    """Return what an event, if it is the last one, says of the end of its stream."""
+    data = event_data(event)
+    try:
+        message = json.loads(data)
+    except ValueError:
+        return data
+    kind = message.get("type") if isinstance(message, dict) else None
+    return kind.encode() if isinstance(kind, str) else data
 
 
 def _plain(event: bytes) -> bytes:

@@ -118,7 +118,8 @@ class _Run:
             number += 1
             request = draw_request(self._rng, number % 1_000, mix)
             # Choices that share a stream come in any order.
-            if "max_tokens" in request.values and not _has_choices(request.values):
+            limits = {"max_tokens", "max_output_tokens"}
+            if limits & request.values.keys() and not _has_choices(request.values):
                 answer = await oracle.answer(request)
                 found.append((request, comparable(answer.body, request.request_id)))
         await oracle.close()

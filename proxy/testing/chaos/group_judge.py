@@ -60,7 +60,7 @@ class GroupJudge:
         verdict = next((one for one in verdicts if not one.wrong), verdicts[0])
         # Until it is there again nobody knows its name.
         if received.status == 404 and not self._plan.leaving.isdisjoint(names):
-            verdict.wrong = [] if client.left else refusal_is_wrong(received)
+            verdict.wrong = [] if client.left else refusal_is_wrong(request, received)
         return verdict
 
     def _judge_unknown(self, client: Client, request: ClientRequest, received: Received) -> Verdict:
@@ -71,7 +71,7 @@ class GroupJudge:
             return verdict
         if not client.left:
             cut = received.ending is not Ending.COMPLETE and not client.visit.pauses
-            verdict.wrong += ["its refusal is cut"] if cut else refusal_is_wrong(received)
+            verdict.wrong += ["its refusal is cut"] if cut else refusal_is_wrong(request, received)
         explained = None if self.tenants is None else self.tenants.wrongs(request, received)
         if explained is not None:
             verdict.wrong += explained

@@ -20,7 +20,7 @@ from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.orders import ABORTING
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
-from balanceroute.proxy.testing.chaos.requests import ClientRequest
+from balanceroute.proxy.testing.chaos.requests import AGENTS, MESSAGES, ClientRequest
 from balanceroute.proxy.testing.chaos.tenants import OVERLOADED, TenantPlan
 from balanceroute.proxy.wire.sse import event_data
 from balanceroute.topologies import CONNECTORS
@@ -199,10 +199,12 @@ class Judge:
         if answer.status != 200:
             wrong.append(f"it was served, and an engine answers {answer.status}")
             return Verdict("wrong", wrong)
-        if self._aborts and _ABORTED in received.body and received.ending is Ending.COMPLETE:
+        verdict = self._compare(client, request, received, expected)
+        # Agents' APIs need not say it.
+        aborted = _ABORTED in received.body or (verdict.wrong and request.path in AGENTS)
+        if self._aborts and aborted and received.ending is Ending.COMPLETE:
             wrong.append(expected.strays_until_aborted(bytes(received.body)))
             return Verdict("aborted", [one for one in wrong if one])
-        verdict = self._compare(client, request, received, expected)
         if verdict.wrong and self._eos:
             again = await self._compare_with_one_token(client, request, received, seed)
             verdict = again or verdict
@@ -237,7 +239,7 @@ class Judge:
         if received.ending is not Ending.COMPLETE and not client.left:
             verdict.wrong.append(f"its answer of {status} is cut")
         elif not client.left and not (self._worded and error_of(bytes(received.body)) is not None):
-            verdict.wrong += refusal_is_wrong(received)
+            verdict.wrong += refusal_is_wrong(request, received)
         shut_down = status == 503 and self._plan.shutdown_s is not None
         if status in (429, 503) and not received.header(b"retry-after") and not shut_down:
             verdict.wrong.append(f"its answer of {status} does not say when to retry")
@@ -329,13 +331,15 @@ def _judge_whole(client: Client, received: Received, expected: Expectation) -> V
     return Verdict("exact", [one for one in wrong if one], expected)
 
 
-def refusal_is_wrong(received: Received) -> list[str]:
-    """Return what is wrong with an error answer: OpenAI's shape, and a code that is its status."""
+def refusal_is_wrong(request: ClientRequest, received: Received) -> list[str]:
+    """Return what is wrong with an error answer: the API's shape, and a code that is its status."""
     if not received.header(b"content-type").startswith(b"application/json"):
         return [f"its answer of {received.status} is not JSON"]
     try:
-        error = json.loads(bytes(received.body))["error"]
-        code, message = error["code"], error["message"]
+        answer = json.loads(bytes(received.body))
+        error = answer["error"]
+        is_typed = request.path == MESSAGES and answer["type"] == "error"
+        code, message = received.status if is_typed else error["code"], error["message"]
     except (ValueError, KeyError, TypeError):
         return [f"its answer of {received.status} is no error object: {bytes(received.body)!r}"]
     if code != received.status or not isinstance(message, str):

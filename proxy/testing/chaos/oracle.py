@@ -22,7 +22,9 @@ from balanceroute.proxy.wire.messages import Response
 _TIMEOUT_S = 3_600.0
 _MAX_BYTES = 1 << 30
 _AT_A_TIME = 64
-_CREATED = re.compile(rb'"created":\d+')
+_CREATED = re.compile(rb'"(created(?:_at)?)":\d+')
+# Of a response and its items, and what vouches for thoughts: no two are alike.
+_DRAWN = re.compile(rb'"((?:resp|msg|rs|fc|ctc)_|signature":")[0-9a-f]{16,32}"')
 _FINGERPRINT = re.compile(rb'"system_fingerprint":"vllm-[^"]*"')
 
 
@@ -105,7 +107,8 @@ def comparable(body: bytes, request_id: str) -> bytes:
 
     The id is the request's own, but may have a suffix of eight digits if it was in use.
     """
-    body = _CREATED.sub(b'"created":0', body)
+    body = _CREATED.sub(rb'"\1":0', body)
+    body = _DRAWN.sub(rb'"\1-"', body)
     body = _FINGERPRINT.sub(b'"system_fingerprint":"-"', body)
     name = re.escape(request_id.encode())
     own = re.compile(

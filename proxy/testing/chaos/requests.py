@@ -15,6 +15,10 @@ from balanceroute.proxy.core.errors import ConfigError
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 TOKENS = "/inference/v1/generate"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+AGENTS = frozenset({MESSAGES, RESPONSES})
+"""The routes that agents speak."""
 _WORDS = (
     "water",
     "Straße",
@@ -45,7 +49,24 @@ _TOOLS = [
 ]
 # Of completions of token ids, those that are asked for at `TOKENS`.
 _TOKENS = 0.5
+# Of chats, those that are asked for as messages, and as responses.
+_AGENTS = 0.25
+# What both agents' APIs call as a chat does.
+_COMMON = (
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "kv_transfer_params",
+    "vllm_xargs",
+    "priority",
+)
+_OF_RESPONSES = (
+    *("ignore_eos", "seed", "include_stop_str_in_output", "stop_token_ids", "user", "stop"),
+)
 _LONGEST = 1_000
+_TURNS = 0.5
+_ASIDE = 0.2
 _BESIDE = frozenset({"model", "prompt", "stream", "stream_options", "return_token_ids"})
 _SAMPLED = frozenset(
     {
@@ -141,6 +162,9 @@ def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequ
     tokens, own = None if forbidden else of_tokens(values), random.Random(body)
     if tokens is not None and own.random() < _TOKENS:
         path, values, body = TOKENS, tokens, _spell(own, tokens)
+    elif chat and not forbidden:
+        path, values = as_agents(own, values)
+        body = body if path == CHAT else _spell(own, values)
     return ClientRequest(number, path, values, body, f"req-{number}", forbidden)
 
 
@@ -162,6 +186,110 @@ def of_tokens(values: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def as_agents(rng: random.Random, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a chat as an agent asks for it, or at times as it is: the path and the members."""
+    kind = rng.random()
+    if kind < _AGENTS and _limit(values) is not None and "model" in values:
+        return MESSAGES, of_messages(rng, values)
+    if _AGENTS <= kind < 2 * _AGENTS:
+        return RESPONSES, of_responses(rng, values)
+    return CHAT, values
+
+
+def of_messages(rng: random.Random, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a chat as `MESSAGES` takes them, without those that it has not."""
+    asked = {name: values[name] for name in _COMMON if name in values}
+    asked["max_tokens"] = _limit(values)
+    messages = list(values["messages"])
+    if messages and messages[0]["role"] == "system":
+        block = {"type": "text", "text": messages.pop(0)["content"]}
+        asked["system"] = [block | {"cache_control": {"type": "ephemeral"}}]
+    asked["messages"] = messages
+    if values.get("tools"):
+        functions = [tool["function"] for tool in values["tools"]]
+        asked["tools"] = [
+            {"name": one["name"], "input_schema": one["parameters"]} for one in functions
+        ]
+        choice = values.get("tool_choice")
+        if isinstance(choice, dict):
+            asked["tool_choice"] = {"type": "tool", "name": choice["function"]["name"]}
+        elif choice is not None:
+            asked["tool_choice"] = {"type": "any" if choice == "required" else choice}
+        if rng.random() < _TURNS:
+            thought = {"type": "thinking", "thinking": "Hm.", "signature": "0"}
+            call = {
+                "type": "tool_use",
+                "id": "toolu_1",
+                "name": "get_weather",
+                "input": {"days": 1},
+            }
+            result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Rain."}
+            messages += [
+                {"role": "assistant", "content": [thought, call]},
+                {"role": "user", "content": [result, {"type": "text", "text": "And then?"}]},
+            ]
+    if "stop" in values:
+        stop = values["stop"]
+        asked["stop_sequences"] = [stop] if isinstance(stop, str) else stop
+    if rng.random() < _ASIDE:
+        asked |= {"metadata": {"user_id": "somebody"}, "thinking": {"type": "adaptive"}}
+        asked["context_management"] = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    return asked
+
+
+def of_responses(rng: random.Random, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the members of a chat as `RESPONSES` takes them, without those that it has not."""
+    asked = {name: values[name] for name in (*_COMMON, *_OF_RESPONSES) if name in values}
+    limit = _limit(values)
+    if limit is not None:
+        asked["max_output_tokens"] = limit
+    messages = list(values["messages"])
+    if messages and messages[0]["role"] == "system":
+        asked["instructions"] = messages.pop(0)["content"]
+    items = [_item(one) for one in messages]
+    if values.get("continue_final_message"):
+        items[-1] |= {"status": "incomplete"}
+    if values.get("tools"):
+        tools = [{"type": "function"} | tool["function"] for tool in values["tools"]]
+        asked["tools"] = [*tools, {"type": "custom", "name": "edit"}, {"type": "web_search"}]
+        choice = values.get("tool_choice")
+        if isinstance(choice, dict):
+            choice = {"type": "function", "name": choice["function"]["name"]}
+        if choice is not None:
+            asked["tool_choice"] = choice
+        if rng.random() < _TURNS:
+            call = {"name": "get_weather", "arguments": '{"days": 1}', "call_id": "call_1"}
+            items += [
+                {"type": "reasoning", "summary": [], "content": None},
+                {"type": "function_call"} | call,
+                {"type": "function_call_output", "call_id": "call_1", "output": "Rain."},
+            ]
+    text = messages[0]["content"] if len(items) == 1 else None
+    asked["input"] = text if isinstance(text, str) and rng.random() < _TURNS else items
+    if values.get("logprobs"):
+        asked["include"] = ["message.output_text.logprobs"]
+        asked["top_logprobs"] = values.get("top_logprobs", 0)
+    elif rng.random() < _ASIDE:
+        asked |= {"include": ["reasoning.encrypted_content"], "store": False}
+        asked |= {"prompt_cache_key": "somebody", "parallel_tool_calls": False}
+    return asked
+
+
+def _item(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of a chat as an item of a response's input."""
+    kind = "output_text" if message["role"] == "assistant" else "input_text"
+    content = message["content"]
+    if isinstance(content, str):
+        content = [{"text": content}]
+    parts = [{"type": kind, "text": part["text"]} for part in content]
+    return {"type": "message", "role": message["role"], "content": parts}
+
+
+def _limit(values: Mapping[str, Any]) -> int | None:
+    limit: int | None = values.get("max_tokens", values.get("max_completion_tokens"))
+    return limit
+
+
 def with_seed(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the members of a request with a seed."""
     sampling = values.get("sampling_params")
@@ -173,9 +301,11 @@ def with_seed(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
 def with_beginning(request: ClientRequest, text: str, *, session: str) -> ClientRequest:
     """Return a request whose prompt begins with a text, if it is one text, and that names its session."""
     values = dict(request.values)
-    prompt, messages = values.get("prompt"), values.get("messages")
+    messages = values.get("messages")
+    name = next((name for name in ("prompt", "input") if name in values), "")
+    prompt = values.get(name)
     if prompt and isinstance(prompt, str):
-        values["prompt"] = f"{text} {prompt}"
+        values[name] = f"{text} {prompt}"
     elif messages and isinstance(messages[0]["content"], str):
         first = messages[0] | {"content": f"{text} {messages[0]['content']}"}
         values["messages"] = [first, *messages[1:]]

@@ -13,6 +13,9 @@ from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.proxy.testing.chaos.requests import (
     CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
     TOKENS,
     ClientRequest,
     RequestMix,
@@ -80,7 +83,32 @@ def test_the_same_generator_draws_the_same_requests() -> None:
 Values = Mapping[str, Any]
 SHAPES: dict[str, Callable[[str, Values], object]] = {
     "chat": lambda path, _: path == CHAT,
-    "completion": lambda path, _: path != CHAT,
+    "completion": lambda path, _: path == COMPLETIONS,
+    "messages, streamed": lambda path, values: path == MESSAGES and values.get("stream"),
+    "messages, whole": lambda path, values: path == MESSAGES and not values.get("stream"),
+    "messages, a system prompt": lambda _, values: isinstance(values.get("system"), list),
+    "messages, a tool's result": lambda path, values: (
+        path == MESSAGES and "tool_result" in json.dumps(values)
+    ),
+    "messages, stop": lambda _, values: values.get("stop_sequences"),
+    "messages, aside": lambda _, values: values.get("context_management"),
+    "responses, streamed": lambda path, values: path == RESPONSES and values.get("stream"),
+    "responses, whole": lambda path, values: path == RESPONSES and not values.get("stream"),
+    "responses, a text": lambda _, values: isinstance(values.get("input"), str),
+    "responses, instructions": lambda _, values: values.get("instructions"),
+    "responses, tools": lambda path, values: (
+        path == RESPONSES and values.get("tool_choice") == "required"
+    ),
+    "responses, a tool's result": lambda path, values: (
+        path == RESPONSES and "function_call_output" in json.dumps(values)
+    ),
+    "responses, continued": lambda path, values: (
+        path == RESPONSES and '"incomplete"' in json.dumps(values)
+    ),
+    "responses, logprobs": lambda _, values: (
+        "message.output_text.logprobs" in (values.get("include") or ())
+    ),
+    "responses, aside": lambda _, values: values.get("prompt_cache_key"),
     "stream": lambda _, values: values.get("stream"),
     "no stream": lambda _, values: not values.get("stream"),
     "n": lambda _, values: values.get("n", 1) == 2,
@@ -138,6 +166,7 @@ def test_prompts_are_one_of_a_kind(drawn: list[ClientRequest]) -> None:
         json.dumps(
             request.values.get("prompt")
             or request.values.get("messages")
+            or request.values.get("input")
             or request.values.get("token_ids")
         )
         for request in drawn
