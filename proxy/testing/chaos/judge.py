@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from balanceroute.proxy.emulate.faults import MalformedStream
+from balanceroute.proxy.emulate.settings import Preemption
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
@@ -20,7 +21,7 @@ from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.orders import ABORTING
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
-from balanceroute.proxy.testing.chaos.requests import AGENTS, MESSAGES, ClientRequest
+from balanceroute.proxy.testing.chaos.requests import AGENTS, MESSAGES, RESPONSES, ClientRequest
 from balanceroute.proxy.testing.chaos.tenants import OVERLOADED, TenantPlan
 from balanceroute.proxy.wire.sse import event_data
 from balanceroute.topologies import CONNECTORS
@@ -119,6 +120,11 @@ class Judge:
         if self._worded and self._statuses & {400, 413}:
             self._statuses |= {400, 413}
         self._aborts = any(one.kind in ABORTING for one in plan.orders)
+        # An answer of the Responses API that an engine gives up, or hands back, says that it is complete.
+        recomputes = plan.world.engines.preemption is Preemption.STOP
+        self._gives_up = recomputes or any(
+            one.get("stopping") or "recomputed_after_tokens" in one for one in changes
+        )
         self._refuses = plan.world.flags.get("direct") == "refuse"
         self._eos = any(
             "eos_first" in one.changes and one.role is Role.PREFILL for one in plan.injections
@@ -205,6 +211,10 @@ class Judge:
         if self._aborts and aborted and received.ending is Ending.COMPLETE:
             wrong.append(expected.strays_until_aborted(bytes(received.body)))
             return Verdict("aborted", [one for one in wrong if one])
+        if verdict.wrong and self._gives_up and request.path == RESPONSES:
+            whole = received.ending is Ending.COMPLETE
+            if whole and not expected.strays_until_aborted(bytes(received.body)):
+                return Verdict("given up without a word", wrong)
         if verdict.wrong and self._eos:
             again = await self._compare_with_one_token(client, request, received, seed)
             verdict = again or verdict
@@ -360,6 +370,7 @@ def contradictions(
         "exact": (Outcome.OK,),
         "ended by the prefiller": (Outcome.OK,),
         "aborted": (Outcome.OK,),
+        "given up without a word": (Outcome.OK,),
         # One that was handed back in the middle of its answer may wait for too long.
         "error event": (Outcome.UPSTREAM_ERROR, Outcome.EXPIRED),
         "left": (*Outcome,),
