@@ -2,8 +2,8 @@
 
     python scripts/check_clients.py [--without-load-tool] [--only NAME,..]
 
-The openai, anthropic, litellm and langchain packages, curl, NVIDIA's aiperf, and requests drawn from
-vLLM's own openapi.json. Makes virtual environments in build/clients on its first run (1.8 GB from the
+The openai, anthropic, litellm and langchain packages, the requests of Claude Code and Codex, curl, NVIDIA's
+aiperf, and requests drawn from vLLM's own openapi.json. Makes virtual environments in build/clients on its first run (1.8 GB from the
 package index), starts two proxies (`balanceroute up`), and prints a table of what works. Exits 1 if
 anything does not.
 """
@@ -38,11 +38,12 @@ from kits import (
     report,
     run,
 )
+from wire_checks import check_agents
 
 TOPOLOGY = "emulated-2p8d"
 MODEL = "emulated"
 KEY = "sk-for-the-check"
-GROUPS = ("openai", "frameworks", "curl", "schema", "aiperf")
+GROUPS = ("openai", "frameworks", "agents", "curl", "schema", "aiperf")
 _READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
 _READY_S = 30.0
 _SCHEMA_EXAMPLES = 40
@@ -87,10 +88,19 @@ def check_openai(proxy: Proxy, strict: Proxy) -> Iterator[Result]:
 
 def check_against_an_engine(proxy: Proxy) -> Iterator[Result]:
     """Compare the proxy with its first prefiller."""
+    yield from check_schema(proxy.url, MODEL, _prefiller(proxy), _SCHEMA_EXAMPLES)
+
+
+def check_wires(proxy: Proxy) -> Iterator[Result]:
+    """Send what agents send to the proxy and to its first prefiller."""
+    yield from check_agents(proxy.url, _prefiller(proxy), MODEL)
+
+
+def _prefiller(proxy: Proxy) -> str:
+    """Return the URL of the first one."""
     instances = proxy.page("/admin/instances")
     assert isinstance(instances, dict)
-    urls = [one["url"] for one in instances["instances"] if one["role"] == "prefill"]
-    yield from check_schema(proxy.url, MODEL, urls[0], _SCHEMA_EXAMPLES)
+    return next(str(one["url"]) for one in instances["instances"] if one["role"] == "prefill")
 
 
 def check_nothing_is_held(proxy: Proxy) -> Result:
@@ -137,6 +147,7 @@ def main() -> int:
             groups: dict[str, Iterable[Result]] = {
                 "openai": check_openai(proxy, strict),
                 "frameworks": check_frameworks(proxy.url, MODEL),
+                "agents": check_wires(proxy),
                 "curl": check_curl(proxy.url, proxy.admin_url, folder),
                 "schema": check_against_an_engine(proxy),
                 "aiperf": check_aiperf(proxy.url, folder),

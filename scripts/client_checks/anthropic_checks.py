@@ -75,6 +75,34 @@ class Checks:
         (block,) = [one for one in final.content if one.type == "tool_use"]
         assert isinstance(block.input["city"], str), json.dumps(block.input)
 
+    def tool_that_was_used(self) -> None:
+        call = {
+            "type": "tool_use",
+            "id": "toolu_1",
+            "name": "get_weather",
+            "input": {"city": "Oslo"},
+        }
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": "0"}
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+        turns = [
+            *_USER,
+            {"role": "assistant", "content": [thought, call]},
+            {"role": "user", "content": [result]},
+        ]
+        none = {"tools": [_TOOL], "tool_choice": {"type": "none"}}
+        short = self._client.messages.create(**self._values(**none))
+        answer = self._client.messages.create(**self._values(messages=turns, **none))
+        assert answer.content[0].text
+        assert _prompt_tokens(answer) > _prompt_tokens(short)
+
+    def beta_messages(self) -> None:
+        values = self._values(betas=["interleaved-thinking-2025-05-14"])
+        with self._client.beta.messages.stream(**values) as stream:
+            final = stream.get_final_message()
+        assert (
+            final.content[0].text == self._client.messages.create(**self._values()).content[0].text
+        )
+
     def tokens_are_counted(self) -> None:
         counted = self._client.messages.count_tokens(model=self._model, messages=_USER)
         answer = self._client.messages.create(**self._values())

@@ -67,7 +67,7 @@ SCHEMA = Kit("schemathesis", ("schemathesis",))
 FRAMEWORKS = (
     Kit("anthropic", ("anthropic",)),
     Kit("litellm", ("litellm", "mcp")),  # The latter for tools.
-    Kit("langchain", ("langchain-openai",)),
+    Kit("langchain", ("langchain-openai", "langchain-anthropic")),
 )
 
 

@@ -1,4 +1,4 @@
-"""What `langchain-openai` gets from the proxy.
+"""What `langchain-openai` and `langchain-anthropic` get from the proxy.
 
 python langchain_checks.py BASE_URL MODEL [LEFT_OUT..]
 """
@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import openai  # type: ignore[import-not-found]
+from langchain_anthropic import ChatAnthropic  # type: ignore[import-not-found]
 from langchain_openai import ChatOpenAI, OpenAI  # type: ignore[import-not-found]
 from reporting import CITY_SCHEMA, raised, report
 
@@ -68,6 +69,20 @@ class Checks:
             _SCHEMA, method="function_calling"
         )
         assert isinstance(asked.invoke("What is the weather in Oslo?")["city"], str)
+
+    def responses(self) -> None:
+        whole = self._chat(use_responses_api=True).invoke("import os, sys")
+        assert whole.text
+        assert 0 < whole.usage_metadata["output_tokens"] <= 16
+        chunks = list(self._chat(use_responses_api=True).stream("import os, sys"))
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+
+    def messages(self) -> None:
+        values = {"model": self._values["model"], "max_tokens": 16, "api_key": "none"}
+        url = self._values["base_url"].removesuffix("/v1")
+        chat = ChatAnthropic(**values, base_url=url, max_retries=0)
+        assert chat.invoke("import os, sys").text
+        assert "".join(chunk.text for chunk in chat.stream("import os, sys"))
 
     def errors(self) -> None:
         raised(openai.BadRequestError, lambda: self._chat(temperature=-1.0).invoke("a"))

@@ -82,6 +82,23 @@ class Checks:
         chunks = litellm.completion(**values)
         assert "".join(one.choices[0].delta.content or "" for one in chunks) == whole
 
+    def responses(self) -> None:
+        values: dict[str, Any] = {
+            "model": f"openai/{self._model}",
+            "api_base": f"{self._url}/v1",
+            "api_key": "none",
+        }
+        values |= {"input": "import os, sys", "max_output_tokens": 16, "temperature": 0.0}
+        whole = litellm.responses(**values)
+        text = whole.output[0].content[0].text
+        assert text
+        said = [
+            event.delta
+            for event in litellm.responses(**values, stream=True)
+            if event.type == "response.output_text.delta"
+        ]
+        assert "".join(said) == text
+
     def errors(self) -> None:
         raised(litellm.BadRequestError, lambda: litellm.completion(**self._values(max_tokens=0)))
         unknown = self._values(model="hosted_vllm/gpt-9")

@@ -16,7 +16,7 @@ import openai  # type: ignore[import-not-found]
 from reporting import raised, report
 
 MODEL = "emulated"
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -175,6 +175,61 @@ class Checks:
             final = stream.get_final_completion()
         assert {"chunk", "content.delta", "content.done"} <= kinds
         assert final.choices[0].message.content.split() == words[:8]
+
+    def _respond(self, text: Any, **values: Any) -> Any:
+        values.setdefault("max_output_tokens", 20)
+        return self._client.responses.create(model=MODEL, input=text, **values)
+
+    def response(self) -> None:
+        answer = self._respond("hello there", instructions="Be brief.")
+        assert answer.output_text
+        assert answer.status in ("completed", "incomplete")
+        assert 0 < answer.usage.output_tokens <= 20
+        assert answer.usage.input_tokens > 2
+
+    def response_stream_is_the_whole_answer(self) -> None:
+        whole = self._respond("tell me", temperature=0)
+        events = list(self._respond("tell me", temperature=0, stream=True))
+        said = [one.delta for one in events if one.type == "response.output_text.delta"]
+        assert "".join(said) == whole.output_text
+        assert [one.sequence_number for one in events] == list(range(len(events)))
+        assert events[-1].type == "response.completed"
+        assert events[-1].response.output_text == whole.output_text
+        assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+
+    def response_stream_helper(self) -> None:
+        with self._client.responses.stream(
+            model=MODEL, input="with the helper", max_output_tokens=20
+        ) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_response()
+        assert {"response.output_text.delta", "response.completed"} <= kinds
+        assert final.output_text
+
+    def response_with_a_tool_and_its_output(self) -> None:
+        tool = {"type": "function", "strict": False} | WEATHER["function"]
+        values = {"tools": [tool], "tool_choice": "required", "max_output_tokens": 200}
+        first = self._respond("weather", **values)
+        (call,) = first.output
+        assert (call.type, call.name) == ("function_call", "get_weather")
+        assert "city" in json.loads(call.arguments)
+        deltas = [
+            event.delta
+            for event in self._respond("weather", stream=True, **values)
+            if event.type == "response.function_call_arguments.delta"
+        ]
+        assert "".join(deltas) == call.arguments
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        second = self._respond([*say("weather"), call.to_dict(), output], tools=[tool])
+        assert second.usage.input_tokens > first.usage.input_tokens
+
+    def response_errors(self) -> None:
+        error = raised(openai.BadRequestError, lambda: self._respond("wrong", max_output_tokens=0))
+        assert error.body["message"]
+        unknown = {"previous_response_id": "resp_1"}
+        error = raised(openai.NotFoundError, lambda: self._respond("again", **unknown))
+        assert "resp_1" in error.body["message"]
+        raised(openai.BadRequestError, lambda: self._respond("later", background=True))
 
     def embeddings(self) -> None:
         answer = self._client.embeddings.create(
