@@ -1,6 +1,6 @@
 """The proxy in front of real vLLM engines: prefill, KV transfer and decode on CPUs, a tiny model.
 
-    python scripts/check_engines [--connector nixl,mooncake,nixl-dp] [--only NAME,..] [--keep]
+    python scripts/check_engines [--connector nixl,mooncake,nixl-dp,nixl-agents] [--only NAME,..] [--keep]
 
 Installs vLLM's CPU build into build/vllm-venv on the first run (6 GB), starts one prefiller and two
 decode engines for each connector, and prints a table of what holds. Exits 1 if anything does not.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from agent_checks import AgentChecks
 from audit_checks import AuditChecks
 from client_checks import ClientChecks
 from dp_checks import DpChecks
@@ -44,7 +45,13 @@ _MOONCAKE = {
 }
 # Of what a rank computes it tells what it had cached.
 _DETAILS = "--enable-prompt-tokens-details"
-CONNECTORS = ("nixl", "mooncake", "nixl-dp")
+# Of a model with thoughts, whose prompts are longer, and computed in parts.
+_AGENTS = (
+    "--reasoning-parser=deepseek_r1",
+    "--max-model-len=4096",
+    "--max-num-batched-tokens=512",
+)
+CONNECTORS = ("nixl", "mooncake", "nixl-dp", "nixl-agents")
 Group = (
     Checks
     | TraceChecks
@@ -56,6 +63,7 @@ Group = (
     | LocalityChecks
     | PairingChecks
     | AuditChecks
+    | AgentChecks
 )
 
 
@@ -81,6 +89,8 @@ def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
     model, shim = "tiny-dense", "nixl,fork"
     prefill: list[str] = []
     decode: list[list[str]] = [[], []]
+    if connector == "nixl-agents":
+        model, prefill, decode = "tiny-thinking", [*_AGENTS], [[*_AGENTS], [*_AGENTS]]
     if connector == "nixl-dp":
         model, shim = "tiny-moe", "moe-dp,nixl,fork"
         group = ["--data-parallel-size=2", f"--data-parallel-rpc-port={free_port()}"]
@@ -120,10 +130,12 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
     with running(what, folder) as engines:
         yield "engines start", f"{len(engines)} in {time.monotonic() - begin_s:.0f} s", None
         fleet = Fleet(
-            engines[:1], engines[1:], connector.removesuffix("-dp"), tuple(flags), folder, steps
+            engines[:1], engines[1:], connector.partition("-")[0], tuple(flags), folder, steps
         )
         groups: list[Group] = [DpChecks(fleet), AuditChecks(fleet)]
-        if connector != "nixl-dp":
+        if connector == "nixl-agents":
+            groups = [AgentChecks(fleet, long_words=900)]
+        elif connector != "nixl-dp":
             # The last ones kill engines.
             more: list[Group] = []
             if connector == "nixl":
@@ -133,6 +145,7 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
                 TraceChecks(fleet),
                 TokenChecks(fleet),
                 PauseChecks(fleet),
+                AgentChecks(fleet, long_words=400),
                 *more,
                 Checks(fleet),
             ]

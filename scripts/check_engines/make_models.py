@@ -1,9 +1,10 @@
-"""Writes two tiny models with random weights, dense and mixture of experts, and their tokeniser.
+"""Writes tiny models with random weights, two dense and a mixture of experts, and their tokenisers.
 
     python make_models.py FOLDER
 
 Runs in the engines' venv. The tokeniser is a byte-level BPE trained on Python's own library, so that it
 takes any text; the weights are large enough that greedy decoding does not repeat one token for ever.
+The second dense model opens each turn with thoughts, and ends them often: `</think>` has larger weights.
 """
 
 import sys
@@ -30,6 +31,8 @@ from transformers import (  # type: ignore[import-not-found]
 VOCABULARY = 2048
 CONTEXT = 4096
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_THINKING = ["<think>", "</think>"]
+_END_OF_THOUGHTS = 3.0
 _TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "<|im_end|>\n{%- endif %}"
@@ -39,15 +42,16 @@ _TEMPLATE = (
 )
 
 
-def tokeniser() -> Any:
-    """Return the tokeniser."""
+def tokeniser(*, thinks: bool = False) -> Any:
+    """Return a tokeniser; of a model that `thinks` it has tokens around thoughts."""
+    special = _SPECIAL + _THINKING * thinks
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=_SPECIAL,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -59,19 +63,26 @@ def tokeniser() -> Any:
         eos_token=_SPECIAL[2],
         model_max_length=CONTEXT,
     )
-    fast.chat_template = _TEMPLATE
+    fast.chat_template = _TEMPLATE.replace(
+        "assistant\n", "assistant\n<think>\n" if thinks else "assistant\n"
+    )
     return fast
 
 
 def save(folder: Path, config: Any, kind: Any, tokenizer: Any) -> None:
     """Write one model."""
     torch.manual_seed(0)
-    kind(config).save_pretrained(folder)
+    model = kind(config)
+    end = tokenizer.convert_tokens_to_ids(_THINKING[1])
+    if end is not None:
+        with torch.no_grad():
+            model.lm_head.weight[end] *= _END_OF_THOUGHTS
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def main() -> None:
-    """Write both."""
+    """Write all."""
     folder = Path(sys.argv[1])
     tokenizer = tokeniser()
     common = {
@@ -96,7 +107,9 @@ def main() -> None:
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     }
-    save(folder / "tiny-dense", Qwen3Config(**common), Qwen3ForCausalLM, tokenizer)
+    dense = Qwen3Config(**common)
+    save(folder / "tiny-dense", dense, Qwen3ForCausalLM, tokenizer)
+    save(folder / "tiny-thinking", dense, Qwen3ForCausalLM, tokeniser(thinks=True))
     save(folder / "tiny-moe", Qwen3MoeConfig(**common, **experts), Qwen3MoeForCausalLM, tokenizer)
 
 

@@ -38,8 +38,8 @@ _SHORT = {
 }
 _STRICT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": _SHORT}}
 # The smallest PNG there is; the tiny model takes no image, so that the refusal is compared.
-_IMAGE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+IMAGE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
     "awAAAABJRU5ErkJggg=="
 )
 
@@ -127,7 +127,7 @@ class Checks:
         return f"{len(requests())} requests, {pulled_after - pulled:.0f} prompt tokens pulled"
 
     def check_refusals_are_the_engines(self) -> str:
-        image = {"type": "image_url", "image_url": {"url": _IMAGE}}
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}}
         refused = (
             (completion("a", max_tokens=100_000), 400),
             (completion("word " * 3000), 400),
