@@ -71,6 +71,13 @@ def test_http3_gives_the_answers_of_http1(make_exchanged: "MakeExchanged", tmp_p
                     assert one.header(b"alt-svc") == b'h3=":%d"; ma=86400' % public
                 refused = await client.ask(b"POST", COMPLETIONS.encode(), JSON, b"{}")
                 assert refused.status == 401
+                socket = [(b":protocol", b"websocket"), (b"sec-websocket-version", b"13")]
+                number = client.begin(b"CONNECT", b"/v1/responses", socket, end=False)
+                answer = await client.answer(number)
+                assert answer.status == 426
+                assert b"POST the same request" in answer.body
+                number = client.begin(b"CONNECT", b"/health", socket, end=False)
+                assert (await client.answer(number)).status == 405
                 # It ends its streams before the process does.
                 number = client.begin(b"POST", COMPLETIONS.encode(), authorised, end=False)
                 client.more(number, json.dumps(STREAM).encode())

@@ -12,6 +12,7 @@ from balanceroute.proxy.live.frontend.clients import EVERYBODY
 from balanceroute.proxy.live.frontend.request_head import (
     NOT_FOUND,
     api_key_id,
+    asks_for_websocket,
     check_json_body,
     passed_headers,
     user_agent,
@@ -91,6 +92,8 @@ def know(head: "RequestHead | Request", clients: "Clients", *, keep_key: bool) -
 def _refuse(
     head: "RequestHead | Request", route: Route, tenant: "Tenant | None"
 ) -> Rejection | None:
+    if route.websocket and asks_for_websocket(head.method, head.headers):
+        return Rejection(426, f"WebSockets are not served: {route.websocket}")
     if route.reason:
         return Rejection(404, f"Not Found: {route.reason}")
     if head.method not in route.methods:

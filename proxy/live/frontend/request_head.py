@@ -38,6 +38,7 @@ _ENGINE_LINES = (
     b"content-type: application/json\r\nx-request-id: %b\r\naccept-encoding: identity\r\n"
 )
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
+_OPEN_WEBSOCKETS = frozenset({b"GET", b"CONNECT"})
 _KEYS = frozenset({b"api-key", b"authorization", b"x-api-key"})
 _WITH_KEYS = _PASSED | _KEYS
 # Up to Python 3.11 each look at a member of an enumeration is a call.
@@ -128,6 +129,14 @@ def user_agent(headers: "Headers") -> str:
         if name == b"user-agent":
             return value[:_MAX_USER_AGENT].decode("latin-1")
     return ""
+
+
+def asks_for_websocket(method: bytes, headers: "Headers") -> bool:
+    """Return whether a head opens a WebSocket (RFC 6455 section 4.1, over HTTP/3 RFC 9220)."""
+    if method not in _OPEN_WEBSOCKETS:
+        return False
+    named = b",".join(value for name, value in headers if name == b"upgrade").lower()
+    return b"websocket" in {protocol.strip() for protocol in named.split(b",")}
 
 
 def check_json_body(headers: "Headers") -> Rejection | None:

@@ -20,6 +20,7 @@ _TYPES = {
     413: "RequestTooLargeError",
     414: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    426: "UpgradeRequiredError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",

@@ -39,6 +39,7 @@ class Route:
         generates: Whether the single engine that answers it generates text as it does for a
             completion, so that members which steer KV transfer must not reach it.
         reason: Why it is not served; empty if it is.
+        websocket: What to do instead of asking for it by WebSocket; empty if no API has it so.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Route:
     keyed: bool = True
     generates: bool = False
     reason: str = ""
+    websocket: str = ""
 
     @property
     def allow(self) -> bytes:
@@ -61,6 +63,7 @@ _NOT_KEPT = (
     "responses are not kept: with several engines none of them has what another one answered. "
     "Send the whole conversation in `input`"
 )
+_WITHOUT_WEBSOCKET = {"/v1/responses": "POST the same request, with `stream` for its events"}
 _OPERATORS = "only operators change engines: ask each engine itself"
 
 
@@ -81,7 +84,13 @@ def _not_served(reason: str, *paths: str) -> Iterable[Route]:
 
 ROUTES: tuple[Route, ...] = (
     *(
-        Route(path, _POST, Handling.GENERATION, Media.JSON)
+        Route(
+            path,
+            _POST,
+            Handling.GENERATION,
+            Media.JSON,
+            websocket=_WITHOUT_WEBSOCKET.get(path, ""),
+        )
         for path in (
             "/v1/chat/completions",
             "/v1/completions",
@@ -110,7 +119,14 @@ ROUTES: tuple[Route, ...] = (
     Route("/ping", (*_GET, b"POST"), Handling.OWN, keyed=False),
     *_own("/load", "/v1/models/{id}", keyed=True),
     *_not_served(_NOT_KEPT, "/v1/responses/{id}", "/v1/responses/{id}/cancel"),
-    *_not_served("WebSockets are not served", "/v1/realtime"),
+    Route(
+        "/v1/realtime",
+        (),
+        Handling.NOT_SERVED,
+        keyed=False,
+        reason="WebSockets are not served",
+        websocket="POST audio to /v1/audio/transcriptions, or text to /v1/chat/completions",
+    ),
     *_not_served("call the API that is meant, such as /v1/chat/completions", "/invocations"),
     *_not_served(
         _OPERATORS,

@@ -49,6 +49,7 @@ OWN_FIELDS = frozenset(
 _WITH_LENGTH = frozenset({b"PATCH", b"POST", b"PUT"})
 # Never a body after these, whatever the headers say (RFC 9112 §6.3).
 WITHOUT_BODY = frozenset({204, 304})
+_UPGRADE_REQUIRED = 426
 STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
@@ -207,6 +208,19 @@ def encode_fields(headers: Headers) -> bytes:
     if not (safe and _SAFE_FIELDS.fullmatch(block)):
         raise UnsafeHeaderError(f"a header cannot be written: {headers!r:.200}")
     return block
+
+
+def connection_fields(status: int, option: bytes) -> bytes:
+    """Return the header lines of an answer that concern its connection.
+
+    Args:
+        status: Of the answer. 426 says which protocol is served instead (RFC 9110 section 15.5.22).
+        option: What happens to the connection: `close`, `keep-alive`, or empty for the usual.
+    """
+    if status == _UPGRADE_REQUIRED:
+        option = b"upgrade, " + option if option else b"upgrade"
+        return b"upgrade: HTTP/1.1\r\nconnection: %b\r\n" % option
+    return b"connection: %b\r\n" % option if option else b""
 
 
 def encode_request_head(

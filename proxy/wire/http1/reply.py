@@ -3,7 +3,12 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from balanceroute.proxy.wire.http1.heads import STATUS_LINES, WITHOUT_BODY, encode_fields
+from balanceroute.proxy.wire.http1.heads import (
+    STATUS_LINES,
+    WITHOUT_BODY,
+    connection_fields,
+    encode_fields,
+)
 from balanceroute.proxy.wire.messages import Headers
 from balanceroute.proxy.wire.reply import Late
 from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
@@ -139,11 +144,10 @@ class Http1Reply(ReplyState[ReplyTransport]):
     def _head(self, status: int, headers: Headers, framing: bytes) -> bytes:
         line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         fields = encode_fields([*headers, *self.more_headers]) + self._common
+        option = b"keep-alive" if self._http_1_0 else b""
         if self._transport.closes_after_answer:
-            framing += b"connection: close\r\n"
-        elif self._http_1_0:
-            framing += b"connection: keep-alive\r\n"
-        return b"%b%b%b\r\n" % (line, fields, framing)
+            option = b"close"
+        return b"%b%b%b%b\r\n" % (line, fields, framing, connection_fields(status, option))
 
     def _send(self, data: bytes) -> None:
         self.written += len(data)

@@ -7,7 +7,12 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
-from balanceroute.proxy.wire.http1.heads import STATUS_LINES, RequestHead, encode_fields
+from balanceroute.proxy.wire.http1.heads import (
+    STATUS_LINES,
+    RequestHead,
+    connection_fields,
+    encode_fields,
+)
 from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 from balanceroute.proxy.wire.turn_writes import WriteTurn
@@ -153,10 +158,11 @@ class Service:
         headers, body = self.refuse(rejection, head, peer)
         read = _origin_of(received) if head is None else head.headers
         fields = encode_fields(headers) + self.common_fields(read)
-        return b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
+        return b"%b%bcontent-length: %d\r\n%b\r\n%b" % (
             STATUS_LINES[rejection.status],
             fields,
             len(body),
+            connection_fields(rejection.status, b"close"),
             body,
         )
 

@@ -21,7 +21,6 @@ from balanceroute.proxy.wire.messages import (
 # What each field counts for beside its bytes (RFC 9114 section 4.2.2).
 _FIELD_BYTES = 32
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*+")
-_OPTIONAL = frozenset({b":protocol"})
 _SCHEMES = frozenset({b"https", b"http"})
 
 
@@ -46,9 +45,14 @@ def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
         raise MalformedError("the request's head is too long", 431)
     if len(headers) > limits.header_limit:
         raise MalformedError("the request has too many headers", 431)
-    if method not in METHODS:
+    protocol = pseudo.get(b":protocol", b"").lower()
+    if method == b"CONNECT" and protocol == b"websocket":
+        # Over HTTP/1.1 this is a GET with this header (RFC 9220). Its method stays, so that nobody answers
+        # it with 200, which would open a tunnel.
+        headers.append((b"upgrade", protocol))
+    elif method not in METHODS:
         raise unknown_method(method)
-    if _OPTIONAL & pseudo.keys():
+    elif b":protocol" in pseudo:
         raise MalformedError("no other protocol is spoken over a request")
     if pseudo.get(b":scheme", b"").lower() not in _SCHEMES:
         raise MalformedError("the :scheme is missing, or neither https nor http")

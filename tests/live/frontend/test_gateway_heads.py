@@ -259,3 +259,87 @@ def test_the_page_of_metrics_is_rendered_at_most_once_a_second(play: "Play") -> 
         assert (await site.get("/metrics")).body != before
 
     play(scenario)
+
+
+# WebSockets.
+
+OPENING = (
+    b"GET %b HTTP/1.1\r\nHost: a\r\nConnection: keep-alive, Upgrade\r\nUpgrade: %b\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (b"/v1/responses", b"POST the same request"),
+        (b"/v1/responses/?a=b", b"POST the same request"),
+        (b"/v1/realtime?model=tiny", b"/v1/audio/transcriptions"),
+    ],
+)
+def test_a_websocket_is_426_with_what_is_served_instead(
+    play: "Play", path: bytes, words: bytes
+) -> None:
+    """Codex asks for one first, and goes over to POST at once if the answer is 426."""
+
+    async def scenario(site: "Site") -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+        for protocol in (b"websocket", b"h2c, WebSocket"):  # The connection stays.
+            writer.write(OPENING % (path, protocol) + b"\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
+            assert head.startswith(b"HTTP/1.1 426 Upgrade Required\r\n")
+            assert fields[b"upgrade"] == b"HTTP/1.1"
+            assert fields[b"connection"] == b"upgrade"
+            body = await reader.readexactly(int(fields[b"content-length"]))
+            assert words in body
+            assert b'"type":"UpgradeRequiredError"' in body
+        _, closed = await answer_to_head(
+            site, OPENING % (path, b"websocket") + b"\r\nContent-Length: 9"
+        )
+        assert b"upgrade: HTTP/1.1\r\nconnection: upgrade, close\r\n" in closed
+        writer.close()
+        ended = site.world.ended
+        await site.until(lambda: [record.status for record in ended] == [426] * 3)
+        assert site.seen == []
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (OPENING % (b"/v1/chat/completions", b"websocket"), 405),
+        (OPENING % (b"/v1/responses/resp_1", b"websocket"), 404),
+        (OPENING % (b"/v1/responses", b"h2c"), 405),
+        (OPENING % (b"/v1/realtime", b"websockets"), 404),
+        (OPENING.replace(b"GET", b"POST") % (b"/v1/realtime", b"websocket"), 404),
+        (OPENING % (b"/health", b"websocket"), 200),
+    ],
+)
+def test_what_else_asks_for_an_upgrade_is_answered_as_without(
+    play: "Play", head: bytes, status: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        told, answer = await answer_to_head(site, head + b"\r\nConnection: close")
+        assert told == status
+        assert b"upgrade:" not in answer
+
+    play(scenario)
+
+
+def test_a_request_that_offers_an_upgrade_is_served_without_it(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        body = b'{"model":"tiny","prompt":"a","max_tokens":2}'
+        head = OPENING.replace(b"GET", b"POST") % (COMPLETIONS.encode(), b"websocket")
+        head += b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+        writer.write(head)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        assert {b"upgrade", b"connection"}.isdisjoint(
+            name for seen in site.seen for name, _ in seen.request.headers
+        )
+
+    play(scenario)

@@ -18,6 +18,7 @@ from balanceroute.proxy.wire.messages import Rejection, ServerLimits
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.reply import Reply
 
@@ -156,6 +157,30 @@ async def test_a_bad_head_is_answered_alone(
         answer = await client.answer(number)
         assert answer.status == status
         # The connection goes on.
+        assert (await client.ask(b"GET", b"/")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ([(b":protocol", b"WebSocket")], 426),
+        ([(b":protocol", b"connect-udp")], 405),
+        ([], 405),
+    ],
+)
+async def test_an_extended_connect_is_judged_as_the_upgrade_that_it_is(
+    tmp_path: "Path", fields: list[tuple[bytes, bytes]], status: int
+) -> None:
+    def admit(head: "RequestHead", peer: str) -> Rejection | None:
+        asks = head.method == b"CONNECT" and (b"upgrade", b"websocket") in head.headers
+        return Rejection(426, "no WebSockets") if asks else None
+
+    async with http3_site(echo, tmp_path, admit=admit) as site, site.client() as client:
+        number = client.begin(b"CONNECT", b"/socket", fields, end=False)
+        answer = await client.answer(number)
+        assert answer.status == status
+        # Both say something of a connection of HTTP/1.1 (RFC 9114 section 4.2).
+        assert {b"upgrade", b"connection"}.isdisjoint(dict(answer.headers))
         assert (await client.ask(b"GET", b"/")).status == 200
 
 
