@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.live.frontend.aliases import UnknownTaskError
 from balanceroute.proxy.live.frontend.asking import Asking, LateRefusals
 from balanceroute.proxy.live.frontend.clients import refuse_model, urgency_of
+from balanceroute.proxy.live.frontend.conversation import named_in_body, session_of
 from balanceroute.proxy.live.frontend.fall_back import MODEL_HEADER, FallBack
 from balanceroute.proxy.live.frontend.groups import unknown_model
 from balanceroute.proxy.live.frontend.model_routes import refuse_unlisted
 from balanceroute.proxy.live.frontend.request_head import (
     BadHintError,
     expected_output_tokens,
-    session_of,
 )
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
@@ -151,7 +151,7 @@ class Generation:
             asking.deny(400, str(error), param=error.param)
             return
         name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
-        session = session_of(headers, name) if b"x-session-id" in rare else 0
+        session = session_of(asking.known.session or named_in_body(asking.body), name)
         early = (
             group.intake.context.legs.asks_early
             and not (shape.direct or group.intake.context.connector.facts.decode_first)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.live.frontend.clients import EVERYBODY
+from balanceroute.proxy.live.frontend.conversation import named_in_head
 from balanceroute.proxy.live.frontend.request_head import (
     NOT_FOUND,
     api_key_id,
@@ -36,7 +37,6 @@ _RARE = frozenset(
         b"tracestate",
         b"x-expected-output-tokens",
         b"x-request-id",
-        b"x-session-id",
     }
 )
 # Up to Python 3.11 each look at a member of an enumeration is a call.
@@ -52,6 +52,7 @@ class KnownHead(Struct, frozen=True):
         rejection: Why such a request is not served, whatever its body and the limits; None if it is.
         tenant: Whose it is; None if nobody's.
         api_key_id: See `RequestRecord`.
+        session: The conversation's name in it; empty if there is none.
         rare: The headers it has of those that few requests have.
         lines: Of the headers that engines get, except for those of a trace and the engines' own key.
     """
@@ -62,6 +63,7 @@ class KnownHead(Struct, frozen=True):
     tenant: "Tenant | None"
     api_key_id: str
     user_agent: str
+    session: bytes
     rare: frozenset[bytes]
     lines: bytes
 
@@ -84,6 +86,7 @@ def know(head: "RequestHead | Request", clients: "Clients", *, keep_key: bool) -
         tenant,
         api_key_id(headers) if clients.has_keys else "",
         user_agent(headers),
+        named_in_head(headers),
         _RARE & {name for name, _ in headers},
         encode_fields(passed_headers(headers, keep_key=keep_key)),
     )

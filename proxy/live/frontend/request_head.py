@@ -5,7 +5,7 @@ headers, proxies' own headers and cookies cannot pass by being forgotten.
 """
 
 import re
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.routes import Media
@@ -26,7 +26,6 @@ _MOST_OF_AN_ID = 256
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
 _NO_CODING = frozenset({b"", b"identity"})
 _ID_DIGITS = 8
-_HASH_BYTES = 8
 _MAX_USER_AGENT = 128
 # The others choose what of Anthropic's API a client speaks.
 _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
@@ -78,18 +77,6 @@ def expected_output_tokens(headers: "Headers") -> int | None:
     if len(values) > 1 or not _TOKENS.fullmatch(values[0]):
         raise BadHintError
     return int(values[0])
-
-
-def session_of(headers: "Headers", tenant: str) -> int:
-    """Return a hash of the client's X-Session-Id, below 2**63; 0 if it gave none.
-
-    Conversations of two tenants are two, whatever their names.
-    """
-    value = next((value for name, value in headers if name == b"x-session-id"), b"")
-    if not value:
-        return 0
-    digest = blake2b(value, digest_size=_HASH_BYTES, key=sha256(tenant.encode()).digest())
-    return int.from_bytes(digest.digest()) >> 1 or 1
 
 
 def given_keys(headers: "Headers") -> list[bytes]:

@@ -8,7 +8,6 @@ from balanceroute.proxy.live.frontend.request_head import (
     engine_lines,
     key_headers,
     passed_headers,
-    session_of,
     trace_headers,
 )
 from balanceroute.proxy.live.security.credentials import Secret
@@ -112,15 +111,3 @@ def test_the_clients_key_reaches_the_engine_only_if_it_is_the_engines() -> None:
 def test_the_engines_own_key_replaces_the_clients(*, keep: bool) -> None:
     headers = made([(b"authorization", b"Bearer sk-client")], engine_key=ENGINE_KEY, keep=keep)
     assert headers == [*OURS, (b"authorization", b"Bearer sk-engine")]
-
-
-def test_a_session_has_a_name_of_its_tenant_s() -> None:
-    header = fields((b"x-session-id", b"chat-1"))
-    session = session_of(header, "a")
-    assert 0 < session < 2**63
-    assert session == session_of(header, "a")
-    assert session not in {
-        session_of(header, "b"),
-        session_of(fields((b"x-session-id", b"c")), "a"),
-    }
-    assert session_of(fields((b"x-session-id", b"")), "a") == session_of([], "a") == 0

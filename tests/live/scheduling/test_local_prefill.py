@@ -110,8 +110,18 @@ def test_a_conversation_returns_to_its_rank(play: "Play", relays: int) -> None:
 
 
 @pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize(
+    ("header", "members"),
+    [
+        ((b"x-session-id", b"one"), {}),
+        ((b"x-claude-code-session-id", b"one"), {"metadata": {"user_id": "somebody"}}),
+        ((b"x-app", b"cli"), {"metadata": {"user_id": '{"session_id": "one"}'}}),
+        ((b"thread-id", b"one"), {"prompt_cache_key": "of all"}),
+        ((b"originator", b"codex"), {"prompt_cache_key": "one"}),
+    ],
+)
 def test_a_session_returns_to_its_rank_however_its_client_writes_it(
-    play: "Play", relays: int
+    play: "Play", relays: int, header: tuple[bytes, bytes], members: dict[str, object]
 ) -> None:
     async def scenario(site: "Site") -> None:
         await warm_up(site)
@@ -120,7 +130,7 @@ def test_a_session_returns_to_its_rank_however_its_client_writes_it(
             if turns % 2:  # The same, to an engine.
                 said = [dict(reversed(message.items())) for message in said]
             body = {"model": "tiny", "messages": said, "max_tokens": 2, "stream": True}
-            assert (await site.post(CHAT, body, [(b"x-session-id", b"one")])).status == 200
+            assert (await site.post(CHAT, body | members, [header])).status == 200
         assert not site.received("prefill", CHAT)
         assert len({seen.engine for seen in site.received("decode", CHAT)}) == 1
 
