@@ -19,6 +19,7 @@ class EngineCall:
         length_name: The id by which the length of its answer may be known.
         drop_kv: Leave `kv_transfer_params` out of the answer.
         alien_kv: Answer with those of another request.
+        session: What KV cache events call it; empty for nothing.
     """
 
     exchange: Exchange
@@ -29,6 +30,7 @@ class EngineCall:
     arrived_s: float
     drop_kv: bool = False
     alien_kv: bool = False
+    session: str = ""
 
     @property
     def kv(self) -> Mapping[str, Any]:

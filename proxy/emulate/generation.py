@@ -157,7 +157,10 @@ class Generation:
             name = header.decode("latin-1")
         # A router that makes ids of its own replaces the header, and leaves the body as it is.
         named = name if self._hub.lengths.of(name) is not None else own
-        self._begin(wanted, reply, name, rank, length_name=named, arrived_s=arrived_s)
+        session = (request.header(b"x-session-id") or b"").decode("latin-1")
+        self._begin(
+            wanted, reply, name, rank, length_name=named, arrived_s=arrived_s, session=session
+        )
 
     def _rank(self, request: "Request") -> int:
         """Return the rank that a request names, or the least busy one.
@@ -190,6 +193,7 @@ class Generation:
         *,
         length_name: str,
         arrived_s: float,
+        session: str,
     ) -> None:
         engine, hub = self._engine, self._hub
         settings, faults = hub.settings, engine.faults
@@ -224,6 +228,7 @@ class Generation:
             arrived_s,
             drop_kv=self._happens(faults.drop_kv_params),
             alien_kv=self._happens(faults.alien_kv_params),
+            session=session,
         )
         engine.add(exchange, call)
         exchange.start(stream_headers(hub.date()))

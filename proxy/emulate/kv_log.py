@@ -58,7 +58,12 @@ class KvLog:
         self._delayed: list[tuple[int, bytes]] = []
 
     def changed(
-        self, stored: Sequence[int], before: int | None, tokens: list[int], dropped: Sequence[int]
+        self,
+        stored: Sequence[int],
+        before: int | None,
+        tokens: list[int],
+        dropped: Sequence[int],
+        session: str = "",
     ) -> None:
         """Publish what one prompt changed; nothing if that is nothing.
 
@@ -67,6 +72,7 @@ class KvLog:
             before: That of the block before them; None if they begin the prompt.
             tokens: Their token ids.
             dropped: Hashes of blocks that are there no more.
+            session: What the request called its session; empty for nothing.
         """
         events: list[dict[str, object]] = []
         if stored:
@@ -80,6 +86,7 @@ class KvLog:
                     "lora_id": None,
                     "medium": "GPU",
                     "lora_name": None,
+                    "session_id": session or None,
                 }
             )
         # vLLM drops them one by one.

@@ -72,7 +72,7 @@ class Prefiller:
             job = PrefillJob(
                 len(prompt.tokens),
                 self._settings.blocks(len(prompt.tokens)) * exchange.request.n,
-                partial(self._caches.compute, 0, prompt.tokens),
+                partial(self._caches.compute, 0, prompt.tokens, call.session),
                 partial(self._prefilled, call, number),
             )
             exchange.stages[number] = partial(self._cancel, job)

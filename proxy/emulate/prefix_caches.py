@@ -38,13 +38,13 @@ class PrefixCaches:
         if tokens is not None:
             self._caches = [PrefixCache(tokens // size, size) for _ in counters]
 
-    def compute(self, rank: int, tokens: list[int]) -> int:
+    def compute(self, rank: int, tokens: list[int], session: str = "") -> int:
         """Return how many tokens of a prompt need not be computed; from now on all are kept."""
         found = self.cached(rank, tokens) if self._caches and self._spoilt[rank] else tokens
         read = None
         if found != tokens[: len(found)]:
             read = [*found, *[NOTHING] * (len(tokens) - len(found))]  # Computed from what is wrong.
-        cached = self.keep(rank, tokens, read)
+        cached = self.keep(rank, tokens, read, session)
         if self._caches:
             self._counters[rank].prefix_queries += len(tokens)
             self._counters[rank].prefix_hits += cached
@@ -63,10 +63,12 @@ class PrefixCaches:
             )
         return found
 
-    def keep(self, rank: int, tokens: list[int], read: list[int] | None = None) -> int:
+    def keep(
+        self, rank: int, tokens: list[int], read: list[int] | None = None, session: str = ""
+    ) -> int:
         """Keep a prompt; return how many tokens of it were there before.
 
-        `read` are the tokens whose KV it has, if these are others.
+        `read` are the tokens whose KV it has, if these are others; `session` is for the log.
         """
         if not self._caches:
             return 0
@@ -86,6 +88,7 @@ class PrefixCaches:
                 blocks[known - 1] if known else None,
                 tokens[known * size : len(blocks) * size],
                 [block for block in cache.dropped if isinstance(block, int)],
+                session,
             )
         return cached
 

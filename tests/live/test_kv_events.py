@@ -168,6 +168,68 @@ def test_a_proxy_finds_what_others_had_computed(
     play(main())
 
 
+ROOMY = replace(SETTINGS, prefix_cache_tokens=200 * BLOCK)
+
+
+def said(seed: int, turns: int) -> list[dict[str, str]]:
+    """Return a conversation of 700 words a turn; a word is a token."""
+    rng = random.Random(seed)
+    messages = []
+    for _ in range(turns):
+        words = " ".join(f"t{rng.randrange(1_000)}" for _ in range(700))
+        messages.append({"role": "user", "content": words})
+    return messages
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
+def test_a_text_goes_where_its_tokens_are_by_now(
+    make_exchanged: "MakeExchanged", workers: int, path: str
+) -> None:
+    def body(turns: int, **more: object) -> dict[str, object]:
+        messages = said(1, turns)
+        text = "".join(f"{one['content']} " for one in messages)
+        asked = {"messages": messages} if path != COMPLETIONS else {"prompt": text}
+        return {"model": "tiny", "max_tokens": 2, **asked, **more}
+
+    async def main() -> None:
+        async with engines(ROOMY) as fleet:
+
+            async def compute(place: int, path: str, *bodies: dict[str, object]) -> None:
+                """Have an engine compute prompts that the proxy does not see."""
+                engine = Client(fleet.engines[place].port, make_exchanged)
+                for one in bodies:
+                    assert (await engine.post(path, one)).status == 200
+                engine.close()
+
+            for place in (
+                0,
+                1,
+            ):  # An engine that begins now would count as one that lost its cache.
+                await compute(place, COMPLETIONS, request(prompt(9, 1)))
+            words = [*flags(fleet), "--workers", str(workers)]
+            async with serving(
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *words
+            ) as served:
+                await until_known(served, [1, 1])
+                client = {"session_id": "of the client's"}
+                assert (await served.client.post(path, body(1, **client))).status == 200
+                caches = [fleet._prefillers[one]._caches for one in fleet.engines[:2]]
+                first = next(place for place in (0, 1) if len(caches[place]._caches[0]._held) > 1)
+                # Somebody else has it computed at the other one, and has it dropped at this one.
+                await compute(1 - first, path, body(1))
+                fillers = [request(prompt(seed, 40)) for seed in range(20, 26)]
+                await compute(first, COMPLETIONS, *fillers)
+                await until_known(served, [len(one._caches[0]._held) for one in caches])
+                before = [one._counters[0].prefix_hits for one in caches]
+                assert (await served.client.post(path, body(2))).status == 200
+                after = [one._counters[0].prefix_hits for one in caches]
+                assert after[first] == before[first]
+                assert after[1 - first] - before[1 - first] > 600
+
+    play(main())
+
+
 @pytest.mark.parametrize("by", ["file", "order", "ports"])
 def test_prefillers_that_come_and_go_are_followed(
     make_exchanged: "MakeExchanged", tmp_path: Path, by: str

@@ -5,9 +5,13 @@ before it when it stores it. So a block is known here by both: by the engine's h
 removed, and by the proxy's own, by which a prompt looks for it. What cannot be linked to the start of a
 prompt is left out. Whatever an engine tells, the worst is a wrong expectation.
 
-Memory: 48 bytes for each block that fits, taken as they come.
+A block also depends on what its engine mixes into its hash beside the token ids: the name of an adapter,
+a cache salt, the images in it. These are mixed into the proxy's own hash too.
+
+Memory: 64 bytes for each block that fits, taken as they come.
 """
 
+from array import array
 from collections.abc import Sequence
 from enum import Enum
 
@@ -15,10 +19,13 @@ import numpy as np
 
 from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.key_table import KeyTable
+from balanceroute.proxy.core.prefill.text_prompts import TextPrompts
 from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain
 
 # The largest token id that is taken.
 _MOST_ID = 1 << 40
+# Blocks up to which a prompt is followed back to its start: half a million tokens.
+_MOST_ANCESTORS = 1 << 15
 
 
 class Knowledge(Enum):
@@ -35,10 +42,14 @@ class EngineBlocks:
     Args:
         block_tokens: Tokens of a block.
         most: Blocks that are known of each prefiller at most.
+
+    Attributes:
+        texts: What they tell of the tokens of texts.
     """
 
     def __init__(self, block_tokens: int, most: int = 1 << 20) -> None:
         self.block_tokens = block_tokens
+        self.texts = TextPrompts()
         self._most = most
         self._caches: dict[PrefillerId, _Cache] = {}
         self._resets: dict[PrefillerId, int] = {}
@@ -89,7 +100,14 @@ class EngineBlocks:
         self._resets[prefiller] = self.resets(prefiller) + 1
 
     def stored(
-        self, prefiller: PrefillerId, hashes: Sequence[int], before: int | None, tokens: list[int]
+        self,
+        prefiller: PrefillerId,
+        hashes: Sequence[int],
+        before: int | None,
+        tokens: list[int],
+        *,
+        extras: Sequence[int] = (),
+        name: str = "",
     ) -> None:
         """Note that a prefiller has stored consecutive blocks of a prompt.
 
@@ -98,6 +116,8 @@ class EngineBlocks:
             hashes: The engine's, 64 bits each.
             before: That of the block before them; None if they begin the prompt.
             tokens: Their token ids.
+            extras: Hashes of what else they depend on, one for each; empty for nothing.
+            name: What the prompt is called there; see `TextPrompts`.
 
         Raises:
             ValueError: The token ids are not those of so many blocks, or are none.
@@ -114,10 +134,15 @@ class EngineBlocks:
         start = 0 if before is None else cache.by_engine.get(before)
         if start is None:
             return  # The blocks before it were stored unheard.
-        own = chain(ids, self.block_tokens, start)
+        own = chain(ids, self.block_tokens, start, extras)
         cache.by_engine.put(np.array(hashes, np.uint64), own)
         own &= np.uint64(HASH_MASK)
-        cache.own.put(own, own)
+        start &= HASH_MASK
+        parents = np.roll(own, 1)
+        parents[:1] = start
+        cache.own.put(own, parents)
+        if name:
+            self.texts.told(name, start, own.tolist(), lambda: cache.up_to(start))
 
     def removed(self, prefiller: PrefillerId, hashes: Sequence[int]) -> None:
         """Note that a prefiller has dropped blocks; unknown ones are fine."""
@@ -129,9 +154,24 @@ class EngineBlocks:
 
 
 class _Cache:
-    """One prefiller's blocks: its hashes with the proxy's, and the proxy's as tickets have them."""
+    """One prefiller's blocks: its hashes with the proxy's, and the proxy's as tickets have them.
+
+    With each of the latter is that of the block before it; 0 for none.
+    """
 
     def __init__(self, most: int, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
-        self.by_engine = KeyTable(most, with_values=True)
-        self.own = KeyTable(most, with_values=False)
+        self.by_engine = KeyTable(most)
+        self.own = KeyTable(most)
+
+    def up_to(self, block: int) -> "array[int]":
+        """Return all blocks of a prompt up to one; empty if one of them is gone, or they are too many."""
+        found = array("Q")
+        while block and len(found) < _MOST_ANCESTORS:
+            before = self.own.get(block)
+            if before is None:
+                return array("Q")
+            found.append(block)
+            block = before
+        found.reverse()
+        return array("Q") if block else found

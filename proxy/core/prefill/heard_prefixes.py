@@ -1,10 +1,11 @@
 """What prefillers tell of their caches, and the prompts on their way there, which they cannot tell yet."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.prefill.block_index import BlockIndex, block_keys
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 
 # Blocks of prompts on their way to one prefiller that are remembered. They are forgotten together when
 # the last one of a quarter is there.
@@ -12,7 +13,7 @@ _PENDING = 1 << 16
 
 
 class HeardPrefixes:
-    """How many of a prompt's blocks each prefiller has or will have.
+    """How much of a prompt each prefiller has or will have.
 
     Args:
         engines: What they tell.
@@ -27,18 +28,24 @@ class HeardPrefixes:
         self._under_way: defaultdict[PrefillerId, Counter[int]] = defaultdict(Counter)
         self._tables: dict[RequestId, tuple[PrefillerId, int]] = {}
 
-    def leading(self, prefiller: PrefillerId, ticket: Ticket, keys: list[int]) -> int:
-        """Return how many of a prompt's first blocks are there or will be; `keys` are its own."""
-        there = self.engines.leading(prefiller, ticket.blocks)
-        return max(there, self._pending[prefiller].leading(keys)[0])
+    def told(self, ticket: Ticket) -> Sequence[int]:
+        """Return the first blocks of tokens of a prompt, as far as they are known."""
+        return ticket.blocks if ticket.token_blocks else self.engines.texts.tokens(ticket.blocks)
 
-    def knowledge(self, prefiller: PrefillerId, ticket: Ticket) -> Knowledge:
-        """Return how much of a prompt a prefiller's events tell."""
-        return self.engines.knowledge(prefiller) if ticket.token_blocks else Knowledge.NONE
+    def cached(self, prefiller: PrefillerId, told: Sequence[int]) -> tuple[int, bool]:
+        """Return how many tokens of a prompt a prefiller says that it has, and whether that is all of `told`."""
+        there = self.engines.leading(prefiller, told)
+        return there * self.engines.block_tokens, there == len(told)
+
+    def coming(self, prefiller: PrefillerId, keys: list[int]) -> int:
+        """Return how many of a prompt's first blocks are on their way there; `keys` are its own."""
+        return self._pending[prefiller].leading(keys)[0]
 
     def begin(self, request: RequestId, prefiller: PrefillerId, ticket: Ticket) -> None:
         """Note that a request goes to a prefiller."""
-        if ticket.token_blocks:
+        if ticket.blocks:
+            if not ticket.token_blocks:
+                self.engines.texts.sent(ticket.blocks)
             pending = self._pending[prefiller]
             pending.add(block_keys(ticket.blocks))
             self._under_way[prefiller][pending.newest] += 1

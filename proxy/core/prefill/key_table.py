@@ -16,16 +16,15 @@ class KeyTable:
 
     Args:
         most: How many keys it takes; it is at most half full.
-        with_values: Whether keys have values; without, each one's is itself.
     """
 
-    def __init__(self, most: int, *, with_values: bool) -> None:
+    def __init__(self, most: int) -> None:
         bits = max(4, (2 * most - 1).bit_length())
         self.count = 0
         self.most = most
         self._shift, self._last = 64 - bits, (1 << bits) - 1
         self._keys = np.zeros(1 << bits, np.uint64)
-        self._values = np.zeros(1 << bits, np.uint64) if with_values else self._keys
+        self._values = np.zeros(1 << bits, np.uint64)
         # Reading single items of an array is three times slower.
         self._key_at, self._value_at = self._keys.data, self._values.data
 

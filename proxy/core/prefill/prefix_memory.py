@@ -1,6 +1,6 @@
 """What each prefiller is expected to find in its prefix cache.
 
-From the prompts that it was given, or from what it tells itself of the blocks of token ids, if it does.
+From the prompts that it was given, or from what it tells itself of its blocks, if it does.
 """
 
 from collections import defaultdict
@@ -56,30 +56,40 @@ class PrefixMemory:
         if not ticket.blocks:
             return dict.fromkeys(candidates, Expected(0, 0))
         keys = block_keys(ticket.blocks).tolist()
+        told = () if self._heard is None else self._heard.told(ticket)
         found: dict[PrefillerId, Expected] = {}
         for prefiller in candidates:
-            known, table = self._leading(prefiller, ticket, keys)
+            known, table = self._leading(prefiller, ticket, keys, told)
             # The last token is always computed: its output is the answer's first token.
-            tokens = min(round(known * ticket.block_tokens), request.tokens - 1)
-            found[prefiller] = Expected(tokens, table)
+            found[prefiller] = Expected(min(known, request.tokens - 1), table)
         return found
 
-    def _leading(self, prefiller: PrefillerId, ticket: Ticket, keys: list[int]) -> tuple[int, int]:
-        """Return how many of a prompt's first blocks a prefiller should have, and the table."""
+    def _leading(
+        self, prefiller: PrefillerId, ticket: Ticket, keys: list[int], told: Sequence[int]
+    ) -> tuple[int, int]:
+        """Return how many of a prompt's first tokens a prefiller should have, and the table."""
         heard = self._heard
         if heard is None:
-            return self._indices[prefiller].leading(keys)
+            return self._given(prefiller, ticket, keys)
         resets = heard.engines.resets(prefiller)
         if resets != self._resets[prefiller]:
             self._resets[prefiller] = resets
             self._indices.pop(prefiller, None)
-        knowledge = heard.knowledge(prefiller, ticket)
-        if knowledge is Knowledge.ALL:
-            return heard.leading(prefiller, ticket, keys), _TOLD
-        given = self._indices[prefiller].leading(keys)
-        if knowledge is Knowledge.SOME:
-            return max(given, (heard.leading(prefiller, ticket, keys), _TOLD))
-        return given
+        knowledge = heard.engines.knowledge(prefiller)
+        if knowledge is Knowledge.NONE or not told:
+            return self._given(prefiller, ticket, keys)
+        there, whole = heard.cached(prefiller, told)
+        coming = round(heard.coming(prefiller, keys) * ticket.block_tokens)
+        expected = max(there, coming), _TOLD
+        if knowledge is Knowledge.ALL and (ticket.token_blocks or not whole):
+            return expected
+        # Of a text, what follows the part whose tokens are known may be there too.
+        return max(self._given(prefiller, ticket, keys), expected)
+
+    def _given(self, prefiller: PrefillerId, ticket: Ticket, keys: list[int]) -> tuple[int, int]:
+        """Return the same by the prompts that it was given."""
+        known, table = self._indices[prefiller].leading(keys)
+        return round(known * ticket.block_tokens), table
 
     def add(self, request: PrefillRequest, prefiller: PrefillerId) -> None:
         """Note that a prefiller takes a request, and so has its blocks soon."""

@@ -1,8 +1,8 @@
 """The KV cache events of an engine as they come: msgpack, in every form that vLLM has sent.
 
 A batch is an array or a map, and so is each event in it. Fields that are not known are ignored, so that
-later versions can add some. Only blocks that depend on token ids alone count: not those of an adapter,
-an image or a cache salt, of a further cache group, or on another tier than the GPU.
+later versions can add some. Blocks of further cache groups and on other tiers than the GPU do not count,
+nor do those of an adapter of which the number alone is told.
 
 Source: https://github.com/vllm-project/vllm, vllm/distributed/kv_events.py at v0.32.0.
 """
@@ -15,6 +15,7 @@ import msgspec
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
+from balanceroute.proxy.core.prefill.token_blocks import mixed_in
 
 _STORED = (
     "type",
@@ -27,8 +28,13 @@ _STORED = (
     "lora_name",
     "extra_keys",
     "group_idx",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
+    "ownership",
+    "session_id",
 )
-_REMOVED = ("type", "block_hashes", "medium", "group_idx")
+_REMOVED = ("type", "block_hashes", "medium", "group_idx", "locality")
 _FIELDS = {"BlockStored": _STORED, "BlockRemoved": _REMOVED, "AllBlocksCleared": ("type",)}
 _MASK = (1 << 64) - 1
 # A block's hash is SHA-256 at most.
@@ -84,9 +90,32 @@ def _store(fields: Mapping[str, Any], blocks: EngineBlocks, prefiller: Prefiller
     # With sliding windows some blocks of a prompt are left out, and which ones is not told.
     if len(tokens) == len(hashes) * blocks.block_tokens:
         try:
-            blocks.stored(prefiller, hashes, None if before is None else _hash(before), tokens)
-        except ValueError as error:
+            extras, name = _extras(fields, len(hashes)), fields.get("session_id")
+            blocks.stored(
+                prefiller,
+                hashes,
+                None if before is None else _hash(before),
+                tokens,
+                extras=extras,
+                name=name if isinstance(name, str) else "",
+            )
+        except (ValueError, TypeError, RecursionError) as error:
             raise KvEventError(str(error)) from None
+
+
+def _extras(fields: Mapping[str, Any], count: int) -> list[int]:
+    """Return hashes of what blocks depend on beside their tokens; empty for nothing.
+
+    Raises:
+        ValueError: It is not told of each block.
+        TypeError, RecursionError: See `mixed_in`.
+    """
+    keys, adapter = fields.get("extra_keys"), fields.get("lora_name")
+    if isinstance(keys, list) and any(keys):
+        if len(keys) != count:
+            raise ValueError(f"extra keys of {len(keys)} blocks for {count}")
+        return [mixed_in(one) for one in keys]
+    return [] if adapter is None else [mixed_in([adapter])] * count
 
 
 def _fields(event: object) -> Mapping[str, Any]:
@@ -99,14 +128,12 @@ def _fields(event: object) -> Mapping[str, Any]:
 
 
 def _counts(fields: Mapping[str, Any]) -> bool:
-    """Return whether an event is of blocks that depend on token ids alone, in the engine's memory."""
-    keys = fields.get("extra_keys")
+    """Return whether an event is of blocks in the engine's memory, and tells what they depend on."""
     return (
         fields.get("medium") in (None, "GPU")
         and fields.get("group_idx") in (None, 0)
-        and fields.get("lora_id") is None
-        and fields.get("lora_name") is None
-        and (not isinstance(keys, list) or not any(keys))
+        and fields.get("locality") in (None, "LOCAL")
+        and (fields.get("lora_id") is None or fields.get("lora_name") is not None)
     )
 
 

@@ -7,7 +7,7 @@
 | `X-Session-Affinity` | OpenCode |
 | `Thread-Id`, then `Session-Id`, then `session_id` | Codex; the last one its older versions |
 | the session in `metadata.user_id`, or in `user` | Claude Code; LiteLLM in front of it |
-| `prompt_cache_key` | Codex; OpenAI's clients |
+| `session_id`, then `prompt_cache_key` | clients of vLLM; Codex and OpenAI's clients |
 
 The first that is there decides. Names are read by what the clients' own sources and pages say:
 code.claude.com/docs/en/llm-gateway-protocol; openai/codex, codex-rs/codex-api/src/requests/headers.rs and
@@ -79,7 +79,8 @@ def named_in_body(body: "RequestBody") -> bytes:
                 continue
             if session:
                 return session.encode("utf-8", "surrogatepass")
-    return _short_text(body, "prompt_cache_key").encode("utf-8", "surrogatepass")
+    name = _short_text(body, "session_id") or _short_text(body, "prompt_cache_key")
+    return name.encode("utf-8", "surrogatepass")
 
 
 def session_of(name: bytes, tenant: str) -> int:

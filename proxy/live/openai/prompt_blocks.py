@@ -16,6 +16,7 @@ import numpy as np
 from msgspec import structs
 
 from balanceroute.proxy.core.events import Ticket
+from balanceroute.proxy.core.prefill.text_prompts import named
 from balanceroute.proxy.core.prefill.token_blocks import token_hashes
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import FRONT
@@ -32,6 +33,8 @@ _MASK = (1 << 63) - 1
 _BEFORE = (*FRONT, "cache_salt")
 # What makes engines compute or keep other blocks than those of the ids.
 _NOT_ALONE = ("cache_salt", "prompt_embeds", "truncate_prompt_tokens")
+SESSION_MEMBER = frozenset({"session_id"})
+"""A client's own name for it, which engines prefer to that in a header."""
 _FLAT = msgspec.json.Decoder(list[int])
 _NESTED = msgspec.json.Decoder(list[list[int]])
 
@@ -87,6 +90,17 @@ def prompt_blocks(api: Api, body: RequestBody, token_block: int = 0) -> PromptBl
         hasher.update(text[begin : begin + BLOCK_BYTES])
         hashes.append(int.from_bytes(hasher.digest()) & _MASK)
     return PromptBlocks(tuple(hashes), BLOCK_BYTES / len(text))
+
+
+def prompt_name(api: Api, body: RequestBody, ticket: Ticket) -> bytes:
+    """Return the header line by which an engine's KV cache events name a prompt; empty if it needs none.
+
+    Source: https://github.com/vllm-project/vllm, vllm/entrypoints/generate/base/serving.py at v0.32.0.
+    """
+    if not ticket.blocks or ticket.token_blocks:
+        return b""
+    length = len(body.value_text(PROMPT_MEMBER[api])) / BLOCK_BYTES
+    return b"x-session-id: %b\r\n" % named(ticket.blocks, length).encode()
 
 
 def _token_blocks(body: RequestBody, name: str, token_block: int) -> PromptBlocks | None:

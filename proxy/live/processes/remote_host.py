@@ -158,7 +158,7 @@ class RemoteHost:
             number,
             self,
             # How long its prompt is the scheduler process says when it accepts it.
-            ticket=asked.ticket(0, self.context),
+            ticket=blocks.of(asked.ticket(0, self.context)),
             shape=shape,
             body=arrival.body,
             headers=b"",

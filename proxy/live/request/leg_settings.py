@@ -34,6 +34,7 @@ class LegSettings:
         first_token: Whose first token the client of a stream gets.
         asks_early: Whether each request is to say when it comes whether its first token may be the
             prefiller's.
+        names_prompts: Whether prefillers are told a name of each text, as their KV cache events repeat it.
         sse_keep_alive_s: Silence towards the client of a stream after which it gets a sign of life; None
             for ever.
         expired_status: Of the answer to a request that waited longer than it may.
@@ -56,6 +57,7 @@ class LegSettings:
     resume: Resume = Resume.OFF
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
     asks_early: bool = False
+    names_prompts: bool = False
     sse_keep_alive_s: float | None = None
     expired_status: int = 503
     drop: frozenset[str] = field(init=False)

@@ -25,6 +25,7 @@ from balanceroute.proxy.live.openai.prefill_answer import (
     PrefillAnswer,
     read_prefill_answer,
 )
+from balanceroute.proxy.live.openai.prompt_blocks import SESSION_MEMBER, prompt_name
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_shape import PROMPT, SAMPLING
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
@@ -81,9 +82,13 @@ class PrefillAttempt(Attempt):
             self._least = least_tokens(api, asked)
         else:
             members, self._least = {**members, **early.members}, early.min_tokens
-        body = prefill_body(asked, members, params, api=api, drop=legs.drop, min_tokens=self._least)
+        headers, drop = session.headers, legs.drop
+        if legs.names_prompts and asked is session.body:
+            headers += prompt_name(api, asked, session.ticket)
+            drop |= SESSION_MEMBER
+        body = prefill_body(asked, members, params, api=api, drop=drop, min_tokens=self._least)
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes, self._begin)
-        self._post(api, session.headers, body, leg, timeout_s=legs.prefill_timeout_s)
+        self._post(api, headers, body, leg, timeout_s=legs.prefill_timeout_s)
 
     def check_deadline(self, now_s: float) -> None:
         """Fail if the answer takes too long."""

@@ -112,7 +112,13 @@ class ProxyConfig:
             self.scheduling.first_token is FirstTokenFrom.PREFILL
             and self.admission.admission in EXPECTING
         )
-        return part(LegSettings, *sections, direct=self.direct, asks_early=asks_early)
+        return part(
+            LegSettings,
+            *sections,
+            direct=self.direct,
+            asks_early=asks_early,
+            names_prompts=self.hears_kv_events,
+        )
 
     @property
     def health(self) -> HealthSettings:

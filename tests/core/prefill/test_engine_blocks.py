@@ -64,7 +64,7 @@ def test_hashes_differ_with_any_token_before() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), KEYS, st.integers(1, 1 << 63)), max_size=80))
 def test_a_table_is_a_dictionary(steps: list[tuple[bool, int, int]]) -> None:
-    table, plain = KeyTable(24, with_values=True), dict[int, int]()
+    table, plain = KeyTable(24), dict[int, int]()
     for adds, key, value in steps:
         if adds:
             table.put(np.array([key], np.uint64), np.array([value], np.uint64))
@@ -77,7 +77,7 @@ def test_a_table_is_a_dictionary(steps: list[tuple[bool, int, int]]) -> None:
 
 
 def test_a_table_takes_many_at_once_and_no_more_than_fit() -> None:
-    table = KeyTable(100, with_values=True)
+    table = KeyTable(100)
     keys = np.arange(0, 90, dtype=np.uint64)
     table.put(np.concatenate([keys, keys]), np.concatenate([keys, keys + np.uint64(7)]))
     assert table.count == 89

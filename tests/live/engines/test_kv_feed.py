@@ -83,9 +83,8 @@ def test_every_form_is_read(as_map: bool, integers: bool, arrays: bool) -> None:
     "more",
     [
         {"medium": "CPU"},
-        {"lora_name": "adapter"},
         {"lora_id": 1},
-        {"extra_keys": [["salt"], None, None, None, None]},
+        {"locality": "REMOTE"},
         {"group_idx": 1},
         {"medium": []},
         {"token_ids": PROMPT[4:]},
@@ -93,10 +92,42 @@ def test_every_form_is_read(as_map: bool, integers: bool, arrays: bool) -> None:
     ],
     ids=str,
 )
-def test_blocks_that_depend_on_more_than_token_ids_are_left_out(more: dict[str, object]) -> None:
+def test_what_is_not_in_the_engine_s_memory_or_cannot_be_told_apart_is_left_out(
+    more: dict[str, object],
+) -> None:
     blocks = fresh()
     assert apply(pack(WHOLE | more), blocks, P) is None
     assert blocks.blocks(P) == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lora_name": "adapter"},
+        {"lora_name": "adapter", "lora_id": 1},
+        {"extra_keys": [["salt"], None, None, None, None]},
+        {"extra_keys": [["adapter"]] * 5, "lora_name": "adapter"},
+        {"extra_keys": [[["image", 0]], None, None, None, None]},
+    ],
+    ids=str,
+)
+def test_blocks_of_adapters_salts_and_images_are_others(more: dict[str, object]) -> None:
+    blocks = fresh()
+    apply(pack(WHOLE | more | {"session_id": "br-7-1-40"}), blocks, P)
+    assert (blocks.blocks(P), known(blocks, PROMPT)) == (5, 0)
+    told = blocks.texts.tokens((7,))
+    assert (len(told), blocks.leading(P, told)) == (5, 5)
+    # Beside those of the model itself.
+    apply(pack(stored([b"a", b"b"], None, PROMPT[:8])), blocks, P)
+    assert (blocks.blocks(P), known(blocks, PROMPT)) == (7, 2)
+
+
+def test_an_adapter_is_the_same_however_it_is_told() -> None:
+    one, other = fresh(), fresh()
+    apply(pack(WHOLE | {"lora_name": "a", "session_id": "br-7-1-40"}), one, P)
+    keyed = {"lora_name": "a", "extra_keys": [["a"]] * 5, "session_id": "br-7-1-40"}
+    apply(pack(WHOLE | keyed), other, P)
+    assert one.texts.tokens((7,)) == other.texts.tokens((7,))
 
 
 def test_blocks_of_another_size_are_left_out_and_told() -> None:
@@ -127,10 +158,11 @@ def test_blocks_of_another_size_are_left_out_and_told() -> None:
         pack(stored([1], None, [1, 2, 3, -4])),
         pack(stored([1], None, [1, 2, 3, True])),
         pack(stored([1], None, [1, 2, 3, 1 << 63])),
+        pack(WHOLE | {"extra_keys": [["salt"]]}),
         pack(WHOLE)[:-3],
         pack(WHOLE) + b"\x00",
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_what_is_no_batch_of_events_is_refused(payload: bytes) -> None:
     blocks = fresh()

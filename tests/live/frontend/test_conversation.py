@@ -60,6 +60,7 @@ NEW = json.dumps({"device_id": "d", "account_uuid": "", "session_id": UUID})
         ({"user": NEW, "prompt_cache_key": "key"}, UUID),
         ({"prompt_cache_key": "key", "metadata": {"user_id": "somebody"}, "user": "u"}, "key"),
         ({"prompt_cache_key": "\ud800"}, "\ud800"),
+        ({"prompt_cache_key": "key", "session_id": "s"}, "s"),
         # A user has many conversations.
         ({"metadata": {"user_id": "somebody"}}, ""),
         ({"user": "user_session_"}, ""),
