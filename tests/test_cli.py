@@ -621,6 +621,7 @@ def test_a_mix_is_reported_by_tenant_and_class(
     [
         (["--mix", "absent.toml"], "absent.toml: No such file or directory"),
         (["--mix", HEAD, "--format", "jsonl"], "--format and --columns are those of a --trace"),
+        (["--mix", HEAD, "--sessions"], "--sessions is that of a --trace"),
         (["--mix", HEAD, "--trace", HEAD], "not allowed with argument"),
     ],
 )

@@ -95,7 +95,8 @@ proxy.wire.http1.server: Admit Application Refuse Reply Server
 topologies: CONNECTORS Command ConnectorFacts DecodeEntry EngineOptions Engines Finding GroupEntry KvFlow MAX_RANKS
     PortUse PrefillEntry RoleEngines Topology TopologyError added_group check_engines check_local_prefill check_options
     did_you_mean engine_commands known_options proxy_command read_engine_list read_topology shipped_topologies
-traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces write_native
+traces: FORMATS TraceError TraceRequest detect_format read_mix read_names read_trace shipped_traces with_sessions
+    write_native
 """
 PUBLIC = {
     name: names.split()

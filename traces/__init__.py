@@ -1,4 +1,4 @@
-"""Request traces: readers for the public formats and a native one, and three public traces.
+"""Request traces: readers for the public formats and a native one, and public traces.
 
 This folder is a leaf: it imports nothing else of the project.
 """
@@ -9,6 +9,7 @@ from balanceroute.traces.native import write_native
 from balanceroute.traces.reader import FORMATS, detect_format, read_trace
 from balanceroute.traces.record import TraceError, TraceRequest
 from balanceroute.traces.shipped import shipped_traces
+from balanceroute.traces.turns import with_sessions
 
 __all__ = [
     "FORMATS",
@@ -19,5 +20,6 @@ __all__ = [
     "read_names",
     "read_trace",
     "shipped_traces",
+    "with_sessions",
     "write_native",
 ]

@@ -94,7 +94,13 @@ class _Part:
             start_ns + round((request.arrival_ns - taken[0].arrival_ns) / rate) for request in taken
         ]
         return [
-            replace(request, arrival_ns=arrival_ns, **changes)
+            replace(
+                request,
+                arrival_ns=arrival_ns,
+                # Two parts may have the same names.
+                session=request.session and f"{self._number}/{request.session}",
+                **changes,
+            )
             for request, arrival_ns in zip(taken, arrivals_ns, strict=True)
             if arrival_ns < end_ns
         ]

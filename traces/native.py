@@ -2,8 +2,8 @@
 
 `{"arrival_s": 1.500000000, "prompt_tokens": 6955, "output_tokens": 52, "hash_ids": [46, 47]}`, with
 the time in seconds and `hash_ids` optional, as are `max_tokens`, the limit that the client set,
-`tenant`, `class`, an integer of which the lowest goes first, and `deadline_s`, how long after the
-arrival the first token is due. null is the same as no key. Other keys are ignored. The proxy's request log is such a file; lines of its process log in
+`tenant`, `class`, an integer of which the lowest goes first, `deadline_s`, how long after the
+arrival the first token is due, and `session`, the conversation. null is the same as no key. Other keys are ignored. The proxy's request log is such a file; lines of its process log in
 between are skipped. A request of several choices counts as one answer of all their tokens. Times are
 written with nine digits, so that a trace that is written and read again is equal to the nanosecond.
 """
@@ -52,7 +52,7 @@ def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
             continue
         arrival_s, prompt_tokens, output_tokens = (required(entry, key) for key in KEYS)
         limit, deadline_s = entry.get("max_tokens"), entry.get("deadline_s")
-        tenant, level = entry.get("tenant"), entry.get("class")
+        tenant, level, session = (entry.get(key) for key in ("tenant", "class", "session"))
         yield TraceRequest(
             arrival_ns=nanoseconds_from_json("arrival_s", arrival_s, unit_ns=NS_PER_S),
             prompt_tokens=tokens_from_json("prompt_tokens", prompt_tokens),
@@ -64,6 +64,7 @@ def parse(lines: Iterator[str]) -> Iterator[TraceRequest]:
             deadline_ns=None
             if deadline_s is None
             else nanoseconds_from_json("deadline_s", deadline_s, unit_ns=NS_PER_S),
+            session="" if session is None else name_from_json("session", session),
         )
 
 
@@ -100,6 +101,8 @@ def _encoded(request: TraceRequest) -> bytes:
         fields += f', "class": {request.level}'
     if request.deadline_ns is not None:
         fields += f', "deadline_s": {_seconds(request.deadline_ns)}'
+    if request.session:
+        fields += f', "session": {json.dumps(request.session)}'
     return f"{{{fields}}}\n".encode("ascii")
 
 

@@ -45,6 +45,7 @@ class TraceRequest:
         level: Its class of service; lower goes first, and 0 is the usual one.
         deadline_ns: How long after its arrival its first token is due; None for never.
         weight: The share of its tenant.
+        session: The conversation that it is a turn of; empty if the trace does not say.
     """
 
     arrival_ns: int
@@ -56,6 +57,7 @@ class TraceRequest:
     level: int = 0
     deadline_ns: int | None = None
     weight: float = 1.0
+    session: str = ""
 
     def __post_init__(self) -> None:
         """Check types and ranges, so that an invalid record cannot exist.
@@ -77,8 +79,10 @@ class TraceRequest:
                 raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
             if not least <= value <= largest:
                 raise ValueError(f"{name} must be in {least}..{largest}, not {value}")
-        if type(self.tenant) is not str or type(self.weight) is not float:
-            raise TypeError("tenant must be a text, and weight a float")
+        if type(self.tenant) is not str or type(self.session) is not str:
+            raise TypeError("tenant and session must be texts")
+        if type(self.weight) is not float:
+            raise TypeError("weight must be a float")
         if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
             raise ValueError(f"weight must be in {LEAST_WEIGHT}..{MOST_WEIGHT}, not {self.weight}")
         if type(self.hash_ids) is not tuple or any(type(item) is not int for item in self.hash_ids):

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.traces import FORMATS, read_mix, read_names, read_trace, shipped_traces
+from balanceroute.traces import (
+    FORMATS,
+    read_mix,
+    read_names,
+    read_trace,
+    shipped_traces,
+    with_sessions,
+)
 
 if TYPE_CHECKING:
     from balanceroute.traces import TraceRequest
@@ -32,7 +39,7 @@ def add_trace_flags(group: "argparse._ArgumentGroup") -> None:
 
 
 def add_format_flags(group: "argparse._ArgumentGroup") -> None:
-    """Add `--format` and `--columns`."""
+    """Add `--format`, `--columns` and `--sessions`."""
     group.add_argument(
         "--format",
         choices=["auto", *FORMATS],
@@ -44,6 +51,12 @@ def add_format_flags(group: "argparse._ArgumentGroup") -> None:
         help="what the columns of a CSV, or the keys of a JSONL, of your own are called: "
         "arrival=time,prompt=input_tokens,output=output_tokens (seconds, or dates and times); "
         "if they are there, limit=NAME for max_tokens, and tenant=, class=, deadline= (in seconds)",
+    )
+    group.add_argument(
+        "--sessions",
+        action="store_true",
+        help="find the conversations of a trace by the blocks of its prompts (hash_ids), where it does not "
+        "name them",
     )
 
 
@@ -66,6 +79,8 @@ def read_flagged_mix(arguments: argparse.Namespace) -> "list[TraceRequest]":
         raise ConfigError(
             "--format and --columns are those of a --trace; a mix has a format by part"
         )
+    if arguments.sessions:
+        raise ConfigError("--sessions is that of a --trace: the parts of a mix have other blocks")
     return read_mix(arguments.mix)
 
 
@@ -84,4 +99,5 @@ def read_flagged_trace(arguments: argparse.Namespace) -> "list[TraceRequest]":
             names = read_names(arguments.columns)
         except ValueError as error:
             raise ConfigError(f"--columns: {error}") from None
-    return read_trace(arguments.trace, arguments.format or "auto", columns=names)
+    requests = read_trace(arguments.trace, arguments.format or "auto", columns=names)
+    return with_sessions(requests) if arguments.sessions else requests

@@ -71,6 +71,7 @@ def with_exchanges(
             prompt_tokens=exchange.prompt_tokens,
             output_tokens=exchange.output_tokens,
             hash_ids=(),
+            session="",
         )
         for request, exchange in zip(requests, chosen, strict=True)
     ]

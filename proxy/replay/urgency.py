@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from balanceroute.proxy.core.errors import ConfigError
 
@@ -34,7 +35,7 @@ def check(requests: "Iterable[PlannedRequest]", keys: Mapping[str, str]) -> None
 def headers_of(
     request: "PlannedRequest", keys: Mapping[str, str], *, time_scale: float
 ) -> "Headers":
-    """Return the headers of one request: its tenant's key, its class and its deadline, if any."""
+    """Return the headers of one request: its tenant's key, class, deadline and conversation, if any."""
     headers: Headers = []
     if keys:
         headers.append((b"authorization", b"Bearer " + keys[request.tenant].encode()))
@@ -44,4 +45,7 @@ def headers_of(
         deadline_ms = max(1, round(request.deadline_ns / time_scale / 1e6))
         if deadline_ms <= _MOST_DEADLINE_MS:  # A longer one is none.
             headers.append((b"x-request-deadline-ms", b"%d" % deadline_ms))
+    if request.session:
+        # A trace's name may be any text.
+        headers.append((b"x-session-id", quote(request.session).encode()))
     return headers

@@ -24,6 +24,7 @@ class PlannedRequest:
         tenant: Whose it is; "" for nobody's.
         level: Its class, of which the lowest goes first.
         deadline_ns: How long after it is sent its first token is due; None for no deadline.
+        session: The conversation that it is a turn of; empty for none.
     """
 
     number: int
@@ -36,6 +37,7 @@ class PlannedRequest:
     tenant: str = ""
     level: int = 0
     deadline_ns: int | None = None
+    session: str = ""
 
     @property
     def group(self) -> Group:
@@ -80,6 +82,7 @@ def plan(
             tenant=request.tenant,
             level=request.level,
             deadline_ns=request.deadline_ns,
+            session=request.session,
         )
         for number, request in chosen
         if request.output_tokens

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from statistics import median_low
 
 from msgspec import structs
@@ -353,6 +354,7 @@ class Simulation:
             weight=traced.weight,
             deadline_ns=None if traced.deadline_ns is None else now_ns + traced.deadline_ns,
             early_token=self._deployment.early_tokens,
+            session=_session_of(traced),
         )
         prefill = self._deployment.prefill
         if prefill is None or not traced.hash_ids:
@@ -492,6 +494,14 @@ class Simulation:
         for request, tokens in emissions.items():
             if tokens != usual:
                 self._feed(TokensEmitted(request, tokens - usual))
+
+
+def _session_of(traced: TraceRequest) -> int:
+    """Return the conversation as tickets name it; 0 for none."""
+    if not traced.session:
+        return 0
+    digest = blake2b(f"{traced.tenant}\0{traced.session}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & _HASH or 1
 
 
 def _scheduler_config(deployment: Deployment) -> SchedulerConfig:

@@ -56,6 +56,13 @@ def test_a_request_says_whose_it_is_and_how_urgent() -> None:
     ]
 
 
+def test_a_turn_says_which_conversation_it_is_of() -> None:
+    trace = [TraceRequest(0, 5, 6, session="chat 1\n\u00e9")]
+    (request,) = plan(trace)
+    headers = headers_of(request, {}, time_scale=1.0)
+    assert headers == [(b"x-session-id", b"chat%201%0A%C3%A9")]
+
+
 def test_what_has_no_header_is_refused_before_anything_is_sent() -> None:
     check([planned("acme", -3), planned("batch", 4)], KEYS)
     check([planned("other")], {})

@@ -4,7 +4,7 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
@@ -41,6 +41,7 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.sim.driver import Deployment, Simulation
 from balanceroute.proxy.sim.experiment import make_simulation
@@ -697,3 +698,37 @@ def test_long_prompts_leave_less_than_half_the_idle_time_of_jsq(name: str) -> No
     assert ours.idle_fraction < baseline.idle_fraction / 2
     assert ours.mean_imbalance_tokens < baseline.mean_imbalance_tokens / 2
     assert ours.output_tokens_per_s > baseline.output_tokens_per_s
+
+
+def test_turns_that_a_trace_names_are_one_conversation_to_the_choice() -> None:
+    """Their prompts have no blocks: the name alone keeps them together."""
+    deployment = Deployment(
+        4, 16, step_base_ns=1_000_000, prefill=PrefillModel(8, 1_000_000, 1_000.0)
+    )
+    requests = [
+        TraceRequest(number * 10_000_000, 100, 4, tenant=tenant, session=f"{number % 5}")
+        for number in range(60)
+        for tenant in ("a", "b")
+    ]
+    went: dict[tuple[str, int], set[PrefillerId]] = defaultdict(set)
+    tickets: dict[RequestId, Ticket] = {}
+
+    def observe(event: Event, actions: Sequence[Action], _now_ns: int) -> None:
+        if isinstance(event, RequestArrived):
+            tickets[event.request] = event.ticket
+        for action in actions:
+            if isinstance(action, StartPrefill):
+                ticket = tickets[action.request]
+                went[ticket.tenant, ticket.session].add(action.prefiller)
+
+    Simulation(
+        deployment,
+        Workload(requests, history=[]),
+        policy_of("jsq", deployment, NoPrediction()),
+        NoPrediction(),
+        prefill_choice=lambda: PREFILL_CHOICES["sticky"](PrefillInputs(random.Random(0))),
+        observer=observe,
+    ).run()
+    assert len(went) == 10
+    assert all(len(prefillers) == 1 for prefillers in went.values())
+    assert len(set.union(*went.values())) > 2

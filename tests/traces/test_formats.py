@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -54,6 +55,13 @@ BAILIAN = (
     '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 63.5, "input_length": 640, "output_length": 7, '
     f'"type": "text", "turn": 2, "hash_ids": {[*range(32), *range(50, 58)]}}}\n'
 )
+
+
+def without_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests as the rows have them."""
+    return [replace(request, session="") for request in requests]
+
+
 CASES: dict[str, tuple[str, str, list[tuple[int, int, int, tuple[int, ...]]]]] = {
     "bailian": (
         "bailian",
@@ -87,7 +95,7 @@ def test_a_format_is_recognised_and_read_exactly(
     path = tmp_path / "trace"
     path.write_text(text)
     assert detect_format(path) == name
-    assert read_trace(path) == [TraceRequest(*row) for row in rows]
+    assert without_sessions(read_trace(path)) == [TraceRequest(*row) for row in rows]
     assert read_trace(str(path), name) == read_trace(path)
 
 
@@ -109,7 +117,7 @@ def test_the_encoding_of_a_file_does_not_matter(
     path = tmp_path / "trace"
     path.write_bytes(encoded(text))
     assert detect_format(path) == name
-    assert read_trace(path) == [TraceRequest(*row) for row in rows]
+    assert without_sessions(read_trace(path)) == [TraceRequest(*row) for row in rows]
 
 
 def test_every_format_is_covered() -> None:

@@ -20,6 +20,7 @@ REQUESTS = st.builds(
     tenant=st.text(max_size=3),
     level=st.integers(-MAX_LEVEL, MAX_LEVEL),
     deadline_ns=st.none() | st.integers(0, MAX_ARRIVAL_NS),
+    session=st.text(max_size=3),
 )
 
 

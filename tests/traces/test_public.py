@@ -1,10 +1,11 @@
 """The public traces are installed with the package and read as what their page says."""
 
 from importlib.resources import as_file, files
+from itertools import takewhile
 
 import pytest
 
-from balanceroute.traces import detect_format, read_trace
+from balanceroute.traces import detect_format, read_trace, with_sessions
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,14 @@ from balanceroute.traces import detect_format, read_trace
             3_536_999_000_000,
             144793823,
             4122048,
+        ),
+        (
+            "mooncake_synthetic.jsonl.gz",
+            "mooncake",
+            3993,
+            1_022_025_000_000,
+            61194628,
+            595432,
         ),
         ("azure_2023_conv.csv.gz", "azure", 19366, 3_501_721_937_000, 22361870, 4088665),
         ("azure_2023_code.csv.gz", "azure", 8819, 3_435_948_056_000, 18059974, 245896),
@@ -41,10 +50,27 @@ def test_a_public_trace_is_read_whole(
     assert sum(request.output_tokens for request in requests) == output_tokens
 
 
-def test_the_mooncake_trace_keeps_its_prefix_blocks() -> None:
-    with as_file(
-        files("balanceroute.traces") / "public" / "mooncake_conversation.jsonl.gz"
-    ) as path:
-        requests = read_trace(path)
+@pytest.mark.parametrize("name", ["mooncake_conversation", "mooncake_synthetic"])
+def test_the_mooncake_traces_keep_their_prefix_blocks(name: str) -> None:
+    requests = read_trace(name)
     # A block is 512 tokens, the last one perhaps partly filled.
     assert all(len(request.hash_ids) == -(-request.prompt_tokens // 512) for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "cached", "later"),
+    [("mooncake_conversation", 0.37, 0.24), ("mooncake_synthetic", 0.65, 0.016)],
+)
+def test_the_mooncake_traces_have_the_turns_that_their_page_says(
+    name: str, cached: float, later: float
+) -> None:
+    requests, seen, found, first = with_sessions(read_trace(name)), set[int](), 0, set[str]()
+    turns = 0
+    for request in requests:
+        known = list(takewhile(seen.__contains__, request.hash_ids))
+        found += min(request.prompt_tokens, 512 * len(known))
+        seen.update(request.hash_ids)
+        turns += request.session in first
+        first.add(request.session)
+    assert found / sum(one.prompt_tokens for one in requests) == pytest.approx(cached, abs=0.006)
+    assert turns / len(requests) == pytest.approx(later, abs=0.005)
