@@ -102,9 +102,15 @@ class TextPrompts:
         end, count, parts = (int(part, 16) for part in match.groups())
         if not 0 < _PARTS * count <= parts:
             return
+        old = self._prompts.get(end)
+        if old is not None and old.tokens[-1] == before:
+            old.tokens += stored  # The next part of it.
+            old.share = _PARTS / parts
+            self._weight += len(stored)
+            self._shrink()
+            return
         texts = self._sent.get(end, (end,))
         count = len(texts) if end in self._sent else count
-        old = self._prompts.get(end)
         known = old.tokens if old is not None else self.tokens(texts)
         if stored[-1] in known and old is not None:
             return  # From another engine, or of a part that was dropped.
@@ -127,6 +133,9 @@ class TextPrompts:
             self._beginnings[text] = end, number
         self._prompts[end] = prompt
         self._weight += prompt.weight
+        self._shrink()
+
+    def _shrink(self) -> None:
         while self._weight > self._most and self._prompts:
             self._drop(next(iter(self._prompts)))
 
