@@ -11,7 +11,12 @@ from balanceroute.proxy.emulate.tokens import (
     ends_within_character,
     tokenise,
 )
-from balanceroute.proxy.emulate.tool_script import Channel, ToolScript, tool_script
+from balanceroute.proxy.emulate.tool_script import (
+    Channel,
+    ToolScript,
+    schema_script,
+    tool_script,
+)
 
 (EOS_ID,) = tokenise("<|eos|>")
 # With a reasoning parser a chat begins with fewer tokens of reasoning than this.
@@ -114,10 +119,14 @@ class Choice:
         """
         request = self.request
         key = request.sampling + (self.index % request.n).to_bytes(4, "little")
+        if request.penalised:  # By where the answer begins.
+            key += len(read.tokens).to_bytes(4, "little")
         self.sampler = Sampler(read.packed, key, self.mean_tokens)
         self.most_reasoning = 0
         if not self.eos_first:
             self.script = tool_script(request, read, key)
+            if self.script is None and request.schema is not None:
+                self.script = schema_script(request.schema, read, key)
         self.plain = self.script is None and not (
             request.stop or request.stop_token_ids or request.logprobs
         )
@@ -150,7 +159,8 @@ class Choice:
     @property
     def calls_tool(self) -> bool:
         """Whether the choice is a complete tool call."""
-        return self.script is not None and self.emitted >= len(self.script.pieces)
+        script = self.script
+        return script is not None and bool(script.name) and self.emitted >= len(script.pieces)
 
     def next_token(self) -> int:
         """Emit the next token of a plain choice; return its id, or EOS."""

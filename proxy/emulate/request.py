@@ -54,6 +54,7 @@ _FIELDS: Mapping[str, str] = {
     "kv_transfer_params": "dict",
     "stop_token_ids": "list",
 }
+_PENALTIES = ("frequency_penalty", "presence_penalty")
 _SAMPLING = ("top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 
 
@@ -118,6 +119,8 @@ class GenerationRequest:
         sampling: What determines the text in addition to the prompt.
         tool_choice: "none", "auto", "required" or "named".
         reasoning_parser: Whether a reasoning parser reads the answer.
+        penalised: Whether tokens count that the answer has already, but not those of the prompt.
+        schema: The JSON schema that the answer follows; None if it is free.
         token_output: Of a request to /inference/v1/generate; None for any other.
     """
 
@@ -144,6 +147,8 @@ class GenerationRequest:
     tool_name: str | None
     kv: Mapping[str, Any] | None
     reasoning_parser: bool
+    penalised: bool = False
+    schema: Mapping[str, Any] | None = None
     token_output: TokenOutput | None = None
 
     @property
@@ -214,7 +219,6 @@ def read_generation(
     echo = bool(values.get("echo")) and not chat
     if echo and prompt_logprobs is None:
         prompt_logprobs = listed
-    include_usage = bool(options and options.get("include_usage"))
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
@@ -226,8 +230,8 @@ def read_generation(
         stop_token_ids=frozenset(values.get("stop_token_ids") or ()),
         include_stop=bool(values.get("include_stop_str_in_output")),
         stream=stream,
-        include_usage=include_usage,
-        continuous_usage=include_usage and bool(options and options.get("continuous_usage_stats")),
+        include_usage=_asks(options, "include_usage"),
+        continuous_usage=_asks(options, "include_usage", "continuous_usage_stats"),
         logprobs=0 if listed is None else max(1, listed),
         top_logprobs=listed or 0,
         prompt_logprobs=prompt_logprobs,
@@ -239,7 +243,27 @@ def read_generation(
         tool_name=tool_name,
         kv=values.get("kv_transfer_params"),
         reasoning_parser=chat and settings.reasoning_parser,
+        penalised=any(values.get(name) for name in _PENALTIES),
+        schema=_schema(values),
     )
+
+
+def _asks(options: Mapping[str, Any] | None, *names: str) -> bool:
+    return options is not None and all(map(options.get, names))
+
+
+def _schema(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the JSON schema that the answer is to follow, in the words of vLLM and of OpenAI."""
+    form, outputs = values.get("response_format"), values.get("structured_outputs")
+    schema: object = None
+    if isinstance(outputs, dict):
+        schema = outputs.get("json")
+    elif isinstance(form, dict) and form.get("type") == "json_schema":
+        described = form.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if schema is None:
+            raise invalid("missing", "body.response_format.json_schema", "Field required", form)
+    return schema if isinstance(schema, dict) else None
 
 
 def _min_tokens(values: Mapping[str, Any], max_tokens: int) -> int:

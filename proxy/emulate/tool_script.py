@@ -1,4 +1,4 @@
-"""Tool calls: what the emulated model emits when it calls a function (Hermes format).
+"""Scripts: what the emulated model emits when it calls a function (Hermes format), or follows a schema.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "t12"}}
@@ -6,7 +6,8 @@
 
 As in vLLM with a tool parser, a stream has nothing until the name is complete, then the name, then the
 arguments as they are generated. A named or required function is always called. With "auto" the
-prompt determines it; about half of all prompts have a call.
+prompt determines it; about half of all prompts have a call. An answer by a schema begins with its first
+token, whatever the prompt ends with: a grammar begins anew with each request.
 """
 
 import json
@@ -50,7 +51,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ToolScript:
-    """A whole tool call."""
+    """A whole tool call; or the text that a schema allows, which has no name."""
 
     call_id: str
     name: str
@@ -74,6 +75,14 @@ def tool_script(request: GenerationRequest, prompt: Prompt, key: bytes) -> ToolS
     pieces = tuple(_pieces(name, arguments))
     number = int(next(draws) * 2**52)
     return ToolScript(f"chatcmpl-tool-{number:016x}", name, arguments, pieces)
+
+
+def schema_script(schema: Mapping[str, Any], prompt: Prompt, key: bytes) -> ToolScript:
+    """Return the text that follows a schema."""
+    text = json.dumps(_value(schema, unit_draws(prompt.digest + key)), ensure_ascii=False)
+    found = [match[0] for match in re.finditer(r"\s*\S+", text)]
+    pieces = tuple(Piece(tokenise(said)[0], said, Channel.CONTENT, said) for said in found)
+    return ToolScript("", "", "", pieces)
 
 
 def _pieces(name: str, arguments: str) -> Iterator[Piece]:
