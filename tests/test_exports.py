@@ -52,8 +52,8 @@ proxy.live.frontend: aliases asking body_queue clients conversation cors fall_ba
     request_head single_exchange tenancy
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation
     continuation_stream engine_error first_token form_body generated_ids held_end json_scan json_text json_value leg_body named_events numeric_members
-    prefill_answer prompt_blocks prompt_keys prompt_summary repeated_text resume routes shape stream_event
-    stream_opening stream_reader token_continuation token_continuation_stream token_counts token_estimate token_events token_ids token_shape token_stream told_logprobs transcript urgency
+    prefill_answer prompt_blocks prompt_keys prompt_summary repeated_text repeating_stream resume routes shape stream_event
+    stream_opening stream_reader token_continuation token_continuation_stream token_counts token_estimate token_events token_ids token_shape token_stream told told_logprobs transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
 proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening

@@ -255,11 +255,12 @@ class RequestRecomputed(Struct, frozen=True):
     """The rank dropped the request's KV cache; it must be prefilled again with what it emitted.
 
     With `elsewhere` both the rank and the prefiller that it pulled from are avoided while others are
-    open.
+    open. With `anew` the answer begins again: what was emitted is not prefilled, and comes once more.
     """
 
     request: RequestId
     elsewhere: bool = False
+    anew: bool = False
 
 
 class RequestFinished(Struct, frozen=True):

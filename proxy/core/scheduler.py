@@ -379,6 +379,8 @@ class Scheduler:
 
     def _recompute(self, event: RequestRecomputed, now_ns: int) -> list[Action]:
         request = self._get(event.request)
+        if event.anew and request.started:
+            self.ledger.emit(event.request, -self._holdings.emitted(request))
         actions = recompute(request, self._holdings, now_ns, elsewhere=event.elsewhere)
         self._queue(request, now_ns)
         return actions + self._start_prefills(now_ns)

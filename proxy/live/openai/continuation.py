@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from balanceroute.proxy.live.openai.body import BodyError, dump
+from balanceroute.proxy.live.openai.numeric_members import integer
 from balanceroute.proxy.live.openai.resume import remaining_limits
 from balanceroute.proxy.live.openai.shape import Api, Shape
 from balanceroute.proxy.live.openai.token_continuation import (
@@ -28,6 +29,10 @@ _CONTINUED_AT = {
     Api.COMPLETIONS: Api.COMPLETIONS,
     Api.GENERATE: Api.GENERATE,
 }
+# What vLLM's `SamplingParams` takes for no seed.
+_NO_SEEDS = (None, -1)
+# Those whose requests have a seed.
+_SEEDED = frozenset({Api.CHAT, Api.COMPLETIONS, Api.GENERATE, Api.RESPONSES})
 # As vLLM's `SamplingParams`: below, the most likely token is taken.
 _GREEDY_BELOW = 1e-5
 # The other legs' body has these as they are.
@@ -81,6 +86,43 @@ def continuable(shape: Shape, values: Mapping[str, Any], *, sampled: bool) -> di
         return None  # Of another sample nobody knows how much of it comes again.
     top = kept.get("top_logprobs")
     return kept if top is None or (type(top) is int and top >= 0) else None
+
+
+def may_begin_again(
+    shape: Shape, values: Mapping[str, Any], *, sampled: bool
+) -> Mapping[str, Any] | None:
+    """Return how tokens are drawn of an answer that may be asked for once more from its beginning.
+
+    Args:
+        shape: The request's.
+        values: The members of its body.
+        sampled: Whether a seed may be given to it, so that its tokens are drawn alike again.
+
+    Returns:
+        None if it must not be: other tokens would come, or the engine would do twice what it does.
+    """
+    try:
+        sampling: Any = sampling_of(values)
+        calls = shape.api is Api.RESPONSES and not _calls_nobody(values)
+        if calls or not isinstance(sampling, Mapping):
+            return None
+        alike = not draws_otherwise(sampling)
+    except BodyError:
+        return None  # A member that is too large to be read.
+    return sampling if alike or (sampled and shape.api in _SEEDED) else None
+
+
+def draws_otherwise(sampling: Mapping[str, Any]) -> bool:
+    """Return whether other tokens come if they are drawn again: they are sampled, and there is no seed."""
+    return not is_greedy(sampling) and integer(sampling.get("seed")) in _NO_SEEDS
+
+
+def _calls_nobody(values: Mapping[str, Any]) -> bool:
+    """Return whether the engine calls no tool itself: only clients call functions."""
+    tools = values.get("tools") or ()
+    return isinstance(tools, list | tuple) and all(
+        isinstance(tool, dict) and tool.get("type") in ("function", "custom") for tool in tools
+    )
 
 
 def _continuable(values: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -129,6 +129,9 @@ class NamedEventStream(StreamReader):
         self._complete = self._complete or turn.final
         if not turn.error:
             return event
+        if turn.is_answer and self._may_be_mended:
+            self._opening.error, self.over = event, True
+            return b""
         if turn.is_answer and not self._opening.pass_error(event):
             self.over = True
             return b""

@@ -65,6 +65,16 @@ class StreamReader:
         """Whether only token events are expected, so that `take_token` may try."""
         return False
 
+    @property
+    def repeating(self) -> bool:
+        """Whether what comes is left out, as the client has it."""
+        return False
+
+    @property
+    def _may_be_mended(self) -> bool:
+        """Whether another engine goes on if this one reports an error."""
+        return False
+
     def is_progress(self, event: bytes) -> bool:
         """Return whether an event has data; a comment only says that the engine's server is there."""
         return event.startswith(b"data:") or bool(event_data(event))

@@ -171,6 +171,7 @@ class Recomputed(Struct, frozen=True, array_like=True, tag=8):
     number: int
     taken: int
     elsewhere: bool
+    anew: bool = False
 
 
 class FirstToken(Struct, frozen=True, array_like=True, tag=9):

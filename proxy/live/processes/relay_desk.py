@@ -409,5 +409,5 @@ def _loss(message: from_relay.Loss, number: events.RequestId, *, crossed: bool) 
             return events.PrefillLost(number, elsewhere, decode, same_rank)
         case from_relay.DecodeLost():
             return events.DecodeLost(number)
-        case from_relay.Recomputed(_, _, elsewhere):
-            return events.RequestRecomputed(number, elsewhere)
+        case from_relay.Recomputed(_, _, elsewhere, anew):
+            return events.RequestRecomputed(number, elsewhere, anew)

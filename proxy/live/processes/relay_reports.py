@@ -50,8 +50,8 @@ def event_message(
             return from_relay.DecodeLost(number, taken)
         case events.FirstToken(number):
             return from_relay.FirstToken(number, taken)
-        case events.RequestRecomputed(number, elsewhere):
-            return from_relay.Recomputed(number, taken, elsewhere)
+        case events.RequestRecomputed(number, elsewhere, anew):
+            return from_relay.Recomputed(number, taken, elsewhere, anew)
         case _:
             raise AssertionError(f"no session feeds {event}")
 

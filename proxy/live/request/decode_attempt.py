@@ -22,6 +22,11 @@ from balanceroute.proxy.live.openai.engine_error import error_in, read_error, te
 from balanceroute.proxy.live.openai.leg_body import decode_body
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
+from balanceroute.proxy.live.openai.repeating_stream import (
+    RepeatingCompletionStream,
+    RepeatingNamedEventStream,
+    RepeatingTokenStream,
+)
 from balanceroute.proxy.live.openai.resume import CannotResumeError
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.stream_event import decoded
@@ -40,7 +45,7 @@ from balanceroute.proxy.live.request.failures import (
     reported,
 )
 from balanceroute.proxy.live.request.hand_off import HandOff
-from balanceroute.proxy.live.request.holding import Attempt
+from balanceroute.proxy.live.request.holding import Attempt, draw_seed
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, PromptCounted
 from balanceroute.proxy.live.request.resume import Resume
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.repeated_text import RepeatedText
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
+    from balanceroute.proxy.live.openai.told import Told
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.live.request.kv_handle import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
@@ -86,8 +92,8 @@ class DecodeAttempt(Attempt):
     """
 
     __slots__ = (
-        *("_ids", "_kv", "_rank", "_remote", "_repeated", "_transcript", "_transfer", "_usage"),
-        *("hands_back", "stream"),
+        *("_ids", "_kv", "_rank", "_remote", "_repeated", "_told", "_transcript", "_transfer"),
+        *("_usage", "hands_back", "stream"),
     )
 
     def __init__(
@@ -104,20 +110,34 @@ class DecodeAttempt(Attempt):
         self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
         self._repeated = session.emitted.repeated()
         self._ids: TokenIds | None = None
-        resume = session.context.legs.resume
-        if self._rank is not None and session.shape.stream and resume is not _OFF:
-            parses = engine.continuous_usage_is_expensive
-            self._ids = session.emitted.ids_to_keep(
+        self._told: Told | None = None
+        if session.shape.stream and session.context.legs.resume is not _OFF:
+            self._keep(session.context.legs.resume)
+        self._kv = kv  # Until the engine is known to have it.
+        self._transfer = ""
+        self._remote: HandOff | None = None  # The prefill that the rank calls for.
+
+    def _keep(self, resume: Resume) -> None:
+        """Keep what another engine needs to go on with the stream: ids, or all that the client has."""
+        session, emitted = self._session, self._session.emitted
+        if emitted.told is None and self._rank is not None:
+            self._ids = emitted.ids_to_keep(
                 session.shape,
                 self._asked()[1],
                 resume,
                 self._repeated,
-                parses=parses,
+                parses=self.engine.continuous_usage_is_expensive,
                 prompt_tokens=session.record.prompt_tokens or None,
             )
-        self._kv = kv  # Until the engine is known to have it.
-        self._transfer = ""
-        self._remote: HandOff | None = None  # The prefill that the rank calls for.
+        if self._ids is not None:
+            return
+        if session.answer.opened:
+            self._told = emitted.told
+        else:  # What an engine said, and nobody has, is not told.
+            seed = partial(draw_seed, session)
+            self._told = emitted.told_to_keep(session.shape, session.body, resume, seed)
+        if self._told is not None:
+            self._told.begin_again()
 
     @property
     def bound(self) -> bool:
@@ -143,7 +163,9 @@ class DecodeAttempt(Attempt):
 
     @property
     def continuable(self) -> bool:
-        """Whether another rank could go on with the stream, from the ids of its tokens."""
+        """Whether another engine could go on with the stream, from the ids of its tokens or by beginning again."""
+        if self._told is not None:
+            return not self._told.lost
         return self._ids is not None and self._session.emitted.takes(self._ids, self._session.shape)
 
     @property
@@ -210,6 +232,11 @@ class DecodeAttempt(Attempt):
             limit_s = legs.idle_stream_timeout_s
             if self.engine.status is Status.QUARANTINED and (self.continuable or self.complete):
                 limit_s = min(limit_s, _STILL_S)  # Else it might as well end there.
+            if stream.reader.repeating and now_s > self.posted_s + legs.idle_stream_timeout_s:
+                # All the while the client hears nothing.
+                silent_s = legs.idle_stream_timeout_s
+                session.fail(504, f"to begin the answer again took longer than {silent_s:g} s")
+                return
             if session.answer.is_paused or now_s <= stream.last_s + limit_s:
                 return
             reason = f"the stream stood still for {limit_s:g} s"
@@ -255,7 +282,7 @@ class DecodeAttempt(Attempt):
             "expensive": partial(_stop_asking, self.engine),
             "may_abort": lambda: session.abort_ordered,
         }
-        reader = _make_reader(session, self._repeated, options)
+        reader = _make_reader(session, self._repeated, self._told, options)
         reader.comparison = session.emitted.comparison
         return Relay(
             self,
@@ -347,7 +374,8 @@ class DecodeAttempt(Attempt):
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
         session.emitted.early = None
-        session.began(self, status, headers, hands_back=self.hands_back)
+        keeps_body = self.hands_back or self._told is not None
+        session.began(self, status, headers, keeps_body=keeps_body)
         if session.decodes:
             session.host.feed(DecodeStarted(session.number), served)
         else:
@@ -409,6 +437,12 @@ class DecodeAttempt(Attempt):
             session.fail(502, f"the engine dropped the request {_MOST_RECOMPUTES} times")
             return
         advanced = False
+        if self._told is not None:
+            if self._told.lost or record.recomputes > session.context.legs.retry_attempts:
+                session.fail(502, "the engine dropped the request, which cannot begin again")
+            else:
+                session.recomputed(elsewhere=True, anew=True)
+            return
         if stream is not None and stream.started and self.continuable:
             self._leave_ids()
             advanced = True
@@ -425,11 +459,12 @@ class DecodeAttempt(Attempt):
         session.recomputed(elsewhere=not advanced)
 
     def hand_over(self) -> None:
-        """Have another rank go on with the stream."""
+        """Have another engine go on with the stream."""
         self.close()
-        self._leave_ids()
+        if self._told is None:
+            self._leave_ids()
         self._session.record.resumes += 1
-        self._session.recomputed(elsewhere=True)
+        self._session.recomputed(elsewhere=True, anew=self._told is not None)
 
     def _leave_ids(self) -> None:
         assert self._ids is not None
@@ -458,9 +493,19 @@ class DecodeAttempt(Attempt):
 
 
 def _make_reader(
-    session: "AttemptOwner", repeated: "RepeatedText", options: dict[str, Any]
+    session: "AttemptOwner",
+    repeated: "RepeatedText",
+    told: "Told | None",
+    options: dict[str, Any],
 ) -> "StreamReader":
     emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
+    if told is not None:  # It knows itself what the client has.
+        if shape.api is _GENERATE:
+            return RepeatingTokenStream(shape.sequences, told, resumes=False, **options)
+        if shape.api in (_CHAT, _COMPLETIONS):
+            return RepeatingCompletionStream(shape.sequences, told, resumes=False, **options)
+        may_abort = options["may_abort"]
+        return RepeatingNamedEventStream(told, resumes=False, may_abort=may_abort)
     if shape.api is _GENERATE:
         said = None if emitted.early is None else emitted.early.said
         if said is None and not emitted.tokens:
@@ -495,7 +540,10 @@ def _stop_asking(engine: "Prefiller | Rank") -> None:
 def _count_stream(session: "AttemptOwner", stream: Relay) -> None:
     record = session.record
     if session.answer.opened:
-        before = int(record.early_first_token)  # What came since may have been that again.
+        # What came since may have been the first token again, or all that there was.
+        before = int(record.early_first_token)
+        if session.emitted.told is not None:
+            before = record.output_tokens
         record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
         record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
         if stream.second_s is not None:

@@ -6,13 +6,20 @@ from msgspec import Struct
 
 from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, asks_logprobs, care_of
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.continuation import continuable, continued_body, is_greedy
+from balanceroute.proxy.live.openai.continuation import (
+    continuable,
+    continued_body,
+    draws_otherwise,
+    is_greedy,
+    may_begin_again,
+)
 from balanceroute.proxy.live.openai.generated_ids import GeneratedIds
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.resume import CannotResumeError, resumed_members
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.token_ids import TokenIds
-from balanceroute.proxy.live.openai.token_shape import PROMPT
+from balanceroute.proxy.live.openai.token_shape import PROMPT, SAMPLING
+from balanceroute.proxy.live.openai.told import Told, ToldChoices, ToldEvents
 from balanceroute.proxy.live.openai.told_logprobs import Logprobs
 from balanceroute.proxy.live.request.resume import Resume
 
@@ -23,6 +30,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.request.early_token import EarlyToken
+
+
+_NAMED = frozenset({Api.MESSAGES, Api.RESPONSES})
 
 
 class Emitted(Struct, eq=False):
@@ -39,6 +49,8 @@ class Emitted(Struct, eq=False):
         overlap_tokens: Tokens behind them of which it has log-probabilities, which come again.
         text_offset: Of the first token behind them, as log-probabilities tell it.
         head: Of the client's first event, all that stands before the choices.
+        told: What the client has of an answer that is to begin again; None if none does.
+        parses: Whether a prefiller has shown that it has a parser of reasoning.
     """
 
     tokens: int = 0
@@ -51,6 +63,8 @@ class Emitted(Struct, eq=False):
     overlap_tokens: int = 0
     text_offset: int = 0
     head: bytes = b""
+    told: Told | None = None
+    parses: bool = False
     _text: str = ""
 
     def repeated(self) -> RepeatedText:
@@ -115,7 +129,7 @@ class Emitted(Struct, eq=False):
         """
         if self.continued is None:
             self.kept = continuable(shape, body.values, sampled=resume is Resume.VALID)
-            parses &= shape.api is Api.CHAT
+            parses = (parses or self.parses) and shape.api is Api.CHAT
         if self.kept is None or (parses and self.continued is None):
             return None
         if shape.api is Api.GENERATE:
@@ -126,6 +140,43 @@ class Emitted(Struct, eq=False):
         if care is None:
             return TokenIds(repeated, prompt_tokens)
         return BackedUpIds(care, repeated, prompt_tokens)
+
+    def told_to_keep(
+        self,
+        shape: "Shape",
+        body: "RequestBody",
+        resume: Resume,
+        seed: "Callable[[], int]",
+    ) -> Told | None:
+        """Return what keeps all that the client of a stream gets, for another engine to begin again.
+
+        Args:
+            shape: The client's request, of which it has nothing yet.
+            body: What it sent.
+            resume: Which streams go on; some do.
+            seed: Draws one.
+
+        Returns:
+            None if the answer must not begin again.
+        """
+        if self.continued is not None or self.tokens:
+            return None
+        sampling = may_begin_again(shape, body.values, sampled=resume is Resume.VALID)
+        if sampling is None:
+            return None
+        if not self.drawn and draws_otherwise(sampling):
+            self.draw(sampling, seed(), nested=shape.api is Api.GENERATE)
+        self.told = ToldEvents() if shape.api in _NAMED else ToldChoices()
+        return self.told
+
+    def draw(self, sampling: "Mapping[str, Any]", seed: int, *, nested: bool) -> None:
+        """Give the request a seed, for its tokens to be drawn alike wherever they are.
+
+        `nested` says that the members of `sampling` are not the body's own.
+        """
+        drawn: dict[str, object] = {"seed": seed}
+        self.drawn = {SAMPLING: {**sampling, **drawn}} if nested else drawn
+        self.members = {**self.members, **self.drawn}
 
     def takes(self, ids: "TokenIds", shape: "Shape") -> bool:
         """Return whether the answer can be continued from the ids of a leg's tokens."""

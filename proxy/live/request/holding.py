@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.messages import Headers, Payload, WireError
 
+_SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 _TARGETS = {api: api.value.encode() for api in Api}
 
 
@@ -149,9 +150,9 @@ class AttemptOwner(Protocol):
         """Answer with the one token of the prefill, behind which nothing comes."""
 
     def began(
-        self, attempt: "Attempt", status: int, headers: "Headers", *, hands_back: bool
+        self, attempt: "Attempt", status: int, headers: "Headers", *, keeps_body: bool
     ) -> None:
-        """Open the client's stream; `hands_back` says that the engine may give the request back."""
+        """Open the client's stream; `keeps_body` says that the request may be sent once more."""
 
     def answered(self, headers: "Headers", body: bytes, served: "LegSucceeded") -> None:
         """Pass on a whole answer."""
@@ -159,8 +160,8 @@ class AttemptOwner(Protocol):
     def finished(self, error: str = "", *, cut: bool = False) -> None:
         """End the stream, in which the engine may have reported an error of its own."""
 
-    def recomputed(self, *, elsewhere: bool) -> None:
-        """Prefill again with what was emitted, if anything was."""
+    def recomputed(self, *, elsewhere: bool, anew: bool = False) -> None:
+        """Prefill again with what was emitted, if anything was and the answer does not begin `anew`."""
 
     def engine_died(self, engine: "Prefiller | Rank", sent_s: float, *, said: bool) -> bool:
         """Note that an engine died under the prompt; return whether another one may have it."""
@@ -272,6 +273,12 @@ class Attempt(Holding):
             lines=lines,
             fresh=self._sent_again or session.fresh,
         )
+
+
+def draw_seed(session: "AttemptOwner") -> int:
+    """Return a seed for a request whose client gave none; its record names it."""
+    seed = session.record.seed = int(session.context.unique()[:_SEED_DIGITS], 16)
+    return seed
 
 
 class Backoff(Holding):

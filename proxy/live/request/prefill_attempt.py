@@ -27,12 +27,13 @@ from balanceroute.proxy.live.openai.prefill_answer import (
 )
 from balanceroute.proxy.live.openai.prompt_blocks import SESSION_MEMBER, prompt_name
 from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.live.openai.token_shape import PROMPT, SAMPLING
+from balanceroute.proxy.live.openai.token_shape import PROMPT
+from balanceroute.proxy.live.openai.usage import continuous_usage_is_expensive
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFrom
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
-from balanceroute.proxy.live.request.holding import Attempt
+from balanceroute.proxy.live.request.holding import Attempt, draw_seed
 from balanceroute.proxy.live.request.kv_handle import KvHandle
 from balanceroute.proxy.live.request.reports import (
     EngineSeen,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
-_SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _PREFILL = Leg.PREFILL
 _DECODE = FirstTokenFrom.DECODE
@@ -123,6 +123,9 @@ class PrefillAttempt(Attempt):
             answer = replace(answer, complete=False)
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)
+        session.emitted.parses = session.emitted.parses or continuous_usage_is_expensive(
+            answer.message
+        )
         if session.emitted.tokens == 0:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens = answer.cached_tokens
@@ -168,10 +171,7 @@ class PrefillAttempt(Attempt):
             return None
         sampling = sampling_of(kept)
         if not is_greedy(kept) and sampling.get("seed") is None:
-            seed = session.record.seed = int(session.context.unique()[:_SEED_DIGITS], 16)
-            drawn: dict[str, object] = {"seed": seed}
-            emitted.drawn = drawn if sampling is kept else {SAMPLING: {**sampling, **drawn}}
-            emitted.members = emitted.drawn
+            emitted.draw(sampling, draw_seed(session), nested=sampling is not kept)
         emitted.early = EarlyToken(kept)
         return emitted.early
 

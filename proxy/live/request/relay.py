@@ -76,7 +76,7 @@ class Relay:
         before: Tokens of earlier bindings.
 
     Attributes:
-        started: Whether anything of this leg went to the client.
+        started: Whether anything of this leg went to the client, or came that it has.
         second_s: When the answer's second token came; None before, and if it came on an earlier one.
         last_s: When events with data came last. Comments keep connections alive while an engine has
             nothing to say, and its server sends them whatever has become of the engine.
@@ -313,6 +313,8 @@ class Relay:
         self._plain = reader.plain and self.second_s is not None and reader.comparison is None
         if passed:
             self._send(b"".join(passed))
+        elif reader.repeating and not self.started:
+            self._start()
         if self._over:
             self._tell_why()
 
@@ -338,9 +340,12 @@ class Relay:
 
     def _send(self, data: bytes) -> None:
         if not self.started:
-            self.started = True
-            self._owner.stream_started(self._status, self._headers)
+            self._start()
         self._write(data)
+
+    def _start(self) -> None:
+        self.started = True
+        self._owner.stream_started(self._status, self._headers)
 
     def _flush(self) -> None:
         held = self.reader.flush()

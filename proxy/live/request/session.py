@@ -369,12 +369,12 @@ class Session:
 
     # What the engine answers that does the request.
 
-    def began(self, attempt: Attempt, status: int, headers: "Headers", *, hands_back: bool) -> None:
+    def began(self, attempt: Attempt, status: int, headers: "Headers", *, keeps_body: bool) -> None:
         """Open the client's stream, unless it is open."""
         self._enter(_STREAMING, attempt)
         if not self.answer.opened:
             self.answer.open(status, headers)
-        if not hands_back:
+        if not keeps_body:
             self._fingerprint = self.fingerprint
             self._body = None
             self.answer.reply.release_body()
@@ -397,14 +397,17 @@ class Session:
         self.host.feed(events.RequestFinished(self.number), served)
         self._end(None, _OK)
 
-    def recomputed(self, *, elsewhere: bool) -> None:
+    def recomputed(self, *, elsewhere: bool, anew: bool = False) -> None:
         """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""
+        if not self.decodes:
+            self.host.feed(self._prefiller_lost())
+            return
         self._kv = None
         if self.ticket.prefill:
             self._enter(Phase.QUEUED)
         else:
             self.pooled()
-        self.host.feed(events.RequestRecomputed(self.number, elsewhere=elsewhere))
+        self.host.feed(events.RequestRecomputed(self.number, elsewhere=elsewhere, anew=anew))
 
     # Failures.
 

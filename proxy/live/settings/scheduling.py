@@ -175,9 +175,9 @@ class SchedulingSettings:
     )
     resume: Resume = choice(
         Resume.OFF,
-        "which streams another decode rank continues when theirs fails, from the token ids that "
-        "engines are asked for: those that one engine would have given (temperature 0), or also "
-        "sampled ones",
+        "which streams another engine continues when theirs fails, from the token ids that "
+        "engines are asked for, or by beginning again without what the client has: those that one "
+        "engine would have given (temperature 0, or a seed), or also sampled ones",
         named(Resume),
     )
     first_token: FirstTokenFrom = choice(

@@ -52,9 +52,7 @@ def test_workers_are_listed_removed_and_added_again(play: "Play") -> None:
 
 def test_a_worker_that_is_removed_ends_what_only_it_can_end(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        streams = [
-            site.send(CHAT, TALK | GREEDY | more) for more in ({}, {"frequency_penalty": 0.5})
-        ]
+        streams = [site.send(CHAT, TALK | GREEDY | more) for more in ({}, {"temperature": 0.7})]
         for stream in streams:
             await stream.until_events(9)
         for worker in await listed(site):

@@ -1,0 +1,496 @@
+"""What the client of a stream has, for another engine to begin the answer again.
+
+Some answers cannot go on behind their ids: an engine's grammar, its penalties, and its parsers of reasoning
+and tool calls begin anew with each request. Such an answer is asked for once more from its beginning. What the
+client has is left out, and compared: the answer goes on only where it says the same.
+
+How an engine cuts an answer into events differs from run to run. So what grows (text, arguments, lists of ids
+and log-probabilities) is compared as a whole, each by the place where it stands in its choice. Ids that
+engines draw (of calls, items and responses) stay those that the client has.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from msgspec import Struct
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.openai.answer_events import dump_compact
+from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded
+from balanceroute.proxy.wire.sse import event_data
+
+# Characters, and entries of lists, of one stream: more than any context has.
+_MOST_KEPT = 1 << 20
+_PLACE = 64  # Of each place where something stands.
+_MOST_PIECES = 256
+_MOST_DEPTH = 16
+# Members that say what something is, and are said once.
+_SAID_ONCE = frozenset({"id", "role", "type"})
+# What stands there, or null, if a part of an event has nothing new.
+_STAYS = frozenset({"delta", "text", "token_ids"})
+_NULL = frozenset({"logprobs", "prompt_token_ids"})
+_FINISH = "finish_reason"
+_REASONS = frozenset({_FINISH, "stop_reason", "matched_stop"})
+
+Path = tuple[str | int, ...]
+
+
+class DiffersError(BalanceRouteError):
+    """The answer that was begun again is another one."""
+
+
+class _Grown(Struct, eq=False):
+    """A text, or a list, of which the client has `whole`, and behind it `pieces`.
+
+    Attributes:
+        at: How much of it has been said again.
+    """
+
+    whole: Any
+    pieces: list[Any]
+    at: int = 0
+
+    def add(self, value: Any) -> None:
+        self.pieces.append(value)
+        if len(self.pieces) >= _MOST_PIECES:
+            self._join()
+            self.at = len(self.whole)
+
+    def begin_again(self) -> bool:
+        """Wait for all of it; return whether that is anything."""
+        self._join()
+        self.at = 0
+        return bool(self.whole)
+
+    def repeat(self, value: Any) -> int:
+        """Return how much of `value` comes again.
+
+        Raises:
+            DiffersError: It is something else.
+        """
+        again = min(len(value), self.left())
+        if self.whole[self.at : self.at + again] != value[:again]:
+            raise DiffersError
+        self.at += again
+        return again
+
+    def left(self) -> int:
+        """Return how much of it has yet to come again, by `begin_again`."""
+        return len(self.whole) - self.at
+
+    def _join(self) -> None:
+        if self.pieces:
+            if isinstance(self.whole, str):
+                self.whole += "".join(self.pieces)
+            else:
+                self.whole += [one for piece in self.pieces for one in piece]
+            self.pieces = []
+
+
+class Told:
+    """What the client of one stream has.
+
+    Attributes:
+        lost: Whether nobody can tell any more whether an answer begun again is the same.
+        repeating: Whether an engine says again what the client has.
+    """
+
+    __slots__ = ("_grown", "_left", "_once", "_room", "lost")
+
+    def __init__(self) -> None:
+        self.lost = False
+        self._room = _MOST_KEPT
+        # By the choice, and then by the place in it.
+        self._grown: dict[int, dict[Path, _Grown]] = {}
+        self._once: dict[Path, Any] = {}
+        self._left: dict[int, int] = {}  # What has yet to come again, of each choice.
+
+    @property
+    def repeating(self) -> bool:
+        """Whether an engine says again what the client has."""
+        return bool(self._left)
+
+    def begin_again(self) -> None:
+        """Expect everything from an engine that begins the answer again."""
+        left = {
+            choice: sum([grown.begin_again() for grown in all_grown.values()])
+            for choice, all_grown in self._grown.items()
+        }
+        self._left = {choice: count for choice, count in left.items() if count}
+
+    def tell(self, event: bytes) -> bytes:
+        """Note an event that goes to the client; return it as the client is to have it."""
+        raise NotImplementedError
+
+    def leave_out(self, event: bytes) -> bytes:
+        """Return what of an event the client does not have; empty if it has all.
+
+        Raises:
+            DiffersError: It does not go on with what the client has.
+        """
+        raise NotImplementedError
+
+    def _grow(self, choice: int, path: Path, value: Any) -> None:
+        self._take_room(len(value))
+        if self.lost:
+            return
+        all_grown = self._grown.setdefault(choice, {})
+        grown = all_grown.get(path)
+        if grown is None:
+            self._take_room(_PLACE)
+            grown = all_grown[path] = _Grown("" if isinstance(value, str) else [], [])
+        grown.add(value)
+
+    def _say_once(self, path: Path, value: Any) -> Any:
+        """Return what the client has there, which is `value` if it has nothing yet."""
+        if path not in self._once:
+            self._take_room(_PLACE + len(value))
+        return self._once.setdefault(path, value)
+
+    def _take_room(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            self._lose()
+
+    def _lose(self) -> None:
+        """Keep nothing any more. What is repeated then ends: nobody knows what is new."""
+        self.lost = True
+        self._grown.clear()
+        self._once.clear()
+
+    def _repeat(self, choice: int, path: Path, value: Any) -> int:
+        """Return how much of a value that grows comes again.
+
+        Raises:
+            DiffersError: The client has something else there.
+        """
+        if self.lost:
+            raise DiffersError
+        grown = self._grown.get(choice, {}).get(path)
+        if grown is None or not grown.left():
+            return 0
+        again = grown.repeat(value)
+        if not grown.left():
+            self._left[choice] -= 1
+            if not self._left[choice]:
+                del self._left[choice]
+        return again
+
+
+class ToldChoices(Told):
+    """The same of a stream whose events have choices: chats, completions, and ids."""
+
+    __slots__ = ()
+
+    def tell(self, event: bytes) -> bytes:
+        """Note an event that goes to the client; return it as the client is to have it."""
+        if self.lost:
+            return event
+        data = event_data(event)
+        message = decoded(data)
+        if message is None:
+            self.lost = bool(data and data != DONE)
+            return event
+        changed = False
+        for choice in choices_of(message):
+            changed |= self._tell(_index(choice), (), choice)
+            if choice.get(_FINISH) is not None:
+                self._grow(_index(choice), (_FINISH,), [choice[_FINISH]])
+        return b"data: %b\n\n" % dump_compact(message) if changed else event
+
+    def leave_out(self, event: bytes) -> bytes:
+        """Return what of an event the client does not have; empty if it has all.
+
+        Raises:
+            DiffersError: It does not go on with what the client has.
+        """
+        data = event_data(event)
+        if not data:
+            return b""  # A comment, for example.
+        message = decoded(data)
+        if message is None or not choices_of(message):
+            if self.repeating:
+                raise DiffersError  # The end, or what nobody can read.
+            return event
+        going_on = []
+        for choice in choices_of(message):
+            index = _index(choice)
+            says_more = self._leave_out(index, (), choice)
+            if choice.get(_FINISH) is not None:
+                says_more |= not self._repeat(index, (_FINISH,), [choice[_FINISH]])
+            if says_more and index in self._left:
+                raise DiffersError
+            if says_more:
+                going_on.append(choice)
+        if not going_on:
+            return b""
+        return b"data: %b\n\n" % dump_compact(message | {"choices": going_on})
+
+    def _tell(self, index: int, path: Path, members: dict[str, Any]) -> bool:
+        """Note what an object says; return whether a member of it was put right."""
+        changed = False
+        if len(path) > _MOST_DEPTH:
+            self._lose()
+            return False
+        for name, value in members.items():
+            if not value or name in _REASONS:
+                continue
+            place = (*path, name)
+            if isinstance(value, dict):
+                changed |= self._tell(index, place, value)
+            elif isinstance(value, list) and _are_parts(value):
+                for part in value:
+                    changed |= self._tell(index, (*place, _index(part)), part)
+            elif isinstance(value, list):
+                self._grow(index, place, list(map(_comparable, value)))
+            elif isinstance(value, str) and name not in _SAID_ONCE:
+                self._grow(index, place, value)
+            elif isinstance(value, str):
+                members[name] = self._said_once(index, place, value)
+                changed |= members[name] != value
+        return changed
+
+    def _said_once(self, index: int, place: Path, value: str) -> str:
+        """Return a member that is said once as the client has it: no engine draws another id for it."""
+        path, constant = (index, *place), _constant(place[-1], value)
+        if path not in self._once:
+            self._grow(index, place, [constant])
+        told: str = self._say_once(path, value)
+        return value if constant else told
+
+    def _leave_out(self, index: int, path: Path, members: dict[str, Any]) -> bool:
+        """Take out of an object what the client has; return whether it says anything else."""
+        if len(path) > _MOST_DEPTH:
+            raise DiffersError
+        says_more = False
+        for name, value in list(members.items()):
+            place = (*path, name)
+            if name in _REASONS or not isinstance(value, str | dict | list):
+                continue
+            if isinstance(value, dict):
+                new = self._leave_out(index, place, value)
+            elif isinstance(value, list):
+                new = self._leave_out_of_list(index, place, members)
+            elif name in _SAID_ONCE:
+                new = (index, *place) not in self._once
+                if not new:
+                    self._repeat(index, place, [_constant(name, value)])
+            else:
+                members[name] = value[self._repeat(index, place, value) :]
+                new = bool(members[name])
+            says_more |= new
+            if not new and name in _NULL:
+                members[name] = None
+            elif not new and value and name not in _STAYS:
+                del members[name]
+        return says_more
+
+    def _leave_out_of_list(self, index: int, place: Path, members: dict[str, Any]) -> bool:
+        name = place[-1]
+        assert isinstance(name, str)
+        value = members[name]
+        if _are_parts(value):
+            members[name] = [
+                part for part in value if self._leave_out(index, (*place, _index(part)), part)
+            ]
+        else:
+            again = self._repeat(index, place, list(map(_comparable, value)))
+            members[name] = value[again:]
+        return bool(members[name])
+
+
+def _constant(name: str | int, value: str) -> str:
+    """Return what is the same in each run of a member that is said once."""
+    return "" if name == "id" else value
+
+
+def _index(part: Mapping[str, Any]) -> int:
+    index = part.get("index")
+    return index if type(index) is int else 0
+
+
+def _are_parts(value: list[Any]) -> bool:
+    """Return whether a list has parts that grow, each with its number, as tool calls do."""
+    return bool(value) and all(
+        isinstance(part, dict) and type(part.get("index")) is int for part in value
+    )
+
+
+def _comparable(entry: object) -> object:
+    """Return what of a list's entry is the same in each run: no number with a fraction is."""
+    if isinstance(entry, dict):
+        return entry.get("token")
+    return entry if isinstance(entry, str | int) else None
+
+
+class ToldEvents(Told):
+    """The same of a stream of named events: /v1/messages and /v1/responses.
+
+    Pieces of a text are joined by the block or item that they belong to. Any other event comes once, and has
+    to come again with the same content, but for what engines draw or measure.
+    """
+
+    __slots__ = ("_again", "_created_at", "_number", "_renamed")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._again = False
+        self._renamed: dict[bytes, bytes] = {}  # As JSON.
+        self._number = -1  # Of the last event, where they are numbered.
+        self._created_at = b""
+
+    def begin_again(self) -> None:
+        """Expect everything from an engine that begins the answer again."""
+        super().begin_again()
+        self._again = self._again or self.repeating
+        self._renamed.clear()
+
+    def tell(self, event: bytes) -> bytes:
+        """Note an event that goes to the client; return it as the client is to have it."""
+        data = event_data(event)
+        message = None if self.lost else decoded(data)
+        if message is None:
+            self.lost = self.lost or bool(data and data != DONE)
+            return event
+        if message.get("type") in _IDLE:
+            return event
+        if self._again:
+            event = self._as_begun(event)
+        elif type(message.get("sequence_number")) is int:
+            self._number = message["sequence_number"]
+        place, growing = _place(message), _growing(message)
+        if growing is not None:
+            self._grow(0, (*place, growing[1]), growing[0][growing[1]])
+        else:
+            self._grow(0, place, [_digest(message)])
+            ids = list(_drawn(message))
+            if ids:
+                self._say_once(place, ids)
+                self._created_at = self._created_at or _created_at(message)
+        return event
+
+    def leave_out(self, event: bytes) -> bytes:
+        """Return what of an event the client does not have; empty if it has all.
+
+        Raises:
+            DiffersError: It does not go on with what the client has.
+        """
+        data = event_data(event)
+        if not data:
+            return b""
+        message = decoded(data)
+        if message is None:
+            if self.repeating:
+                raise DiffersError
+            return event
+        if message.get("type") in _IDLE:
+            return b""
+        place, growing = _place(message), _growing(message)
+        if growing is not None:
+            members, name = growing
+            again = self._repeat(0, (*place, name), members[name])
+            if again:
+                members[name] = members[name][again:]
+                event = _NAMED % (str(message.get("type")).encode(), dump_compact(message))
+            if not members[name]:
+                return b""
+        elif self._repeat(0, place, [_digest(message)]):
+            for old, new in zip(_drawn(message), self._once.get(place, ()), strict=False):
+                if old != new:
+                    self._renamed[dump_compact(old)] = dump_compact(new)
+            return b""
+        if self.repeating:
+            raise DiffersError
+        return event
+
+    def _as_begun(self, event: bytes) -> bytes:
+        """Return an event with the ids and the time that the client has of this answer, and its number."""
+        for drawn, told in self._renamed.items():
+            event = event.replace(drawn, told)
+        if self._created_at:
+            event = _CREATED.sub(rb"\g<1>" + self._created_at, event)
+        if self._number >= 0:
+            self._number += 1
+            event = _SEQUENCE.sub(rb"\g<1>%d" % self._number, event, count=1)
+        return event
+
+
+# Of which nothing has to come again.
+_IDLE = frozenset({"ping", "keepalive"})
+_NAMED = b"event: %b\ndata: %b\n\n"
+_SEQUENCE = re.compile(rb'("sequence_number"\s*+:\s*+)\d++')
+_CREATED = re.compile(rb'("created_at"\s*+:\s*+)\d++')
+# Where in the answer an event belongs.
+_PLACES = ("output_index", "content_index", "summary_index", "index", "annotation_index")
+# What engines draw or measure.
+_OF_THE_RUN = frozenset(
+    {"usage", "created_at", "completed_at", "sequence_number", "signature", "created"}
+)
+
+
+def _created_at(message: Mapping[str, Any]) -> bytes:
+    response = message.get("response")
+    created = response.get("created_at") if isinstance(response, dict) else None
+    return b"%d" % created if type(created) is int else b""
+
+
+def _place(message: Mapping[str, Any]) -> Path:
+    delta = message.get("delta")
+    kind = delta.get("type") if isinstance(delta, dict) else None
+    return (str(message.get("type")), str(kind), *(_number(message, name) for name in _PLACES))
+
+
+def _number(message: Mapping[str, Any], name: str) -> int:
+    number = message.get(name)
+    return number if type(number) is int else -1
+
+
+def _growing(message: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """Return the object and the name of an event's piece of a text; None if it has none."""
+    delta = message.get("delta")
+    if isinstance(delta, str):
+        return message, "delta"
+    if isinstance(delta, dict):
+        for name in ("text", "partial_json", "thinking"):
+            if isinstance(delta.get(name), str):
+                return delta, name
+    return None
+
+
+def _is_drawn(name: str) -> bool:
+    return name == "id" or name.endswith("_id")
+
+
+def _drawn(value: object, depth: int = 0) -> Iterator[str]:
+    """Yield the ids of an event in their order."""
+    inside: Iterable[Any] = value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        for name, member in value.items():
+            if isinstance(member, str) and _is_drawn(name):
+                yield member
+        inside = value.values()
+    if depth < _MOST_DEPTH:
+        for member in inside:
+            if isinstance(member, dict | list):
+                yield from _drawn(member, depth + 1)
+
+
+def _digest(message: Mapping[str, Any]) -> bytes:
+    """Return what tells an event from others, whatever engines draw or measure."""
+    return blake2b(dump_compact(_without_run(message)), digest_size=8).digest()
+
+
+def _without_run(value: Any, depth: int = 0) -> Any:
+    if depth > _MOST_DEPTH:
+        return None
+    if isinstance(value, dict):
+        return {
+            name: _without_run(member, depth + 1)
+            for name, member in value.items()
+            if name not in _OF_THE_RUN and not (_is_drawn(name) and isinstance(member, str))
+        }
+    if isinstance(value, list):
+        return [_without_run(member, depth + 1) for member in value]
+    return value

@@ -1,0 +1,344 @@
+"""What the client of a stream has, when an engine begins the answer again."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from balanceroute.proxy.live.openai import told as module
+from balanceroute.proxy.live.openai.told import DiffersError, Told, ToldChoices, ToldEvents
+
+
+def event(**members: Any) -> bytes:
+    return b"data: %b\n\n" % json.dumps(members, separators=(",", ":")).encode()
+
+
+def chat(index: int = 0, finish_reason: str | None = None, **delta: Any) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return event(id="a", choices=[choice])
+
+
+def call(index: int = 0, **members: Any) -> bytes:
+    return chat(tool_calls=[{"index": index, **members}])
+
+
+def begun(index: int = 0, drawn: str = "call-1", name: str = "f") -> bytes:
+    return call(index, id=drawn, type="function", function={"name": name})
+
+
+def argument(text: str, index: int = 0) -> bytes:
+    return call(index, function={"arguments": text})
+
+
+def named(kind: str, **members: Any) -> bytes:
+    data = json.dumps({"type": kind, **members}, separators=(",", ":")).encode()
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def passed(told: Told, events: Iterable[bytes]) -> list[bytes]:
+    """Return what the client gets of some events, as the readers have it."""
+    got = []
+    for one in events:
+        new = told.leave_out(one) if told.repeating else one
+        if new:
+            got.append(told.tell(new))
+    return got
+
+
+def choices_of(events: list[bytes]) -> list[Any]:
+    return [choice for one in events for choice in json.loads(one[6:])["choices"]]
+
+
+OPENING = chat(role="assistant", content="")
+TALK = [
+    OPENING,
+    chat(reasoning="so"),
+    chat(reasoning=" it is"),
+    chat(content="Let"),
+    chat(content=" me see"),
+    begun(),
+    argument('{"a":'),
+    argument(" 1}"),
+    begun(1, "call-2", "g"),
+    argument("{}", 1),
+    chat(finish_reason="tool_calls"),
+    event(id="a", choices=[], usage={"total_tokens": 9}),
+    b"data: [DONE]\n\n",
+]
+
+
+@pytest.mark.parametrize("broken", range(len(TALK) - 1))
+def test_an_answer_goes_on_wherever_it_broke(broken: int) -> None:
+    told = ToldChoices()
+    assert passed(told, TALK[:broken]) == TALK[:broken]
+    for _ in range(2):
+        told.begin_again()
+        assert passed(told, TALK[:broken]) == []
+        assert not told.repeating
+    assert passed(told, TALK[broken:]) == TALK[broken:]
+    assert not told.lost
+
+
+def test_events_may_be_cut_otherwise() -> None:
+    told = ToldChoices()
+    passed(told, TALK[:7])
+    told.begin_again()
+    merged = chat(
+        content="Let me see",
+        tool_calls=[
+            {
+                "index": 0,
+                "id": "x",
+                "type": "function",
+                "function": {"name": "f", "arguments": '{"a": 1'},
+            },
+            {"index": 1, "id": "y", "type": "function", "function": {"name": "g"}},
+        ],
+    )
+    got = passed(told, [OPENING, chat(reasoning="so it"), chat(reasoning=" is"), merged])
+    (choice,) = choices_of(got)
+    assert choice["delta"] == {
+        "tool_calls": [
+            {"index": 0, "function": {"arguments": " 1"}},
+            {"index": 1, "id": "y", "type": "function", "function": {"name": "g"}},
+        ]
+    }
+
+
+def test_a_call_keeps_the_id_that_the_client_has() -> None:
+    told = ToldChoices()
+    passed(told, [OPENING, begun(drawn="mine"), argument("{")])
+    told.begin_again()
+    again = [
+        OPENING,
+        begun(drawn="other"),
+        argument("{"),
+        call(id="other", function={"arguments": "}"}),
+    ]
+    (choice,) = choices_of(passed(told, again))
+    assert choice["delta"]["tool_calls"] == [
+        {"index": 0, "id": "mine", "function": {"arguments": "}"}}
+    ]
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        chat(content="Let you"),
+        chat(reasoning="no"),
+        chat(finish_reason="stop"),
+        begun(name="g"),
+        b"data: [DONE]\n\n",
+        b"data: {\n\n",
+        event(id="a", choices=[], usage={}),
+    ],
+)
+def test_an_answer_that_goes_on_otherwise_is_found_out(otherwise: bytes) -> None:
+    told = ToldChoices()
+    passed(told, TALK[:7])
+    told.begin_again()
+    assert passed(told, TALK[:3]) == []
+    with pytest.raises(DiffersError):
+        told.leave_out(otherwise)
+
+
+def test_a_choice_ends_once() -> None:
+    told = ToldChoices()
+    ended = chat(0, "length", content="b")
+    passed(told, [chat(0, content="a"), chat(1, content="x"), ended])
+    told.begin_again()
+    rest = [chat(1, content="y"), chat(1, "length")]
+    assert passed(told, [chat(0, content="a"), chat(1, content="x"), ended, *rest]) == rest
+
+
+def test_each_choice_comes_again_by_itself() -> None:
+    told = ToldChoices()
+    passed(told, [chat(0, content="a"), chat(1, content="x"), chat(1, content="y")])
+    told.begin_again()
+    assert passed(told, [chat(0, content="a")]) == []
+    assert passed(told, [chat(0, content="b")]) == [chat(0, content="b")]
+    assert told.repeating
+    with pytest.raises(DiffersError):
+        told.leave_out(chat(1, content="z"))
+
+
+def test_lists_come_again_entry_by_entry() -> None:
+    def token(*ids: int, text: str = "", logprob: float = -0.5) -> bytes:
+        logprobs: dict[str, Any] = {
+            "tokens": [str(one) for one in ids],
+            "token_logprobs": [logprob] * len(ids),
+        }
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+        return event(choices=[choice | {"prompt_token_ids": None, "token_ids": list(ids)}])
+
+    told = ToldChoices()
+    passed(told, [token(1, text="a"), token(2), token(3, text="bc")])
+    told.begin_again()
+    # Log-probabilities may differ in their last digits.
+    got = passed(told, [token(1, 2, text="a", logprob=-0.51), token(3, 4, text="bcd")])
+    (choice,) = choices_of(got)
+    assert (choice["text"], choice["token_ids"]) == ("d", [4])
+    assert choice["logprobs"] == {"tokens": ["4"], "token_logprobs": [-0.5]}
+    told.begin_again()
+    with pytest.raises(DiffersError):
+        told.leave_out(token(1, 7, text="a"))
+
+
+@pytest.mark.parametrize("unreadable", [b"data: {\n\n", b"data: 7\n\n"])
+def test_nobody_begins_again_what_nobody_could_read(unreadable: bytes) -> None:
+    for told in (ToldChoices(), ToldEvents()):
+        assert told.tell(unreadable) == unreadable
+        assert told.lost
+
+
+def test_what_is_kept_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_KEPT", 3_000)
+    told = ToldChoices()
+    many = [chat(content="ab") for _ in range(1_000)]
+    assert (passed(told, many), told.lost) == (many, False)
+    assert (passed(told, many), told.lost) == (many, True)
+    places = ToldChoices()
+    passed(places, [argument("", index) for index in range(20)])
+    passed(places, [argument("x", index) for index in range(60)])
+    assert places.lost
+
+
+def test_a_stream_that_grew_too_long_while_it_was_repeated_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MOST_KEPT", 500)
+    told = ToldChoices()
+    passed(told, [chat(0, content="a"), chat(1, content="x")])
+    told.begin_again()
+    passed(told, [chat(0, content="a" + 400 * "b")])
+    assert told.lost
+    with pytest.raises(DiffersError):
+        told.leave_out(chat(1, content="x"))
+
+
+def test_values_of_an_engine_may_be_of_any_kind() -> None:
+    strange: Any
+    for strange in (
+        7,
+        1.5,
+        True,
+        None,
+        [],
+        {},
+        [[1]],
+        [{"index": 0}, 3],
+        {"a": {"b": ["c", None]}},
+    ):
+        told = ToldChoices()
+        once = event(choices=[{"index": strange, "delta": {"content": "a", "x": strange}}, 3])
+        assert passed(told, [once]) == [once]
+        told.begin_again()
+        assert passed(told, [once]) == []
+    deep: Any = "x"
+    for _ in range(100):
+        deep = {"a": deep}
+    told = ToldChoices()
+    told.tell(chat(content=deep))
+    assert told.lost
+    passed(events := ToldEvents(), [named("x", item=deep)])
+    assert not events.lost
+
+
+# Named events.
+
+RESPONSE = {"id": "resp-1", "created_at": 7, "output": []}
+ITEM = {"id": "fc-1", "type": "function_call", "name": "f", "call_id": "call-1"}
+
+
+def response(drawn: str, created_at: int, pieces: list[str]) -> list[bytes]:
+    """Return the events of a response with one call, numbered."""
+    head = RESPONSE | {"id": f"resp-{drawn}", "created_at": created_at}
+    item = ITEM | {"id": f"fc-{drawn}", "call_id": f"call-{drawn}", "arguments": ""}
+    at = {"output_index": 0, "item_id": f"fc-{drawn}"}
+    done = item | {"arguments": "".join(pieces)}
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": head}),
+        ("response.in_progress", {"response": head}),
+        ("response.output_item.added", {"output_index": 0, "item": item}),
+        *(("response.function_call_arguments.delta", at | {"delta": piece}) for piece in pieces),
+        ("response.function_call_arguments.done", at | {"arguments": "".join(pieces)}),
+        ("response.output_item.done", {"output_index": 0, "item": done}),
+        ("response.completed", {"response": head | {"usage": {}, "output": [done]}}),
+    ]
+    return [
+        named(kind, **members, sequence_number=number)
+        for number, (kind, members) in enumerate(events)
+    ]
+
+
+@pytest.mark.parametrize("broken", range(10))
+@pytest.mark.parametrize("pieces", [['{"a"', ": ", "1", "}"], ['{"a": 1}'], ['{"a": ', "1}"]])
+def test_a_response_goes_on_with_the_ids_that_the_client_has(
+    broken: int, pieces: list[str]
+) -> None:
+    told = ToldEvents()
+    right = response("mine", 7, ['{"a"', ": ", "1", "}"])
+    passed(told, right[:broken])
+    told.begin_again()
+    got = passed(told, response("other", 8, pieces))
+    assert not any(b"resp-other" in one or b'"created_at":8' in one for one in got) or not broken
+    assert not any(b"-other" in one for one in got) or broken < 3
+    messages = [json.loads(one.partition(b"data: ")[2]) for one in right[:broken] + got]
+    assert [one["sequence_number"] for one in messages] == list(range(len(messages)))
+    whole = [one for one in messages if "delta" not in one]
+    assert [one["type"] for one in whole] == [
+        json.loads(one.partition(b"data: ")[2])["type"] for one in right if b'"delta"' not in one
+    ]
+    assert "".join(one.get("delta", "") for one in messages) == '{"a": 1}'
+    if len(pieces) == 4 and broken >= 3:
+        assert right[:broken] + got == right
+
+
+def message_of(signature: str, texts: list[str]) -> list[bytes]:
+    def delta(index: int, kind: str, name: str, text: str) -> bytes:
+        return named("content_block_delta", index=index, delta={"type": kind, name: text})
+
+    thinking = {"type": "thinking", "thinking": ""}
+    return [
+        named("message_start", message={"id": "m", "content": [], "usage": {"input_tokens": 3}}),
+        named("content_block_start", index=0, content_block=thinking),
+        delta(0, "thinking_delta", "thinking", "hm"),
+        delta(0, "signature_delta", "signature", signature),
+        named("content_block_stop", index=0),
+        named("ping"),
+        named("content_block_start", index=1, content_block={"type": "text", "text": ""}),
+        *(delta(1, "text_delta", "text", text) for text in texts),
+        named("content_block_stop", index=1),
+        named("message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 9}),
+        named("message_stop"),
+    ]
+
+
+@pytest.mark.parametrize("broken", range(13))
+def test_a_message_goes_on_wherever_it_broke(broken: int) -> None:
+    told, right = ToldEvents(), message_of("a", ["one", " two", " three"])
+    assert passed(told, right[:broken]) == right[:broken]
+    told.begin_again()
+    got = right[:broken] + passed(told, message_of("b", ["one", " two", " three"]))
+    drawn = (b"signature", b"ping")
+    told_of, all_of = (
+        [one for one in events if not any(name in one for name in drawn)] for events in (got, right)
+    )
+    assert told_of == all_of
+    assert sum(b"signature" in one for one in got) == 1
+
+
+def test_a_block_that_is_another_one_is_found_out() -> None:
+    told, right = ToldEvents(), message_of("a", ["one"])
+    passed(told, right)
+    for place, otherwise in [
+        (1, named("content_block_start", index=0, content_block={"type": "text", "text": ""})),
+        (2, named("message_stop", index=9)),
+        (3, b"event: x\ndata: {\n\n"),
+        (3, b"data: [DONE]\n\n"),
+    ]:
+        told.begin_again()
+        assert passed(told, right[:place]) == []
+        with pytest.raises(DiffersError):
+            told.leave_out(otherwise)

@@ -1,0 +1,318 @@
+"""Streams that no engine can continue, so that another one begins them again, without what the client has."""
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.test_proxy_connectors import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    ID,
+    TALK,
+    USAGE,
+    alone,
+    another,
+    same,
+)
+from tests.live.test_resumed_streams import EACH, EXACT, FAULTS, GREEDY, through_a_failure
+from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
+
+from balanceroute.proxy.live.telemetry.record import Outcome
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
+
+
+pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
+MESSAGES = "/v1/messages"
+STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
+WORDS = {"type": "string"}
+SCHEMA = {
+    "type": "object",
+    "properties": dict.fromkeys(("city", "day", "unit"), WORDS)
+    | {"list": {"type": "array", "items": WORDS}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("get_weather", "look_up")
+]
+JSON_FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+IMAGE = [
+    {"type": "text", "text": "t1 t2"},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+]
+LONG = {"max_tokens": 60}
+# The path, and what is asked for.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tools": (CHAT, {"tools": TOOLS}),
+    "required": (CHAT, LONG | {"tools": TOOLS, "tool_choice": "required"}),
+    "named": (
+        CHAT,
+        LONG
+        | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+    ),
+    "logprobs": (CHAT, {"tools": TOOLS, "logprobs": True, "top_logprobs": 2}),
+    "schema": (CHAT, LONG | {"response_format": JSON_FORM}),
+    "outputs": (COMPLETIONS, LONG | {"structured_outputs": {"json": SCHEMA}}),
+    "penalty": (CHAT, {"frequency_penalty": 0.5}),
+    "bad words": (COMPLETIONS, {"bad_words": ["t99999"]}),
+    "image": (CHAT, {"messages": [{"role": "user", "content": IMAGE}]}),
+    "ids": (CHAT, {"return_token_ids": True}),
+    "completion's ids": (COMPLETIONS, {"return_token_ids": True, "logprobs": 2}),
+    "seed": (CHAT, {"temperature": 0.7, "seed": 3, "stop": ["never said"]}),
+    "several": (COMPLETIONS, {"temperature": 0.7, "seed": 3, "n": 2}),
+    "several chats": (CHAT, {"temperature": 0.7, "seed": 3, "n": 3}),
+    "unknown": (CHAT, {"unheard_of": 1}),
+    "text of ids": (GENERATE, {"output_mode": "text", "stream": True}),
+    "schema of ids": (
+        GENERATE,
+        {"sampling_params": SAMPLING | LONG | {"structured_outputs": {"json": SCHEMA}}},
+    ),
+}
+ASKED_OF = {**STREAMS, GENERATE: ASKED | {"stream": True}}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_client_sees_one_unbroken_stream(
+    play: "Play", kind: str, fault: dict[str, int]
+) -> None:
+    path, more = KINDS[kind]
+
+    async def scenario(site: "Site") -> None:
+        values = ASKED_OF[path] | more
+        await through_a_failure(site, path, values, **fault)
+        (record,) = await site.ended()
+        assert record.outcome is Outcome.OK
+        assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
+        first, second = site.received("decode")
+        assert first.engine != second.engine
+        # It is asked for the same, and nothing more.
+        keys = first.values.keys() - {"kv_transfer_params"}
+        assert keys <= values.keys() | {"stream_options"}
+        assert {key: second.values[key] for key in keys} == {key: first.values[key] for key in keys}
+
+    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
+
+
+@pytest.mark.parametrize("more", [{}, USAGE, EACH], ids=["plain", "usage", "each"])
+@pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}, {"partial_utf8": 0.4}], ids=str)
+def test_reasoning_goes_on_in_its_midst(
+    play: "Play", odd: dict[str, float], more: dict[str, Any]
+) -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | more
+        right = await alone(site, CHAT, values)
+        assert b'"reasoning":"' in right.body
+        for tokens in range(1, 20):
+            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+            begun = len(site.world.ended)
+            exchange = await site.send(CHAT, another(values, tokens), headers=ID).end()
+            same(exchange, right)
+            (record,) = (await site.ended(begun + 1))[begun:]
+            assert (record.output_tokens, record.resumes) == (20, 1)
+
+    flags = EXACT | {"quarantine_failures": 1_000}
+    play(scenario, flags=flags, reasoning_parser=True, **odd)
+
+
+@pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}], ids=str)
+@pytest.mark.parametrize("kind", ["required", "schema", "logprobs", "ids", "several chats"])
+def test_a_stream_may_break_behind_each_of_its_tokens(
+    play: "Play", kind: str, odd: dict[str, float]
+) -> None:
+    path, more = KINDS[kind]
+
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[path] | more
+        right = await alone(site, path, values)
+        for tokens in range(20):
+            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+            exchange = await site.send(path, another(values, tokens), headers=ID).end()
+            same(exchange, right)
+
+    play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, **odd)
+
+
+TALKING: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "t1 t2 t3"}],
+    "max_tokens": 60,
+    "temperature": 0,
+    "stream": True,
+}
+CALLING = {"tools": [{"name": "look_up", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
+
+
+@pytest.mark.parametrize("direct", ["decode", "prefill"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
+@pytest.mark.parametrize("more", [{}, CALLING], ids=["text", "tools"])
+def test_a_message_goes_on(
+    play: "Play", more: dict[str, Any], fault: dict[str, int], direct: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        values = TALKING | more
+        right = await alone(site, MESSAGES, values)
+        for role in ("decode", "prefill"):
+            site.fleet.faults.set(f"{role}/0", **fault)
+        same(await site.send(MESSAGES, values, headers=ID).end(), right)
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes, record.retries) == (Outcome.OK, 1, 0)
+
+    flags = EXACT | {"idle_stream_timeout_s": 2.0, "direct": direct}
+    play(scenario, flags=flags, reasoning_parser=True)
+
+
+@pytest.mark.parametrize("flags", [EXACT, {"resume": "valid"}], ids=str)
+@pytest.mark.parametrize(
+    ("path", "values", "goes_on"),
+    [
+        (CHAT, TALK | {"tools": TOOLS, "stream": True}, "valid"),
+        (CHAT, TALK | {"tools": TOOLS, "stream": True, "seed": -1}, "valid"),
+        (COMPLETIONS, BODY | {"stream": True, "temperature": 0.5, "stop": "never"}, "valid"),
+        (GENERATE, ASKED | {"stream": True, "sampling_params": {"stop": ["never"]}}, "valid"),
+        # Its requests have no seed.
+        (MESSAGES, TALKING | {"temperature": 0.7}, ""),
+        (CHAT, TALK | {"tools": TOOLS, "stream": True, "seed": 3}, "exact valid"),
+    ],
+)
+def test_what_is_drawn_anew_goes_on_only_with_a_seed(
+    play: "Play", flags: dict[str, str], path: str, values: dict[str, Any], goes_on: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=5)
+        exchange = await site.post(path, values)
+        (record,) = await site.ended()
+        goes = flags["resume"] in goes_on
+        assert (record.resumes, record.outcome is Outcome.OK) == (goes, goes)
+        assert exchange.error is None or not goes
+        legs = [leg.values for leg in site.received("decode")]
+        seeds = {leg.get("sampling_params", leg).get("seed") for leg in legs}
+        assert len(seeds) == 1
+        if goes and "seed" not in values:
+            assert seeds == {record.seed}
+
+    play(scenario, flags=flags)
+
+
+def test_a_stream_kills_few_ranks(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | KINDS["required"][1]
+        right = await alone(site, CHAT, values)
+        site.fleet.faults.set("decode", reset_after_tokens=9)
+        exchange = await site.post(CHAT, values, ID)
+        assert not exchange.done
+        assert b"two engines died" in exchange.body
+        # It died before it came to something new, so the client has what the first one said.
+        told, all_told = ([e for e in one.events if b"arguments" in e] for one in (exchange, right))
+        assert 0 < len(told) < len(all_told)
+        (record,) = await site.ended()
+        assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 9)
+        assert len(site.received("decode")) == 2
+
+    play(scenario, flags=EXACT, ranks=4)
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, b""), (MESSAGES, b"event: error\n")])
+def test_an_answer_that_begins_otherwise_ends_with_an_error(
+    play: "Play", path: str, name: bytes
+) -> None:
+    """The other engine says the same, but for one word."""
+
+    async def scenario(site: "Site") -> None:
+        values = {CHAT: STREAMS[CHAT] | {"unheard_of": 1}, MESSAGES: TALKING}[path]
+        right = await alone(site, path, values)
+        events = [event + b"\n\n" for event in right.body.split(b"\n\n")[:-1]]
+        tenth = events[9].replace(b'":" t', b'":" u')
+        assert tenth != events[9]
+
+        def otherwise(engine: str, request: "Request", reply: "Reply") -> None:
+            del request
+            reply.start(200, [(b"content-type", b"text/event-stream")])
+            if engine == "decode/0":
+                reply.write(b"".join(events[:12]))
+                reply.abort()
+            else:
+                reply.write(b"".join([*events[:9], tenth, *events[10:]]))
+                reply.end()
+
+        site.rank_handlers[path.encode()] = otherwise
+        exchange = await site.post(path, values, ID)
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+        assert exchange.body.startswith(b"".join(events[:12]))
+        last = exchange.body[len(b"".join(events[:12])) :]
+        assert last.startswith(name + b"data: {")
+        assert b"goes on otherwise" in last
+        assert exchange.error is not None
+
+    play(scenario, flags=EXACT, at_rest=False)
+
+
+def test_nobody_waits_for_ever_for_an_answer_to_begin_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | {"unheard_of": 1, "max_tokens": 400}
+        site.fleet.faults.set("decode/0", reset_after_tokens=300)
+        exchange = await site.post(CHAT, values, ID)
+        assert b"to begin the answer again took longer than 5 s" in exchange.body
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+        assert record.output_tokens == 300
+
+    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 5.0})
+
+
+@pytest.mark.parametrize("order", ["remove", "drain"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_an_engine_that_goes_takes_no_stream_with_it(play: "Play", path: str, order: str) -> None:
+    async def scenario(site: "Site") -> None:
+        values = {CHAT: STREAMS[CHAT] | {"tools": TOOLS}, MESSAGES: TALKING}[path]
+        values |= {"max_tokens": 200}
+        right = await alone(site, path, values)
+        exchange = site.send(path, values, headers=ID)
+        await exchange.until_events(20)
+        (on,) = site.received("decode")
+        gone: dict[str, Any] = {"role": "decode", "url": site.fleet.engine(on.engine).url}
+        gone |= {"force": True} if order == "remove" else {"deadline_s": 0}
+        assert (await site.admin(f"/admin/instances/{order}", gone)).status == 200
+        same(await exchange.end(), right)
+        assert (await site.ended())[0].resumes == 1
+
+    play(scenario, flags=EXACT)
+
+
+def test_a_request_that_is_handed_back_begins_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        values = STREAMS[CHAT] | KINDS["required"][1]
+        right = await alone(site, CHAT, values)
+        site.fleet.faults.set("decode/0", recomputed_after_tokens=9)
+        same(await site.send(CHAT, values, headers=ID).end(), right)
+        (record,) = await site.ended()
+        assert (record.recomputes, record.resumes, record.retries) == (1, 0, 0)
+
+    play(scenario, connector="mooncake-ascend", flags=EXACT)
+
+
+@pytest.mark.parametrize("kind", ["required", "schema", "several chats"])
+def test_a_whole_answer_is_asked_for_once_more(play: "Play", kind: str) -> None:
+    async def scenario(site: "Site") -> None:
+        values = TALK | {"temperature": 0} | KINDS[kind][1]
+        right = await alone(site, CHAT, values)
+        site.fleet.faults.set("decode/0", reset_after_tokens=3)
+        same(await site.send(CHAT, values, headers=ID).end(), right)
+        (record,) = await site.ended()
+        assert (record.resumes, record.retries) == (0, 1)
+
+    play(scenario)
+
+
+def test_without_the_setting_nothing_begins_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=5)
+        assert not (await site.post(CHAT, STREAMS[CHAT] | {"tools": TOOLS})).done
+        assert len(site.received("decode")) == 1
+
+    play(scenario)
