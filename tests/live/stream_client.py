@@ -10,7 +10,7 @@ from balanceroute.proxy.live.openai.shape import Api, read_shape
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript
-from balanceroute.proxy.live.openai.usage import UsageRewrite
+from balanceroute.proxy.live.openai.usage import PromptUsage, UsageRewrite
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
@@ -48,7 +48,8 @@ class Client:
         self.errors: list[WireError] = []
         self.first_errors: list[bytes] = []
         resumes = resumed_tokens > 0
-        self.usage = UsageRewrite(cached_tokens, resumed_tokens)
+        prompt = None if cached_tokens is None else PromptUsage(cached_tokens)
+        self.usage = UsageRewrite(prompt, resumed_tokens)
         self.transcript = Transcript(sequences)
         self.reader: CompletionStream | NamedEventStream
         if openai:
@@ -64,7 +65,9 @@ class Client:
                 expensive=lambda: self.turns.append("expensive"),
             )
         else:
-            self.reader = NamedEventStream(resumes=resumes, may_abort=lambda: True)
+            self.reader = NamedEventStream(
+                resumes=resumes, usage=self.usage, hands_back=keep_text, may_abort=lambda: True
+            )
         self.leg = Relay(
             self,
             cast("Reply", self),

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from balanceroute.proxy.live.frontend.aliases import UnknownTaskError
 from balanceroute.proxy.live.frontend.asking import Asking, LateRefusals
 from balanceroute.proxy.live.frontend.clients import refuse_model, urgency_of
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_GENERATE = Api.GENERATE
+_GENERATE, _RESPONSES = Api.GENERATE, Api.RESPONSES
 
 
 class Generation:
@@ -137,6 +139,9 @@ class Generation:
             deny_model(asking.deny, *refused)
             return
         longest = group.served.max_model_len(shape.model)
+        if shape.api is _RESPONSES and group.intake.context.connector.facts.recomputes:
+            # The response of a rank that hands the request back is that of one which has ended.
+            shape = replace(shape, direct=shape.direct or shape.api.value)
         try:
             if shape.direct:
                 check_direct(shape, group.intake.context.legs.direct)

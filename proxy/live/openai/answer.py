@@ -36,7 +36,8 @@ _MOST_HEADERS = 64
 _PLAIN_CODINGS = frozenset({b"", b"identity"})
 # The finish reason of what an engine gave up: vLLM does so when it is told to stop, pause or sleep.
 ABORT = "abort"
-_RECOMPUTED = "recomputed"
+# The stop reason of what a rank hands back.
+RECOMPUTED = "recomputed"
 # Of a response of the Responses API that was given up, where vLLM tells it: of models in harmony format.
 CANCELLED = "cancelled"
 # A count of more digits cannot be true.
@@ -52,6 +53,7 @@ class _Ending(Struct):
     choices: Any = None
     status: Any = None
     stop_reason: Any = None
+    stop_sequence: Any = None
     type: Any = None
 
 
@@ -97,9 +99,17 @@ def is_whole(body: bytes) -> bool:
         return False
 
 
-def is_recomputed(body: bytes) -> bool:
-    """Return whether the rank gave the request back instead of finishing it."""
-    return b'"recomputed"' in body and _RECOMPUTED in _reasons(body, "stop_reason")
+def is_recomputed(api: Api, body: bytes) -> bool:
+    """Return whether the rank gave the request back instead of finishing it.
+
+    A response of /v1/responses has no place for it.
+    """
+    if b'"recomputed"' not in body:
+        return False
+    if api is Api.MESSAGES:
+        ending = _ending(body)
+        return (ending.stop_reason, ending.stop_sequence) == ("stop_sequence", RECOMPUTED)
+    return RECOMPUTED in _reasons(body, "stop_reason")
 
 
 def is_aborted(api: Api, body: bytes) -> bool:
@@ -136,13 +146,13 @@ def _ending(body: bytes) -> _Ending:
 def stops_at_recomputed(body: "RequestBody") -> bool:
     """Return whether the client's own stop words may make an engine report what a hand-back does."""
     try:
-        stop = body.values.get("stop")
+        stop = body.values.get("stop_sequences") or body.values.get("stop")
         sampling = body.values.get("sampling_params")
         if isinstance(sampling, dict):
             stop = sampling.get("stop", stop)
     except BodyError:
         return True  # Too large to read, so it may.
-    return stop == _RECOMPUTED or (isinstance(stop, list) and _RECOMPUTED in stop)
+    return stop == RECOMPUTED or (isinstance(stop, list) and RECOMPUTED in stop)
 
 
 def counts_of(body: bytes) -> tuple[int, int]:

@@ -4,8 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from balanceroute.proxy.live.openai.shape import Api
+import msgspec
+from msgspec import Struct
 
+from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.usage import token_count
+
+_CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
@@ -62,6 +67,85 @@ def ended_events(
     if message.get("system_fingerprint") is not None:
         events[-1]["system_fingerprint"] = message["system_fingerprint"]
     return events
+
+
+class _Block(Struct, tag_field="type"):
+    pass
+
+
+class _Text(_Block, tag="text"):
+    text: str
+
+
+class _Thinking(_Block, tag="thinking"):
+    thinking: str
+
+
+class _ToolUse(_Block, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _Message(Struct):
+    """What `message_events` needs of one."""
+
+    id: str
+    model: str
+    usage: dict[str, Any]
+    content: list[_Text | _Thinking | _ToolUse]
+    stop_reason: str
+
+
+def is_message(message: Mapping[str, Any]) -> bool:
+    """Return whether `message_events` can tell a whole answer of /v1/messages."""
+    try:
+        msgspec.convert(message, _Message)
+    except ValueError:
+        return False
+    return True
+
+
+def message_events(message: Mapping[str, Any]) -> bytes:
+    """Return the events of /v1/messages that tell a whole message, as vLLM 0.32 would stream it.
+
+    It writes no block for an answer without text, which has an empty one as a whole, and counts what was
+    cached only in the last usage.
+    """
+    usage = message["usage"]
+    prompt = sum(token_count(usage, name) or 0 for name in ("input_tokens", *_CACHED))
+    head = {"id": message["id"], "type": "message", "role": "assistant", "content": []}
+    head |= {"model": message["model"], "stop_reason": None, "stop_sequence": None}
+    head |= {"usage": {"input_tokens": prompt, "output_tokens": 0}}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": head}]
+    content = [block for block in message["content"] if block != {"type": "text", "text": ""}]
+    for index, block in enumerate(content):
+        opened, deltas = _block(block)
+        events.append({"type": "content_block_start", "content_block": opened, "index": index})
+        kind = "content_block_delta"
+        events += [{"type": kind, "delta": delta, "index": index} for delta in deltas]
+        events.append({"type": "content_block_stop", "index": index})
+    stop = {name: message.get(name) for name in ("stop_reason", "stop_sequence")}
+    events.append({"type": "message_delta", "delta": stop, "usage": usage})
+    events.append({"type": "message_stop"})
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dump_compact(event))
+        for event in events
+    )
+
+
+def _block(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block of a message as it is opened, and what fills it."""
+    kind = block["type"]
+    if kind == "thinking":
+        deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+        if "signature" in block:
+            deltas.append({"type": "signature_delta", "signature": block["signature"]})
+        return {"type": kind, "thinking": ""}, deltas
+    if kind == "tool_use":
+        filled = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        return {**block, "input": {}}, [filled]
+    return {"type": kind, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
 
 
 def without_nulls(usage: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,24 +10,24 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.numeric_members import integer
-from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.shape import LIMIT_MEMBER, Api
 
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
+_CHAT, _COMPLETIONS, _MESSAGES = Api.CHAT, Api.COMPLETIONS, Api.MESSAGES
 
 
 def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int) -> None:
     """Refuse a request whose answer, prompt of token ids, or both together exceed the context.
 
     Args:
-        api: The endpoint; only chats and completions are judged.
+        api: The endpoint; of agents' requests only the limit is judged, and no prompt of token ids.
         body: The client's.
         max_model_len: A context that no engine exceeds.
 
     Raises:
         BodyError: They do.
     """
-    if api not in (_CHAT, _COMPLETIONS):
+    if api not in LIMIT_MEMBER:
         return
     values = body.values
     name, limit = _limit(api, body)
@@ -37,7 +37,7 @@ def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int) -> None:
             f"Please request fewer output tokens. (parameter={name}, value={limit})",
             name,
         )
-    if api is _CHAT or values.get("truncate_prompt_tokens") is not None:
+    if api is not _COMPLETIONS or values.get("truncate_prompt_tokens") is not None:
         return
     prompt = body.summary("prompt")
     if prompt.integers == prompt.elements > max_model_len:
@@ -59,7 +59,7 @@ def refuse_what_was_counted(
     """Refuse a request whose prompt and answer exceed the context together, once they are counted.
 
     Args:
-        api: The endpoint; as above.
+        api: The endpoint; only chats and completions are judged.
         body: The client's.
         prompt_tokens: Of the prompt, as an engine counted them.
         max_model_len: A context that no engine exceeds.
@@ -80,10 +80,12 @@ def refuse_what_was_counted(
 
 def _limit(api: Api, body: RequestBody) -> tuple[str, int | None]:
     """Return the member that limits the answer, and the limit that it is taken for."""
-    name = "max_tokens"
+    name = LIMIT_MEMBER[api]
     if api is _CHAT and body.values.get("max_completion_tokens") is not None:
         name = "max_completion_tokens"
-    return name, integer(body.values.get(name))
+    limit = integer(body.values.get(name))
+    # vLLM makes a chat of a message, with both limits.
+    return ("max_completion_tokens" if api is _MESSAGES else name), limit
 
 
 def _is_text(api: Api, body: RequestBody) -> bool:

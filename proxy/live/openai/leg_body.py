@@ -1,8 +1,8 @@
 """The bodies of the two legs: the client's own, with the documented overrides and nothing else.
 
-Prefill leg: one token, one sequence, no stream. Both legs: the connector's `kv_transfer_params`, and
-never a client's (`read_shape` refuses them within `vllm_xargs`). Both must tokenise alike, so nothing
-that reaches the prompt is touched.
+Prefill leg: one token, one sequence, no stream, nothing stored. Both legs: the connector's
+`kv_transfer_params`, and never a client's (`read_shape` refuses them within `vllm_xargs`). Both must
+tokenise alike, so nothing that reaches the prompt is touched.
 """
 
 import re
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # A text: to encode the members costs more than all the rest of the body.
 _ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": %d, "n": 1, '
 _NEWER_LIMIT = b'"max_completion_tokens": 1, '
+# No `min_tokens` there: vLLM's messages may end at once, and its responses are not to.
+_ONE_OF_MESSAGE = b'"stream": false, "max_tokens": 1, '
+_ONE_OF_RESPONSE = b'"stream": false, "max_output_tokens": 1, "ignore_eos": true, "store": false, '
 # None of these is the client's on the prefill leg.
 _REPLACED = frozenset(
     {
@@ -34,6 +37,9 @@ _REPLACED = frozenset(
         "stream_options",
     }
 )
+_REPLACED_IN_AGENTS = frozenset(
+    {"ignore_eos", "max_output_tokens", "max_tokens", "store", "stream", "stream_options"}
+)
 # Members that bind the answer to a grammar, in the words of all versions.
 _GRAMMARS = (
     *("structured_outputs", "structural_tag", "guided_json", "guided_regex", "guided_choice"),
@@ -44,12 +50,12 @@ _MAY_BIND = frozenset(_GRAMMARS) | frozenset(_NAMED)
 # What leaves an answer free, by these two.
 _FREE = re.compile(rb'|null|"(?:auto|none)"|\{\s*"type"\s*:\s*"text"\s*\}')
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_GENERATE = Api.GENERATE
+_GENERATE, _MESSAGES, _RESPONSES = Api.GENERATE, Api.MESSAGES, Api.RESPONSES
 
 
 @cache
-def _prefill_drop(drop: frozenset[str]) -> frozenset[str]:
-    return drop | _REPLACED
+def _prefill_drop(drop: frozenset[str], replaced: frozenset[str]) -> frozenset[str]:
+    return drop | replaced
 
 
 @cache
@@ -74,25 +80,38 @@ def prefill_body(
         params: The connector's, as JSON.
         api: The endpoint, which says where the limits stand.
         drop: Members of the client's that no engine gets.
-        min_tokens: 0 if the answer may end without a token.
+        min_tokens: 0 if the answer may end without a token; by `least_tokens`.
     """
     if api is _GENERATE:
         sampling = members[SAMPLING] if SAMPLING in members else body.values[SAMPLING]
         assert isinstance(sampling, Mapping)
         members = {**members, SAMPLING: one_token(sampling, min_tokens)}
-    limit = _NEWER_LIMIT if "max_completion_tokens" in body.values else b""
-    last = b'%b%b"kv_transfer_params": %b' % (_ONE_TOKEN % min_tokens, limit, params)
+    replaced = _REPLACED_IN_AGENTS
+    if api is _MESSAGES:
+        one = _ONE_OF_MESSAGE
+    elif api is _RESPONSES:
+        one = _ONE_OF_RESPONSE
+    else:
+        replaced, one = _REPLACED, _ONE_TOKEN % min_tokens
+        if "max_completion_tokens" in body.values:
+            one += _NEWER_LIMIT
+    last = b'%b"kv_transfer_params": %b' % (one, params)
     if members:
-        members = {name: value for name, value in members.items() if name not in _REPLACED}
-    return body.encode(members, drop=_prefill_drop(drop), last=last)
+        members = {name: value for name, value in members.items() if name not in replaced}
+    return body.encode(members, drop=_prefill_drop(drop, replaced), last=last)
 
 
 def least_tokens(api: Api, body: "RequestBody") -> int:
     """Return how many tokens a prefill leg must have: 0 if its grammar may allow none.
 
     Elsewhere one is asked for, as not every connector keeps the KV cache of an answer that has ended.
-    A grammar whose first token is the end leaves no legal one then, and engines fail.
+    A grammar whose first token is the end leaves no legal one then, and engines fail. /v1/messages has no
+    member for it. /v1/responses has one that lets an answer go on behind its end, grammar or not.
     """
+    if api is _MESSAGES:
+        return 0
+    if api is _RESPONSES:
+        return 1
     values: Mapping[str, object] = body.values
     if api is _GENERATE:
         sampling = values.get(SAMPLING)

@@ -1,9 +1,16 @@
-"""The events of /v1/messages and /v1/responses that say how a stream ends.
+"""The events of /v1/messages and /v1/responses: counted, put right, and how their streams end.
 
-Anthropic's streams end with `message_stop`, behind which vLLM writes [DONE], those of the Responses API
-with `response.completed`, `response.incomplete` or `response.failed`. vLLM 0.32 names each event in its
-first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so those events are recognised by that.
-Events without a name there are recognised by the `type` of their data, which is the same.
+Anthropic's streams begin with `message_start`, which vLLM sends with the first token, and end with
+`message_stop`, behind which vLLM writes [DONE]. Those of the Responses API begin with `response.created`
+and `response.in_progress`, which vLLM 0.32 sends before it has anything of the answer, so they wait here
+for what follows: until then the request may go elsewhere, and every later event names the response. They
+end with `response.completed`, `response.incomplete` or `response.failed`.
+
+vLLM 0.32 names each event in its first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so
+events are recognised by that. Events without a name there are recognised by the `type` of their data,
+which is the same. All others pass as they are.
+
+Neither stream tells how many tokens came before its last event. Until then each delta is one.
 """
 
 import re
@@ -11,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from balanceroute.proxy.live.openai.answer import CANCELLED
+from balanceroute.proxy.live.openai.answer import CANCELLED, RECOMPUTED
 from balanceroute.proxy.live.openai.engine_error import read_error
 from balanceroute.proxy.live.openai.stream_event import DONE, parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
-from balanceroute.proxy.live.openai.usage import token_count
+from balanceroute.proxy.live.openai.usage import UsageRewrite, token_count
 from balanceroute.proxy.wire.sse import event_data
 
 _NAME = re.compile(rb"event: ?([^\r\n]+)")
@@ -26,6 +33,20 @@ _FAILED = frozenset({b"error", b"response.failed"})
 # Anthropic's sign of life.
 _PINGS = (b"event: ping\n", b"event: ping\r")
 _TELLING = _FINAL | _FAILED | {b"message_delta"}
+_START = b"message_start"
+# They come before anything of the answer.
+_AHEAD = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+# They repeat what the client sent; beyond this they are not held.
+_MOST_AHEAD_BYTES = 4 << 20
+_COUNTED = b"delta"
+_NOT_COUNTED = b"message_delta"
+# As vLLM writes the events that bring tokens.
+_TOKENS = (
+    b"event: content_block_delta\ndata: ",
+    b"event: response.output_text.delta\ndata: ",
+    b"event: response.reasoning_text.delta\ndata: ",
+    b"event: response.function_call_arguments.delta\ndata: ",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +59,7 @@ class Turn:
         is_answer: Whether it is an error alone, as an answer without a stream would be.
         output_tokens: The engine's count of the answer's tokens; None if it tells none.
         aborted: Whether the engine gave the answer up: it has no reason for its end, or another status.
+        handed_back: Whether the rank hands the request back.
     """
 
     final: bool
@@ -45,24 +67,25 @@ class Turn:
     is_answer: bool
     output_tokens: int | None
     aborted: bool = False
+    handed_back: bool = False
 
 
-def read_turn(event: bytes) -> Turn | None:
-    """Return what an event says of its stream, None if it only goes on."""
+def name_of(event: bytes) -> bytes:
+    """Return the name of an event; empty if it has none."""
     named = _NAME.match(event)
     if named is not None:
-        name = named[1]
-        if name not in _TELLING:
-            return None
-        message = parsed(event) or {}
-    else:
-        message = parsed(event) or {}
-        kind = message.get("type")
-        name = kind.encode() if isinstance(kind, str) else b""
-        if name not in _TELLING:
-            if read_error(message) is None:
-                return None
-            name = b"error"
+        return named[1]
+    message = parsed(event) or {}
+    kind = message.get("type")
+    name = kind.encode() if isinstance(kind, str) else b""
+    return b"error" if name not in _TELLING and read_error(message) is not None else name
+
+
+def read_turn(event: bytes, name: bytes) -> Turn | None:
+    """Return what an event of a name says of its stream, None if it only goes on."""
+    if name not in _TELLING:
+        return None
+    message = parsed(event) or {}
     response = _object(message, "response")
     usage = _object(message, "usage") or _object(response, "usage")
     error = ""
@@ -70,9 +93,11 @@ def read_turn(event: bytes) -> Turn | None:
         told = read_error(message) or read_error(response)
         error = (told and told.words) or "error"
     delta = _object(message, "delta")
+    stop = delta.get("stop_reason", "")
     return Turn(
         final=name in _FINAL,
-        aborted=delta.get("stop_reason", "") is None or response.get("status") == CANCELLED,
+        aborted=stop is None or response.get("status") == CANCELLED,
+        handed_back=stop == "stop_sequence" and delta.get("stop_sequence") == RECOMPUTED,
         error=error,
         is_answer=name == b"error",
         output_tokens=token_count(usage, "output_tokens"),
@@ -85,24 +110,48 @@ def _object(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 class NamedEventStream(StreamReader):
-    """Reads one stream of named events. Each with data is counted as a token.
+    """Reads one stream of named events.
 
     Args:
         resumes: As for `StreamReader`.
+        usage: How usage objects are rewritten.
+        hands_back: Whether the engine may hand the request back.
         may_abort: Returns whether the engine was told to give the answer up.
     """
 
-    __slots__ = ("_complete", "_may_abort")
+    __slots__ = ("_ahead", "_complete", "_hands_back", "_may_abort", "_room", "_said", "_usage")
 
-    def __init__(self, *, resumes: bool, may_abort: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        resumes: bool,
+        usage: UsageRewrite,
+        hands_back: bool,
+        may_abort: Callable[[], bool],
+    ) -> None:
         super().__init__(resumes=resumes)
         self._complete = False
+        self._usage = usage
+        self._hands_back = hands_back
         self._may_abort = may_abort
+        self._ahead: list[bytes] = []  # What waits for something of the answer.
+        self._room = _MOST_AHEAD_BYTES
+        self._said = False
 
     @property
     def complete(self) -> bool:
         """Whether the answer is."""
         return self._complete
+
+    @property
+    def told(self) -> bool:
+        """Whether the client has more of the answer than its opening."""
+        return self._said
+
+    @property
+    def plain(self) -> bool:
+        """Whether `take_token` may try."""
+        return self._opening.begun and not self.over
 
     def is_progress(self, event: bytes) -> bool:
         """Return whether an event says something of the answer."""
@@ -112,23 +161,61 @@ class NamedEventStream(StreamReader):
         """Return whether an event is no part of any answer."""
         return event.startswith(_PINGS) or super().is_remark(event)
 
+    def take_token(self, event: bytes) -> bytes:
+        """Count a token event, given without the blank line behind it; nothing if it is none."""
+        if not event.startswith(_TOKENS):
+            return b""
+        self._events += 1
+        self._said = True
+        return event + b"\n\n"
+
     def _read(self, event: bytes) -> bytes:
         if not self.is_progress(event):
             return self._opening.pass_empty(event)
         if not event.startswith(b"event:") and event_data(event) == DONE:
             return self._take_done(event)
-        self._events += 1
-        turn = read_turn(event)
-        if turn is None:
-            return event
+        name = name_of(event)
+        if name in _AHEAD or name == _START:
+            return self._take_opening(event, name)
+        turn = read_turn(event, name)
+        if turn is not None:
+            event = self._take_turn(turn, event)
+        elif name.endswith(_COUNTED):
+            self._events += 1
+        if not event:
+            return b""
+        self._said = True
+        if self._ahead:
+            event = b"".join((*self._ahead, event))
+            self._ahead.clear()
+        return event
+
+    def _take_opening(self, event: bytes, name: bytes) -> bytes:
+        if self._opening.resumes:
+            return b""  # The client has one.
+        if name == _START:
+            return self._put_right(event)
+        self._room -= len(event)
+        if self._room < 0 or self._opening.begun:
+            ahead = b"".join((*self._ahead, event))
+            self._ahead.clear()
+            return ahead
+        self._ahead.append(event)
+        return b""
+
+    def _take_turn(self, turn: Turn, event: bytes) -> bytes:
+        """Note what an event says of the stream; return what of it is the client's."""
+        if turn.output_tokens is not None:
+            self.usage_tokens = turn.output_tokens
+        if self._hands_back and turn.handed_back:
+            self.handed_back = self.over = True
+            return b""
         if turn.aborted and not self._may_abort():
             self.aborted = self.over = True
             return b""
-        if turn.output_tokens is not None:
-            self.usage_tokens = turn.output_tokens
         self._complete = self._complete or turn.final
         if not turn.error:
-            return event
+            return self._put_right(event)
         if turn.is_answer and self._may_be_mended:
             self._opening.error, self.over = event, True
             return b""
@@ -137,3 +224,13 @@ class NamedEventStream(StreamReader):
             return b""
         self._report(turn.error)
         return event
+
+    def _put_right(self, event: bytes) -> bytes:
+        """Return an event with what the prefill told of its prompt in its usage."""
+        prompt = self._usage.prompt
+        if prompt is None:
+            return event
+        # JSON in one line, as any engine writes it; else it stays as it is.
+        before, mark, data = event.partition(b"data:")
+        line, end, behind = data.partition(b"\n")
+        return b"".join((before, mark, prompt.apply_within(line), end, behind))

@@ -5,6 +5,7 @@ that only the engine which computes the prompt can give, or that one KV cache ca
 **direct**: one engine does all of it (`direct` says which), and the answer is exactly that engine's.
 """
 
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -48,6 +49,15 @@ COMPLETION_TOKENS = 16
 """vLLM's limit of a completion that names none; a chat's is what the context leaves."""
 # With the least value that is good.
 _REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
+# What agents send ahead of their messages is often longer than these.
+_BEFORE_MESSAGES = ("instructions", "system", "tools")
+# A tool of /v1/responses that vLLM calls itself (`extract_tool_types`) and then goes on, with all that the
+# request had. A letter that is escaped for no reason may spell one.
+_CALLED_BY_ENGINE = re.compile(
+    rb'"type"\s*+:\s*+"(?:code_interpreter|container|mcp|web_search_preview)"'
+    rb"|\\u00(?:5f|6[1-9a-f]|7[0-9a])",
+    re.IGNORECASE,
+)
 
 
 class Api(Enum):
@@ -77,7 +87,8 @@ class Shape(Struct, frozen=True):
             none has to.
         prompt_tokens: Exact for token ids; else None.
         prompt_characters: Length of a prompt's text (the mean, if there are several), keys and data
-            left out. It matters if `prompt_tokens` is None.
+            left out; at the agents' endpoints with the text ahead of the messages. It matters if
+            `prompt_tokens` is None.
         prompt_data: Images, sounds and files in the prompt.
         max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
     """
@@ -116,24 +127,30 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     member = PROMPT_MEMBER[api]
     prompt = body.summary(member)
     prompts, tokens = _prompts(prompt) if api is _COMPLETIONS else (1, None)
-    n = values.get("n")
-    sequences = prompts if n is None else _answers(n, max_sequences) * prompts
-    if sequences > max_sequences:
-        raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     # vLLM would merge them with its own parameters for KV transfer.
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
-    options = values.get("stream_options")
-    limit = count(_limit(values), 1)
-    # The prefill leg has none, so a bad one would be found out only after a prefill.
-    spoils = "" if options is None or _are_good(options, stream=stream) else "stream_options"
+    sequences, limit = prompts, count(_limit(api, values), 1)
+    characters = prompt.characters // prompts
+    if api in AGENTS_APIS:
+        direct = _agent_needs_one_engine(api, body, member=member, limit=limit)
+        characters += sum(len(body.value_text(name)) for name in _BEFORE_MESSAGES)
+    else:
+        n = values.get("n")
+        sequences = prompts if n is None else _answers(n, max_sequences) * prompts
+        options = values.get("stream_options")
+        # The prefill leg has none, so a bad one would be found out only after a prefill.
+        spoils = "" if options is None or _are_good(options, stream=stream) else "stream_options"
+        direct = _needs_one_engine(api, body, sequences, member=member, limit=limit) or spoils
+    if sequences > max_sequences:
+        raise BodyError(f"the request asks for {sequences} answers, at most {max_sequences}", "n")
     return Shape(
         api=api,
         model=model or "",
         stream=stream,
         sequences=sequences,
-        direct=_needs_one_engine(api, body, sequences, member=member, limit=limit) or spoils,
+        direct=direct,
         prompt_tokens=tokens,
-        prompt_characters=prompt.characters // prompts or 1,
+        prompt_characters=characters or 1,
         prompt_data=prompt.data_strings,
         max_tokens=limit,
     )
@@ -148,6 +165,15 @@ PROMPT_MEMBER: dict[Api, str] = {
 }
 TAKES_IDS = frozenset({Api.COMPLETIONS, Api.GENERATE})
 """The endpoints whose prompts may be token ids."""
+AGENTS_APIS = frozenset({Api.RESPONSES, Api.MESSAGES})
+"""The endpoints whose streams are named events. They ignore members of the others: `n`, `min_tokens`, ..."""
+LIMIT_MEMBER: dict[Api, str] = {
+    Api.CHAT: "max_tokens",  # And `max_completion_tokens`, which goes before it.
+    Api.COMPLETIONS: "max_tokens",
+    Api.RESPONSES: "max_output_tokens",
+    Api.MESSAGES: "max_tokens",
+}
+"""The member that limits the answer."""
 
 
 def _answers(n: object, most: int) -> int:
@@ -184,9 +210,9 @@ def _are_good(options: object, *, stream: bool) -> bool:
     return all(wish is None or flag(wish) is not None for wish in wishes)
 
 
-def _limit(values: Mapping[str, Any]) -> object:
-    limit = values.get("max_completion_tokens")
-    return values.get("max_tokens", values.get("max_output_tokens")) if limit is None else limit
+def _limit(api: Api, values: Mapping[str, Any]) -> object:
+    limit = None if api in AGENTS_APIS else values.get("max_completion_tokens")
+    return values.get(LIMIT_MEMBER[api]) if limit is None else limit
 
 
 def _needs_one_engine(
@@ -194,8 +220,6 @@ def _needs_one_engine(
 ) -> str:
     """Return the member, or the endpoint, for which one engine has to do the whole request."""
     values = body.values
-    if api not in (_CHAT, _COMPLETIONS):
-        return str(api.value)
     # vLLM's refusal of a body without its prompt shows the whole body, which must be the client's.
     if member not in values:
         return member
@@ -213,6 +237,30 @@ def _needs_one_engine(
         value = values.get(name)
         if value is not None and count(value, least) is None:
             return name
+    return ""
+
+
+def _agent_needs_one_engine(api: Api, body: RequestBody, *, member: str, limit: int | None) -> str:
+    """Return the same of an agents' endpoint."""
+    values = body.values
+    needed = ("model", member, "max_tokens") if api is _MESSAGES else (member,)
+    for name in needed:
+        if name not in values:
+            return name
+    # The prefill leg has another limit, so a bad one would be found out only after a prefill.
+    name = LIMIT_MEMBER[api]
+    if limit is None and (api is _MESSAGES or values.get(name) is not None):
+        return name
+    if api is _MESSAGES:
+        # vLLM reads the arguments of the call that it demands, which one token does not complete.
+        choice = values.get("tool_choice")
+        return "tool_choice" if isinstance(choice, dict) and choice.get("type") == "tool" else ""
+    # vLLM cuts the prompt to what the limit leaves of the context, so the legs would differ in it.
+    if "truncation" in values and values["truncation"] != "disabled":
+        return "truncation"
+    # The engine goes on behind the call with the parameters of a transfer that is over.
+    if body.is_given("tools") and _CALLED_BY_ENGINE.search(body.value_text("tools")):
+        return "tools"
     return ""
 
 

@@ -61,6 +61,11 @@ class StreamReader:
         raise NotImplementedError
 
     @property
+    def told(self) -> bool:
+        """Whether the client may have more of the answer than its opening."""
+        return True
+
+    @property
     def plain(self) -> bool:
         """Whether only token events are expected, so that `take_token` may try."""
         return False

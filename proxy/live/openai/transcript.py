@@ -7,6 +7,7 @@ goes on from the prompt and this text. Nothing is kept where the connector's eng
 import json
 from typing import Any
 
+from balanceroute.proxy.live.openai.answer import RECOMPUTED
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
 from balanceroute.proxy.live.openai.told_logprobs import tokens_of
 
@@ -17,14 +18,14 @@ _COMPLETION_TEXT = b'"index":0,"text":"'
 
 def is_handed_back(choice: dict[str, Any]) -> bool:
     """Return whether a choice ends because the rank hands the request back."""
-    return choice.get("stop_reason") == "recomputed"
+    return choice.get("stop_reason") == RECOMPUTED
 
 
 class Transcript:
     """The text of one leg.
 
     Args:
-        sequences: Of the answer; the text of several is not kept.
+        sequences: Of the answer; the text of several is not kept, nor of 0, which stands for other events.
 
     Attributes:
         text: What was emitted, in order; None if text cannot carry it (tool calls, reasoning).

@@ -1,14 +1,23 @@
 """Usage objects: read, and put right as of one engine that did the whole request.
 
 Two engines share a request, so none knows all of its usage. A decode rank takes every token of a
-transferred prompt for cached; only the prefiller knows how many were. And after a rank handed the
-request back, the next one counts the tokens that it resumes from as prompt.
+transferred prompt for cached; only the prefiller knows how many were, and how many it wrote to its
+cache. And after a rank handed the request back, the next one counts the tokens that it resumes from as
+prompt.
+
+Chats and completions have the object in each event or in the last one, at its top. /v1/messages has it
+in `message_start`, where it tells nothing cached, and in `message_delta`; its `input_tokens` are those
+neither read from the cache nor written to it. /v1/responses has it in the response that its last event
+holds, behind all that the client sent, tools with parameters of any name among it.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 # The text of an answer is escaped JSON: it cannot hold the name with plain quotes.
 USAGE = b'"usage"'
@@ -17,34 +26,102 @@ _PLACE = b'],"usage":{'
 # A string without an end goes to the end, so that no part of it is looked at twice.
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[\]{}]', re.DOTALL)
 _VALUE = re.compile(rb"\s*+:\s*+\{")
-_CACHED_TOKENS = re.compile(rb'("cached_tokens"\s*+:\s*+)\d+')
+_CACHED_TOKENS = re.compile(rb'("cached_tokens(?:_per_turn)?"\s*+:\s*+\[?+)\d+')
+_WRITTEN_TOKENS = re.compile(rb'("(?:created_cache|cache_write)_tokens"\s*+:\s*+)\d+')
+_OF_MESSAGE = re.compile(
+    rb'("(input|cache_read_input|cache_creation_input)_tokens"\s*+:\s*+)(\d{1,9})\b'
+)
 _COUNTS = re.compile(rb'("(prompt|completion)_tokens"\s*+:\s*+)(\d{1,9})\b')
 _MAX_COUNT = 1 << 30
 _TOTAL = ("prompt_tokens", "total_tokens", "completion_tokens")
+
+
+class _Holder(Struct):
+    usage: msgspec.Raw = msgspec.Raw()
+
+
+class _Held(Struct):
+    """Where usage stands in an answer or an event; the rest is passed over."""
+
+    usage: msgspec.Raw = msgspec.Raw()
+    response: _Holder | None = None
+    message: _Holder | None = None
+
+
+_decode_held = msgspec.json.Decoder(_Held).decode
+
+
+class PromptUsage(Struct, frozen=True):
+    """What the engine that computed a prompt tells of it.
+
+    Attributes:
+        cached_tokens: Found in its prefix cache.
+        written_tokens: Put there; None if it does not tell.
+    """
+
+    cached_tokens: int
+    written_tokens: int | None = None
+
+    def apply(self, usage: bytes) -> bytes:
+        """Return a usage object as of one engine."""
+        usage = _CACHED_TOKENS.sub(rb"\g<1>%d" % self.cached_tokens, usage)
+        if self.written_tokens is None:
+            return usage
+        return _WRITTEN_TOKENS.sub(rb"\g<1>%d" % self.written_tokens, usage)
+
+    def apply_to_message(self, usage: bytes) -> bytes:
+        """Return the same of Anthropic's, which counts apart what was cached."""
+        told = {name: int(count) for _, name, count in _OF_MESSAGE.findall(usage)}
+        if b"input" not in told or b"cache_read_input" not in told:
+            return usage
+        total = sum(told.values())
+        told[b"cache_read_input"] = min(total, self.cached_tokens)
+        if self.written_tokens is not None and b"cache_creation_input" in told:
+            told[b"cache_creation_input"] = self.written_tokens
+        apart = told[b"cache_read_input"] + told.get(b"cache_creation_input", 0)
+        told[b"input"] = max(0, total - apart)
+        return _OF_MESSAGE.sub(lambda one: b"%b%d" % (one[1], told[one[2]]), usage)
+
+    def apply_within(self, data: bytes) -> bytes:
+        """Return the JSON of a message, a response, or an event of theirs, with its usage put right."""
+        if data.rfind(USAGE) < 0:
+            return data
+        try:
+            held = _decode_held(data)
+        except (ValueError, RecursionError):
+            return data  # Nobody can tell where it stands.
+        holder = held.response or held.message or held
+        told = bytes(holder.usage)
+        begin = data.rfind(told)
+        if not told.startswith(b"{"):
+            return data
+        changed = self.apply_to_message(self.apply(told))
+        return data[:begin] + changed + data[begin + len(told) :]
 
 
 class UsageRewrite:
     """What an engine cannot know of the usage that it reports.
 
     Args:
-        cached_tokens: Cached tokens of the prefill leg; None leaves the engine's own.
+        prompt: What the prefill leg told; None leaves the engine's own.
         resumed_tokens: Tokens that earlier bindings emitted: subtracted from the prompt and added
             to the completion.
 
     Attributes:
         changes: Whether any usage object changes.
+        prompt: What the prefill leg told, as above.
     """
 
-    __slots__ = ("_cached_tokens", "_resumed_tokens", "changes")
+    __slots__ = ("_resumed_tokens", "changes", "prompt")
 
-    def __init__(self, cached_tokens: int | None = None, resumed_tokens: int = 0) -> None:
-        self._cached_tokens = cached_tokens
+    def __init__(self, prompt: PromptUsage | None = None, resumed_tokens: int = 0) -> None:
+        self.prompt = prompt
         self._resumed_tokens = resumed_tokens
-        self.changes = cached_tokens is not None or resumed_tokens > 0
+        self.changes = prompt is not None or resumed_tokens > 0
 
-    def correct_cached_tokens(self, count: int) -> None:
-        """Take the cached tokens of a prefill that ended after the decode leg began."""
-        self._cached_tokens = count
+    def correct_prompt(self, prompt: PromptUsage) -> None:
+        """Take what a prefill told that ended after the decode leg began."""
+        self.prompt = prompt
         self.changes = True
 
     def apply(self, event: bytes) -> bytes:
@@ -55,8 +132,8 @@ class UsageRewrite:
         if begin < 0:
             begin, end = find_usage(event) or (end, end)
         usage = event[begin:end]
-        if self._cached_tokens is not None:
-            usage = _with_cached(usage, self._cached_tokens)
+        if self.prompt is not None:
+            usage = self.prompt.apply(usage)
         if self._resumed_tokens:
             usage = _COUNTS.sub(self._shift, usage)
         return event[:begin] + usage + event[end:]
@@ -71,8 +148,8 @@ class UsageRewrite:
         if not isinstance(usage, dict) or any(token_count(usage, one) is None for one in _TOTAL):
             return None
         told: dict[str, Any] = {name: usage[name] for name in _TOTAL}
-        if self._cached_tokens is not None:
-            told["prompt_tokens_details"] = {"cached_tokens": self._cached_tokens}
+        if self.prompt is not None:
+            told["prompt_tokens_details"] = {"cached_tokens": self.prompt.cached_tokens}
         told |= {name: value for name, value in usage.items() if value is not None}
         message = {**last, "choices": [], "usage": told}
         text = json.dumps(message, separators=(",", ":"), ensure_ascii=False)
@@ -115,14 +192,10 @@ def without_usage(event: bytes, span: tuple[int, int]) -> bytes:
     return head + (behind[1:].lstrip() if behind.startswith(b",") else tail)
 
 
-def with_cached_tokens(body: bytes, cached_tokens: int) -> bytes:
-    """Return a whole answer with the cached tokens of the prefill leg in its usage object."""
+def with_prompt_usage(body: bytes, prompt: PromptUsage) -> bytes:
+    """Return a whole answer of a chat or a completion with what the prefill leg told in its usage."""
     begin = body.rfind(USAGE)
-    return body if begin < 0 else body[:begin] + _with_cached(body[begin:], cached_tokens)
-
-
-def _with_cached(usage: bytes, cached_tokens: int) -> bytes:
-    return _CACHED_TOKENS.sub(rb"\g<1>%d" % cached_tokens, usage)
+    return body if begin < 0 else body[:begin] + prompt.apply(body[begin:])
 
 
 def token_count(usage: object, name: str) -> int | None:

@@ -28,13 +28,13 @@ from balanceroute.proxy.live.openai.repeating_stream import (
     RepeatingTokenStream,
 )
 from balanceroute.proxy.live.openai.resume import CannotResumeError
-from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.shape import AGENTS_APIS, Api
 from balanceroute.proxy.live.openai.stream_event import decoded
 from balanceroute.proxy.live.openai.token_continuation_stream import EXPERTS, TokenContinuation
 from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
 from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.transcript import Transcript
-from balanceroute.proxy.live.openai.usage import UsageRewrite, asks_total, with_cached_tokens
+from balanceroute.proxy.live.openai.usage import UsageRewrite, asks_total, with_prompt_usage
 from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import (
     ABORTED,
@@ -106,8 +106,11 @@ class DecodeAttempt(Attempt):
         self.stream: Relay | None = None
         self._usage: UsageRewrite | None = None  # Of a stream.
         if session.shape.stream:
-            self._usage = UsageRewrite(session.record.cached_tokens, session.emitted.tokens)
-        self._transcript = Transcript(session.shape.sequences) if self.hands_back else None
+            self._usage = UsageRewrite(session.prompt_usage, session.emitted.tokens)
+        self._transcript: Transcript | None = None
+        if self.hands_back:  # Text does not carry the named events of agents.
+            sequences = 0 if session.shape.api in AGENTS_APIS else session.shape.sequences
+            self._transcript = Transcript(sequences)
         self._repeated = session.emitted.repeated()
         self._ids: TokenIds | None = None
         self._told: Told | None = None
@@ -325,13 +328,14 @@ class DecodeAttempt(Attempt):
         if session.emitted.tokens:
             return
         try:
-            answer = read_prefill_answer(body, session.prompt_tokens)
+            answer = read_prefill_answer(body, session.prompt_tokens, api=self._asked()[0])
         except BadPrefillAnswerError:
             remote.prefiller.endpoint.close_idle()
             return  # The rank has the KV cache; only the counts are missing.
         record.prompt_tokens, record.cached_tokens = answer.prompt_tokens, answer.cached_tokens
-        if answer.cached_tokens is not None and self._usage is not None:
-            self._usage.correct_cached_tokens(answer.cached_tokens)
+        session.prompt_usage = answer.usage
+        if answer.usage is not None and self._usage is not None:
+            self._usage.correct_prompt(answer.usage)
         session.host.report(PromptCounted(session.number, answer.prompt_tokens))
 
     def _refused(self, failure: Failure) -> None:
@@ -349,7 +353,7 @@ class DecodeAttempt(Attempt):
             self._session.failed(self, refusal(status, headers, body))
         elif (error := error_in(body)) is not None:
             self._session.failed(self, reported(error, body))
-        elif self.hands_back and is_recomputed(body):
+        elif self.hands_back and is_recomputed(self._session.shape.api, body):
             self.stream_recomputed()
         elif not self._session.abort_ordered and is_aborted(self._session.shape.api, body):
             self._session.failed(self, ABORTED)
@@ -446,7 +450,7 @@ class DecodeAttempt(Attempt):
         if stream is not None and stream.started and self.continuable:
             self._leave_ids()
             advanced = True
-        elif stream is not None and stream.started and (tokens := stream.count_tokens()):
+        elif stream is not None and _has_told(stream) and (tokens := stream.count_tokens()):
             advanced = True
             assert self._transcript is not None
             try:
@@ -504,8 +508,7 @@ def _make_reader(
             return RepeatingTokenStream(shape.sequences, told, resumes=False, **options)
         if shape.api in (_CHAT, _COMPLETIONS):
             return RepeatingCompletionStream(shape.sequences, told, resumes=False, **options)
-        may_abort = options["may_abort"]
-        return RepeatingNamedEventStream(told, resumes=False, may_abort=may_abort)
+        return RepeatingNamedEventStream(told, resumes=False, **_named(options))
     if shape.api is _GENERATE:
         said = None if emitted.early is None else emitted.early.said
         if said is None and not emitted.tokens:
@@ -514,8 +517,8 @@ def _make_reader(
         return TokenContinuation(
             shape.sequences, before=before, again=again, resumes=resumes, **options
         )
-    if shape.api not in (_CHAT, _COMPLETIONS):
-        return NamedEventStream(resumes=resumes, may_abort=options["may_abort"])
+    if shape.api in AGENTS_APIS:
+        return NamedEventStream(resumes=resumes, **_named(options))
     if emitted.continued is None and not emitted.overlap:
         return CompletionStream(shape.sequences, resumes=resumes, **options)
     completes_chat = emitted.continued is not None and shape.api is _CHAT
@@ -527,6 +530,16 @@ def _make_reader(
         resumes=resumes,
         **options,
     )
+
+
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a reader of named events."""
+    hands_back = options["transcript"] is not None
+    return {name: options[name] for name in ("usage", "may_abort")} | {"hands_back": hands_back}
+
+
+def _has_told(stream: Relay) -> bool:
+    return stream.started and stream.reader.told
 
 
 def _stop_asking(engine: "Prefiller | Rank") -> None:
@@ -556,7 +569,12 @@ def _count_whole(session: "AttemptOwner", body: bytes) -> bytes:
     prompt_tokens, record.output_tokens = counts_of(body)
     _count_prompt(session, prompt_tokens)
     record.prompt_tokens = record.prompt_tokens or prompt_tokens
-    return body if record.cached_tokens is None else with_cached_tokens(body, record.cached_tokens)
+    usage = session.prompt_usage
+    if usage is None:
+        return body
+    if session.shape.api in AGENTS_APIS:
+        return usage.apply_within(body)
+    return with_prompt_usage(body, usage)
 
 
 def _count_prompt(session: "AttemptOwner", tokens: int) -> None:

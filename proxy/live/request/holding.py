@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Shape
+    from balanceroute.proxy.live.openai.usage import PromptUsage
     from balanceroute.proxy.live.request.client_answer import ClientAnswer
     from balanceroute.proxy.live.request.emitted import Emitted
     from balanceroute.proxy.live.request.failures import Failure
@@ -115,6 +116,7 @@ class AttemptOwner(Protocol):
     record: "RequestRecord"
     emitted: "Emitted"
     answer: "ClientAnswer"
+    prompt_usage: "PromptUsage | None"
     host: "Host"
     context: "SessionContext"
     hung: "Prefiller | None"

@@ -1,11 +1,15 @@
 """Time limits and retries of the legs to the engines."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
-from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.direct import Direct, direct_of
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.openai.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class LegSettings:
         retry_backoff_limit_s: The longest.
         answer_limit_bytes: The largest answer that is taken as a whole.
         direct: Who serves requests that one engine has to do whole.
+        direct_decode_tokens: Of the longest prompt that a rank computes for such a request.
         on_missing_kv: "recompute" if a request whose prefill left no usable KV cache is served like
             these; else, and if these are refused, it is prefilled again elsewhere.
         count_tokens: "usage" if the tokens of a stream are counted by the engine's own word, which is
@@ -50,6 +55,7 @@ class LegSettings:
     retry_backoff_limit_s: float
     answer_limit_bytes: int
     direct: Direct
+    direct_decode_tokens: int
     on_missing_kv: str
     count_tokens: str
     lease_margin_s: float
@@ -65,6 +71,10 @@ class LegSettings:
     def __post_init__(self) -> None:
         drop = INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
         object.__setattr__(self, "drop", drop)
+
+    def direct_of(self, shape: "Shape") -> Direct:
+        """Return who serves a request that one engine has to do whole."""
+        return direct_of(shape, self.direct, self.direct_decode_tokens)
 
     def overdue(self, *, prefill: bool, stream: bool) -> str:
         """Return what to say of a leg that has not begun to answer in time."""

@@ -9,7 +9,7 @@ from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.first_tokens import FirstTokens
 from balanceroute.proxy.live.engines.instances import process_of
-from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
+from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS, is_message
 from balanceroute.proxy.live.openai.body import BodyError, dump
 from balanceroute.proxy.live.openai.context_limit import refuse_what_was_counted
 from balanceroute.proxy.live.openai.continuation import is_greedy, sampling_of
@@ -109,7 +109,7 @@ class PrefillAttempt(Attempt):
             session.failed(self, refusal(told, headers, body))
             return
         try:
-            answer = read_prefill_answer(body, session.prompt_tokens)
+            answer = read_prefill_answer(body, session.prompt_tokens, api=self._asked()[0])
         except BadPrefillAnswerError as error:
             session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
             return
@@ -128,7 +128,7 @@ class PrefillAttempt(Attempt):
         )
         if session.emitted.tokens == 0:
             record.prompt_tokens = answer.prompt_tokens
-            record.cached_tokens = answer.cached_tokens
+            record.cached_tokens, session.prompt_usage = answer.cached_tokens, answer.usage
             if self._refuses(answer.prompt_tokens):
                 return
         try:
@@ -269,24 +269,32 @@ class PrefillAttempt(Attempt):
             session.host.report(KvMissing(self.prefiller.id, error.kind, reason))
         served = LegSucceeded(self.prefiller.target)
         recompute = answer.complete or legs.on_missing_kv == "recompute"
+        by_rank = legs.direct is Direct.DECODE and answer.prompt_tokens <= legs.direct_decode_tokens
         emitted, facts = session.emitted, session.context.connector.facts
         # It may end before any token where none is asked for, and no rank will say whether that is true. And
         # of a stream that is open nobody knows which events came before the first token.
         surely = emitted.early is None and self._least > 0
         believed = (surely or facts.tells_part) and not session.answer.opened
-        if answer.complete and emitted.tokens == 0 and believed:
+        if answer.complete and emitted.tokens == 0 and believed and self._may_be_told(answer):
             session.record.output_tokens = 1
             session.record.first_token_ns = session.record.prefilled_ns
             session.host.report(served)
             session.prefill_was_all(answer.message)
-        elif recompute and legs.direct is Direct.DECODE:
+        elif recompute and by_rank:
             self._pool(KvHandle(self.prefiller, None), answer, None)
-        elif recompute and legs.direct is Direct.PREFILL:
+        elif recompute and legs.direct is not Direct.REFUSE:
             session.host.report(served)
             session.left_to_prefillers()
         else:
             session.host.report(served)
             session.failed(self, Failure(What.NO_KV, Fault.PROTOCOL, reason))
+
+    def _may_be_told(self, answer: PrefillAnswer) -> bool:
+        """Return whether a complete answer is one to what the client asked."""
+        api = self._session.shape.api
+        if api is Api.RESPONSES:
+            return False  # It repeats what was asked for, and this leg asked for less.
+        return api is not Api.MESSAGES or is_message(answer.message)
 
     def _broken(self, error: "WireError") -> None:
         # A KV cache that nobody knows of goes with its lease.

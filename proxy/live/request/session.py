@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank
     from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.usage import PromptUsage
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
@@ -77,6 +78,7 @@ class Session:
         hung: The prefiller that left a decode rank's call unanswered, to be asked last.
         offset: The step clock's.
         phase: Where it stands.
+        prompt_usage: What the prefill leg told of its prompt; None if it told nothing.
     """
 
     __slots__ = (
@@ -93,7 +95,7 @@ class Session:
             "number",
             "offset",
         ),
-        *("phase", "record", "shape", "ticket"),
+        *("phase", "prompt_usage", "record", "shape", "ticket"),
     )
 
     def __init__(
@@ -119,6 +121,7 @@ class Session:
         self.abort_ordered = False
         self.decodes = ticket.decode
         self.emitted = Emitted()
+        self.prompt_usage: PromptUsage | None = None
         self.hung: Prefiller | None = None
         self.fresh = False
         self.phase = _QUEUED
@@ -357,7 +360,7 @@ class Session:
     def left_to_prefillers(self) -> None:
         """Have a prefiller do the whole request, as no rank can do its part."""
         # Whoever does the whole request tells its own cached tokens.
-        self.decodes, self.record.cached_tokens = False, None
+        self.decodes, self.record.cached_tokens, self.prompt_usage = False, None, None
         self.host.feed(self._prefiller_lost())
 
     def prefill_was_all(self, message: "Mapping[str, Any]") -> None:

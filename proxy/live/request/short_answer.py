@@ -11,6 +11,7 @@ from balanceroute.proxy.live.openai.answer_events import (
     STREAM_HEADERS,
     dump_compact,
     ended_events,
+    message_events,
     write_events,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
@@ -22,11 +23,22 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.request.client_answer import ClientAnswer
 
+_PARAMS = "kv_transfer_params"
+
 
 def answer_shortly(
     client: "ClientAnswer", shape: "Shape", body: "RequestBody", message: Mapping[str, Any]
 ) -> None:
     """Send the prefiller's answer to the client, as a stream if it asked for one."""
+    if shape.api is Api.MESSAGES:  # vLLM leaves out there what is null.
+        message = {name: value for name, value in message.items() if name != _PARAMS}
+        if not shape.stream:
+            client.send(200, JSON_HEADERS, dump_compact(message))
+            return
+        client.open(200, STREAM_HEADERS)
+        client.reply.write(message_events(message))
+        client.reply.end()
+        return
     if not shape.stream:
         client.send(200, JSON_HEADERS, short_answer_body(message))
         return
@@ -41,7 +53,7 @@ def answer_shortly(
 
 def short_answer_body(message: Mapping[str, Any]) -> bytes:
     """Return the prefiller's answer as that to a request that is not streamed."""
-    return dump_compact({**message, "kv_transfer_params": None})
+    return dump_compact({**message, _PARAMS: None})
 
 
 def short_answer_events(

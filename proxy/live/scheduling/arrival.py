@@ -42,7 +42,7 @@ class Asked(Struct, frozen=True):
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
         shape = self.shape
-        decode = not (shape.direct and context.legs.direct is Direct.PREFILL)
+        decode = not shape.direct or context.legs.direct_of(shape) is not Direct.PREFILL
         split = not shape.direct and not context.connector.facts.decode_first
         return Ticket(
             prompt_tokens=prompt_tokens,

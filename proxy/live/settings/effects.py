@@ -91,7 +91,7 @@ def _limits_starts(config: ProxyConfig) -> bool:
 
 def _never_queues(config: ProxyConfig) -> bool:
     """Return whether no request needs a prefiller of the scheduler's."""
-    return _decode_first(config) and config.direct is not Direct.PREFILL
+    return _decode_first(config) and config.direct is Direct.REFUSE
 
 
 def _states_deadlines(config: ProxyConfig) -> bool:
@@ -253,8 +253,13 @@ _TABLE = (
     _Idle(("learn_speeds",), "with --rank-speeds", lambda c: bool(c.scheduling.rank_speeds)),
     _Idle(
         ("direct_limit",),
-        "where ranks serve what cannot be split (--direct)",
-        lambda c: c.direct is not Direct.PREFILL,
+        "where nothing is served by one engine (--direct refuse)",
+        lambda c: c.direct is Direct.REFUSE,
+    ),
+    _Idle(
+        ("direct_decode_tokens",),
+        "where no rank serves what cannot be split (--direct)",
+        lambda c: c.direct is not Direct.DECODE,
     ),
     _Idle(
         ("pool_limit",),

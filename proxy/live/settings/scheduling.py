@@ -144,15 +144,24 @@ class SchedulingSettings:
     direct: Direct | None = choice(
         None,
         "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
-        "prompt_logprobs, /v1/responses, ..), or whether it is rejected with status 400",
+        "prompt_logprobs, ..), or whether it is rejected with status 400",
         {"auto": None, **named(Direct)},
         shown_default="prefill with the connectors of vllm-ascend, else decode",
+    )
+    # What engines compute in one step by default (vLLM's `max_num_batched_tokens`), so that the other
+    # requests of a rank, and of those that step with it, wait for one long step at most.
+    direct_decode_tokens: int = integer(
+        2048,
+        "with --direct decode, tokens of the longest prompt that a rank computes for such a request; "
+        "longer ones go to prefillers",
+        0,
+        10**9,
     )
     # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
     direct_limit: int = integer(
         4,
-        "with --direct prefill, sequences at a time of such requests on one prefiller; a request "
-        "of more waits for one that has none",
+        "sequences at a time of such requests on one prefiller; a request of more waits for one that "
+        "has none",
         1,
         10**6,
     )

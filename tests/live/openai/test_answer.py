@@ -87,7 +87,23 @@ def test_a_stream_is_not_gathered_on_its_way() -> None:
     ],
 )
 def test_a_request_that_a_rank_gave_back_is_told(body: bytes, recomputed: bool) -> None:
-    assert is_recomputed(body) is recomputed
+    assert is_recomputed(Api.CHAT, body) is recomputed
+
+
+@pytest.mark.parametrize(
+    ("body", "recomputed"),
+    [
+        (b'{"stop_reason":"stop_sequence","stop_sequence":"recomputed"}', True),
+        (b'{"stop_reason":"end_turn","stop_sequence":"recomputed"}', False),
+        (b'{"stop_reason":"recomputed"}', False),
+        (b'{"content":[{"stop_reason":"stop_sequence","stop_sequence":"recomputed"}]}', False),
+        (b'{"choices":[{"stop_reason":"recomputed"}]}', False),
+    ],
+)
+def test_a_message_that_a_rank_gave_back_names_a_stop_sequence(
+    body: bytes, recomputed: bool
+) -> None:
+    assert is_recomputed(Api.MESSAGES, body) is recomputed
 
 
 @pytest.mark.parametrize(
@@ -131,7 +147,7 @@ def test_tokens_of_a_real_answer_are_counted(
     body_of: Callable[[str], bytes], name: str, counts: tuple[int, int]
 ) -> None:
     assert counts_of(body_of(name)) == counts
-    assert not is_recomputed(body_of(name))
+    assert not is_recomputed(Api.CHAT, body_of(name))
 
 
 @pytest.mark.parametrize(

@@ -180,3 +180,24 @@ def test_so_does_one_of_token_ids(sampling: dict[str, object], least: int) -> No
     assert least_tokens(Api.GENERATE, asked) == least
     made = prefill_body(asked, {}, b"{}", api=Api.GENERATE, min_tokens=least)
     assert json.loads(bytes(made))["sampling_params"]["min_tokens"] == least
+
+
+@pytest.mark.parametrize(
+    ("api", "limit", "more"),
+    [
+        (Api.MESSAGES, "max_tokens", {}),
+        (Api.RESPONSES, "max_output_tokens", {"ignore_eos": True, "store": False}),
+    ],
+)
+def test_the_prefill_leg_of_agents_has_the_members_of_their_apis(
+    api: Api, limit: str, more: dict[str, object]
+) -> None:
+    kept = {"model": "m", "system": "s", "tools": [{"name": "f"}], "n": 2, "min_tokens": 4}
+    asked = {"stream": True, "store": True, "ignore_eos": False, "stream_options": {"a": 1}}
+    sent = body(**kept, **asked, **{limit: 99})
+    assert least_tokens(api, sent) == (api is Api.RESPONSES)
+    made = json.loads(bytes(prefill_body(sent, {}, dump(PARAMS), api=api, min_tokens=0)))
+    wanted = {**kept, "stream": False, limit: 1, **more, "kv_transfer_params": PARAMS}
+    assert made == wanted
+    decode = json.loads(bytes(decode_body(sent, {}, dump(PARAMS))))
+    assert decode == {**kept, **asked, limit: 99, "kv_transfer_params": PARAMS}

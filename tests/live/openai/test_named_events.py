@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.stream_client import Client
 
-from balanceroute.proxy.live.openai.named_events import Turn, read_turn
+from balanceroute.proxy.live.openai.named_events import Turn, name_of, read_turn
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
-BODY = {"model": "tiny", "input": "t1", "max_tokens": 5, "stream": True}
+BODY: dict[str, object] = {"model": "tiny", "input": "t1", "max_tokens": 5, "stream": True}
 BODY["messages"] = [{"role": "user", "content": "t1"}]
 
 
@@ -74,7 +74,7 @@ FINAL = {
     ],
 )
 def test_only_the_events_that_tell_are_read(sent: bytes, turn: Turn | None) -> None:
-    assert read_turn(sent) == turn
+    assert read_turn(sent, name_of(sent)) == turn
 
 
 def test_the_events_of_other_apis_are_counted_and_pass_as_they_are() -> None:
@@ -87,13 +87,13 @@ def test_the_events_of_other_apis_are_counted_and_pass_as_they_are() -> None:
     ]
     client = Client(openai=False, cached_tokens=1, resumed_tokens=0).answer(*events).end()
     assert client.pieces == events
-    assert client.tokens == 3  # A ping says nothing.
+    assert client.tokens == 1  # Nothing but a delta is a token.
     assert client.turns[-1] == "ended"
 
 
 def test_the_count_of_a_named_stream_is_the_engines_if_it_tells_one() -> None:
     client = Client(openai=False).answer(BEGIN[MESSAGES], FINAL[MESSAGES]).end()
-    assert (client.tokens, client.leg.count_tokens()) == (4, 7)
+    assert (client.tokens, client.leg.count_tokens()) == (1, 7)
 
 
 def test_a_named_error_is_the_first_event_or_the_clients() -> None:
@@ -107,8 +107,75 @@ def test_a_named_error_is_the_first_event_or_the_clients() -> None:
     assert resumed.received == failure
 
 
+# What a prefiller answers, as far as it is read.
+KV = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e"}
+KV |= {"remote_host": "h", "remote_port": 1}
+PREFILLED: dict[str, dict[str, object]] = {
+    MESSAGES: {"content": [], "stop_reason": "max_tokens", "usage": {"input_tokens": 3}},
+    RESPONSES: {"output": [], "status": "incomplete", "usage": {"input_tokens": 3}},
+}
+
+
+AHEAD = event("response.created", response={"id": "r"}) + event("response.in_progress")
+
+
+def test_what_comes_ahead_of_a_response_waits_for_something_of_it() -> None:
+    client = Client(openai=False).answer(AHEAD)
+    assert (client.pieces, client.turns, client.tokens) == ([], [], 0)
+    token = event("response.output_text.delta", delta="a")
+    client.leg.on_data(token)
+    assert client.received == AHEAD + token
+    assert client.turns[0] == "started"
+
+
+def test_an_error_behind_it_is_the_first_event() -> None:
+    failure = event("error", error={"message": "x"})
+    client = Client(openai=False).answer(AHEAD, failure)
+    assert (client.first_errors, client.pieces) == ([failure], [])
+
+
+def test_a_beginning_that_is_too_long_does_not_wait() -> None:
+    long = event("response.created", response={"instructions": "x" * (5 << 20)})
+    client = Client(openai=False).answer(AHEAD, long)
+    assert client.received == AHEAD + long
+
+
+def test_whoever_resumes_has_the_beginning() -> None:
+    for ahead in (AHEAD, event("message_start", message={})):
+        client = Client(openai=False, resumed_tokens=1).answer(ahead, BEGIN[RESPONSES])
+        assert client.received == event("response.output_text.delta", delta="a")
+
+
+def test_tokens_are_taken_without_being_read() -> None:
+    tokens = [event("content_block_delta", index=i, delta={"text": "a"}) for i in range(4)]
+    client = Client(openai=False).answer(BEGIN[MESSAGES], tokens[0])
+    assert client.reader.plain
+    client.leg.on_data(b"".join(tokens[1:]))
+    stop = event("content_block_stop", index=0)
+    client.leg.on_data(tokens[0] + stop)
+    assert (client.tokens, client.received) == (
+        6,
+        BEGIN[MESSAGES] + b"".join(tokens) + tokens[0] + stop,
+    )
+
+
+def test_a_rank_hands_a_message_back_by_a_stop_sequence() -> None:
+    back = {"stop_reason": "stop_sequence", "stop_sequence": "recomputed"}
+    start, end = event("message_start", message={}), event("message_delta", delta=back)
+    client = Client(openai=False, keep_text=True).answer(start, end)
+    assert (client.turns[-1], client.received) == ("recomputed", start)
+    assert not client.reader.told
+    client = Client(openai=False, keep_text=True).answer(BEGIN[MESSAGES], end)
+    assert (client.turns[-1], client.reader.told) == ("recomputed", True)
+    client = Client(openai=False).answer(BEGIN[MESSAGES], end)  # Its client's own.
+    assert client.received == BEGIN[MESSAGES] + end
+
+
 class Engine:
-    """An engine that sends these pieces, and then ends, or breaks off, or goes on holding."""
+    """An engine that sends these pieces, and then ends, or breaks off, or goes on holding.
+
+    A prefiller says that it has prefilled.
+    """
 
     def __init__(self, *pieces: bytes, then: str = "end") -> None:
         self.left = False
@@ -116,7 +183,10 @@ class Engine:
         self._then = then
 
     def __call__(self, engine: str, request: "Request", reply: "Reply") -> None:
-        del engine, request
+        if engine.startswith("prefill"):
+            answer = PREFILLED[request.path.decode()] | {"kv_transfer_params": KV}
+            reply.send(200, [], json.dumps(answer).encode())
+            return
         reply.on_closed = self._leave
         reply.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
         for piece in self._pieces:
@@ -189,7 +259,8 @@ def test_an_error_that_comes_first_is_mended_by_another_engine(play: "Play") -> 
 
     async def scenario(site: "Site") -> None:
         def in_turn(engine: str, request: "Request", reply: "Reply") -> None:
-            engines.pop(0)(engine, request, reply)
+            turn = engines[0] if engine.startswith("prefill") else engines.pop(0)
+            turn(engine, request, reply)
 
         site.handlers[MESSAGES.encode()] = in_turn
         answer = await site.post(MESSAGES, BODY)

@@ -13,6 +13,7 @@ from balanceroute.proxy.live.openai.prefill_answer import (
     PrefillAnswer,
     read_prefill_answer,
 )
+from balanceroute.proxy.live.openai.shape import Api
 
 # What a real one may hold instead of what it should.
 JUNK: list[object] = [None, True, 0, -1, 1.5, "", "stop", [], [{}], {}, 10**40]
@@ -155,3 +156,71 @@ def test_nothing_that_an_engine_says_raises_anything_else(members: dict[str, Any
         read(**members)
     except BadPrefillAnswerError:
         assert {"choices", "usage"} & members.keys()
+
+
+def of_message(**members: object) -> bytes:
+    usage = {"input_tokens": 2, "output_tokens": 1, "cache_read_input_tokens": 4}
+    usage["cache_creation_input_tokens"] = 1
+    message = {"content": [], "stop_reason": "max_tokens", "usage": usage}
+    return json.dumps(message | {"kv_transfer_params": {"a": 1}} | members).encode()
+
+
+def of_response(**members: object) -> bytes:
+    details = {"cached_tokens": 4, "cache_write_tokens": 1}
+    usage = {"input_tokens": 7, "input_tokens_details": details, "output_tokens": 1}
+    response = {"output": [], "status": "incomplete", "usage": usage}
+    return json.dumps(response | {"kv_transfer_params": {"a": 1}} | members).encode()
+
+
+AGENTS = {Api.MESSAGES: of_message, Api.RESPONSES: of_response}
+
+
+@pytest.mark.parametrize("api", AGENTS)
+def test_an_answer_of_agents_tells_the_same(api: Api) -> None:
+    read = read_prefill_answer(AGENTS[api](), api=api)
+    assert (read.prompt_tokens, read.cached_tokens, read.complete) == (7, 4, False)
+    assert read.usage is not None
+    assert read.usage.written_tokens == 1
+    assert (read.kv_transfer_params, read.params_text) == ({"a": 1}, b'{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("api", "members", "complete", "aborted"),
+    [
+        (Api.MESSAGES, {"stop_reason": "end_turn"}, True, False),
+        (Api.MESSAGES, {"stop_reason": "stop_sequence"}, True, False),
+        (Api.MESSAGES, {"stop_reason": None}, True, True),
+        (Api.RESPONSES, {"status": "completed"}, True, False),
+        (Api.RESPONSES, {"status": "cancelled"}, True, True),
+    ],
+)
+def test_how_an_answer_of_agents_ended_is_told(
+    api: Api, members: dict[str, object], complete: bool, aborted: bool
+) -> None:
+    read = read_prefill_answer(AGENTS[api](**members), api=api)
+    assert (read.complete, read.aborted) == (complete, aborted)
+
+
+def test_a_message_that_counts_no_cache_counts_the_whole_prompt() -> None:
+    read = read_prefill_answer(of_message(usage={"input_tokens": 7}), api=Api.MESSAGES)
+    assert (read.prompt_tokens, read.cached_tokens) == (7, None)
+
+
+@pytest.mark.parametrize("api", AGENTS)
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"usage": None},
+        {"usage": {}},
+        {"usage": {"input_tokens": 0}},
+        {"usage": {"input_tokens": True}},
+        {"usage": {"input_tokens": -1}},
+        {"content": None, "output": None},
+        {"content": "a", "output": {}},
+        {"kv_transfer_params": nested(200)},
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_what_is_no_answer_of_agents_is_told(api: Api, members: dict[str, object]) -> None:
+    with pytest.raises(BadPrefillAnswerError):
+        read_prefill_answer(AGENTS[api](**members), api=api)

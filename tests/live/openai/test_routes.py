@@ -1,6 +1,5 @@
 """The routes: each is served by whom the table says, and docs/serving.md says the same."""
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,14 +151,11 @@ def test_a_response_that_somebody_must_keep_is_refused(
 
 
 def test_store_is_let_pass_since_engines_ignore_it(play: "Play") -> None:
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
-        del engine, request
-        reply.send(200, [], json.dumps({"id": "resp_1", "output": []}).encode())
-
     async def scenario(site: "Site") -> None:
-        site.handlers[RESPONSES.encode()] = answer
         body = {"input": "t1", "store": True, "background": False, "previous_response_id": None}
         assert (await site.post(RESPONSES, body)).status == 200
+        # A prefiller keeps nothing, whatever its settings.
+        assert [seen.values["store"] for seen in site.seen] == [False, True]
 
     play(scenario)
 

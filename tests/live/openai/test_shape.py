@@ -112,12 +112,90 @@ def test_what_needs_one_engine_goes_direct(members: dict[str, object]) -> None:
     assert completion(**members).direct
 
 
-@pytest.mark.parametrize("api", [Api.RESPONSES, Api.MESSAGES])
-def test_the_newer_apis_go_direct(api: Api) -> None:
-    shape = shape_of(api, model="m", input="hello", messages=MESSAGES, max_output_tokens=7)
-    assert shape.direct
-    assert shape.max_tokens == 7
-    assert shape.prompt_characters == len("hello" if api is Api.RESPONSES else "userhello")
+LIMIT = {Api.RESPONSES: "max_output_tokens", Api.MESSAGES: "max_tokens"}
+
+
+def agents(api: Api, **members: object) -> Shape:
+    prompt = {"input": "hello"} if api is Api.RESPONSES else {"messages": MESSAGES}
+    return shape_of(api, **({"model": "m", **prompt, LIMIT[api]: 7} | members))
+
+
+@pytest.mark.parametrize("api", LIMIT)
+@pytest.mark.parametrize(
+    "members",
+    [
+        {},
+        {"stream": True},
+        # What the other APIs read there, and vLLM's do not.
+        {"n": 3, "min_tokens": 9, "echo": True, "use_beam_search": True, "prompt_logprobs": 1},
+        {"n": "many", "stream_options": {"include_obfuscation": False}},
+        {"truncate_prompt_tokens": -1, "max_completion_tokens": "none"},
+        {"tools": [{"type": "function", "name": "mcp"}, {"type": "custom", "name": "container"}]},
+        {"tools": [{"type": "web_search"}, {"name": "a", "description": "\u2019 \u003c"}]},
+        {
+            "store": True,
+            "background": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+        },
+        {"tool_choice": {"type": "any"}, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "name": "a"}},
+    ],
+    ids=json.dumps,
+)
+def test_agents_requests_take_the_pd_path(api: Api, members: dict[str, object]) -> None:
+    shape = agents(api, **members)
+    assert (shape.direct, shape.sequences, shape.max_tokens) == ("", 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("api", "members", "direct"),
+    [
+        (Api.MESSAGES, {"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice"),
+        (Api.MESSAGES, {"max_tokens": None}, "max_tokens"),
+        (Api.MESSAGES, {"max_tokens": 0}, "max_tokens"),
+        (Api.MESSAGES, {"max_tokens": "many"}, "max_tokens"),
+        (Api.RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
+        (Api.RESPONSES, {"max_output_tokens": 1.5}, "max_output_tokens"),
+        # vLLM cuts for null as for "auto".
+        (Api.RESPONSES, {"truncation": "auto"}, "truncation"),
+        (Api.RESPONSES, {"truncation": None}, "truncation"),
+        (Api.RESPONSES, {"tools": [{"type": "web_search_preview"}]}, "tools"),
+        (Api.RESPONSES, {"tools": [{"type": "code_interpreter"}]}, "tools"),
+        (Api.RESPONSES, {"tools": [{"type": "container"}]}, "tools"),
+        (Api.RESPONSES, {"tools": [{"server_label": "s", "type": "mcp"}]}, "tools"),
+    ],
+    ids=str,
+)
+def test_agents_requests_that_differ_in_the_legs_go_direct(
+    api: Api, members: dict[str, object], direct: str
+) -> None:
+    assert agents(api, **members).direct == direct
+
+
+def test_agents_requests_without_what_they_need_go_direct() -> None:
+    for missing in ("model", "messages", "max_tokens"):
+        given: dict[str, object] = {"model": "m", "messages": MESSAGES, "max_tokens": 7}
+        del given[missing]
+        assert shape_of(Api.MESSAGES, **given).direct == missing
+    assert shape_of(Api.RESPONSES, model="m").direct == "input"
+    assert not shape_of(Api.RESPONSES, input="a").direct
+    assert shape_of(Api.RESPONSES, input="a").max_tokens is None
+
+
+def test_a_tool_of_the_engines_is_known_however_it_is_written() -> None:
+    spelled = b'{"input": "a", "tools": [{"type" :\t"\\u006Dcp"}]}'
+    shape = read_shape(Api.RESPONSES, RequestBody(spelled), max_sequences=8)
+    assert shape.direct == "tools"
+
+
+@pytest.mark.parametrize("api", LIMIT)
+def test_what_agents_send_ahead_counts(api: Api) -> None:
+    hello = len("hello" if api is Api.RESPONSES else "userhello")
+    assert agents(api).prompt_characters == hello
+    ahead = {"system": "abc", "instructions": "de", "tools": [{}]}
+    assert agents(api, **ahead).prompt_characters == hello + 5 + 4 + 4
 
 
 def test_the_limit_of_a_chat_is_the_newer_member() -> None:
@@ -195,11 +273,16 @@ def test_a_number_of_answers_is_read_as_vllm_reads_it(value: object, answers: in
 
 
 @pytest.mark.parametrize("limit", [2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 10**400])
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_limit_that_is_calculated_with_is_bounded(name: str, limit: int) -> None:
     """Finding C1: beyond 64 bits it ended every decision of the scheduler."""
     assert completion(**{name: limit}).max_tokens == 2**31 - 1
     assert chat(**{name: str(limit)}).max_tokens == 2**31 - 1
+
+
+@pytest.mark.parametrize("api", LIMIT)
+def test_the_limit_of_agents_is_bounded_too(api: Api) -> None:
+    assert agents(api, **{LIMIT[api]: 10**30}).max_tokens == 2**31 - 1
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**400, 1.5, "high", None, [], {}])

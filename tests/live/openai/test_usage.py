@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.live.stream_client import DONE, LAST, Client, chat, event, in_pieces
 
-from balanceroute.proxy.live.openai.usage import UsageRewrite, with_cached_tokens
+from balanceroute.proxy.live.openai.usage import PromptUsage, UsageRewrite, with_prompt_usage
 
 
 def usage_of(stream: bytes) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def test_a_prefill_that_ends_behind_the_first_token_corrects_the_rest() -> None:
     token, last = chat(usage=usage), event(choices=[], usage=usage)
     seen = event(choices=[{"index": 0, "text": "a", "finish_reason": None}], usage=usage)
     client = Client().answer(token, seen)
-    client.usage.correct_cached_tokens(3)
+    client.usage.correct_prompt(PromptUsage(3))
     for one in (seen, LAST, last):
         client.leg.on_data(one)
     right = [one.replace(b":7}", b":3}") for one in (seen, LAST, last)]
@@ -137,11 +137,70 @@ DETAILED = (
 
 
 def test_cached_tokens_of_a_whole_answer_are_those_of_the_prefill() -> None:
-    corrected = with_cached_tokens(DETAILED, 5)
+    corrected = with_prompt_usage(DETAILED, PromptUsage(5))
     assert corrected == DETAILED.replace(b'"cached_tokens": 8', b'"cached_tokens": 5')
     assert json.loads(corrected)["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
 def test_an_answer_without_cached_tokens_stays_as_it_is(body_of: Callable[[str], bytes]) -> None:
     for name in ("nixl_cmpl_nonstream_decode.resp", "solo_err_unknown_model.resp"):
-        assert with_cached_tokens(body_of(name), 5) == body_of(name)
+        assert with_prompt_usage(body_of(name), PromptUsage(5)) == body_of(name)
+
+
+def test_what_was_written_to_the_cache_is_what_the_prefill_wrote() -> None:
+    usage = b'{"prompt_tokens_details":{"cached_tokens":8,"created_cache_tokens":1}}'
+    assert PromptUsage(3, 5).apply(usage) == usage.replace(b"8", b"3").replace(b":1}", b":5}")
+    assert PromptUsage(3).apply(usage) == usage.replace(b"8", b"3")
+
+
+@pytest.mark.parametrize(
+    ("told", "right"),
+    [
+        # input_tokens: all that was neither read nor written.
+        ({"input_tokens": 1, "cache_read_input_tokens": 9}, {"input_tokens": 7}),
+        (
+            {"input_tokens": 0, "cache_read_input_tokens": 9, "cache_creation_input_tokens": 1},
+            {"input_tokens": 2, "cache_creation_input_tokens": 5},
+        ),
+        ({"input_tokens": 10}, None),  # Nothing is told of the cache.
+    ],
+)
+def test_a_message_counts_apart_what_was_cached(
+    told: dict[str, int], right: dict[str, int] | None
+) -> None:
+    event = {"type": "message_delta", "delta": {"usage": 1}, "usage": told | {"output_tokens": 4}}
+    made = json.loads(PromptUsage(3, 5).apply_within(json.dumps(event).encode()))
+    wanted = told if right is None else {"cache_read_input_tokens": 3, **right}
+    assert made == event | {"usage": wanted | {"output_tokens": 4}}
+
+
+def test_the_usage_of_a_response_is_found_behind_what_its_client_called_so() -> None:
+    details = {"cached_tokens": 9, "cache_write_tokens": 1, "cached_tokens_per_turn": [9]}
+    theirs = {"usage": {"cached_tokens": 77, "cache_read_input_tokens": 77}}
+    response = {"metadata": {"usage": "cached_tokens"}, "tools": [{"parameters": theirs}]}
+    usage = {"input_tokens": 10, "input_tokens_details": details, "output_tokens": 4}
+    for held in (
+        response | {"usage": usage, "user": "u"},
+        {"response": response | {"usage": usage}},
+    ):
+        made = PromptUsage(3, 5).apply_within(json.dumps(held).encode())
+        right = {"cached_tokens": 3, "cache_write_tokens": 5, "cached_tokens_per_turn": [3]}
+        inner = json.loads(made)
+        inner = inner.get("response", inner)
+        assert inner["usage"] == usage | {"input_tokens_details": right}
+        assert inner["tools"] == response["tools"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'no json "usage"',
+        b'{"usage":null}',
+        b'{"response":5,"usage":{"cached_tokens":9}}',
+        b'{"usage":[{"cached_tokens":9}]}',
+        b'{"a":""usage":{"cached_tokens":9}"}',
+    ],
+)
+def test_what_nobody_can_read_stays_as_it_is(data: bytes) -> None:
+    assert PromptUsage(3, 5).apply_within(data) == data

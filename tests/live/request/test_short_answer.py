@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from balanceroute.proxy.live.openai.answer_events import is_message, message_events
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.short_answer import short_answer_body, short_answer_events
 from balanceroute.proxy.wire.sse import EventScanner, event_data
@@ -154,3 +155,62 @@ def test_a_text_that_is_no_unicode_does_not_break_the_answer() -> None:
     (event,) = sent(short_answer_events(Api.COMPLETIONS, message, include_usage=False))
     assert event["choices"][0]["text"] == "?"
     assert b"\\ud800" not in short_answer_body(message)
+
+
+def test_a_message_of_every_block_is_told_as_a_stream_of_it() -> None:
+    text = {"type": "text", "text": "a"}
+    thought = {"type": "thinking", "thinking": "b", "signature": "s"}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
+    message = {"id": "m", "type": "message", "role": "assistant", "content": [thought, text, call]}
+    message |= {"model": "tiny", "stop_reason": "stop_sequence", "stop_sequence": "END"}
+    usage = {"input_tokens": 2, "output_tokens": 1, "cache_read_input_tokens": 3}
+    assert is_message(message | {"usage": usage})
+    events = EventScanner().feed(message_events(message | {"usage": usage}))
+    values = [json.loads(event_data(event)) for event in events]
+    assert [b"event: %b\n" % value["type"].encode() for value in values] == [
+        event.partition(b"data")[0] for event in events
+    ]
+    # Only the last usage tells what was cached.
+    assert values[0]["message"]["usage"] == {"input_tokens": 5, "output_tokens": 0}
+    assert (values[0]["message"]["content"], values[0]["message"]["stop_reason"]) == ([], None)
+    blocks = [value["content_block"] for value in values if "content_block" in value]
+    assert blocks == [
+        {"type": "thinking", "thinking": ""},
+        {"type": "text", "text": ""},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+    ]
+    deltas = [value["delta"] for value in values if value["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == [
+        *("thinking_delta", "signature_delta", "text_delta", "input_json_delta"),
+    ]
+    assert json.loads(deltas[-1]["partial_json"]) == {"x": 1}
+    stop = {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    assert values[-2] == {"type": "message_delta", "delta": stop, "usage": usage}
+    assert values[-1] == {"type": "message_stop"}
+
+
+def test_a_message_without_text_has_no_block_in_a_stream() -> None:
+    message: dict[str, Any] = {"id": "m", "model": "tiny", "stop_reason": "end_turn"}
+    message |= {"content": [{"type": "text", "text": ""}], "usage": {"input_tokens": 1}}
+    assert b"content_block" not in message_events(message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"id": None},
+        {"model": 1},
+        {"usage": None},
+        {"content": "a"},
+        {"content": [{"type": "image"}]},
+        {"content": [{"text": "a"}]},
+        {"content": ["a"]},
+        {"stop_reason": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_message_is_not_told_as_one(changes: dict[str, Any]) -> None:
+    message: dict[str, Any] = {"id": "m", "model": "tiny", "stop_reason": "end_turn"}
+    message |= {"content": [{"type": "text", "text": ""}], "usage": {"input_tokens": 1}}
+    assert is_message(message)
+    assert not is_message(message | changes)

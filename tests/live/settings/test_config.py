@@ -56,6 +56,7 @@ def test_the_defaults_are_these() -> None:
         retry_backoff_limit_s=1.0,
         answer_limit_bytes=256 << 20,
         direct=Direct.DECODE,
+        direct_decode_tokens=2048,
         on_missing_kv="recompute",
         count_tokens="usage",
         lease_margin_s=5.0,
