@@ -2,6 +2,7 @@
 
     scripts/decoder_deaths.py --requests 2000 --resume exact
     scripts/decoder_deaths.py --requests 2000 --resume off
+    scripts/decoder_deaths.py --requests 2000 --agents 1    # messages, responses and chats with tools and thoughts
 
 Every answer is compared with that of one engine. A stream under which two engines die is not continued: it
 ends with an error. Exits with 1 if an answer is wrong, if more than two engines died under a request, or
@@ -24,9 +25,21 @@ def main() -> int:
     )
     parser.add_argument("--requests", type=positive, default=2000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument(
+        "--agents",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="as agents ask, with tools and thoughts",
+    )
     parser.add_argument("--resume", choices=[one.value for one in Resume], default="exact")
     arguments = parser.parse_args()
-    found = kill_decoders(arguments.seed, requests=arguments.requests, resume=arguments.resume)
+    found = kill_decoders(
+        arguments.seed,
+        requests=arguments.requests,
+        resume=arguments.resume,
+        agents=arguments.agents,
+    )
     print(
         f"{found.killed} decode engines killed under {arguments.requests} greedy streams: "
         f"{found.hit} streams hit, {found.exact} exact, {found.failed} ended with an error "

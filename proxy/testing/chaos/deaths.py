@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
@@ -19,7 +20,9 @@ from balanceroute.proxy.testing.chaos.requests import (
     CHAT,
     COMPLETIONS,
     TOKENS,
+    TOOLS,
     ClientRequest,
+    as_agents,
     of_tokens,
 )
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
@@ -64,13 +67,17 @@ class Deaths:
     under: Counter[str] = field(default_factory=Counter)
 
 
-def kill_decoders(seed: int, *, requests: int, resume: str = "exact") -> Deaths:
+def kill_decoders(
+    seed: int, *, requests: int, resume: str = "exact", agents: float = 0.0
+) -> Deaths:
     """Send greedy streams through a proxy while decode engines die.
 
     Args:
         seed: Draws the requests and the deaths.
         requests: How many.
         resume: The proxy's setting.
+        agents: The share that is as agents ask: chats, messages and responses with tools, of a model with
+            thoughts. With 0 none has thoughts.
     """
     engines = EmulationSettings(
         ranks=_RANKS,
@@ -79,13 +86,14 @@ def kill_decoders(seed: int, *, requests: int, resume: str = "exact") -> Deaths:
         model=_MODEL,
         merged_outputs=0.1,
         partial_utf8=0.1,
+        reasoning_parser=agents > 0.0,
     )
     settings = WorldSettings(engines, {"batch": _BATCH_LIMIT, "resume": resume})
-    return run(lambda loop: _kill_decoders(loop, settings, seed, requests), seed=seed)
+    return run(lambda loop: _kill_decoders(loop, settings, seed, requests, agents), seed=seed)
 
 
 async def _kill_decoders(
-    loop: VirtualLoop, settings: WorldSettings, seed: int, requests: int
+    loop: VirtualLoop, settings: WorldSettings, seed: int, requests: int, agents: float
 ) -> Deaths:
     rng = random.Random(f"deaths {seed}")
     world = World(settings, loop, rng)
@@ -93,7 +101,7 @@ async def _kill_decoders(
     oracle = Oracle(settings.engines)
     await oracle.start()
     found = Deaths()
-    drawn = [_draw(rng, number) for number in range(requests)]
+    drawn = [_draw(rng, number, agents) for number in range(requests)]
     killer = loop.create_task(_kill(world, rng, found))
     clients = await ask_all(world, drawn, gap_s=_GAP_S)
     killer.cancel()
@@ -111,9 +119,9 @@ async def _kill_decoders(
     return found
 
 
-def _draw(rng: random.Random, number: int) -> ClientRequest:
+def _draw(rng: random.Random, number: int, agents: float) -> ClientRequest:
     prompt = " ".join(f"w{rng.randrange(1_000)}" for _ in range(rng.randrange(1, 60)))
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "model": _MODEL,
         "temperature": 0,
         "stream": True,
@@ -136,6 +144,12 @@ def _draw(rng: random.Random, number: int) -> ClientRequest:
         tokens = of_tokens(values | {"prompt": prompt_ids})
         assert tokens is not None
         path, values = TOKENS, tokens
+    if agents and more.random() < agents:
+        values |= {"messages": [{"role": "user", "content": text}]}
+        values.pop("prompt", None)
+        if more.random() < _HALF:
+            values |= {"tools": TOOLS, "tool_choice": more.choice(["auto", "required"])}
+        path, values = as_agents(more, values)
     return ClientRequest(number, path, values, json.dumps(values).encode(), f"death-{number}")
 
 

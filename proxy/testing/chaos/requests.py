@@ -31,7 +31,7 @@ _WORDS = (
     "<b>",
     "x" * 40,
 )
-_TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -348,10 +348,10 @@ def _draw_chat(rng: random.Random, values: dict[str, Any], words: list[str]) -> 
         values |= {"continue_final_message": True, "add_generation_prompt": False}
     values["messages"] = messages
     if rng.random() < 0.25:
-        values["tools"] = _TOOLS
+        values["tools"] = TOOLS
         choice = rng.choice(["auto", None, "required", "none", "named"])
         if choice == "named":
-            name = rng.choice(_TOOLS)["function"]["name"]  # type: ignore[index]
+            name = rng.choice(TOOLS)["function"]["name"]
             values["tool_choice"] = {"type": "function", "function": {"name": name}}
         elif choice is not None:
             values["tool_choice"] = choice
