@@ -291,7 +291,7 @@ def _said(blocks: list[dict[str, Any]]) -> dict[str, Any]:
             image = {"type": "image_url", "image_url": {"url": _url(block.get("source"))}}
             said.setdefault("content", []).append(image)
         elif kind == "thinking":
-            said["reasoning"] = said.get("reasoning", "") + (block.get("thinking") or "")
+            said["reasoning"] = said.get("reasoning", "") + str(block.get("thinking") or "")
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {})
             function = {"name": block.get("name"), "arguments": arguments}

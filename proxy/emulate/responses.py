@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.reply import Reply
 
 _DONE = b"[DONE]"
+_HUGE = 1e308
 
 
 class ResponsesReply(TranslatedReply):
@@ -110,10 +111,10 @@ class _Response:
             "object": "response",
             "output": output,
             "parallel_tool_calls": _or(values.get("parallel_tool_calls"), True),
-            "temperature": float(_or(values.get("temperature"), 1.0)),
+            "temperature": _number(values.get("temperature"), 1.0),
             "tool_choice": _shown_choice(choice) if tools else "none",
             "tools": list(map(_shown_tool, tools)),
-            "top_p": float(_or(values.get("top_p"), 1.0)),
+            "top_p": _number(values.get("top_p"), 1.0),
             "background": bool(values.get("background")),
             "max_output_tokens": self._max_tokens,
             "max_tool_calls": values.get("max_tool_calls"),
@@ -127,8 +128,8 @@ class _Response:
             "truncation": values.get("truncation") or "disabled",
             "usage": usage,
             "user": values.get("user"),
-            "presence_penalty": float(values.get("presence_penalty") or 0.0),
-            "frequency_penalty": float(values.get("frequency_penalty") or 0.0),
+            "presence_penalty": _number(values.get("presence_penalty"), 0.0),
+            "frequency_penalty": _number(values.get("frequency_penalty"), 0.0),
             "kv_transfer_params": kv,
         }
         return said | dict.fromkeys(("ec_transfer_params", "input_messages", "output_messages"))
@@ -399,7 +400,7 @@ def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _shown_choice(choice: object) -> object:
     if isinstance(choice, dict) and "name" in choice:
-        return {"name": choice["name"], "type": choice["type"]}
+        return {"name": choice["name"], "type": choice.get("type")}
     return choice
 
 
@@ -418,6 +419,10 @@ def _shown_reasoning(reasoning: Mapping[str, Any] | None) -> object:
         return None
     members = ("context", "effort", "generate_summary", "mode", "summary")
     return {name: reasoning.get(name) for name in members}
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < _HUGE else default
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -98,7 +98,8 @@ def _add_tools(chat: dict[str, Any], values: Mapping[str, Any]) -> None:
         kind = tool["type"]
         if kind in ("function", "custom", "namespace") and not isinstance(tool.get("name"), str):
             raise invalid("missing", f"{place}.name", "Field required", tool)
-        if kind == "custom" and (tool.get("format") or {}).get("type") == "grammar":
+        wanted = tool.get("format")
+        if kind == "custom" and isinstance(wanted, dict) and wanted.get("type") == "grammar":
             message = (
                 "Custom tools with a grammar format are not supported; only free-form text custom "
                 "tools are accepted."
@@ -138,7 +139,10 @@ def _functions(tool: Mapping[str, Any], place: str) -> Iterator[dict[str, Any]]:
         known = {"name": tool["name"], "description": tool.get("description")}
         yield known | {"parameters": tool.get("parameters") or {}}
     elif kind == "namespace":
-        for inner in tool.get("tools") or ():
+        inners = tool.get("tools")
+        if not isinstance(inners, list):
+            raise invalid("list_type", f"{place}.tools", _KINDS[list][1], inners)
+        for inner in inners:
             if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
                 raise invalid("missing", f"{place}.tools.name", "Field required", inner)
             yield from _functions({**inner, "name": f"{tool['name']}__{inner['name']}"}, place)
@@ -212,10 +216,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         messages.append({"role": "tool"} | output)
         return
     elif kind == "reasoning":
-        if item.get("encrypted_content"):
-            raise bad_parameter("Encrypted content is not supported.", "input")
-        parts = item.get("content") or item.get("summary") or [{}]
-        said = {"reasoning": parts[0].get("text", "")}
+        said = {"reasoning": _thought(item)}
     else:
         raise bad_parameter(f"Unsupported input item type: {kind}", "input")
     (name,) = said
@@ -223,6 +224,16 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         messages[-1] |= said
     else:
         messages.append({"role": "assistant"} | said)
+
+
+def _thought(item: Mapping[str, Any]) -> str:
+    """Return what an item of reasoning says."""
+    if item.get("encrypted_content"):
+        raise bad_parameter("Encrypted content is not supported.", "input")
+    parts = item.get("content") or item.get("summary") or [{}]
+    if not isinstance(parts, list) or not isinstance(parts[0], dict):
+        raise invalid("list_type", "body.input.list.content", _KINDS[list][1], parts)
+    return str(parts[0].get("text", ""))
 
 
 def _continues(given: object) -> bool:

@@ -41,6 +41,9 @@ _MEMBERS = (
     "return_token_ids", "previous_response_id", "background", "store", "system", "",
     "session_id", "truncation_side", "repetition_detection", "logprob_token_ids", "allowed_token_ids",
     "return_prompt_text", "return_tokens_as_token_ids", "cache_salt", "reasoning_effort",
+    "instructions", "include", "text", "reasoning", "thinking", "context_management", "output_config",
+    "stop_sequences", "parallel_tool_calls", "prompt_cache_key", "max_tool_calls", "conversation",
+    "previous_input_messages", "enable_response_messages", "service_tier", "truncation",
     "\u0000", "max_tokens\u0000", "Max_Tokens", "__proto__", "\ud800", "x" * 5_000,
 )  # fmt: skip
 _VALUES = (
@@ -51,6 +54,12 @@ _VALUES = (
     '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]',
     '[{"role": 5, "content": {}}]', '{"type": "json_schema"}', '{"kv_transfer_params": "{}"}',
     '{"do_remote_decode": true, "remote_host": "169.254.169.254"}', '"required"', '"named"',
+    '[{"type": "function_call"}]', '[{"type": "reasoning", "content": [7]}]', '[{"type": 7}, 7]',
+    '[{"type": "message", "role": "assistant", "status": "incomplete", "content": [[]]}]',
+    '[{"role": "user", "content": [{"type": "tool_result", "content": [7]}, 7]}]',
+    '[{"type": "namespace", "name": "a", "tools": 7}]', '[{"type": "custom", "name": "a", "format": 7}]',
+    '{"type": "enabled", "budget_tokens": "7"}', '{"type": "tool"}', '{"format": {"type": []}}',
+    '["message.output_text.logprobs", 7]', '{"type": "custom", "name": []}',
     '["\\n", "", "a"]', "tru", "nul", "'a'", "", ",", "]", "}",
 )  # fmt: skip
 _PATHS = (

@@ -247,7 +247,7 @@ def of_responses(rng: random.Random, values: Mapping[str, Any]) -> dict[str, Any
     if messages and messages[0]["role"] == "system":
         asked["instructions"] = messages.pop(0)["content"]
     items = [_item(one) for one in messages]
-    if values.get("continue_final_message"):
+    if items and values.get("continue_final_message"):
         items[-1] |= {"status": "incomplete"}
     if values.get("tools"):
         tools = [{"type": "function"} | tool["function"] for tool in values["tools"]]
