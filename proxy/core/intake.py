@@ -13,6 +13,7 @@ from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import FairQueueing, MakeQueueOrder, MakeStartOrder
+from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Intake:
         budget: Limits the requests in flight; None for no limit.
         first_tokens: Expects times to first token; None if nobody asks.
         local_prefill: Decides which prompts ranks compute; None for none.
+        memory: What the ranks have of earlier prompts; None if nobody asks.
         follows_time: Whether `advance` is to be called.
         held: Whether nothing may start; see `hold`.
         queues_all: Whether requests that need no prefiller may be in the queue, too.
@@ -43,12 +45,14 @@ class Intake:
         budget: Budget | None = None,
         first_tokens: FirstTokens | None = None,
         local_prefill: LocalPrefill | None = None,
+        memory: RankMemory | None = None,
     ) -> None:
         self.fair = fair
         self.meter = None if fair is None else fair.meter
         self.budget = budget
         self.first_tokens = first_tokens
         self.local_prefill = local_prefill
+        self.memory = memory if local_prefill is None else local_prefill.memory
         self.follows_time = budget is not None or first_tokens is not None
         self.held = False
         # What is to be expected of a wait is measured in the queue.

@@ -43,7 +43,6 @@ from balanceroute.proxy.core.events import (
     PrefillDone,
     PrefillerId,
     PrefillLost,
-    RankClosed,
     RankId,
     ReleasePrefill,
     RequestArrived,
@@ -109,10 +108,16 @@ class LocalPrefill:
 
     Args:
         limit_tokens: The most tokens of a prompt that a rank computes.
+        memory: What the ranks have of earlier prompts; None for one of its own.
         always: Have ranks compute whatever is within the limit: a baseline.
+
+    Attributes:
+        memory: The scheduler tells it of admissions, and of ranks that close.
     """
 
-    def __init__(self, limit_tokens: int, *, always: bool = False) -> None:
+    def __init__(
+        self, limit_tokens: int, memory: RankMemory | None = None, *, always: bool = False
+    ) -> None:
         self._limit_tokens = limit_tokens
         self._always = always
         self._work = PrefillWork()
@@ -123,7 +128,7 @@ class LocalPrefill:
         self._admitted_ns: dict[RequestId, int] = {}
         self._computing = RankPrompts()
         self._queued_tokens = 0
-        self._memory = RankMemory()
+        self.memory = RankMemory() if memory is None else memory
         self._waits_for: dict[RequestId, RankId] = {}  # Until it is admitted to its home.
         self._step_ns = self._envelope = 0.0
         self._steps = StepModel()
@@ -140,7 +145,7 @@ class LocalPrefill:
         ways: list[tuple[float, int, RankId | None]] = [
             (self._computing.longer_ns(token_ns * ticket.prompt_tokens) * delayed, 0, None)
         ]
-        for rank, cached in self._memory.expect(ticket).items():
+        for rank, cached in self.memory.expect(ticket).items():
             if state.free_slots[rank] > list(self._waits_for.values()).count(rank):
                 overflow_ns = state.bound * self._overflow_ns(ticket, state, rank)
                 compute_ns = token_ns * (ticket.prompt_tokens - cached)
@@ -230,8 +235,6 @@ class LocalPrefill:
                 computed = prompt_tokens - (cached_tokens or 0)
                 self._computed += (computed / prompt_tokens - self._computed) / _WINDOW_PREFILLS
                 self._work.end(request, computed, now_ns)
-            case RankClosed(rank):
-                self._memory.forget(rank)
             case DecodeLost(request) if request in self._prompts:
                 self._leave_home(request)
                 self._admitted_ns.pop(request, None)
@@ -274,7 +277,6 @@ class LocalPrefill:
             return
         self._admitted_ns[request] = now_ns
         self._waits_for.pop(request, None)
-        self._memory.add(ticket, rank)
         if ticket.home != rank:
             self._leave_home(request)
         if not ticket.prefill:
@@ -303,10 +305,10 @@ class LocalPrefill:
         sure_ns = max(missed_ns / 2, _SURE_STEPS * self._step_ns)
         if ticket.home is not None and took_ns > prompt.longest_ns + sure_ns:
             # It had to compute all: it has dropped what it was given, or has begun anew.
-            self._memory.missed(ticket, ticket.home)
+            self.memory.missed(ticket, ticket.home)
         elif prompt.decides:
             if ticket.home is not None:
-                self._memory.had()
+                self.memory.had()
             computed = ticket.prompt_tokens - ticket.home_tokens
             self._local.observe(computed, max(0, round(took_ns)))
 

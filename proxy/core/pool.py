@@ -8,7 +8,7 @@ what free choice among the pooled requests costs one request, against first come
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,6 +19,20 @@ from balanceroute.proxy.core.timers import Timers
 
 # Weight of an arrival in the running mean of prompt lengths, which so covers about 128 arrivals.
 _MEAN_WEIGHT = 1 / 128
+
+
+class Kept(NamedTuple):
+    """What the ranks have of the prompt of a waiting request.
+
+    Attributes:
+        tokens: Of its beginning, by rank. A list: single items of an array take longer.
+        mean: Of the open ranks.
+        until: The admission at which it is looked up again.
+    """
+
+    tokens: list[int]
+    mean: float
+    until: int
 
 
 class PoolEntry(Struct, eq=False):
@@ -35,6 +49,7 @@ class PoolEntry(Struct, eq=False):
         overflow_limit: Past its deadline, the overflow in tokens up to which it goes first.
         home: The rank that it waits for, see `Ticket`; None for none.
         partners: The only ranks that can use its prefiller's KV cache; None for all.
+        kept: What the ranks had of its prompt when that was looked up last; see `Keeping`.
         since_ns: When it first entered the pool, unless it has been decoded since.
         slots: Its sequences. One free slot is enough to admit it.
         ranks: The only ranks that can serve it; None for all.
@@ -55,6 +70,7 @@ class PoolEntry(Struct, eq=False):
     since_ns: int = 0
     home: RankId | None = None
     partners: frozenset[RankId] | None = None
+    kept: Kept | None = None
     # These follow from the others.
     slots: int = 0
     ranks: frozenset[RankId] | None = None

@@ -1,17 +1,28 @@
-"""Which rank has the beginning of a prompt, from the prompts that the ranks were given.
+"""Which rank has the beginning of a prompt: from the prompts that ranks were given, or as they tell.
 
-A beginning is known by its blocks. Of a conversation that its client names, the rank of its latest turn is
-known too: clients may write earlier turns differently, and engines take them for the same.
+A beginning is known by its blocks. A rank keeps them also of a KV cache that was transferred, and drops
+those first that were not used for longest, of a prompt the last ones first: here as there. One table
+says for each block which ranks have it, as the bits of a number, so that a prompt is looked up once
+for all ranks. Of a conversation that its client names, the rank of its latest turn is known too: clients
+may write earlier turns differently, and engines take them for the same.
 """
 
-from collections import defaultdict
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from balanceroute.proxy.core.events import RankId, Ticket
-from balanceroute.proxy.core.prefill.block_index import BlockIndex, block_keys
+from balanceroute.proxy.core.pool import Kept, PoolEntry
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 
-# A million tokens in blocks of 16, more than most ranks have room for.
-_BLOCKS = 1 << 16
+# Of each rank; the last block stands for all of so many tokens where blocks are smaller. Two million
+# tokens, more than most ranks have room for, and some 150 bytes for each.
+_BLOCKS = 1 << 13
+_BLOCK_TOKENS = 256
 _SESSIONS = 1 << 16
+# Admissions after which a waiting request is looked up again.
+_LASTS = 32
 # Misses in a row that may be chance: a first token is late also after another request's prompt.
 _CHANCE = 3
 # Each further one makes it so many times longer until a rank is relied on again.
@@ -19,31 +30,82 @@ _PATIENCE = 4
 _MOST_MISSES = 8
 
 
-class RankMemory:
-    """The blocks of each rank, the latest ones."""
+class _Turn(NamedTuple):
+    """The latest turn of a conversation.
 
-    def __init__(self) -> None:
-        self._indices: defaultdict[RankId, BlockIndex] = defaultdict(lambda: BlockIndex(_BLOCKS))
-        # By session: the rank of its latest turn and the tokens of that; None if it lacked them.
-        self._sessions: dict[int, tuple[RankId, int] | None] = {}
+    Attributes:
+        rank: Its rank.
+        tokens: Its prompt, and its answer once that has ended.
+        added: `_Held.added` until then.
+    """
+
+    rank: RankId
+    tokens: int
+    added: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """A rank's blocks.
+
+    Attributes:
+        blocks: With the tokens that each stands for; the least recently used first.
+        tokens: Of all of them.
+        added: Tokens that it was given, and lacked, since it is known.
+    """
+
+    blocks: OrderedDict[int, float] = field(default_factory=OrderedDict)
+    tokens: float = 0.0
+    added: int = 0
+
+
+class RankMemory:
+    """The blocks of all ranks.
+
+    Args:
+        rank_tokens: Returns the KV tokens that a rank keeps; None if that is unknown.
+        told: What ranks tell of their blocks of token ids, by rank; None if nobody listens.
+
+    Attributes:
+        kept_tokens: Tokens of prompts that their ranks should have had, of all requests.
+    """
+
+    def __init__(
+        self,
+        rank_tokens: Callable[[], int | None] = lambda: None,
+        told: EngineBlocks | None = None,
+    ) -> None:
+        self.kept_tokens = 0
+        self._rank_tokens = rank_tokens
+        self._told = told
+        self._held: dict[RankId, _Held] = {}
+        self._ranks_of: dict[int, int] = {}  # By block: 1 << rank of each that has it.
+        self._admissions = 0
+        # None of one whose rank lacked it.
+        self._sessions: dict[int, _Turn | None] = {}
         # In a row, and requests for which nothing is expected since: ranks may have no prefix caches.
         self._misses = self._skips = 0
 
-    def expect(self, ticket: Ticket) -> dict[RankId, int]:
+    def kept(self, ticket: Ticket) -> dict[RankId, int]:
         """Return the ranks that should have a beginning of a prompt, and its tokens."""
         # The last token is always computed: its output is the answer's first token.
         most = ticket.prompt_tokens - 1
-        found: dict[RankId, int] = {}
-        if ticket.blocks:
-            keys = block_keys(ticket.blocks).tolist()
-            for rank, index in self._indices.items():
-                known, _ = index.leading(keys)
-                if known:
-                    found[rank] = min(round(known * ticket.block_tokens), most)
-        session = self._sessions.get(ticket.session)
-        if session is not None:
-            rank, tokens = session
-            found[rank] = max(found.get(rank, 0), min(tokens, most))
+        blocks, tokens = _sampled(ticket)
+        found = {rank: min(round(n * tokens), most) for rank, n in self._leading(blocks).items()}
+        if self._told is not None and ticket.token_blocks:
+            self._correct(found, self._told, ticket)
+        turn = self._sessions.get(ticket.session)
+        if turn is not None and self._remembers(turn):
+            found[turn.rank] = max(found.get(turn.rank, 0), min(turn.tokens, most))
+        return found
+
+    def keeping(self, ranks: int, open_ranks: int) -> "Keeping":
+        """Return what the ranks have now, G of which so many are open."""
+        return Keeping(self, ranks, open_ranks, self._admissions)
+
+    def expect(self, ticket: Ticket) -> dict[RankId, int]:
+        """Return `kept` where ranks had what was expected of them before; else less often."""
+        found = self.kept(ticket)
         if found and self._skips:
             self._skips -= 1
             return {}
@@ -51,16 +113,32 @@ class RankMemory:
 
     def add(self, ticket: Ticket, rank: RankId) -> None:
         """Note that a rank gets a request, and so has its blocks soon."""
-        if ticket.blocks:
-            self._indices[rank].add(block_keys(ticket.blocks))
-        session = ticket.session
-        if not session:
-            return
-        # The latest ones last; one that lacked what was expected once is not relied on again.
-        kept = self._sessions.pop(session, (rank, 0))
-        self._sessions[session] = None if kept is None else (rank, ticket.prompt_tokens)
-        if len(self._sessions) > _SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        self._admissions += 1
+        held = self._held.setdefault(rank, _Held())
+        blocks, tokens = _sampled(ticket)
+        ranks_of, bit, order = self._ranks_of, 1 << rank, held.blocks
+        new = 0
+        # From the end, as engines free them: of a long prompt the beginning is kept longest.
+        for block in reversed(blocks):
+            if block in order:
+                order.move_to_end(block)
+                continue
+            order[block] = tokens
+            ranks_of[block] = ranks_of.get(block, 0) | bit
+            new += 1
+        kept = min(round((len(blocks) - new) * tokens), ticket.prompt_tokens)
+        self.kept_tokens += kept
+        held.tokens += new * tokens
+        held.added += ticket.prompt_tokens - kept
+        self._drop_oldest(held, bit)
+        if ticket.session:
+            self._remember(ticket, _Turn(rank, ticket.prompt_tokens, held.added))
+
+    def ended(self, ticket: Ticket, rank: RankId, tokens: int) -> None:
+        """Note that a request has ended on a rank, with so many tokens in all."""
+        turn = self._sessions.get(ticket.session)
+        if turn is not None and turn.rank == rank and turn.tokens == ticket.prompt_tokens:
+            self._sessions[ticket.session] = turn._replace(tokens=tokens)
 
     def had(self) -> None:
         """Note that a rank had what was expected."""
@@ -79,7 +157,113 @@ class RankMemory:
 
     def forget(self, rank: RankId) -> None:
         """Note that a rank may have lost what it had."""
-        self._indices.pop(rank, None)
+        held = self._held.pop(rank, None)
+        if held is not None:
+            for block in held.blocks:
+                self._clear(block, 1 << rank)
         sessions = self._sessions
-        for session in [one for one, last in sessions.items() if last and last[0] == rank]:
+        for session in [one for one, last in sessions.items() if last and last.rank == rank]:
             del sessions[session]
+
+    def _leading(self, blocks: tuple[int, ...]) -> dict[RankId, int]:
+        """Return how many of a prompt's first blocks each rank has that has any."""
+        found: dict[RankId, int] = {}
+        ranks_of, known = self._ranks_of, 0
+        ranks = ranks_of.get(blocks[0], 0) if blocks else 0
+        while ranks:
+            # They all have one block more than `known`. By binary search: how many do all of them have?
+            least, most = known + 1, len(blocks)
+            while least < most:
+                middle = (least + most) // 2
+                if ranks_of.get(blocks[middle], 0) & ranks == ranks:
+                    least = middle + 1
+                else:
+                    most = middle
+            known = least
+            further = ranks_of.get(blocks[known], 0) & ranks if known < len(blocks) else 0
+            ending = ranks ^ further
+            while ending:
+                last = ending & -ending
+                found[RankId(last.bit_length() - 1)] = known
+                ending ^= last
+            ranks = further
+        return found
+
+    def _correct(self, found: dict[RankId, int], told: EngineBlocks, ticket: Ticket) -> None:
+        """Replace what is estimated of ranks that tell what they have."""
+        most = ticket.prompt_tokens - 1
+        for rank in told.engines:
+            knowledge, own = told.knowledge(rank), RankId(rank)
+            if knowledge is Knowledge.NONE:
+                continue
+            tokens = min(told.leading(rank, ticket.blocks) * told.block_tokens, most)
+            if knowledge is Knowledge.SOME:
+                tokens = max(tokens, found.get(own, 0))
+            found[own] = tokens
+
+    def _remembers(self, turn: _Turn) -> bool:
+        """Return whether a turn's rank has not been given so much since that it dropped it."""
+        room, held = self._rank_tokens(), self._held.get(turn.rank)
+        if room is None:
+            return True
+        return held is not None and held.added - turn.added + turn.tokens <= room
+
+    def _remember(self, ticket: Ticket, turn: _Turn) -> None:
+        # The latest ones last; one that lacked what was expected once is not relied on again.
+        session = ticket.session
+        before = self._sessions.pop(session, turn)
+        self._sessions[session] = None if before is None else turn
+        if len(self._sessions) > _SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+    def _drop_oldest(self, held: _Held, bit: int) -> None:
+        order, room = held.blocks, self._rank_tokens()
+        while len(order) > _BLOCKS or (room is not None and held.tokens > room and order):
+            block, tokens = order.popitem(last=False)
+            held.tokens -= tokens
+            self._clear(block, bit)
+
+    def _clear(self, block: int, bit: int) -> None:
+        left = self._ranks_of[block] & ~bit
+        if left:
+            self._ranks_of[block] = left
+        else:
+            del self._ranks_of[block]
+
+
+class Keeping(NamedTuple):
+    """What the ranks have of the prompts of waiting requests, during a round.
+
+    Attributes:
+        memory: Knows it.
+        ranks: G.
+        open_ranks: How many of them are open.
+        admissions: Until now. What was looked up for a later one still holds.
+    """
+
+    memory: RankMemory
+    ranks: int
+    open_ranks: int
+    admissions: int
+
+    def of(self, entry: PoolEntry) -> Kept:
+        """Return what the ranks have of a waiting request's prompt."""
+        known = entry.kept
+        if known is None or known.until <= self.admissions:
+            tokens = [0] * self.ranks
+            for rank, count in self.memory.kept(entry.ticket).items():
+                if rank < self.ranks:
+                    tokens[rank] = count
+            mean = sum(tokens) / max(1, self.open_ranks)
+            known = entry.kept = Kept(tokens, mean, self.admissions + _LASTS)
+        return known
+
+
+def _sampled(ticket: Ticket) -> tuple[tuple[int, ...], float]:
+    """Return the blocks of a prompt that are remembered, and the tokens that each stands for."""
+    blocks, tokens = ticket.blocks, ticket.block_tokens
+    # Blocks of text are never as small, and their tokens are an estimate that varies.
+    if ticket.token_blocks and 0 < tokens < _BLOCK_TOKENS:
+        every = round(_BLOCK_TOKENS / tokens)
+        return blocks[every - 1 :: every], every * tokens
+    return blocks, tokens

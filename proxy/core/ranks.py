@@ -10,6 +10,7 @@ from balanceroute.proxy.core.events import OthersOnRank, RankId
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.others import Others
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
+from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.rank_speeds import LearnedSpeeds
 
 if TYPE_CHECKING:
@@ -24,13 +25,15 @@ class Ranks:
 
     Args:
         config: Their number, and whether their speeds are to be learned.
+        memory: What they have of earlier prompts; None if nobody asks.
 
     Attributes:
         is_open: bool[G], whether each takes new requests.
         others: What others have there; None if nobody else sends to any.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, memory: RankMemory | None = None) -> None:
+        self._memory = memory
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
         self._all_open = True
         self.others: Others | None = None
@@ -139,6 +142,8 @@ class Ranks:
         )
         if self.others is not None:
             fleet.share(self.others.slots, self.others.kv_tokens)
+        if self._memory is not None:
+            fleet.keeping = self._memory.keeping(config.ranks, self.open)
         return fleet
 
     def free_slots(self, ledger: Ledger, beyond_batch: int) -> "NDArray[np.int64]":

@@ -31,6 +31,7 @@ from balanceroute.proxy.core.events import (
     OnPrefiller,
     PrefillDone,
     PrefillLost,
+    RankClosed,
     RequestAdopted,
     RequestArrived,
     RequestCancelled,
@@ -133,7 +134,7 @@ class Scheduler:
         self._holdings = Holdings(
             self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=intake.meter
         )
-        self.ranks = Ranks(config)
+        self.ranks = Ranks(config, intake.memory)
         self._handlers = _handlers_of(self)
 
     @property
@@ -391,7 +392,10 @@ class Scheduler:
         self, event: RequestFinished | RequestFailed | RequestCancelled, now_ns: int
     ) -> list[Action]:
         self.leases.prefill_ended(event.request, now_ns)
-        actions = self._end(self._get(event.request), _ENDINGS[type(event)])
+        request, memory = self._get(event.request), self.intake.memory
+        if memory is not None and request.rank is not None and request.ticket.session:
+            memory.ended(request.ticket, request.rank, self.ledger.kv_tokens(request.request))
+        actions = self._end(request, _ENDINGS[type(event)])
         return actions + self._start_prefills(now_ns)
 
     def _switch(self, event: InstanceEvent, now_ns: int) -> list[Action]:
@@ -404,6 +408,8 @@ class Scheduler:
             ledger=self.ledger,
             config=self.config,
         )
+        if self.intake.memory is not None and isinstance(event, RankClosed):
+            self.intake.memory.forget(event.rank)
         return self._start_prefills(now_ns) if may_start else []
 
     def _end(self, request: Request, trigger: Trigger) -> list[Action]:
@@ -459,10 +465,13 @@ class Scheduler:
         self.leases.judge(self.pool, now_ns)
         # These entries have left the pool, so each of them has to be bound.
         decided = decide(policy, make_fleet, self.pool, now_ns, on_failure=ledger.fail)
+        memory = self.intake.memory
         for number, rank in decided:
             request = self.requests[number]
             request.move(_ADMIT)
             self._holdings.bind(request, rank)
+            if memory is not None:
+                memory.add(request.ticket, rank)
             actions.append(Admit(number, rank))
         return actions
 

@@ -83,7 +83,7 @@ class Site:
     def decode(self, ticket: Ticket) -> tuple[RequestId, RankId]:
         """Have a request prefilled by a prefiller and decoded; return its rank."""
         request, _ = self.arrive(replace(ticket, blocks=()))
-        self.local._prompts[request] = ticket
+        self.local._prompts[request] = self.scheduler.requests[request].ticket = ticket
         done = PrefillDone(request, ticket.prompt_tokens)
         self.feed(done, after_ns=TOKEN_NS * ticket.prompt_tokens)
         (action,) = self.feed(Tick())

@@ -16,6 +16,7 @@ from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.ledger import BoundRequest, Follower
 from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.rank_memory import Keeping
 from balanceroute.proxy.core.turnover import Turnover
 
 # Stands for "no limit" in `Fleet.free_slots` and `Fleet.free_kv_tokens`.
@@ -40,6 +41,7 @@ class Fleet(Struct, eq=False):
         room_after: Admits an entry to a rank, and returns the KV tokens that then still fit; None if
             it takes its own.
         others_kv_tokens: int64[G], what the requests of others hold; None if there are none.
+        keeping: What the ranks have of prompts; None if nobody remembers that.
     """
 
     is_open: NDArray[np.bool_]
@@ -52,6 +54,7 @@ class Fleet(Struct, eq=False):
     speeds: NDArray[np.float64] | None = None
     room_after: Callable[[int, PoolEntry], int] | None = None
     others_kv_tokens: NDArray[np.int64] | None = None
+    keeping: Keeping | None = None
 
     @property
     def free(self) -> int:

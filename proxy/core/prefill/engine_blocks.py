@@ -1,4 +1,4 @@
-"""Which blocks are in the prefix cache of each prefiller, as its own events tell.
+"""Which blocks are in the prefix cache of each engine of a role, as its own events tell.
 
 An engine names a block by a hash that nobody else can compute, and tells its token ids and the block
 before it when it stores it. So a block is known here by both: by the engine's hash, by which it is
@@ -17,7 +17,6 @@ from enum import Enum
 
 import numpy as np
 
-from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.key_table import KeyTable
 from balanceroute.proxy.core.prefill.text_prompts import TextPrompts
 from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain
@@ -29,7 +28,7 @@ _MOST_ANCESTORS = 1 << 15
 
 
 class Knowledge(Enum):
-    """How much is known of what a prefiller has cached."""
+    """How much is known of what an engine has cached."""
 
     NONE = "none"  # It tells nothing.
     SOME = "some"  # It had blocks before it was heard.
@@ -37,11 +36,11 @@ class Knowledge(Enum):
 
 
 class EngineBlocks:
-    """The blocks of all prefillers.
+    """The blocks of all prefillers by their numbers, or of all ranks.
 
     Args:
         block_tokens: Tokens of a block.
-        most: Blocks that are known of each prefiller at most.
+        most: Blocks that are known of each engine at most.
 
     Attributes:
         texts: What they tell of the tokens of texts.
@@ -51,29 +50,34 @@ class EngineBlocks:
         self.block_tokens = block_tokens
         self.texts = TextPrompts()
         self._most = most
-        self._caches: dict[PrefillerId, _Cache] = {}
-        self._resets: dict[PrefillerId, int] = {}
+        self._caches: dict[int, _Cache] = {}
+        self._resets: dict[int, int] = {}
 
-    def knowledge(self, prefiller: PrefillerId) -> Knowledge:
-        """Return how much is known of a prefiller."""
-        cache = self._caches.get(prefiller)
+    @property
+    def engines(self) -> list[int]:
+        """Those of which anything is known."""
+        return list(self._caches)
+
+    def knowledge(self, engine: int) -> Knowledge:
+        """Return how much is known of an engine."""
+        cache = self._caches.get(engine)
         return Knowledge.NONE if cache is None else cache.knowledge
 
-    def blocks(self, prefiller: PrefillerId) -> int:
-        """Return how many blocks are known of a prefiller."""
-        cache = self._caches.get(prefiller)
+    def blocks(self, engine: int) -> int:
+        """Return how many blocks are known of an engine."""
+        cache = self._caches.get(engine)
         return 0 if cache is None else cache.own.count
 
-    def resets(self, prefiller: PrefillerId) -> int:
-        """Return how often a prefiller is known to have lost all its blocks."""
-        return self._resets.get(prefiller, 0)
+    def resets(self, engine: int) -> int:
+        """Return how often an engine is known to have lost all its blocks."""
+        return self._resets.get(engine, 0)
 
-    def leading(self, prefiller: PrefillerId, hashes: Sequence[int]) -> int:
+    def leading(self, engine: int, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are there; see `token_hashes`.
 
         By binary search: engines drop the blocks of a prompt from its end.
         """
-        cache = self._caches.get(prefiller)
+        cache = self._caches.get(engine)
         if cache is None:
             return 0
         least, most = 0, len(hashes)
@@ -86,22 +90,22 @@ class EngineBlocks:
                 least = middle + 1
         return least
 
-    def begin(self, prefiller: PrefillerId, knowledge: Knowledge) -> None:
-        """Start anew with a prefiller that has no block yet, or has unknown ones."""
-        self._caches[prefiller] = _Cache(self._most, knowledge)
+    def begin(self, engine: int, knowledge: Knowledge) -> None:
+        """Start anew with an engine that has no block yet, or has unknown ones."""
+        self._caches[engine] = _Cache(self._most, knowledge)
 
-    def forget(self, prefiller: PrefillerId) -> None:
-        """Know nothing of a prefiller any more."""
-        self._caches.pop(prefiller, None)
+    def forget(self, engine: int) -> None:
+        """Know nothing of an engine any more."""
+        self._caches.pop(engine, None)
 
-    def cleared(self, prefiller: PrefillerId) -> None:
-        """Note that a prefiller has dropped all blocks."""
-        self.begin(prefiller, Knowledge.ALL)
-        self._resets[prefiller] = self.resets(prefiller) + 1
+    def cleared(self, engine: int) -> None:
+        """Note that an engine has dropped all blocks."""
+        self.begin(engine, Knowledge.ALL)
+        self._resets[engine] = self.resets(engine) + 1
 
     def stored(
         self,
-        prefiller: PrefillerId,
+        engine: int,
         hashes: Sequence[int],
         before: int | None,
         tokens: list[int],
@@ -109,10 +113,10 @@ class EngineBlocks:
         extras: Sequence[int] = (),
         name: str = "",
     ) -> None:
-        """Note that a prefiller has stored consecutive blocks of a prompt.
+        """Note that an engine has stored consecutive blocks of a prompt.
 
         Args:
-            prefiller: One that was begun.
+            engine: One that was begun.
             hashes: The engine's, 64 bits each.
             before: That of the block before them; None if they begin the prompt.
             tokens: Their token ids.
@@ -130,7 +134,7 @@ class EngineBlocks:
             raise ValueError(f"token ids: {error}") from None
         if ids.size and not 0 <= ids.min() <= ids.max() < _MOST_ID:
             raise ValueError("a token id is out of range")
-        cache = self._caches[prefiller]
+        cache = self._caches[engine]
         start = 0 if before is None else cache.by_engine.get(before)
         if start is None:
             return  # The blocks before it were stored unheard.
@@ -144,9 +148,9 @@ class EngineBlocks:
         if name:
             self.texts.told(name, start, own.tolist(), lambda: cache.up_to(start))
 
-    def removed(self, prefiller: PrefillerId, hashes: Sequence[int]) -> None:
-        """Note that a prefiller has dropped blocks; unknown ones are fine."""
-        cache = self._caches[prefiller]
+    def removed(self, engine: int, hashes: Sequence[int]) -> None:
+        """Note that an engine has dropped blocks; unknown ones are fine."""
+        cache = self._caches[engine]
         for engines in hashes:
             own = cache.by_engine.remove(engines)
             if own is not None:
@@ -154,7 +158,7 @@ class EngineBlocks:
 
 
 class _Cache:
-    """One prefiller's blocks: its hashes with the proxy's, and the proxy's as tickets have them.
+    """One engine's blocks: its hashes with the proxy's, and the proxy's as tickets have them.
 
     With each of the latter is that of the block before it; 0 for none.
     """
