@@ -111,6 +111,11 @@ class Balance:
             self._penalties = np.concatenate([past_target, self._past_envelope - past_target])
 
     @property
+    def reward(self) -> float:
+        """What a token that fills counts in F."""
+        return self._reward
+
+    @property
     def safe_margins(self) -> NDArray[np.float64]:
         """float64[G], the least margin of each rank over the horizon: it orders the ranks of Stage 2.
 
@@ -182,17 +187,29 @@ class Balance:
         """Return whether `total` tokens on `rank` overflow at no step."""
         return not np.count_nonzero(self._margins_of(rank) < total)
 
-    def best_rank(self, total: int, open_ranks: NDArray[np.bool_]) -> int:
+    def best_rank(
+        self,
+        total: int,
+        open_ranks: NDArray[np.bool_],
+        worth: NDArray[np.float64] | None = None,
+    ) -> int:
         """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
 
         If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
         At least one rank must be open. O(G x H).
+
+        Args:
+            total: KV tokens.
+            open_ranks: bool[G].
+            worth: float64[G], what each rank is worth beside, in F; None for nothing.
         """
         # The reward is the same on every rank, so the least overflow is the best score.
         margins = self._margins_of_all()
         overflow = np.maximum(total - margins, 0.0) @ self._steps
         if self._speeds is not None:
             overflow /= self._speeds[:, 0]
+        if worth is not None:
+            overflow = self._beta * overflow - worth
         overflow[~open_ranks] = np.inf
         (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
         if ties.size == 1:

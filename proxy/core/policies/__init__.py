@@ -31,7 +31,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.fscore import discounts
 from balanceroute.proxy.core.outside import is_outside, made
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
-from balanceroute.proxy.core.policies.bypass import best_score
+from balanceroute.proxy.core.policies.bypass import BestScore
 from balanceroute.proxy.core.policies.dynamo_kv import decayed_blocks
 from balanceroute.proxy.core.policies.fifo import least_kv_with_room
 from balanceroute.proxy.core.policies.jsq import shortest_queue
@@ -93,6 +93,7 @@ class PolicySettings:
             `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no credit.
         hold_s: Seconds in the pool for which a request is held that would overflow every rank while
             slots abound.
+        prefix_affinity: Tokens of F for a prompt token that a rank has and need not pull; 0 for none.
         form: How BR-H projects; None for expected, or point in the paper's form.
         refresh_tokens: M, tokens between two predictions of a request.
         bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
@@ -109,6 +110,7 @@ class PolicySettings:
     window: int | None = None
     patience: float | None = None
     hold_s: float = 2.0
+    prefix_affinity: float = 0.0
     form: Form | None = None
     refresh_tokens: int = 20
     bypass_slots: int = 2
@@ -132,6 +134,9 @@ class PolicySettings:
             raise ConfigError(f"gamma is {self.gamma}, must be in (0, 1]")
         if not 0.0 <= self.hold_s < inf:
             raise ConfigError(f"hold_s is {self.hold_s}, must be at least 0 and finite")
+        if not 0.0 <= self.prefix_affinity < inf:
+            price = self.prefix_affinity
+            raise ConfigError(f"prefix_affinity is {price}, must be at least 0 and finite")
         for name, number in (
             ("alpha", self.alpha),
             ("beta", self.beta),
@@ -222,6 +227,7 @@ def _two_stage(
         window=chosen.window,
         patience=chosen.patience,
         hold_ns=0 if chosen.paper else round(chosen.hold_s * 1e9),
+        prefix_affinity=0.0 if chosen.paper else chosen.prefix_affinity,
         gamma=gamma,
         paper=chosen.paper,
     )
@@ -276,7 +282,8 @@ POLICIES: dict[str, Callable[[PolicyInputs], Policy]] = {
     "fifo": lambda _: OldestFirst(least_kv_with_room, slots_beyond_batch=0),
     "br-0": _br_0,
     "br-0-bypass": lambda inputs: OldestFirst(
-        best_score, slots_beyond_batch=inputs.settings.bypass_slots
+        BestScore(inputs.settings.prefix_affinity),
+        slots_beyond_batch=inputs.settings.bypass_slots,
     ),
     "br-h": _br_h,
     "dynamo-kv": lambda inputs: LeastCharged(decayed_blocks, predictor=inputs.predictor),

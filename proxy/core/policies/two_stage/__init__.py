@@ -6,6 +6,7 @@
 | `round` | what the stages share |
 | `only_rank` | one rank has free slots, and room for all: nothing is chosen |
 | `stage_1` | slots abound: only the rank of each request is chosen |
+| `affinity` | what it is worth that a rank need not pull a prompt |
 | `roomiest` | the rank with most room, found without a look at the others |
 | `hold` | a moment's wait for room, while slots abound |
 | `stage_2` | slots are scarce: each rank chooses its requests |

@@ -140,7 +140,7 @@ class _View:
 
     Attributes:
         is_late: bool[n], whether each still waits and is late enough to reserve a rank.
-        scores: float64[n], F with the credit.
+        scores: float64[n], F with the credit and what it is worth to need no pull.
         room: KV tokens of the largest one that fits.
     """
 
@@ -161,6 +161,8 @@ class _View:
         self._to_envelope = outlook.to_envelope[:count]
         self.scores = np.where(self.is_late, self._to_envelope, outlook.to_target[:count])
         self.scores += work.credit_each * candidates.overtaken
+        if work.affinity is not None:
+            self.scores += work.affinity.on(rank, candidates.entries)
         self.room = work.fleet.room(rank)
 
     def overflow(self, index: int) -> float:

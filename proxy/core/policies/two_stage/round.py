@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from balanceroute.proxy.core.balance import Balance, Outlook
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet
+from balanceroute.proxy.core.policies.two_stage.affinity import Affinity
 from balanceroute.proxy.core.policies.two_stage.candidates import (
     Candidates,
     Oldest,
@@ -44,6 +45,7 @@ class Round:
         assignments: The admissions so far.
         balance: Margins and scores after them.
         credit_each: What an overtaking adds to the score of the entry that was overtaken.
+        affinity: The price of tokens that need not be pulled; None if they have none.
     """
 
     def __init__(
@@ -79,6 +81,9 @@ class Round:
         # that the credit of a waiting entry exceeds any overflow at last.
         offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
         self.credit_each = settings.weights.penalty * offset_tokens
+        self.affinity: Affinity | None = None
+        if settings.prefix_affinity and fleet.keeping is not None:
+            self.affinity = Affinity(fleet.keeping, settings.prefix_affinity * self.balance.reward)
         self._oldest: Oldest | None = None
         # Of ranks that choose next; no admission but their own changes them, unless the envelope rises.
         self._outlooks: dict[int, Outlook] = {}
@@ -141,7 +146,10 @@ class Round:
         )
 
     def place(
-        self, entries: list[PoolEntry], is_held: Callable[[PoolEntry, int], bool] | None = None
+        self,
+        entries: list[PoolEntry],
+        is_held: Callable[[PoolEntry, int], bool] | None = None,
+        affinity: Affinity | None = None,
     ) -> list[PoolEntry]:
         """Admit entries in turn, each to the rank where it scores best, if it may go there.
 
@@ -149,6 +157,7 @@ class Round:
             entries: In the order in which they choose; no rank has chosen yet.
             is_held: Whether an entry waits, given its best rank after the admissions before it. Not
                 asked where it overflows nowhere.
+            affinity: Also counts; None for the balance alone.
 
         Returns:
             Those that wait.
@@ -160,12 +169,13 @@ class Round:
         held: list[PoolEntry] = []
         placed: list[RequestId] = []
         for number, entry in enumerate(entries):
-            rank = roomiest.rank_for(entry)
+            worth = None if affinity is None else affinity.everywhere(entry)
+            rank = roomiest.rank_for(entry) if worth is None else None
             if rank is None:
                 open_ranks = fleet.open_to(entry)
                 if not np.count_nonzero(open_ranks):
                     continue
-                rank = self.balance.best_rank(entry.kv_tokens, open_ranks)
+                rank = self.balance.best_rank(entry.kv_tokens, open_ranks, worth)
                 if is_held is not None and is_held(entry, rank):
                     held.append(entry)
                     continue

@@ -15,6 +15,7 @@ class TwoStageSettings:
         window: K, the entries that Stage 2 considers.
         patience: Overtakings that offset an overflow of one mean prompt; inf for no credit.
         hold_ns: Time in the pool for which a request may be held, see `hold`.
+        prefix_affinity: Tokens of F for a token that a rank need not pull, see `affinity`; 0 for none.
         gamma: The discount of `weights`, lowered as slots turn over; None keeps the weights.
         paper: Use the paper's stages and candidates, without target, credit or reservations.
     """
@@ -24,5 +25,6 @@ class TwoStageSettings:
     window: int
     patience: float
     hold_ns: int = 0
+    prefix_affinity: float = 0.0
     gamma: float | None = None
     paper: bool = False

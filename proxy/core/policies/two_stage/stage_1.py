@@ -12,7 +12,7 @@ from balanceroute.proxy.core.pool import PoolEntry
 def place_overdue(work: Round, now_ns: int) -> None:
     """Admit entries past their deadline, oldest first, each where it scores best."""
     # The deadline bounds the wait of entries that never fit, whatever it costs in balance; near the
-    # end of a lease it does so only up to what a repeated prefill costs.
+    # end of a lease it does so only up to what a repeated prefill costs. Affinity may not raise that.
     work.place(work.pool.overdue(now_ns))
 
 
@@ -29,9 +29,11 @@ def place_all(work: Round, now_ns: int, *, may_hold: bool) -> int | None:
     entries = _oldest(work, free if fits else max(0, free - work.settings.theta))
     entries.sort(key=largest_first)
     if not (fits and may_hold):
-        work.place(entries)
+        work.place(entries, affinity=work.affinity)
         return None
-    held = work.place(entries, lambda entry, rank: is_held(work, entry, rank, now_ns))
+    held = work.place(
+        entries, lambda entry, rank: is_held(work, entry, rank, now_ns), work.affinity
+    )
     if not held:
         return None
     return min(entry.since_ns for entry in held) + work.settings.hold_ns

@@ -1,5 +1,7 @@
 """Stage 2's choice for one rank: the best subset of the candidates, else the best single one."""
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,18 +23,20 @@ def best_choice(
         work: The round.
         rank: Has a free slot.
         candidates: In order of the pool.
-        scores: float64[n], F of each alone, with its credit.
+        scores: float64[n], F of each alone, with its credit and affinity.
         free: bool[n], which of them fit and may be taken.
     """
     fleet = work.fleet
     slots = fleet.free_slots.item(rank)
     if slots > 1:
-        taken = [candidates[place] for place in free.nonzero()[0].tolist()]
+        places = free.nonzero()[0]
+        taken = [candidates[place] for place in places.tolist()]
         room = int(fleet.free_kv_tokens[rank])
         # A candidate larger than the free memory is possible only on an empty rank; then just one
         # entry is admitted.
         if len(taken) > 1 and room >= max(entry.kv_tokens for entry in taken):
-            chosen = _best_subset(work, rank, taken, min(slots, len(taken)), room)
+            choice = _Choice(work, rank, taken, min(slots, len(taken)), room)
+            chosen = choice.best(scores[places])
             if chosen:
                 return chosen
     # Also if the best score is negative: a free slot left empty would starve the entries that never
@@ -41,35 +45,67 @@ def best_choice(
     return [candidates[best]] if free[best] else []
 
 
-def _best_subset(
-    work: Round, rank: int, candidates: list[PoolEntry], slots: int, room: int
-) -> list[PoolEntry]:
-    """Return the subset with the best F, or [] if none scores above 0.
+class _Choice:
+    """Subsets of the candidates of one rank.
 
-    F depends on the sum alone, and a solver that knows only sums cannot weigh credits. But the oldest
-    entry has been overtaken at least as often as any other. So two calls are enough: one for the best
-    subset, one for the best subset with the oldest entry and its credit.
+    F depends on the sum alone, and a solver that knows only sums cannot weigh what else an entry counts.
+    But the oldest entry has been overtaken at least as often as any other, so its credit is the largest.
+    So two calls are enough: one for the best subset, one for the best subset with the oldest entry and
+    its credit. Where tokens that a rank need not pull have a price there is a third one, with the entry that
+    scores most alone.
     """
-    totals = [entry.kv_tokens for entry in candidates]
-    peak = work.balance.peak(rank)
 
-    def score(total: int) -> float:
-        return work.balance.score(rank, total)
+    def __init__(
+        self, work: Round, rank: int, candidates: list[PoolEntry], slots: int, room: int
+    ) -> None:
+        self._credit = work.credit_each * candidates[0].overtaken
+        self._candidates = candidates
+        self._totals = [entry.kv_tokens for entry in candidates]
+        self._score = partial(work.balance.score, rank)
+        self._peak = work.balance.peak(rank)
+        self._slots, self._room = slots, room
+        affinity = work.affinity
+        self._worth = None if affinity is None else affinity.on(rank, candidates)
 
-    free = best_subset(totals, slots, peak, score, max_total=room)
-    credit = work.credit_each * candidates[0].overtaken
-    if credit > 0.0:
-        # F relative to the oldest entry alone: its size shifts the peak and reduces the room.
-        first = totals[0]
+    def best(self, scores: NDArray[np.float64]) -> list[PoolEntry]:
+        """Return the subset with the best F, or [] if none scores above 0.
+
+        `scores` are float64[n], those of the entries alone.
+        """
+        free = best_subset(self._totals, self._slots, self._peak, self._score, max_total=self._room)
+        best = self._score(free.total) + self._worth_of(free.indices)
+        indices = free.indices
+        for place, credit in self._forced(scores):
+            value, others = self._with(place, credit)
+            if value > 0.0 and value > best:
+                best, indices = value, (place, *others)
+        return [self._candidates[index] for index in indices]
+
+    def _forced(self, scores: NDArray[np.float64]) -> list[tuple[int, float]]:
+        """Return the entries that a subset is tried with, and their credit."""
+        forced = [(0, self._credit)] if self._credit > 0.0 else []
+        if self._worth is not None and self._worth.max() > 0.0:
+            best = int(scores.argmax())
+            credit = scores.item(best) - self._score(self._totals[best]) - self._worth.item(best)
+            forced.append((best, credit))
+        return forced
+
+    def _with(self, place: int, credit: float) -> tuple[float, tuple[int, ...]]:
+        """Return the value of the best subset with an entry, and the other entries of it."""
+        # F relative to that entry alone: its size shifts the peak and reduces the room.
+        totals, score = self._totals, self._score
+        first = totals[place]
         alone = score(first)
         rest = best_subset(
-            totals[1:],
-            slots - 1,
-            max(peak - first, 0.0),
+            totals[:place] + totals[place + 1 :],
+            self._slots - 1,
+            max(self._peak - first, 0.0),
             lambda total: score(first + total) - alone,
-            max_total=room - first,
+            max_total=self._room - first,
         )
-        value = score(first + rest.total) + credit
-        if value > 0.0 and value > score(free.total):
-            return [candidates[0], *(candidates[1 + index] for index in rest.indices)]
-    return [candidates[index] for index in free.indices]
+        others = tuple(index + (index >= place) for index in rest.indices)
+        worth = self._worth_of((place, *others))
+        return score(first + rest.total) + credit + worth, others
+
+    def _worth_of(self, indices: tuple[int, ...]) -> float:
+        return 0.0 if self._worth is None else float(self._worth[list(indices)].sum())
