@@ -52,6 +52,7 @@ from balanceroute.proxy.core.prefill import (
     ScoreLimits,
 )
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.engine_options import EngineOptions
@@ -90,7 +91,8 @@ class Deployment:
         transfer_ns_per_token: f.
         local_prefill_tokens: The longest prompt that a rank computes instead of a prefiller, where that
             delays all requests less; None for none. It takes d of the prefill servers for a token.
-        rank_cache_tokens: Size of a rank's prefix cache; None for none. A rank computes what it lacks.
+        rank_cache_tokens: Size of a rank's prefix cache; None for none. A rank pulls or computes what it
+            lacks.
         local_prefill_always: Have ranks compute all prompts up to that, whatever it costs.
         deadline_ns: Pool wait after which a request goes first; None for never.
         pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
@@ -147,12 +149,16 @@ class Deployment:
         """Return what limits and measures the starts of one run."""
         cost, order = self.fair_queue, QUEUE_ORDERS[self.queue_order]
         limit = self.local_prefill_tokens
-        local = None if limit is None else LocalPrefill(limit, always=self.local_prefill_always)
+        kept = self.rank_cache_tokens
+        memory = None if kept is None and limit is None else RankMemory(lambda: kept)
+        always = self.local_prefill_always
+        local = None if limit is None else LocalPrefill(limit, memory, always=always)
         return Intake(
             fair=None if cost is None else fair_queueing(cost, order),
             budget=None if self.aimd is None else Budget(self.aimd),
             first_tokens=FirstTokens() if self.expects_first_tokens else None,
             local_prefill=local,
+            memory=memory,
         )
 
     @property
@@ -299,13 +305,12 @@ class Simulation:
                     self._prefill.submit(job)
             case Admit(request, rank):
                 self._entrance.began(request, now_ns)
-                self._handover.send(
-                    request,
-                    rank,
-                    self._workload.requests[request],
-                    emitted=self._emitted.get(request, 0),
-                    local=not self.scheduler.requests[request].ticket.prefill,
-                )
+                local = not self.scheduler.requests[request].ticket.prefill
+                traced = self._workload.requests[request]
+                emitted = self._emitted.get(request, 0)
+                pulled = self._handover.send(request, rank, traced, emitted=emitted, local=local)
+                if not local:
+                    self.recorder.pulled(pulled, traced.prompt_tokens + emitted)
             case ReleasePrefill(request):
                 # One that has expired is gone; any other one leaves the pool as its lease has ended.
                 if request in self.scheduler.requests:

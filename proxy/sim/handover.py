@@ -1,7 +1,7 @@
 """The way of a request to its rank: its KV cache is transferred, or the rank computes the prompt.
 
 A KV transfer takes e + f x KV tokens. A rank takes d for each token of a prompt that it computes, as a
-prefill server does, but none for those in its own prefix cache.
+prefill server does. Those in its own prefix cache it neither pulls nor computes.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ class Handover:
 
     def send(
         self, request: RequestId, rank: RankId, trace: TraceRequest, *, emitted: int, local: bool
-    ) -> None:
-        """Send a request to a rank.
+    ) -> int:
+        """Send a request to a rank; return the KV tokens that are transferred.
 
         Args:
             request: The request.
@@ -62,7 +62,8 @@ class Handover:
         cached = 0 if cache is None else cache.use(trace.hash_ids, trace.prompt_tokens)
         token_ns = 0.0 if self._prefill is None else self._prefill.ns_per_token
         base_ns, each_ns = self._transfer_ns
-        transfer_ns = 0 if local else base_ns + round(each_ns * kv_tokens)
+        pulled = 0 if local else kv_tokens - cached
+        transfer_ns = 0 if local else base_ns + round(each_ns * pulled)
         submit = partial(
             self._fleet.submit,
             request,
@@ -75,3 +76,4 @@ class Handover:
             self._loop.call_at(self._loop.now_ns + transfer_ns, submit)
         else:
             submit()
+        return pulled

@@ -30,6 +30,9 @@ class RunMetrics:
         prefix_hit_fraction: Share of the prompt tokens that they had in their prefix caches.
         prefiller_peak: What the busiest prefiller computed, over their mean; 0 if none did.
         local_prefills: Requests whose prompts ranks computed.
+        pulled_fraction: Share of the KV tokens of requests from prefillers that their ranks pulled, as they
+            had no more in their prefix caches.
+        hottest_rank: KV tokens of the rank with the most over the window, over the mean of all ranks.
         prefilled_s_p50: From the arrival to the end of the first prefill.
         held_tokens: KV tokens that prefillers held for requests, mean over the steps.
     """
@@ -60,6 +63,8 @@ class RunMetrics:
     prefix_hit_fraction: float
     prefiller_peak: float
     local_prefills: float
+    pulled_fraction: float
+    hottest_rank: float
     prefilled_s_p50: float
     prefilled_s_p99: float
     held_tokens: float
@@ -104,6 +109,9 @@ class Recorder:
     _computed: Counter[PrefillerId] = field(default_factory=Counter)
     _prompt_tokens: int = 0
     _local_prefills: int = 0
+    _pulled: int = 0
+    _sent: int = 0
+    _rank_tokens: Counter[int] = field(default_factory=Counter)
     _first_prefills_ns: list[int] = field(default_factory=list)
     _held: int = 0
     _arrived_ns: dict[RequestId, int] = field(default_factory=dict)
@@ -161,6 +169,12 @@ class Recorder:
         """Note a request whose prompt its rank is to compute."""
         self._local_prefills += self._steady
 
+    def pulled(self, tokens: int, kv_tokens: int) -> None:
+        """Note what a rank pulls of the KV tokens of a request."""
+        if self._steady:
+            self._pulled += tokens
+            self._sent += kv_tokens
+
     def joined(self, request: RequestId, kv_tokens: int, now_ns: int) -> None:
         """Note that a request joined a batch."""
         wait = now_ns - self._prefilled_ns.pop(request)
@@ -189,6 +203,8 @@ class Recorder:
         self._idle += idle_tokens(loads)
         self._capacity += len(loads) * max(loads)
         self._running += running
+        for rank, load in enumerate(loads):
+            self._rank_tokens[rank] += load
         self._tokens += sum(emissions.values()) if emissions else running
         self._steps += 1
         self._time_ns += duration_ns
@@ -259,6 +275,7 @@ class Recorder:
         prefilled = np.percentile(self._first_prefills_ns or [0], [50, 99]) / 1e9
         loads = self._computed.values()
         total = sum(loads)
+        held = self._rank_tokens.values()
         dispatch = np.percentile(self._dispatch_ns, [50, 99]) / 1e3
         return RunMetrics(
             mean_imbalance_tokens=self._imbalance / self._steps,
@@ -287,6 +304,8 @@ class Recorder:
             prefix_hit_fraction=1.0 - total / self._prompt_tokens if self._prompt_tokens else 0.0,
             prefiller_peak=max(loads) * self.prefillers / total if total else 0.0,
             local_prefills=self._local_prefills,
+            pulled_fraction=self._pulled / self._sent if self._sent else 0.0,
+            hottest_rank=len(held) * max(held) / sum(held) if any(held) else 1.0,
             prefilled_s_p50=float(prefilled[0]),
             prefilled_s_p99=float(prefilled[1]),
             held_tokens=self._held / self._steps,

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from balanceroute.predictors import NoPrediction
-from balanceroute.proxy.core.events import PrefillerId, RequestId
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import USING_LOADS, ScoreLimits
+from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 from balanceroute.proxy.sim.driver import Deployment
 from balanceroute.proxy.sim.experiment import make_simulation
+from balanceroute.proxy.sim.handover import Handover
 from balanceroute.proxy.sim.loop import EventLoop
 from balanceroute.proxy.sim.prefill_fleet import PrefillFleet, PrefillJob, PrefillModel
 from balanceroute.proxy.sim.prefix_cache import PrefixCache
@@ -20,6 +22,7 @@ from balanceroute.traces import TraceRequest
 
 SECOND = 10**9
 BLOCK = 512
+UNTIMED = {"dispatch_us_p50": 0.0, "dispatch_us_p99": 0.0}
 
 
 def test_the_beginning_that_is_held_is_found() -> None:
@@ -168,3 +171,59 @@ def test_a_limit_to_the_share_evens_out_what_the_scores_draw() -> None:
         played("s2-enhanced", requests, limits=ScoreLimits(share=share)) for share in (None, 0.3)
     )
     assert limited.prefiller_peak < free.prefiller_peak
+
+
+def test_a_rank_pulls_only_what_it_lacks() -> None:
+    loop, model = EventLoop(), PrefillModel(1, 0, 0.0, None, BLOCK)
+    fleet = DecodeFleet(ranks=2, batch_limit=4, step_base_ns=1, step_ns_per_token=0.0)
+    way = Handover(
+        fleet, loop, transfer_ns=(1_000, 2.0), prefill=model, cache_tokens=[5 * BLOCK, None]
+    )
+    short, long = (TraceRequest(0, n * BLOCK + 9, 8, tuple(range(n + 1))) for n in (3, 7))
+    sent = [(short, 0, 0), (long, 0, 0), (long, 0, 7), (short, 1, 0), (long, 1, 0)]
+    pulled = [
+        way.send(RequestId(number), RankId(rank), traced, emitted=emitted, local=False)
+        for number, (traced, rank, emitted) in enumerate(sent)
+    ]
+    # The first rank keeps five blocks, the second one none.
+    lacked = [3 * BLOCK + 9, 4 * BLOCK + 9, 2 * BLOCK + 16, 3 * BLOCK + 9, 7 * BLOCK + 9]
+    assert pulled == lacked
+    assert way.send(RequestId(9), RankId(0), long, emitted=0, local=True) == 0
+    joined: list[tuple[int, int]] = []
+    loop.run(lambda: joined.extend((loop.now_ns, int(one)) for one in fleet.join()))
+    by_time = sorted((1_000 + 2 * tokens, number) for number, tokens in enumerate(lacked))
+    assert [one for one in joined if one[1] != 9] == by_time
+
+
+@pytest.mark.parametrize("policy", ["br-0", "br-h"])
+@pytest.mark.parametrize(("rate", "more_idle"), [(1.2, 0.05), (6.0, 0.02)])
+def test_the_price_returns_turns_and_keeps_the_balance(
+    policy: str, rate: float, more_idle: float
+) -> None:
+    requests = conversations(120, 5)
+
+    def run(price: float, cache: int | None) -> RunMetrics:
+        deployment = Deployment(
+            4,
+            8,
+            prefill=PrefillModel(4, 20_000_000, 5_000.0, 10**7, BLOCK),
+            probe_limit=None,
+            transfer_base_ns=2_000_000,
+            transfer_ns_per_token=1_000.0,
+            rank_cache_tokens=cache,
+        )
+        settings = PolicySettings(prefix_affinity=price)
+        forecast = lambda *_: NoPrediction()  # noqa: E731
+        workload = Workload(requests, [], rate=rate)
+        simulation = make_simulation(deployment, workload, policy, settings, forecast, seed="0")
+        metrics = simulation.run().metrics()
+        simulation.scheduler.check()
+        return metrics
+
+    alone, priced = run(0.0, 10**6), run(1.0, 10**6)
+    assert 0.0 < priced.pulled_fraction < 0.8 * alone.pulled_fraction < 0.8
+    assert priced.output_tokens_per_s > 0.99 * alone.output_tokens_per_s
+    assert priced.idle_fraction < alone.idle_fraction + more_idle
+    assert priced.hottest_rank < alone.hottest_rank + 0.05
+    # Where ranks keep nothing there is nothing to choose by.
+    assert replace(run(1.0, None), **UNTIMED) == replace(run(0.0, None), **UNTIMED)

@@ -155,6 +155,7 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
     for request in range(opening):
         recorder.step([9, 1], 1, SECOND, 0, {})
         recorder.computed(PrefillerId(0), 900, 1_000)
+        recorder.pulled(900, 1_000)
         recorder.held(900)
         recorder.recomputed(RequestId(request), 1)
         recorder.lapsed()
@@ -165,6 +166,8 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
     recorder.held(25)
     recorder.computed(PrefillerId(0), 10, 40)
     recorder.computed(PrefillerId(1), 20, 80)
+    recorder.pulled(10, 40)
+    recorder.pulled(50, 80)
     serve(recorder, opening, joined_s=1.0, first_s=1.0, end_s=2.0, tokens=2)
     metrics = recorder.metrics()
     assert dataclasses.asdict(metrics) == {
@@ -194,6 +197,8 @@ def test_the_window_opens_once_a_tenth_has_finished(num_requests: int, opening: 
         "prefix_hit_fraction": 0.75,
         "prefiller_peak": 2.0,
         "local_prefills": 0,
+        "pulled_fraction": 0.5,
+        "hottest_rank": 1.25,
         "prefilled_s_p50": 0.0,
         "prefilled_s_p99": 0.0,
         "held_tokens": 25.0,

@@ -36,6 +36,8 @@ FIGURES = {
     "prefix_hit_fraction": 0.25,
     "prefiller_peak": 1.125,
     "local_prefills": 7.0,
+    "pulled_fraction": 0.5,
+    "hottest_rank": 1.25,
     "prefilled_s_p50": 0.25,
     "prefilled_s_p99": 0.75,
     "held_tokens": 9_000.0,
