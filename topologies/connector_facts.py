@@ -38,6 +38,7 @@ class ConnectorFacts:
         recomputes: Whether a decode rank may return a request (`stop_reason` "recomputed").
         ranks_prefill: Whether its decode ranks can compute a prompt reliably.
         tells_part: Whether a prefill answer tells that the end of the prompt was left to the rank.
+        pulls_missing: Whether a decode rank gets only those blocks of a KV cache that its prefix cache lacks.
         says_first: Whether the token of a prefill answer is the first of the answer. It is not where the
             prefiller leaves the prompt's last token to the rank and does not tell so.
     """
@@ -57,6 +58,8 @@ class ConnectorFacts:
     recomputes: bool = False
     ranks_prefill: bool = True
     tells_part: bool = False
+    # vllm 0.32, nixl/pull_scheduler.py, mooncake/mooncake_connector.py; vllm-ascend at 182b75ea.
+    pulls_missing: bool = True
     says_first: bool = True
 
     @property
@@ -130,6 +133,7 @@ CONNECTORS = {
         port_per="device",
         recomputes=True,
         ranks_prefill=False,
+        pulls_missing=False,  # `remote_cached_tokens` is read before it is known.
     ),
 }
 """By the name on the command line and in a topology."""

@@ -92,7 +92,7 @@ class Machines:
     )
     rank_prefix_cache: int | None = integer(
         None,
-        "tokens in a rank's prefix cache, for prompts that it computes",
+        "tokens in a rank's prefix cache, which it neither pulls nor computes again",
         0,
         10**12,
         shown_default="no cache",

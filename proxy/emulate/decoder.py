@@ -41,6 +41,7 @@ class _Arrival:
     timer: asyncio.TimerHandle | None = None
     forget: Callable[[], None] | None = None  # Stops waiting for a prefill.
     read: list[int] | None = None  # The tokens whose KV came, if they are not the prompt's.
+    cached_tokens: int = 0  # Those that need not come.
 
 
 class Decoder:
@@ -171,14 +172,16 @@ class Decoder:
             exchange.fail(internal_error(ENGINE_DEAD))
             self._loop.call_soon(self._die)
             return
+        cached = self._caches.cached(arrival.call.rank, prompt.tokens)
+        if CONNECTORS[self._settings.connector].pulls_missing:
+            arrival.cached_tokens = len(cached)
         if read != prompt.tokens:
             arrival.read = read
-            cached = self._caches.cached(arrival.call.rank, prompt.tokens)
             again = cached != prompt.tokens[: len(cached)]
             self._misread(arrival, Prompt(read, None), None, again=again)
         lease.pulling = True
         arrival.lease = lease
-        transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
+        transfer_ns = self._settings.transfer_ns(len(prompt.tokens) - arrival.cached_tokens)
         self._wait(arrival, transfer_ns, partial(self._pulled, arrival, lease))
 
     def _read(self, arrival: _Arrival, prefilled: Prompt) -> list[int] | None:
@@ -231,8 +234,9 @@ class Decoder:
         exchange = arrival.call.exchange
         prompt = exchange.request.prompts[arrival.number]
         counters = self._counters[arrival.call.rank]
-        counters.pulled_tokens += len(prompt.tokens)
-        counters.pulls.add(-(-len(prompt.tokens) // self._settings.block_tokens))
+        tokens = len(prompt.tokens) - arrival.cached_tokens
+        counters.pulled_tokens += tokens
+        counters.pulls.add(-(-tokens // self._settings.block_tokens))
         read = arrival.read
         if read is not None:
             read = [*read[:-1], NOTHING]  # The last token was computed from what is wrong.

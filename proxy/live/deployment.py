@@ -27,6 +27,7 @@ from balanceroute.proxy.core.prefill import (
 )
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
+from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import RankMemory
@@ -297,6 +298,8 @@ class Deployment:
         if limit is not None and inflight_limit is not None:
             limit = limit.beginning_at(inflight_limit)
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
+        asked = local is not None or config.ranks_keep
+        prefixes = RankPrefixes(lambda: self.roster.memory.told_tokens) if asked else None
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
             Scheduler(
@@ -307,7 +310,8 @@ class Deployment:
                     fair=None if cost == "none" else fair_queueing(cost, order),
                     budget=None if limit is None else Budget(limit),
                     first_tokens=FirstTokens() if admission.admission in EXPECTING else None,
-                    local_prefill=None if local is None else LocalPrefill(local),
+                    local_prefill=None if local is None else LocalPrefill(local, prefixes),
+                    memory=prefixes,
                 ),
                 prefill_choice=partial(
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
@@ -331,7 +335,7 @@ class Deployment:
             settings=DriverSettings(
                 config.legs,
                 config.lease_s,
-                uses_blocks=local is not None or config.scheduling.prefill_choice in USING_BLOCKS,
+                uses_blocks=asked or config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
             ),
             rng=environment.rng,

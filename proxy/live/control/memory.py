@@ -28,12 +28,13 @@ class RankMemory:
             share. None if none says.
         tokens: KV tokens that fit on each rank: what is given, or the least that an engine says. None
             for no limit.
+        told_tokens: The least that a rank's engine says; if none says, what is given. It limits nothing.
     """
 
     def __init__(
         self, given: int | None, *, used: bool, prefiller_share: float | None = None
     ) -> None:
-        self.tokens = given
+        self.tokens = self.told_tokens = given
         self.prefiller_tokens: int | None = None
         self._prefiller_share = prefiller_share
         self._given = given
@@ -74,8 +75,9 @@ class RankMemory:
         self._told = {one: size for one, size in self._told.items() if is_there(one)}
         self._warned = set(filter(is_there, self._warned))
         before = self.tokens, self.prefiller_tokens
+        self.told_tokens = self._least(Role.DECODE, self.told_tokens)
         if self._used:
-            self.tokens = self._least(Role.DECODE, self.tokens)
+            self.tokens = self.told_tokens
         if self._prefiller_share is not None:
             least = self._least(Role.PREFILL, None)
             share = None if least is None else max(1, int(self._prefiller_share * least))

@@ -57,7 +57,7 @@ def take_snapshot(
     serving = driver.instances.serving()
     loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
     now_s = driver.context.clock()
-    progress = driver.decisions.progress
+    progress, memory = driver.decisions.progress, scheduler.intake.memory
     return Snapshot(
         group=group,
         policy=policy,
@@ -91,6 +91,7 @@ def take_snapshot(
         tenants=tenants,
         engines=_engines(gauges),
         limits=limits,
+        kept_tokens=0 if memory is None else memory.kept_tokens,
         skill_share=skill_share(scheduler.policy),
         requests=_requests(driver, now_s) if requests else [],
     )

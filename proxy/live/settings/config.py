@@ -39,6 +39,7 @@ from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import part
 from balanceroute.proxy.live.tracing.export_settings import ExportSettings
 from balanceroute.proxy.wire.messages import ServerLimits
+from balanceroute.topologies import CONNECTORS
 
 _NS_PER_S = 1e9
 # Longer than any process runs.
@@ -172,6 +173,12 @@ class ProxyConfig:
             lease_margin_ns=_ns(self.scheduling.lease_margin_s),
             queue_ttl_ns=_ns(self.times.queue_ttl_s),
         )
+
+    @property
+    def ranks_keep(self) -> bool:
+        """Whether it counts what ranks keep of earlier prompts."""
+        pulls_missing = CONNECTORS[self.engines.connector].pulls_missing
+        return self.policies.prefix_affinity > 0.0 and not self.policies.paper and pulls_missing
 
     def redacted(self) -> dict[str, object]:
         """Return the configuration for JSON; of a secret it only tells that there is one."""

@@ -303,7 +303,13 @@ _TABLE = (
         lambda c: c.scheduling.policy == "br-h" and c.policies.steps_ahead == 0,
     ),
     _Idle(("theta", "window", "patience", "hold_s", "paper"), _WITH_POLICY, _policy_not(*_BR)),
-    _Idle(("patience", "hold_s"), "with --paper", _is_paper),
+    _Idle(("patience", "hold_s", "prefix_affinity"), "with --paper", _is_paper),
+    _Idle(("prefix_affinity",), _WITH_POLICY, _policy_not(*_BR, "br-0-bypass")),
+    _Idle(
+        ("prefix_affinity",),
+        _WITH_CONNECTOR + ", which transfers what ranks have already, too",
+        lambda c: not CONNECTORS[c.engines.connector].pulls_missing,
+    ),
     _Idle(("bypass_slots",), _WITH_POLICY, _policy_not("br-0-bypass")),
     _Idle(("kv_peak_quantile",), _WITH_POLICY, _policy_not(*_LATE)),
     _Idle(

@@ -99,6 +99,14 @@ class PolicyOptions:
         60,
         metavar="S",
     )
+    prefix_affinity: float = number(
+        _POLICY_DEFAULTS.prefix_affinity,
+        "what a prompt token counts that a rank has in its prefix cache and need not pull, in tokens "
+        "that a rank idles in one step; 0 for nothing",
+        0,
+        1000,
+        metavar="λ",
+    )
     refresh_tokens: int = integer(
         _POLICY_DEFAULTS.refresh_tokens,
         "tokens between two predictions of a request",

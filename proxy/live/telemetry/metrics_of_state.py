@@ -153,6 +153,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "Ranks times the KV tokens of the fullest, summed over steps.",
         attrgetter("capacity_tokens"),
     ),
+    (
+        "rank_prefix_tokens",
+        "Prompt tokens that ranks should have had in their prefix caches when they got the requests.",
+        attrgetter("kept_tokens"),
+    ),
 )
 
 

@@ -153,5 +153,6 @@ class Snapshot:
     engines: list[EngineState] = field(default_factory=list)  # Those whose last scrape was good.
     limits: LimitsState | None = None
     lease_used: float | None = None  # Largest share, of a pooled request's; None without leases.
+    kept_tokens: int = 0  # Of prompts, which ranks should have had when they got the requests.
     skill_share: float | None = None  # None where the policy does not weigh predictions by it.
     group: str = ""  # Which of several deployments.

@@ -1,7 +1,7 @@
 """Runs in which all that decides by where a KV cache is, or may go, is on.
 
-Prefillers are chosen by their prefix caches, ranks compute prompts, conversations have names and common
-beginnings, and the engines are of two versions, some of which change with a restart.
+Prefillers are chosen by their prefix caches, ranks compute prompts, turns return to ranks, conversations have
+names and common beginnings, and the engines are of two versions, some of which change with a restart.
 """
 
 import random
@@ -36,6 +36,7 @@ def with_locality(
     flags |= {
         "prefill_choice": "prefix-aware",
         "local_prefill_tokens": rng.choice([40, 300, 100_000]),
+        "prefix_affinity": random.Random(f"near affinity {seed}").choice([0.0, 1.0, 30.0]),
     }
     return replace(
         engines,

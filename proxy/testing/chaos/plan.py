@@ -288,6 +288,7 @@ def _draw_plan(
     if CONNECTORS[engines.connector].ranks_prefill:
         flags["local_prefill_tokens"] = local.choice([None, None, 40, 100_000])
     flags |= _limits(random.Random(f"limits {seed}"))
+    flags["prefix_affinity"] = random.Random(f"affinity {seed}").choice([0.0, 0.0, 1.0, 30.0])
     if not CONNECTORS[engines.connector].says_first:
         flags |= {"first_token": "decode"}
     if near:
