@@ -1,13 +1,14 @@
 """What one scheduling decision costs, by stage.
 
     make bench   or   python scripts/bench_dispatch.py [--steps N] [--bursts N] [--kv-peak-quantile Q]
-        [--only TEXT] [--json OUT]
+        [--prefix-affinity PRICE] [--only TEXT] [--json OUT]
 
 Each row keeps G ranks of B slots saturated with requests of a public trace and a constant number of
 them in the pool, and times on one core every decode step that frees a slot: the projection's advance
 (predictions that fell due included), the decision's view of it, Stage 1, Stage 2, and the rest of
 the scheduler (ledger, life cycles, pool). The total is what such a step costs the proxy. With
-`--kv-peak-quantile` the room of every rank that has a slot counts as projection.
+`--kv-peak-quantile` the room of every rank that has a slot counts as projection. With `--prefix-affinity`
+ranks are known by the blocks of the trace's prompts, 14 of 512 tokens in the median.
 
 The rows of bursts time steps in which 1,000 requests drawn at random end together, so that one
 decision makes 1,000 admissions; five steps lie between two of them. The rows of long outputs are of
@@ -41,7 +42,9 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
+from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 from balanceroute.proxy.live.process_edge import settle_memory
 from balanceroute.proxy.sim.workload import playable
@@ -55,6 +58,7 @@ LONG_TRACE = _TRACES / "servegen_reasoning.jsonl.gz"
 SLOT_KV_TOKENS = 40_000
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
 SHAPES = ((8, 16, 64, 1), (16, 64, 256, 2), (144, 64, 1024, 8), (320, 128, 4096, 20))
+BLOCK_TOKENS = 512
 BURST = 1000
 BURST_SHAPES = SHAPES[2:]
 STEADY, IN_BURSTS, LONG = "steady", f"{BURST:,} at once", "long outputs"
@@ -75,6 +79,7 @@ class Bench:
         pool: Requests that wait.
         horizon: H.
         quantile: See `PolicySettings.kv_peak_quantile`.
+        affinity: See `PolicySettings.prefix_affinity`.
         trace: Where requests come from.
         warm_up: Steps before the timed ones.
 
@@ -90,6 +95,7 @@ class Bench:
         horizon: int,
         quantile: float | None = None,
         *,
+        affinity: float = 0.0,
         trace: Path = TRACE,
         warm_up: int = WARM_UP_STEPS,
     ) -> None:
@@ -101,20 +107,25 @@ class Bench:
         slots = ranks * batch
         # What a step finds running is biased to long outputs and caught in the middle of its life.
         running = rng.choices(requests, [r.output_tokens for r in requests], k=slots)
-        settings = PolicySettings(horizon_steps=horizon, kv_peak_quantile=quantile)
+        settings = PolicySettings(
+            horizon_steps=horizon, kv_peak_quantile=quantile, prefix_affinity=affinity
+        )
         predictor = Survival(request.output_tokens for request in requests)
         capacity = None if quantile is None else SLOT_KV_TOKENS * batch
         parts = PolicyInputs(ranks, batch, settings, rng, predictor, self._on_stage, capacity)
         self.policy = make_policy("br-h", parts)
         config = SchedulerConfig(ranks=ranks, batch_limit=batch, rank_kv_tokens=capacity)
-        self._scheduler = Scheduler(config, self.policy)
+        # As many as a rank of that batch holds.
+        memory = RankMemory(lambda: SLOT_KV_TOKENS * batch) if affinity else None
+        self._scheduler = Scheduler(config, self.policy, intake=Intake(memory=memory))
+        self._has_blocks = memory is not None
         self._arrived = 0
         self._step = 0
         self._rng = rng
         self._waiting: dict[RequestId, int] = {}
         self._ends: defaultdict[int, list[RequestId]] = defaultdict(list)
         for request in running:
-            self._arrive(request.prompt_tokens, rng.randint(1, request.output_tokens))
+            self._arrive(request, rng.randint(1, request.output_tokens))
         self._join(self._decide())
         for _ in range(pool):
             self._arrive_next()
@@ -181,14 +192,16 @@ class Bench:
 
     def _arrive_next(self) -> None:
         request = next(self._source)
-        self._arrive(request.prompt_tokens, request.output_tokens)
+        self._arrive(request, request.output_tokens)
 
-    def _arrive(self, prompt_tokens: int, output_tokens: int) -> None:
+    def _arrive(self, traced: TraceRequest, output_tokens: int) -> None:
         request = RequestId(self._arrived)
         self._arrived += 1
         self._waiting[request] = output_tokens
-        self._scheduler.handle(RequestArrived(request, Ticket(prompt_tokens)), now_ns=0)
-        self._scheduler.handle(PrefillDone(request, prompt_tokens), now_ns=0)
+        blocks = traced.hash_ids if self._has_blocks else ()
+        ticket = Ticket(traced.prompt_tokens, blocks=blocks, block_tokens=BLOCK_TOKENS)
+        self._scheduler.handle(RequestArrived(request, ticket), now_ns=0)
+        self._scheduler.handle(PrefillDone(request, traced.prompt_tokens), now_ns=0)
 
     def _decide(self) -> list[RequestId]:
         self._mark = time.thread_time_ns()
@@ -208,6 +221,7 @@ def main() -> None:
     parser.add_argument("--bursts", type=positive, default=100, help="timed bursts per shape")
     parser.add_argument("--horizon", type=int, default=80, metavar="H")
     parser.add_argument("--kv-peak-quantile", type=float, metavar="Q")
+    parser.add_argument("--prefix-affinity", type=float, default=0.0, metavar="PRICE")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
@@ -228,6 +242,7 @@ def main() -> None:
             pool,
             arguments.horizon,
             arguments.kv_peak_quantile,
+            affinity=arguments.prefix_affinity,
             trace=LONG_TRACE if is_long else TRACE,
             warm_up=LONG_WARM_UP_STEPS if is_long else WARM_UP_STEPS,
         )

@@ -12,11 +12,17 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from tests.script import ROOT, script
 
 from balanceroute.proxy.cli import simulate
+from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies import skill_share
+from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
+from balanceroute.proxy.core.pool import Kept, Pool, PoolEntry
+from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.replay.faults import Fault
 from balanceroute.proxy.replay.sample import Sample
 from balanceroute.proxy.replay.workload import PlannedRequest
@@ -574,3 +580,51 @@ def test_a_tail_is_explained_by_bounds_that_hold() -> None:
     assert any(one.late_s > 0.0 for one in rows["prefix-aware"])
     assert all(one.wait_s == 0.0 for one in rows["alone"])
     assert len({len(served) for served in rows.values()}) == 1
+
+
+@pytest.mark.parametrize("table", ["prefill", "mooncake", "conversations"])
+def test_a_table_of_turns_has_a_row_for_every_rule(
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{tmp_path} {table} --load 0.8 --requests 240"
+    monkeypatch.setattr(sys, "argv", ["turns_table", *words.split()])
+    module = script("turns_table")
+    assert module.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line.split("|")[1:-1] for line in printed if line.startswith("| 0.8 |")]
+    assert [line[1].strip() for line in lines] == list(module.TABLES[table].rules)
+    rows = [dict(zip(module.TABLES[table].headings, line[2:], strict=True)) for line in lines]
+    assert all(cell.strip() for row in rows for cell in row.values())
+    if table == "conversations":
+        pulled = [float(row["pulled %"]) for row in rows]
+        assert all(one < 0.9 * pulled[0] for one in (pulled[1], pulled[4]))
+
+
+def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:
+    rules = script("table_runs/turn_rules")
+    inputs = Mock()
+
+    def rank(name: str, bound: list[int], kept: list[int], loads: list[int]) -> int | None:
+        pool, count = Pool(Fcfs()), len(bound)
+        entry = PoolEntry(RequestId(1), Ticket(1_000), 1_000, 0, None, None, None)
+        entry.kept = Kept(kept, 1.0, 1)
+        pool.add(entry)
+        fleet = Fleet(
+            np.ones(count, np.bool_),
+            np.array(loads),
+            np.array(bound),
+            8 - np.array(bound),
+            np.full(count, UNLIMITED),
+            keeping=RankMemory().keeping(count, count),
+        )
+        policy = getattr(rules, name)(inputs)
+        return next((one.rank for one in policy.dispatch(fleet, pool, 0)), None)
+
+    assert rank("sticky", [7, 0, 0], [400, 300, 0], [9_000, 5, 0]) == 0
+    assert rank("sticky", [8, 0, 0], [400, 300, 0], [9_000, 5, 0]) is None
+    assert rank("sticky", [8, 0, 0], [400, 400, 0], [9_000, 5, 0]) == 1
+    assert rank("cache_aware", [8, 1, 0], [400, 200, 0], [9_000, 5, 0]) == 0
+    assert rank("cache_aware", [9, 1, 0], [400, 200, 0], [9_000, 5, 0]) == 2
+    assert rank("cache_aware", [8, 1, 0], [300, 200, 0], [9_000, 5, 0]) == 2
+    assert rank("overlap_and_load", [8, 1, 0], [400, 200, 0], [500, 250, 0]) == 2
+    assert rank("overlap_and_load", [8, 1, 0], [501, 200, 0], [500, 250, 0]) == 0

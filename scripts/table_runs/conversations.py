@@ -20,8 +20,8 @@ def turns_rate(prefillers: int, load: float) -> float:
     return round(load * prefillers / _WORK, 3)
 
 
-def conversations(number: int) -> list[TraceRequest]:
-    """Return the turns of conversations: nine begin each second, and have 6.6 turns on average.
+def conversations(number: int, per_s: float = 9.0) -> list[TraceRequest]:
+    """Return the turns of conversations: so many begin each second, and have 6.6 turns on average.
 
     Each begins with one of eight system prompts of four blocks. A turn adds 50 to 2,000 tokens and
     the answer before it, ten seconds after that.
@@ -31,7 +31,7 @@ def conversations(number: int) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     start_s = 0.0
     for _ in range(number):
-        start_s += rng.expovariate(9.0)
+        start_s += rng.expovariate(per_s)
         at_s, blocks = start_s, list(rng.choice(systems))
         tokens, goes_on = BLOCK_TOKENS * len(blocks), True
         while goes_on:
