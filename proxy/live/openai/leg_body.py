@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # A text: to encode the members costs more than all the rest of the body.
 _ONE_TOKEN = b'"stream": false, "max_tokens": 1, "min_tokens": %d, "n": 1, '
+_PAST_END = b'"ignore_eos": true, '
 _NEWER_LIMIT = b'"max_completion_tokens": 1, '
 # No `min_tokens` there: vLLM's messages may end at once, and its responses are not to.
 _ONE_OF_MESSAGE = b'"stream": false, "max_tokens": 1, '
@@ -40,6 +41,10 @@ _REPLACED = frozenset(
 _REPLACED_IN_AGENTS = frozenset(
     {"ignore_eos", "max_output_tokens", "max_tokens", "store", "stream", "stream_options"}
 )
+_ASKED = frozenset({"stream_options"})
+# What may end an answer, beside its limit.
+_ENDS = frozenset({"ignore_eos", "stop", "stop_token_ids"})
+_REPLACED_PAST_END = _REPLACED | _ENDS
 # Members that bind the answer to a grammar, in the words of all versions.
 _GRAMMARS = (
     *("structured_outputs", "structural_tag", "guided_json", "guided_regex", "guided_choice"),
@@ -54,13 +59,8 @@ _GENERATE, _MESSAGES, _RESPONSES = Api.GENERATE, Api.MESSAGES, Api.RESPONSES
 
 
 @cache
-def _prefill_drop(drop: frozenset[str], replaced: frozenset[str]) -> frozenset[str]:
+def _union(drop: frozenset[str], replaced: frozenset[str]) -> frozenset[str]:
     return drop | replaced
-
-
-@cache
-def _decode_drop(drop: frozenset[str]) -> frozenset[str]:
-    return drop | {"stream_options"}
 
 
 def prefill_body(
@@ -71,6 +71,7 @@ def prefill_body(
     api: Api = Api.COMPLETIONS,
     drop: frozenset[str] = INTERNAL_FIELDS,
     min_tokens: int = 1,
+    past_end: bool = False,
 ) -> "Payload":
     """Return the prefill leg's body.
 
@@ -80,33 +81,39 @@ def prefill_body(
         params: The connector's, as JSON.
         api: The endpoint, which says where the limits stand.
         drop: Members of the client's that no engine gets.
-        min_tokens: 0 if the answer may end without a token; by `least_tokens`.
+        min_tokens: 0 if the first token may be one that ends the answer; by `least_tokens`.
+        past_end: Whether it does not end it then: the rank draws anew, so that is for it to say.
     """
+    replaced = _REPLACED
     if api is _GENERATE:
         sampling = members[SAMPLING] if SAMPLING in members else body.values[SAMPLING]
         assert isinstance(sampling, Mapping)
+        if past_end:
+            sampling = {name: value for name, value in sampling.items() if name not in _ENDS}
+            sampling["ignore_eos"] = True
         members = {**members, SAMPLING: one_token(sampling, min_tokens)}
-    replaced = _REPLACED_IN_AGENTS
-    if api is _MESSAGES:
-        one = _ONE_OF_MESSAGE
-    elif api is _RESPONSES:
-        one = _ONE_OF_RESPONSE
+    if api is _MESSAGES or api is _RESPONSES:
+        one = _ONE_OF_MESSAGE if api is _MESSAGES else _ONE_OF_RESPONSE
+        replaced = _REPLACED_IN_AGENTS
     else:
-        replaced, one = _REPLACED, _ONE_TOKEN % min_tokens
+        one = _ONE_TOKEN % min_tokens
         if "max_completion_tokens" in body.values:
             one += _NEWER_LIMIT
+        if past_end and api is not _GENERATE:
+            one, replaced = one + _PAST_END, _REPLACED_PAST_END
     last = b'%b"kv_transfer_params": %b' % (one, params)
     if members:
         members = {name: value for name, value in members.items() if name not in replaced}
-    return body.encode(members, drop=_prefill_drop(drop, replaced), last=last)
+    return body.encode(members, drop=_union(drop, replaced), last=last)
 
 
 def least_tokens(api: Api, body: "RequestBody") -> int:
     """Return how many tokens a prefill leg must have: 0 if its grammar may allow none.
 
     Elsewhere one is asked for, as not every connector keeps the KV cache of an answer that has ended.
-    A grammar whose first token is the end leaves no legal one then, and engines fail. /v1/messages has no
-    member for it. /v1/responses has one that lets an answer go on behind its end, grammar or not.
+    A grammar whose first token is the end leaves no legal one then, and engines fail. They draw that
+    token, but do not end there (`past_end` of `prefill_body`). /v1/messages has no member for it.
+    /v1/responses has one that lets an answer go on behind its end, grammar or not.
     """
     if api is _MESSAGES:
         return 0
@@ -147,7 +154,7 @@ def decode_body(
         members = {**members, "stream_options": asked.options}
     elif asked is not None:  # Nearly always: its text is there already.
         last = asked.member + b", " + last if last else asked.member
-        drop = _decode_drop(drop)
+        drop = _union(drop, _ASKED)
     return body.encode(members, drop=drop, last=last)
 
 

@@ -154,11 +154,13 @@ class HandOff:
         self._prefiller = prefiller
         legs = self._host.context.legs
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes)
+        least = least_tokens(self._api, self._body)
         body = prefill_body(
             *(self._body, self._members, dump(self._params)),
             api=self._api,
             drop=legs.drop,
-            min_tokens=least_tokens(self._api, self._body),
+            min_tokens=least,
+            past_end=not least,
         )
         self._asked_s = self._host.context.clock()
         self._call = prefiller.endpoint.request(

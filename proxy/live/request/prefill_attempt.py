@@ -86,7 +86,13 @@ class PrefillAttempt(Attempt):
         if legs.names_prompts and asked is session.body:
             headers += prompt_name(api, asked, session.ticket)
             drop |= SESSION_MEMBER
-        body = prefill_body(asked, members, params, api=api, drop=drop, min_tokens=self._least)
+        body = prefill_body(
+            *(asked, members, params),
+            api=api,
+            drop=drop,
+            min_tokens=self._least,
+            past_end=early is None and not self._least,
+        )
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes, self._begin)
         self._post(api, headers, body, leg, timeout_s=legs.prefill_timeout_s)
 

@@ -201,3 +201,16 @@ def test_the_prefill_leg_of_agents_has_the_members_of_their_apis(
     assert made == wanted
     decode = json.loads(bytes(decode_body(sent, {}, dump(PARAMS))))
     assert decode == {**kept, **asked, limit: 99, "kv_transfer_params": PARAMS}
+
+
+def test_a_prefill_leg_goes_on_past_what_would_end_its_answer() -> None:
+    ends: dict[str, object] = {"stop": ["a"], "stop_token_ids": [1], "ignore_eos": False}
+    sent = body(prompt="a", max_tokens=5, seed=3, **ends)
+    made = prefill_body(sent, {}, dump(PARAMS), min_tokens=0, past_end=True)
+    limits = {"max_tokens": 1, "min_tokens": 0, "n": 1, "ignore_eos": True}
+    rest = {"prompt": "a", "seed": 3, "stream": False, "kv_transfer_params": PARAMS}
+    assert json.loads(bytes(made)) == limits | rest
+    sent = body(token_ids=[1], sampling_params=ends | {"seed": 3})
+    made = prefill_body(sent, {}, dump(PARAMS), api=Api.GENERATE, min_tokens=0, past_end=True)
+    assert json.loads(bytes(made))["sampling_params"] == limits | {"seed": 3}
+    assert "ignore_eos" not in json.loads(bytes(made))

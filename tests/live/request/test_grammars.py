@@ -8,7 +8,7 @@ import pytest
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
+    from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
@@ -74,3 +74,68 @@ def test_an_answer_that_ends_before_a_token_is_one_where_the_prompt_was_whole(
         assert (record.outcome, record.retries) == (Outcome.OK, 0)
 
     play(scenario, connector=connector, relays=relays)
+
+
+CHAT = "/v1/chat/completions"
+TOKENS = "/inference/v1/generate"
+BOUND: dict[str, list[dict[str, Any]]] = {
+    CHAT: [{"response_format": {"type": "json_object"}}],
+    COMPLETIONS: [{"structured_outputs": {"regex": ".*"}}, {"guided_json": {}}],
+    TOKENS: [{"structured_outputs": {"regex": ".*"}}],
+}
+WAYS = [
+    ("nixl", {}, 0),
+    ("nixl", {}, 2),
+    ("nixl", {"first_token": "prefill", "direct": "refuse"}, 0),
+    ("mooncake", {}, 0),
+    ("mooncake-ascend", {"first_token": "prefill"}, 0),
+    ("mooncake-layerwise", {}, 0),
+]
+
+
+def bound_request(path: str, number: int, *, stream: bool) -> dict[str, Any]:
+    """Return a request whose first token ends its answer as often as not."""
+    bound = BOUND[path][number % len(BOUND[path])]
+    ends = {"max_tokens": 6, "stop_token_ids": [*range(0, 16_384, 3)]}
+    values: dict[str, Any] = {"model": "tiny", "stream": stream}
+    if path == TOKENS:
+        return values | {"token_ids": [number, 2, 3], "sampling_params": ends | bound}
+    text = f"canary {number}"
+    prompt = {"messages": [{"role": "user", "content": text}], "prompt": text}
+    del prompt["prompt" if path == CHAT else "messages"]
+    return values | prompt | ends | bound | {"stop": ["1"]}
+
+
+def said(answer: "Exchanged") -> list[object]:
+    messages = answer.chunks if answer.events else [answer.json]
+    choices = [choice for message in messages for choice in message["choices"]]
+    ids = [one for choice in choices for one in choice.get("token_ids") or ()]
+    return [answer.text, ids, choices[-1]["finish_reason"], choices[-1].get("stop_reason")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("connector", "flags", "relays"), WAYS)
+def test_where_a_sampled_answer_ends_is_for_the_rank_to_say(
+    play: "Play", connector: str, flags: dict[str, object], stream: bool, relays: int
+) -> None:
+    """Without a seed a prefiller draws another first token: one that ends an answer counts for nothing."""
+
+    async def scenario(site: "Site") -> None:
+        lengths = []
+        for path in BOUND:
+            for number in range(8):
+                values = bound_request(path, number, stream=stream)
+                answer = await site.post(path, values)
+                alone = await site.ask("decode/0", path, values)
+                assert answer.status == 200
+                assert said(answer) == said(alone)
+                lengths.append(len(answer.text) if path != TOKENS else len(str(said(answer)[1])))
+        records = await site.ended(len(lengths))
+        assert {record.outcome for record in records} == {Outcome.OK}
+        assert all(record.rank and record.retries == 0 for record in records)
+        # Each rank got the KV cache of its prompt, whether its own first token was the end or not.
+        ranks = [seen.values for seen in site.received("decode")]
+        assert sum("kv_transfer_params" in values for values in ranks) == len(lengths)
+        assert len(set(lengths)) > 2
+
+    play(scenario, connector=connector, relays=relays, mean_output_tokens=2.0, flags=flags)
