@@ -28,11 +28,13 @@ class ModelList:
 
     Attributes:
         known: The models of each, in its order.
+        adapters: The names of those that are adapters.
     """
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
         self.known: Mapping[Target, tuple[ServedModel, ...]] = {}
+        self.adapters: frozenset[str] = frozenset()
         # By name, and of any model by "": asked for every request.
         self._longest: dict[str, int] = {}
 
@@ -40,6 +42,7 @@ class ModelList:
         """Take in what is known now. It is kept, and may change until the next update."""
         self.known = known
         self._longest = self._find_longest()
+        self.adapters = frozenset(one.name for one in self._all() if one.parent is not None)
 
     def targets(self) -> list[Target]:
         """Return the engines that are up."""

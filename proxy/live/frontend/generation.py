@@ -164,7 +164,10 @@ class Generation:
         )
         group.intake.submit(
             Arrival(
-                Asked(shape, eligible, expected_tokens, asking.urgency, name, session, early),
+                Asked(
+                    *(shape, eligible, expected_tokens, asking.urgency, name, session, early),
+                    adapter=shape.model in group.served.adapters,
+                ),
                 asking.body,
                 partial(self._engine_lines, asking.known, headers),
                 asking.reply,

@@ -153,7 +153,8 @@ class RemoteHost:
             record.keys = prompt_keys(shape.api, arrival.body)
         blocks = PromptBlocks()
         if self._said.uses_blocks:
-            blocks = prompt_blocks(shape.api, arrival.body, self._said.token_block)
+            token_block = 0 if asked.adapter else self._said.token_block
+            blocks = prompt_blocks(shape.api, arrival.body, token_block)
         session = Session(
             number,
             self,

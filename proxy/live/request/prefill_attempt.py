@@ -84,8 +84,8 @@ class PrefillAttempt(Attempt):
             members, self._least = {**members, **early.members}, early.min_tokens
         headers, drop = session.headers, legs.drop
         if legs.names_prompts and asked is session.body:
-            headers += prompt_name(api, asked, session.ticket)
-            drop |= SESSION_MEMBER
+            name = prompt_name(api, asked, session.ticket)
+            headers, drop = headers + name, drop | SESSION_MEMBER if name else drop
         body = prefill_body(
             *(asked, members, params),
             api=api,

@@ -29,6 +29,7 @@ class Asked(Struct, frozen=True):
         tenant: Whose it is; empty if tenants are not told apart.
         session: See `Ticket`.
         early_token: See `Ticket`.
+        adapter: Whether its model is an adapter: its token ids are not all that its blocks depend on.
     """
 
     shape: "Shape"
@@ -38,6 +39,7 @@ class Asked(Struct, frozen=True):
     tenant: str
     session: int = 0
     early_token: bool = False
+    adapter: bool = False
 
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""

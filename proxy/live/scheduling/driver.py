@@ -279,7 +279,8 @@ class Driver:
         if self.uses_keys:
             ticket = structs.replace(ticket, keys=prompt_keys(api, body))
         if self.uses_blocks:
-            ticket = prompt_blocks(api, body, self.token_block).of(ticket)
+            token_block = 0 if arrival.asked.adapter else self.token_block
+            ticket = prompt_blocks(api, body, token_block).of(ticket)
         return ticket
 
     def place(self, ticket: Ticket, record: "RequestRecord") -> Ticket:
