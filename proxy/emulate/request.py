@@ -195,16 +195,12 @@ def read_generation(
         ApiError: It cannot be served; this is the answer.
     """
     _check_types(values, chat=chat)
-    options = values.get("stream_options")
-    stream = bool(values.get("stream"))
+    options, stream = values.get("stream_options"), bool(values.get("stream"))
     if options is not None and not stream:
-        raise bad_parameter(
-            "Stream options can only be defined when `stream=True`.", "stream_options"
-        )
+        words = "Stream options can only be defined when `stream=True`."
+        raise bad_parameter(words, "stream_options")
     check_model(values, settings)
     tools, tool_choice, tool_name = _tools(values) if chat else ((), "none", None)
-    if tool_choice == "auto" and values.get("continue_final_message"):
-        tool_choice = "none"  # A continued text stays a text.
     prompts = (_chat_prompt(values),) if chat else _completion_prompts(values)
     n = _or(values.get("n"), 1)
     if n < 1:
@@ -214,11 +210,9 @@ def read_generation(
     stop = values.get("stop") or ()
     listed = top_logprobs(values, chat=chat)
     prompt_logprobs = _prompt_logprobs(values, stream=stream)
-    for name, count in (("sample", listed), ("prompt", prompt_logprobs)):
-        _check_logprobs(name, count)
+    _check_logprobs("sample", listed)
+    _check_logprobs("prompt", prompt_logprobs)
     echo = bool(values.get("echo")) and not chat
-    if echo and prompt_logprobs is None:
-        prompt_logprobs = listed
     return GenerationRequest(
         chat=chat,
         prompts=prompts,
@@ -234,7 +228,7 @@ def read_generation(
         continuous_usage=_asks(options, "include_usage", "continuous_usage_stats"),
         logprobs=0 if listed is None else max(1, listed),
         top_logprobs=listed or 0,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=listed if echo and prompt_logprobs is None else prompt_logprobs,
         echo=echo,
         return_token_ids=bool(values.get("return_token_ids")),
         sampling=_sampling(values, n),
@@ -474,6 +468,8 @@ def _tools(
         raise bad_request(f"Invalid value for `tool_choice`: {choice}!")
     if choice != "none" and not tools:
         raise bad_request("When using `tool_choice`, `tools` must be set.")
+    if choice == "auto" and values.get("continue_final_message"):
+        choice = "none"  # A continued text stays a text.
     return tuple(tools), choice, None
 
 
