@@ -13,7 +13,12 @@ from balanceroute.proxy.testing.chaos.ask_all import ask_all
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation
 from balanceroute.proxy.testing.chaos.oracle import Oracle, comparable
-from balanceroute.proxy.testing.chaos.requests import ClientRequest, RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.requests import (
+    ClientRequest,
+    RequestMix,
+    draw_request,
+    may_end_with_the_prefill,
+)
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -132,6 +137,9 @@ async def _judge(
     else:
         reworded = early and oracle.merges
         wrong = Expectation(request, answer, reworded=reworded).differs(body)
+    if wrong and may_end_with_the_prefill(request):
+        ended = await oracle.answer(request, as_prefiller=True)
+        wrong = wrong if Expectation(request, ended).differs(body) else ""
     if wrong:
         comparison.differences.append(f"{request.request_id}: {wrong}")
     else:

@@ -21,7 +21,13 @@ from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.orders import ABORTING
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
-from balanceroute.proxy.testing.chaos.requests import AGENTS, MESSAGES, RESPONSES, ClientRequest
+from balanceroute.proxy.testing.chaos.requests import (
+    AGENTS,
+    MESSAGES,
+    RESPONSES,
+    ClientRequest,
+    may_end_with_the_prefill,
+)
 from balanceroute.proxy.testing.chaos.tenants import OVERLOADED, TenantPlan
 from balanceroute.proxy.wire.sse import event_data
 from balanceroute.topologies import CONNECTORS
@@ -211,6 +217,11 @@ class Judge:
         if self._aborts and aborted and received.ending is Ending.COMPLETE:
             wrong.append(expected.strays_until_aborted(bytes(received.body)))
             return Verdict("aborted", [one for one in wrong if one])
+        if verdict.wrong and may_end_with_the_prefill(request):
+            ended = await self._oracle.answer(request, as_prefiller=True)
+            sooner = self._compare(client, request, received, Expectation(request, ended))
+            if not sooner.wrong:
+                verdict = Verdict("ended by the prefiller", [])
         if verdict.wrong and self._gives_up and request.path == RESPONSES:
             whole = received.ending is Ending.COMPLETE
             if whole and not expected.strays_until_aborted(bytes(received.body)):

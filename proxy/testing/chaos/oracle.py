@@ -54,7 +54,7 @@ class Oracle:
             rng=random.Random(0),
         )
         self._endpoint: Endpoint
-        self._known: dict[tuple[int, bool, int | None], Response] = {}
+        self._known: dict[tuple[int, bool, int | None, bool], Response] = {}
 
     async def start(self) -> None:
         """Start the engine."""
@@ -68,15 +68,29 @@ class Oracle:
             await asyncio.gather(*(self.answer(request) for request in some))
 
     async def answer(
-        self, request: ClientRequest, *, eos_first: bool = False, seed: int | None = None
+        self,
+        request: ClientRequest,
+        *,
+        eos_first: bool = False,
+        seed: int | None = None,
+        as_prefiller: bool = False,
     ) -> Response:
-        """Return the answer to a request; `seed` is the one that the proxy drew for it."""
-        key = request.number, eos_first, seed
+        """Return the answer to a request.
+
+        Args:
+            request: The request.
+            eos_first: Whether the first token ends it.
+            seed: The one that the proxy drew for it.
+            as_prefiller: Whether to draw as a prefiller does, which is otherwise without a seed.
+        """
+        key = request.number, eos_first, seed, as_prefiller
         if key not in self._known:
             body, values = request.body, dict(request.values)
             # With it an engine without a seed draws as a prefiller, and no client may give it.
             steered = values.pop("kv_transfer_params", None) is not None
-            if steered or seed is not None:
+            if as_prefiller:
+                values["kv_transfer_params"] = {"do_remote_decode": True}
+            if steered or as_prefiller or seed is not None:
                 body = json.dumps(values if seed is None else with_seed(values, seed)).encode()
             self._known[key] = await self._ask(request, body, eos_first=eos_first)
         return self._known[key]

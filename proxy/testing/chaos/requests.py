@@ -290,6 +290,15 @@ def _limit(values: Mapping[str, Any]) -> int | None:
     return limit
 
 
+def may_end_with_the_prefill(request: ClientRequest) -> bool:
+    """Return whether the first token may end an answer on a prefiller that goes on elsewhere.
+
+    Agents' APIs have no least length, and without a seed no two engines draw alike.
+    """
+    values = request.values
+    return request.path in AGENTS and values.get("temperature") != 0 and "seed" not in values
+
+
 def with_seed(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the members of a request with a seed."""
     sampling = values.get("sampling_params")
