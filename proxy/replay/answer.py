@@ -8,6 +8,9 @@ what the engine counted itself is in `completion_tokens`.
 
 An answer is complete if a choice has a finish reason and `[DONE]` arrived. Engines report a failure
 after the head of the answer as an event `{"error": ...}`.
+
+The streams of messages and responses have events with a `type`: of these, the pieces of text, of thoughts
+and of calls are token events, and the last one ends the answer, without `[DONE]`.
 """
 
 import json
@@ -22,8 +25,12 @@ from balanceroute.proxy.replay.faults import (
 )
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
+# The last events of messages and responses.
+_LAST = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
 # Finish reasons of engines that failed to serve the request.
-_GIVEN_UP = frozenset({"abort", "error"})
+_GIVEN_UP = frozenset({"abort", "error", "failed", "cancelled"})
+# A message tells what was cached of the prompt beside the rest.
+_INPUT_TOKENS = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 class AnswerReader:
@@ -95,9 +102,36 @@ class AnswerReader:
         if message is not None:
             self._fail(ERROR_EVENT, message)
             return 0
+        kind = chunk.get("type")
+        if isinstance(kind, str):
+            return self._read_named(kind, chunk)
         self._read_usage(chunk.get("usage"))
         choices = chunk.get("choices")
         return self._read_choices(choices) if isinstance(choices, list) else 0
+
+    def _read_named(self, kind: str, event: dict[str, object]) -> int:
+        """Read an event of a message or of a response."""
+        delta, response = event.get("delta"), event.get("response")
+        usage = event.get("usage")
+        if isinstance(response, dict):
+            usage = response.get("usage")
+        if isinstance(usage, dict):
+            output = usage.get("output_tokens")
+            told = [usage.get(name) for name in _INPUT_TOKENS]
+            self.completion_tokens = output if isinstance(output, int) else None
+            self.prompt_tokens = sum(one for one in told if isinstance(one, int))
+        if kind == "message_delta" and isinstance(delta, dict):
+            reason = delta.get("stop_reason")
+            self.finish_reason = reason if isinstance(reason, str) else "abort"
+        if kind in _LAST:
+            self._done = True
+            if isinstance(response, dict):
+                self.finish_reason = str(response.get("status"))
+            if self.finish_reason in _GIVEN_UP:
+                self._fail(ERROR_EVENT, f"{kind} says {self.finish_reason}")
+        if isinstance(delta, dict):
+            return kind == "content_block_delta" and delta.get("type") != "signature_delta"
+        return isinstance(delta, str)
 
     def _read_usage(self, usage: object) -> None:
         if isinstance(usage, dict):

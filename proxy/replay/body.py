@@ -5,15 +5,17 @@ from enum import Enum
 
 
 class Api(Enum):
-    """Which of the OpenAI endpoints the requests go to."""
+    """Which of the endpoints the requests go to."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
 
     @property
     def path(self) -> str:
         """Return the endpoint's path."""
-        return "/v1/chat/completions" if self is Api.CHAT else "/v1/completions"
+        return "/v1/chat/completions" if self is Api.CHAT else f"/v1/{self.value}"
 
 
 def request_body(
@@ -35,18 +37,22 @@ def request_body(
         ignore_eos: vLLM's: the answer ends at `max_tokens` and nowhere else.
         request_id: vLLM's: names the request where a router replaces its `X-Request-Id`; None for none.
     """
-    given: dict[str, object] = (
-        {"messages": [{"role": "user", "content": prompt}]}
-        if api is Api.CHAT
-        else {"prompt": prompt}
-    )
-    body = {"model": model} | given
+    given: object = [{"role": "user", "content": prompt}]
+    name, limit = "messages", "max_tokens"
+    if api is Api.COMPLETIONS:
+        name, given = "prompt", prompt
+    elif api is Api.RESPONSES:
+        name, given, limit = "input", prompt, "max_output_tokens"
+    body: dict[str, object] = {"model": model, name: given}
     if max_tokens is not None:
-        body["max_tokens"] = max_tokens
+        body[limit] = max_tokens
     body["temperature"] = 0
-    if ignore_eos:
+    # Messages have neither.
+    if ignore_eos and api is not Api.MESSAGES:
         body["ignore_eos"] = True
-    if request_id is not None:
+    if request_id is not None and api is not Api.MESSAGES:
         body["request_id"] = request_id
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body["stream"] = True
+    if api in (Api.CHAT, Api.COMPLETIONS):
+        body["stream_options"] = {"include_usage": True}
     return json.dumps(body, separators=(",", ":")).encode()

@@ -28,8 +28,8 @@ def with_limits(requests: Iterable[PlannedRequest], *, seed: int, api: Api) -> l
     Args:
         requests: The requests.
         seed: Another seed draws other limits.
-        api: The endpoint. A completion without `max_tokens` has 16 tokens in vLLM, so there a client
-            without a limit sends the largest.
+        api: The endpoint. A completion without `max_tokens` has 16 tokens in vLLM, and a message must
+            have it, so there a client without a limit sends the largest.
     """
     return [replace(request, max_tokens=_limit(seed, request.number, api)) for request in requests]
 
@@ -51,6 +51,6 @@ def as_sent(requests: Iterable[PlannedRequest]) -> list[TraceRequest]:
 def _limit(seed: int, number: int, api: Api) -> int | None:
     digest = hashlib.blake2b(f"{seed}/limit/{number}".encode(), digest_size=8).digest()
     limit = _CLIENTS[int.from_bytes(digest, "little") % len(_CLIENTS)]
-    if limit is None and api is Api.COMPLETIONS:
+    if limit is None and api in (Api.COMPLETIONS, Api.MESSAGES):
         return _LARGEST
     return limit

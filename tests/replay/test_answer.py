@@ -228,3 +228,52 @@ def test_the_common_event_takes_the_short_cut(monkeypatch: pytest.MonkeyPatch) -
     reader = AnswerReader()
     assert reader.feed(chat("a")) == 1
     assert reader.feed(completion("a")) == 1
+
+
+MESSAGE = [
+    {"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}},
+    {"type": "content_block_start", "content_block": {"type": "thinking"}, "index": 0},
+    {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "a"}},
+    {"type": "content_block_delta", "delta": {"type": "signature_delta", "signature": "b"}},
+    {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": "{"}},
+    {
+        "type": "message_delta",
+        "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+        "usage": {"input_tokens": 9, "cache_read_input_tokens": 3, "output_tokens": 2},
+    },
+    {"type": "message_stop"},
+]
+RESPONSE = [
+    {"type": "response.created", "response": {"status": "in_progress", "usage": None}},
+    {"type": "response.output_text.delta", "delta": "a"},
+    {"type": "response.function_call_arguments.delta", "delta": "b"},
+    {"type": "response.output_text.done", "text": "a"},
+    {
+        "type": "response.completed",
+        "response": {"status": "completed", "usage": {"input_tokens": 12, "output_tokens": 2}},
+    },
+]
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [(MESSAGE, "tool_use"), (RESPONSE, "completed")],
+    ids=["messages", "responses"],
+)
+def test_an_agents_answer_has_a_token_per_piece(told: list[object], reason: str) -> None:
+    reader = AnswerReader()
+    assert reader.feed(b"".join(map(event, told))) == 2
+    assert reader.end() is None
+    assert reader.finish_reason == reason
+    assert (reader.prompt_tokens, reader.completion_tokens) == (12, 2)
+    cut = AnswerReader()
+    cut.feed(b"".join(map(event, told[:-1])))
+    fault = cut.end()
+    assert fault is not None
+    assert fault.kind == SHORT_STREAM
+
+
+def test_a_message_that_was_given_up_has_failed() -> None:
+    given_up = {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}}
+    _, fault = read(event(given_up) + event({"type": "message_stop"}))
+    assert fault == Fault(ERROR_EVENT, "message_stop says abort")

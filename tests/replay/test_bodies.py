@@ -91,7 +91,31 @@ def test_a_body_asks_for_a_stream_with_the_limit_that_there_is(
     }
 
 
+@pytest.mark.parametrize(
+    ("api", "prompt", "limit", "named"),
+    [
+        (Api.MESSAGES, {"messages": [{"role": "user", "content": "t1"}]}, "max_tokens", {}),
+        (
+            Api.RESPONSES,
+            {"input": "t1"},
+            "max_output_tokens",
+            {"ignore_eos": True, "request_id": "a-1"},
+        ),
+    ],
+)
+def test_a_body_of_an_agents_api_has_the_members_that_there_are(
+    api: Api, prompt: dict[str, object], limit: str, named: dict[str, object]
+) -> None:
+    body = request_body(
+        api, model="m", prompt="t1", max_tokens=7, ignore_eos=True, request_id="a-1"
+    )
+    wanted = {"model": "m", **prompt, limit: 7, "temperature": 0, "stream": True, **named}
+    assert json.loads(body) == wanted
+
+
 def test_each_api_has_its_path() -> None:
+    assert Api.MESSAGES.path == "/v1/messages"
+    assert Api.RESPONSES.path == "/v1/responses"
     assert Api.CHAT.path == "/v1/chat/completions"
     assert Api.COMPLETIONS.path == "/v1/completions"
 

@@ -53,7 +53,10 @@ def requests(count: int, *, prompt: int = 700, output: int = 20) -> list[Planned
     return [PlannedRequest(number, 100 * MS * number, prompt, output) for number in range(count)]
 
 
-@pytest.mark.parametrize(("api", "added"), [(Api.COMPLETIONS, 0), (Api.CHAT, 4)])
+@pytest.mark.parametrize(
+    ("api", "added"),
+    [(Api.COMPLETIONS, 0), *((api, 4) for api in (Api.CHAT, Api.MESSAGES, Api.RESPONSES))],
+)
 def test_the_engine_counts_the_tokens_that_were_asked(api: Api, added: int) -> None:
     planned = [PlannedRequest(i, 0, 1 + 511 * i, 1 + i, (3, 1, 4)[: i - 1]) for i in range(5)]
     figures = replayed(planned, api=api).figures

@@ -218,10 +218,14 @@ def test_limits_follow_from_the_seed_and_the_number_alone() -> None:
         assert count == pytest.approx(len(drawn) * share / 100, rel=0.1)
 
 
-def test_a_completion_always_has_a_limit() -> None:
+def test_a_completion_and_a_message_always_have_a_limit() -> None:
     requests = [PlannedRequest(i, 0, 5, 5) for i in range(1_000)]
-    chat, completions = (with_limits(requests, seed=0, api=api) for api in Api)
-    assert [one.max_tokens or 4096 for one in chat] == [one.max_tokens for one in completions]
+    limits = {
+        api: [one.max_tokens for one in with_limits(requests, seed=0, api=api)] for api in Api
+    }
+    assert limits[Api.CHAT] == limits[Api.RESPONSES]
+    assert [limit or 4096 for limit in limits[Api.CHAT]] == limits[Api.COMPLETIONS]
+    assert limits[Api.COMPLETIONS] == limits[Api.MESSAGES]
 
 
 def test_an_answer_is_cut_at_its_limit() -> None:
