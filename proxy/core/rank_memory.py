@@ -64,7 +64,7 @@ class RankMemory:
 
     Args:
         rank_tokens: Returns the KV tokens that a rank keeps; None if that is unknown.
-        told: What ranks tell of their blocks of token ids, by rank; None if nobody listens.
+        told: What ranks tell of their blocks, by rank; None if nobody listens.
 
     Attributes:
         kept_tokens: Tokens of prompts that their ranks should have had, of all requests.
@@ -92,7 +92,7 @@ class RankMemory:
         most = ticket.prompt_tokens - 1
         blocks, tokens = _sampled(ticket)
         found = {rank: min(round(n * tokens), most) for rank, n in self._leading(blocks).items()}
-        if self._told is not None and ticket.token_blocks:
+        if self._told is not None:
             self._correct(found, self._told, ticket)
         turn = self._sessions.get(ticket.session)
         if turn is not None and self._remembers(turn):
@@ -191,15 +191,16 @@ class RankMemory:
 
     def _correct(self, found: dict[RankId, int], told: EngineBlocks, ticket: Ticket) -> None:
         """Replace what is estimated of ranks that tell what they have."""
-        most = ticket.prompt_tokens - 1
-        for rank in told.engines:
-            knowledge, own = told.knowledge(rank), RankId(rank)
-            if knowledge is Knowledge.NONE:
-                continue
-            tokens = min(told.leading(rank, ticket.blocks) * told.block_tokens, most)
-            if knowledge is Knowledge.SOME:
-                tokens = max(tokens, found.get(own, 0))
-            found[own] = tokens
+        of_tokens = ticket.token_blocks
+        blocks = ticket.blocks if of_tokens else told.texts.tokens(ticket.blocks)
+        for number in told.engines if blocks else ():
+            rank, there = RankId(number), told.leading(number, blocks)
+            tokens = min(there * told.block_tokens, ticket.prompt_tokens - 1)
+            # Of a text, what follows the part whose tokens are known may be there too.
+            all_told = of_tokens or there < len(blocks)
+            if not (all_told and told.knowledge(number) is Knowledge.ALL):
+                tokens = max(tokens, found.get(rank, 0))
+            found[rank] = tokens
 
     def _remembers(self, turn: _Turn) -> bool:
         """Return whether a turn's rank has not been given so much since that it dropped it."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.prefill.text_prompts import named
 from balanceroute.proxy.core.prefill.token_blocks import token_hashes
 from balanceroute.proxy.core.rank_memory import RankMemory
 
@@ -102,9 +103,25 @@ def test_what_ranks_tell_themselves_is_believed() -> None:
     assert memory.kept(ticket)[RANK0] == 160
     told.cleared(RANK0)
     assert memory.kept(ticket)[RANK0] == 0
-    # Text is of other blocks.
+    # Of a text whose tokens nobody told nothing else is known.
     memory.add(ticket_of([1, 1]), RANK0)
     assert memory.kept(ticket_of([1, 1])) == {RANK0: 200}
+
+
+def test_of_a_text_ranks_tell_as_far_as_its_tokens_are_known() -> None:
+    told = EngineBlocks(16)
+    memory = RankMemory(told=told)
+    text = tuple(range(1, 11))
+    ticket = Ticket(1_000, blocks=text, block_tokens=100)
+    for rank in (RANK0, RANK1):
+        memory.add(ticket, rank)
+        told.begin(rank, Knowledge.ALL)
+    told.texts.sent(text[:8])
+    told.stored(RANK0, list(range(1, 51)), None, list(range(800)), name=named(text[:8], 8.0))
+    # All that was told is on the first rank, where more may be, and nothing of it on the other one.
+    assert memory.kept(ticket) == {RANK0: 999, RANK1: 0}
+    told.removed(RANK0, [50])
+    assert memory.kept(ticket) == {RANK0: 49 * 16, RANK1: 0}
 
 
 def test_a_sessions_answer_is_kept_until_its_rank_was_given_as_much_as_it_holds() -> None:
