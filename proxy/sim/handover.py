@@ -1,7 +1,8 @@
 """The way of a request to its rank: its KV cache is transferred, or the rank computes the prompt.
 
 A KV transfer takes e + f x KV tokens. A rank takes d for each token of a prompt that it computes, as a
-prefill server does. Those in its own prefix cache it neither pulls nor computes.
+prefill server does. Those in its own prefix cache it neither pulls nor computes: of prompts, and where the
+trace names conversations, of the answer that the next turn's prompt repeats.
 """
 
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ class Handover:
         self._caches = [
             None if tokens is None else PrefixCache(tokens // size, size) for tokens in cache_tokens
         ]
+        self._block_tokens = size
+        # By conversation: its rank, and the latest turn.
+        self._turns: dict[str, tuple[RankId, TraceRequest]] = {}
 
     def send(
         self, request: RequestId, rank: RankId, trace: TraceRequest, *, emitted: int, local: bool
@@ -57,9 +61,7 @@ class Handover:
             local: Whether the rank computes the prompt.
         """
         kv_tokens = trace.prompt_tokens + emitted
-        cache = self._caches[rank]
-        # The rank has all of it from now on.
-        cached = 0 if cache is None else cache.use(trace.hash_ids, trace.prompt_tokens)
+        cached = self._cached(rank, trace)
         token_ns = 0.0 if self._prefill is None else self._prefill.ns_per_token
         base_ns, each_ns = self._transfer_ns
         pulled = 0 if local else kv_tokens - cached
@@ -77,3 +79,18 @@ class Handover:
         else:
             submit()
         return pulled
+
+    def _cached(self, rank: RankId, trace: TraceRequest) -> int:
+        """Return how many tokens of a prompt a rank has; it has all of them from now on."""
+        cache, size = self._caches[rank], self._block_tokens
+        if cache is None:
+            return 0
+        cached = cache.use(trace.hash_ids, trace.prompt_tokens)
+        if not trace.session:
+            return cached
+        home, before = self._turns.get(trace.session, (rank, trace))
+        self._turns[trace.session] = rank, trace
+        if home != rank or before is trace or cached < before.prompt_tokens // size * size:
+            return cached
+        held = before.prompt_tokens + before.output_tokens
+        return max(cached, min(held, trace.prompt_tokens - 1) // size * size)

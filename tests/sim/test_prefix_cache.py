@@ -227,3 +227,25 @@ def test_the_price_returns_turns_and_keeps_the_balance(
     assert priced.hottest_rank < alone.hottest_rank + 0.05
     # Where ranks keep nothing there is nothing to choose by.
     assert replace(run(1.0, None), **UNTIMED) == replace(run(0.0, None), **UNTIMED)
+
+
+@pytest.mark.parametrize(
+    ("session", "home", "size", "lacked"),
+    # The turn before had 3 blocks and 9 tokens, and emitted 2 blocks: 5 full ones.
+    [("one", 0, 9, 2), ("", 0, 9, 4), ("one", 1, 9, 7), ("one", 0, 2, 7 - 2)],
+)
+def test_a_rank_has_the_answer_that_the_next_turn_repeats(
+    session: str, home: int, size: int, lacked: int
+) -> None:
+    loop, model = EventLoop(), PrefillModel(1, 0, 0.0, None, BLOCK)
+    fleet = DecodeFleet(ranks=2, batch_limit=4, step_base_ns=1, step_ns_per_token=0.0)
+    way = Handover(
+        fleet, loop, transfer_ns=(0, 0.0), prefill=model, cache_tokens=[size * BLOCK] * 2
+    )
+    pulled = 0
+    for number, (blocks, rank) in enumerate(((3, home), (7, 0))):
+        traced = TraceRequest(
+            0, blocks * BLOCK + 9, 2 * BLOCK, tuple(range(blocks + 1)), session=session
+        )
+        pulled = way.send(RequestId(number), RankId(rank), traced, emitted=0, local=False)
+    assert pulled == lacked * BLOCK + 9
