@@ -78,6 +78,7 @@ class RankMemory:
         self.kept_tokens = 0
         self._rank_tokens = rank_tokens
         self._told = told
+        self._ranks = 0  # One more than the highest that was given anything.
         self._held: dict[RankId, _Held] = {}
         self._ranks_of: dict[int, int] = {}  # By block: 1 << rank of each that has it.
         self._admissions = 0
@@ -88,16 +89,22 @@ class RankMemory:
 
     def kept(self, ticket: Ticket) -> dict[RankId, int]:
         """Return the ranks that should have a beginning of a prompt, and its tokens."""
+        ranks = self._ranks
+        if self._told is not None:
+            ranks = max(ranks, 1 + max(self._told.engines, default=-1))
+        return {RankId(n): tokens for n, tokens in enumerate(self.row(ticket, ranks)) if tokens}
+
+    def row(self, ticket: Ticket, ranks: int) -> list[int]:
+        """Return the tokens of a prompt's beginning that each of so many ranks should have."""
         # The last token is always computed: its output is the answer's first token.
         most = ticket.prompt_tokens - 1
-        blocks, tokens = _sampled(ticket)
-        found = {rank: min(round(n * tokens), most) for rank, n in self._leading(blocks).items()}
+        row = self._given(ticket, ranks)
         if self._told is not None:
-            self._correct(found, self._told, ticket)
+            self._correct(row, self._told, ticket)
         turn = self._sessions.get(ticket.session)
-        if turn is not None and self._remembers(turn):
-            found[turn.rank] = max(found.get(turn.rank, 0), min(turn.tokens, most))
-        return found
+        if turn is not None and turn.rank < ranks and self._remembers(turn):
+            row[turn.rank] = max(row[turn.rank], min(turn.tokens, most))
+        return row
 
     def keeping(self, ranks: int, open_ranks: int) -> "Keeping":
         """Return what the ranks have now, G of which so many are open."""
@@ -114,6 +121,7 @@ class RankMemory:
     def add(self, ticket: Ticket, rank: RankId) -> None:
         """Note that a rank gets a request, and so has its blocks soon."""
         self._admissions += 1
+        self._ranks = max(self._ranks, rank + 1)
         held = self._held.setdefault(rank, _Held())
         blocks, tokens = _sampled(ticket)
         ranks_of, bit, order = self._ranks_of, 1 << rank, held.blocks
@@ -165,42 +173,52 @@ class RankMemory:
         for session in [one for one, last in sessions.items() if last and last.rank == rank]:
             del sessions[session]
 
-    def _leading(self, blocks: tuple[int, ...]) -> dict[RankId, int]:
-        """Return how many of a prompt's first blocks each rank has that has any."""
-        found: dict[RankId, int] = {}
-        ranks_of, known = self._ranks_of, 0
-        ranks = ranks_of.get(blocks[0], 0) if blocks else 0
-        while ranks:
+    def _given(self, ticket: Ticket, ranks: int) -> list[int]:
+        """Return what the ranks should have by what they were given."""
+        blocks, tokens = _sampled(ticket)
+        ranks_of, most = self._ranks_of, ticket.prompt_tokens - 1
+        missing = (1 << ranks) - 1
+        having = ranks_of.get(blocks[0], 0) & missing if blocks else 0
+        missing ^= having
+        levels, known = [(missing, 0)], 0
+        while having:
             # They all have one block more than `known`. By binary search: how many do all of them have?
-            least, most = known + 1, len(blocks)
-            while least < most:
-                middle = (least + most) // 2
-                if ranks_of.get(blocks[middle], 0) & ranks == ranks:
+            least, end = known + 1, len(blocks)
+            while least < end:
+                middle = (least + end) // 2
+                if ranks_of.get(blocks[middle], 0) & having == having:
                     least = middle + 1
                 else:
-                    most = middle
+                    end = middle
             known = least
-            further = ranks_of.get(blocks[known], 0) & ranks if known < len(blocks) else 0
-            ending = ranks ^ further
-            while ending:
-                last = ending & -ending
-                found[RankId(last.bit_length() - 1)] = known
-                ending ^= last
-            ranks = further
-        return found
+            further = ranks_of.get(blocks[known], 0) & having if known < len(blocks) else 0
+            levels.append((having ^ further, min(round(known * tokens), most)))
+            having = further
+        # Most ranks have the same: nothing, or what many prompts begin with.
+        levels.sort(key=_size)
+        row = [levels.pop()[1]] * ranks
+        for some, count in levels:
+            left = some
+            while left:
+                last = left & -left
+                row[last.bit_length() - 1] = count
+                left ^= last
+        return row
 
-    def _correct(self, found: dict[RankId, int], told: EngineBlocks, ticket: Ticket) -> None:
+    def _correct(self, row: list[int], told: EngineBlocks, ticket: Ticket) -> None:
         """Replace what is estimated of ranks that tell what they have."""
         of_tokens = ticket.token_blocks
         blocks = ticket.blocks if of_tokens else told.texts.tokens(ticket.blocks)
-        for number in told.engines if blocks else ():
-            rank, there = RankId(number), told.leading(number, blocks)
+        for rank in told.engines if blocks else ():
+            if rank >= len(row):
+                continue
+            there = told.leading(rank, blocks)
             tokens = min(there * told.block_tokens, ticket.prompt_tokens - 1)
             # Of a text, what follows the part whose tokens are known may be there too.
             all_told = of_tokens or there < len(blocks)
-            if not (all_told and told.knowledge(number) is Knowledge.ALL):
-                tokens = max(tokens, found.get(rank, 0))
-            found[rank] = tokens
+            if not (all_told and told.knowledge(rank) is Knowledge.ALL):
+                tokens = max(tokens, row[rank])
+            row[rank] = tokens
 
     def _remembers(self, turn: _Turn) -> bool:
         """Return whether a turn's rank has not been given so much since that it dropped it."""
@@ -251,13 +269,14 @@ class Keeping(NamedTuple):
         """Return what the ranks have of a waiting request's prompt."""
         known = entry.kept
         if known is None or known.until <= self.admissions:
-            tokens = [0] * self.ranks
-            for rank, count in self.memory.kept(entry.ticket).items():
-                if rank < self.ranks:
-                    tokens[rank] = count
+            tokens = self.memory.row(entry.ticket, self.ranks)
             mean = sum(tokens) / max(1, self.open_ranks)
             known = entry.kept = Kept(tokens, mean, self.admissions + _LASTS)
         return known
+
+
+def _size(level: tuple[int, int]) -> int:
+    return level[0].bit_count()
 
 
 def _sampled(ticket: Ticket) -> tuple[tuple[int, ...], float]:
