@@ -1,8 +1,8 @@
 """Print what it brings that a conversation's next turn returns to the rank that has its beginning.
 
-    python scripts/turns_table.py OUT_DIR prefill [--load U] [--requests N]
-    python scripts/turns_table.py OUT_DIR mooncake [--load U] [--requests N]
-    python scripts/turns_table.py OUT_DIR conversations [--load U] [--requests N]
+    python scripts/turns_table.py OUT_DIR prefill [--load U] [--rule TEXT] [--requests N] [--keep]
+    python scripts/turns_table.py OUT_DIR mooncake [--load U] [--rule TEXT] [--requests N] [--keep]
+    python scripts/turns_table.py OUT_DIR conversations [--load U] [--rule TEXT] [--requests N] [--keep]
 
 Each row is a `balanceroute simulate` command. `prefill`: on the public Mooncake trace of conversations,
 prefillers compute all prompts, chosen by their prefix caches, or ranks compute what they lack of them
@@ -15,6 +15,7 @@ system prompts of four, with five.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,7 +168,9 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--load", type=float, metavar="U", help="this one alone")
+    parser.add_argument("--rule", default="", metavar="TEXT", help="those with it in their names")
     parser.add_argument("--requests", type=positive, metavar="N")
+    parser.add_argument("--keep", action="store_true", help="use the figures that OUT_DIR has")
     arguments = parser.parse_args()
     table = TABLES[arguments.table]
     count = arguments.requests or table.requests
@@ -185,9 +188,14 @@ def main() -> int:
         common = f"--trace {trace} --rate {round(load * table.rate, 3)} {table.command}"
         base: dict[str, Any] = {}
         for number, (rule, options) in enumerate(table.rules.items()):
+            if arguments.rule not in rule:
+                continue
             path = arguments.out / f"{arguments.table}_{load}_{number}.json"
-            command = f"{common} {options}"
-            (row,) = simulated(command, path)["results"]
+            kept = arguments.keep and path.exists()
+            report = (
+                json.loads(path.read_bytes()) if kept else simulated(f"{common} {options}", path)
+            )
+            (row,) = report["results"]
             if not base or rule == "BR-H":
                 base = row
             if arguments.table == "prefill":

@@ -252,6 +252,8 @@ class Scheduler:
         self._holdings.take(request, self.config, emitted=emitted)
         if isinstance(event.phase, OnPrefiller):
             self.leases.prefill_began(request, now_ns, event.phase.since_ns)
+        if self.intake.memory is not None and request.rank is not None:
+            self.intake.memory.add(request.ticket, request.rank)
         # Others may be adopted yet: nothing starts before the next tick.
         return []
 

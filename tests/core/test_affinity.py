@@ -1,6 +1,7 @@
 """The price of tokens that a rank need not pull: where it sends a request, and what it may not do."""
 
 import random
+from dataclasses import replace as replace_data
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from balanceroute.proxy.core.events import (
     Admit,
     DecodeStarted,
     Event,
+    InBatch,
     PrefillDone,
     RankClosed,
     RankId,
     RankOpened,
+    RequestAdopted,
     RequestArrived,
     RequestFinished,
     RequestId,
@@ -233,6 +236,18 @@ def test_the_scheduler_tells_what_ranks_get_and_lose() -> None:
     assert other != home
     feed(RankOpened(home))
     assert serve(4) == other
+    # What waits is looked up anew when ranks are added.
+    for number in range(5, 10):
+        feed(RequestArrived(RequestId(number), ticket), PrefillDone(RequestId(number), 210))
+    assert [type(one) for one in feed(Tick())] == [Admit] * 3
+    inputs = replace_data(inputs, ranks=3)
+    grown = SchedulerConfig(ranks=3, batch_limit=2)
+    scheduler.reconfigure(grown, make_policy("br-0", inputs))
+    assert {one.rank for one in feed(Tick()) if isinstance(one, Admit)} == {2}
+    # One that an earlier scheduler sent to a rank is there, too.
+    on_rank = InBatch(RankId(2), tokens=1)
+    feed(RequestAdopted(RequestId(50), replace(ticket, blocks=(8,)), on_rank, 205, 0))
+    assert memory.kept(Ticket(300, blocks=(8, 9), block_tokens=100)) == {2: 100}
 
 
 @pytest.mark.parametrize("policy", BALANCED)
