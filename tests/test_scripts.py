@@ -620,9 +620,10 @@ def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:
         policy = getattr(rules, name)(inputs)
         return next((one.rank for one in policy.dispatch(fleet, pool, 0)), None)
 
-    assert rank("sticky", [7, 0, 0], [400, 300, 0], [9_000, 5, 0]) == 0
-    assert rank("sticky", [8, 0, 0], [400, 300, 0], [9_000, 5, 0]) is None
-    assert rank("sticky", [8, 0, 0], [400, 400, 0], [9_000, 5, 0]) == 1
+    assert rank("sticky", [7, 0, 0], [4_000, 3_000, 0], [9_000, 5, 0]) == 0
+    assert rank("sticky", [8, 0, 0], [4_000, 3_000, 0], [9_000, 5, 0]) is None
+    assert rank("sticky", [8, 0, 0], [4_000, 4_000, 0], [9_000, 5, 0]) == 1
+    assert rank("sticky", [7, 0, 0], [2_560, 2_000, 0], [9_000, 5, 0]) == 2
     assert rank("cache_aware", [8, 1, 0], [400, 200, 0], [9_000, 5, 0]) == 0
     assert rank("cache_aware", [9, 1, 0], [400, 200, 0], [9_000, 5, 0]) == 2
     assert rank("cache_aware", [8, 1, 0], [300, 200, 0], [9_000, 5, 0]) == 2

@@ -15,6 +15,8 @@ from balanceroute.proxy.core.pool import Pool, PoolEntry
 _LONGER, _TIMES_LONGER = 8, 1.5
 # SMG: the least share of a prompt that is followed.
 _MATCH = 0.3
+# Tokens of a beginning that conversations may share, as a system prompt: affinity alone follows longer ones.
+_SHARED = 2_560
 
 
 def kept_tokens(fleet: Fleet, entry: PoolEntry) -> NDArray[np.float64]:
@@ -25,7 +27,10 @@ def kept_tokens(fleet: Fleet, entry: PoolEntry) -> NDArray[np.float64]:
 
 
 class Sticky:
-    """Affinity alone: a request waits for the rank with most of its prompt, whatever its load."""
+    """Affinity alone: a turn waits for the rank with most of its prompt, whatever its load.
+
+    A conversation begins on the rank with a free slot and the fewest tokens.
+    """
 
     projection = None
     next_decision_ns = None
@@ -38,7 +43,7 @@ class Sticky:
         if not fleet.free:
             return assignments
         for entry in list(pool):
-            kept = kept_tokens(fleet, entry)
+            kept = np.maximum(kept_tokens(fleet, entry), _SHARED)
             home = int(kept.argmax())
             best = kept == kept[home]
             if not fleet.free_slots[home] and np.count_nonzero(best) == 1:
