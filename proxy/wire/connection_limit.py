@@ -3,11 +3,14 @@
 Rules:
 1. A new connection takes the place of one that has no request with the application, or none that is
    complete: `Loss` orders them. Among equals it is one of the address that has most of them, and of
-   those the oldest. So who leaves connections unfinished loses them first, however many there are.
+   those the oldest, counted older by `NEW_S` if nothing has come. So who leaves connections unfinished
+   loses them first, however many there are, and a head that is arriving stays beside those who send nothing.
 2. An address that has more than a quarter of the places takes none from an address that has not: nobody
    takes all of them by connecting often. This binds only at the limit, as one address may stand for many
    clients (a gateway). A limit per address takes the place of this rule.
-3. If no place can be had, the first request of a new connection is answered with 503, or with 429 if its
+3. At the limit a new connection waits until what has arrived on all of them has been read: before that
+   nobody knows who has a request. After a standstill, all come at once and unread.
+4. If no place can be had, the first request of a new connection is answered with 503, or with 429 if its
    address has as many as its own limit allows. A few new connections may wait for that answer; more are
    aborted.
 """
@@ -58,9 +61,10 @@ class Loss(IntEnum):
     """An answer that the client has not read yet; see `ServerLimits.unread_gives_way`."""
 
 
-def loss_of_head(since_s: float, now_s: float) -> tuple[Loss, float]:
+def loss_of_head(since_s: float, now_s: float, *, begun: bool) -> tuple[Loss, float]:
     """Return what `Evictable.gives_way` does for a head that is awaited or has begun then."""
-    return (Loss.LATE_HEAD if since_s <= now_s - NEW_S else Loss.NEW), since_s
+    loss = Loss.LATE_HEAD if since_s <= now_s - NEW_S else Loss.NEW
+    return loss, since_s if begun else since_s - NEW_S
 
 
 def loss_of_body(
@@ -78,7 +82,7 @@ class Evictable(Protocol):
     """A connection that the limit may close."""
 
     def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
-        """Return what is lost if it is closed, and since when that is so; None if it is at work."""
+        """Return what is lost if it is closed, and since when that counts; None if it is at work."""
 
     def evict(self) -> bool:
         """Close if it gives way; return whether it was closed."""
@@ -122,6 +126,10 @@ class ConnectionLimit:
         self._closed = 0  # Since then.
         self._log_at_s = 0.0
         self._unlogged = 0
+
+    def is_full(self, waiting: int) -> bool:
+        """Return whether one more needs the place of another one, if so many wait for one."""
+        return self._most is not None and len(self._hosts) + waiting >= self._most
 
     def take(self, newcomer: Evictable, host: str, others: Iterable[Evictable]) -> bool:
         """Count a new connection; return whether it is served.
@@ -174,7 +182,9 @@ class ConnectionLimit:
         now_s = self._clock()
         for one in list(connections):
             found = one.gives_way(now_s)
-            if found is not None and found[1] <= now_s - NEW_S and one.evict():
+            if found is None or found[0] is Loss.NEW or found[1] > now_s - NEW_S:
+                continue
+            if one.evict():
                 self.evicted += 1
 
     def _evict_for(self, host: str, most: int, others: Iterable[Evictable]) -> bool:

@@ -1,8 +1,9 @@
 """Clients that hold connections without a request: they keep nobody out, of either listener."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -92,3 +93,43 @@ def test_a_head_of_the_admin_listener_has_two_seconds(play: "Play") -> None:
         writer.close()
 
     play(scenario)
+
+
+@pytest.mark.parametrize("begun", [b"", HALF])
+def test_after_a_standstill_nobody_gives_way_whose_request_was_not_read(
+    play: "Play", begun: bytes
+) -> None:
+    """All that came meanwhile is accepted at once, before any of it is read."""
+    data = json.dumps(BODY).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(request)
+        line = b"?"
+        with suppress(ConnectionError):
+            while line and b"HTTP/1.1 " not in line:  # Before it is the last answer's rest.
+                line = await reader.readline()
+        return line[-17:]
+
+    async def scenario(site: "Site") -> None:
+        ports = [front.server.port for front in site.world.fronts]
+        kept = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
+        assert {await ask(*one) for one in kept} == {b"HTTP/1.1 200 OK\r\n"}
+        await asyncio.sleep(1.0)
+        site.world.stand_still(0.3)
+        clients = [
+            asyncio.create_task(asyncio.open_connection("127.0.0.1", port))
+            for port in ports
+            for _ in range(LIMIT // 2)
+        ]
+        opened = [*await asyncio.gather(*clients), *kept]
+        asked = [asyncio.create_task(ask(*one)) for one in opened]
+        async with held(ports, begun, 2 * LIMIT):
+            assert set(await asyncio.gather(*asked)) == {b"HTTP/1.1 200 OK\r\n"}
+        for front in site.world.fronts:
+            assert front.server.limit.rejected["limit"] == 0
+        for _, writer in opened:
+            writer.close()
+
+    play(scenario, flags={"connection_limit": LIMIT})

@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
+import uvloop
 
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit
 from balanceroute.proxy.wire.http1.server import Reply, Server
+from balanceroute.proxy.wire.http1.server_connection import ServerConnection
+from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 
 if TYPE_CHECKING:
@@ -186,6 +190,81 @@ def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
 
 HALF = GET[:-2]
 UPLOAD = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n{"
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_nobody_gives_way_whose_request_was_not_read(run: Callable[..., None]) -> None:
+    """They are accepted all at once, in one turn of the loop."""
+
+    async def main() -> None:
+        desk = Desk()
+        server = Server(desk, limits=ServerLimits(connection_limit=8))
+        await server.start("127.0.0.1", 0)
+        sockets = []
+        for _ in range(9):  # The kernel's queue has room for them.
+            sockets.append(socket.create_connection(("127.0.0.1", server.port)))
+            sockets[-1].sendall(GET)
+        clients = [Client(*await asyncio.open_connection(sock=one)) for one in sockets]
+        for client in clients:
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+        assert (server.limit.evicted, server.limit.rejected["limit"]) == (1, 0)
+        for client in clients:
+            client.writer.transport.abort()
+        server.close()
+        await server.drain()
+
+    run(main())
+
+
+def test_what_a_newcomer_sends_while_it_waits_for_a_place_is_served_in_order() -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        holder = await connect()
+        placed = ServerConnection.placed
+        arrived: list[bytes] = []
+
+        def late(connection: ServerConnection, *, is_served: bool) -> None:
+            arrived.append(bytes(connection._incoming.buffer))
+            placed(connection, is_served=is_served)
+
+        late_by = Service.after_reads
+
+        def much_later(service: Service, *args: Any) -> None:
+            loop.call_later(0.5, late_by, service, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ServerConnection, "placed", late)
+            patch.setattr(Service, "after_reads", much_later)
+            newcomer, leaves = await connect(), await connect()
+            newcomer.writer.write(GET + GET)
+            newcomer.writer.write_eof()
+            leaves.writer.write(GET)
+            leaves.writer.transport.abort()
+            await asyncio.sleep(1.0)
+        assert arrived == [GET + GET]
+        answer = await newcomer.reader.read()
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert await holder.is_closed()
+        assert (server.limit.evicted, server.connections) == (1, 0)
+
+    play(scenario, connection_limit=1, half_close=True)
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.5])
+def test_a_head_in_pieces_stays_beside_those_who_send_nothing(age_s: float) -> None:
+    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
+        slow = await connect()
+        slow.writer.write(HALF)
+        for _ in range(7):
+            await connect()
+        await asyncio.sleep(age_s)
+        for _ in range(7):
+            assert (await (await connect()).ask(b"/")).startswith(b"HTTP/1.1 200 ")
+            await connect()  # Another one in the place of one that has had its answer.
+        slow.writer.write(GET[-2:])
+        assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+    play(scenario, connection_limit=8)
 
 
 @pytest.mark.parametrize("begun", [b"", b"G", HALF, UPLOAD, UPLOAD[:-1]])

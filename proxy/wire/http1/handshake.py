@@ -26,7 +26,7 @@ class Handshake(asyncio.Protocol):
         context: For TLS.
     """
 
-    __slots__ = ("_begun_s", "_context", "_is_served", "_service", "_shaking", "deadline_s")
+    __slots__ = ("_begun_s", "_context", "_is_served", "_own", "_service", "_shaking", "deadline_s")
 
     def __init__(self, service: Service, context: SSLContext) -> None:
         self._service = service
@@ -34,6 +34,7 @@ class Handshake(asyncio.Protocol):
         self._begun_s = service.loop.time()
         self.deadline_s = self._begun_s + service.limits.header_timeout_s
         self._is_served = True
+        self._own: socket.socket | None = None  # Until it begins.
         self._shaking: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -41,25 +42,30 @@ class Handshake(asyncio.Protocol):
         accepted = cast("asyncio.Transport", transport)
         address = accepted.get_extra_info("peername")
         try:
-            own = socket.socket(fileno=os.dup(accepted.get_extra_info("socket").fileno()))
+            self._own = socket.socket(fileno=os.dup(accepted.get_extra_info("socket").fileno()))
         except OSError:  # There is no descriptor left, or the client has gone.
             return
         finally:
             accepted.abort()
-        own.setblocking(False)
-        self._is_served = self._service.add(self, address[0] if address else "")
-        if self._is_served or self._service.limit.rejection(self) is not None:
+        self._own.setblocking(False)
+        self._service.add(self, address[0] if address else "")
+
+    def placed(self, *, is_served: bool) -> None:
+        """See `SweptConnection`."""
+        self._is_served = is_served
+        if is_served or self._service.limit.rejection(self) is not None:
+            own, self._own = self._own, None
+            assert own is not None
             self._shaking = self._service.loop.create_task(self._shake(own))
         else:
-            own.close()
-            self._service.remove(self, served=False)
+            self.drop()
 
     def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
         """See `Evictable`."""
         shaking = self._shaking
         if shaking is None or shaking.cancelling():
             return None
-        return loss_of_head(self._begun_s, now_s)
+        return loss_of_head(self._begun_s, now_s, begun=True)  # Nobody knows.
 
     def evict(self) -> bool:
         """See `Evictable`."""
@@ -72,6 +78,10 @@ class Handshake(asyncio.Protocol):
         """Abort now."""
         if self._shaking is not None:
             self._shaking.cancel()
+        elif self._own is not None:
+            self._own.close()
+            self._own = None
+            self._service.remove(self, served=self._is_served)
 
     def end(self, idle_s: float) -> None:
         """See `SweptConnection`: its client has not asked for anything yet."""

@@ -160,7 +160,7 @@ class Server:
         for listener in (*self._listeners, *self._further):
             listener.pause()
         if self._service is not None:
-            self._service.limit.shed(self._service.connections)
+            self._service.after_reads(self._service.shed)
 
     async def resume(self) -> None:
         """Accept again. Raises OSError: there is no file descriptor for it."""

@@ -44,6 +44,9 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class _Stage(Enum):
+    WAITING = (
+        auto()
+    )  # For a place within the connection limit: what arrives is read, and not looked at.
     HEAD = auto()  # Between requests, or reading a head.
     BODY = auto()
     ANSWER = auto()  # The application has the request.
@@ -55,6 +58,7 @@ class _Stage(Enum):
 
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _HEAD, _BODY, _ANSWER = _Stage.HEAD, _Stage.BODY, _Stage.ANSWER
+_WAITING = _Stage.WAITING
 
 
 class ServerConnection(asyncio.Protocol):
@@ -75,7 +79,7 @@ class ServerConnection(asyncio.Protocol):
         self._shaken = shaken
         self._peer = ""
         self._is_served = True
-        self._stage = _HEAD
+        self._stage = _WAITING
         self._incoming = IncomingRequest(service.limits, service.bodies, clock=service.loop.time)
         self._eof = False
         self._reading = True
@@ -107,14 +111,26 @@ class ServerConnection(asyncio.Protocol):
         self.closes_after_answer = service.stopping  # It was accepted just before the stop.
         shaken, self._shaken = self._shaken, None
         if shaken is None:
-            self._is_served = service.add(self, host)
+            service.add(self, host)
         else:
-            self._is_served = service.take_place(self, shaken)
-        if not self._is_served:
-            self._stage = _Stage.REJECTED
-            self.deadline_s = self._since_s + _LINGER_S
-            if service.limit.rejection(self) is None:
-                self._abort()
+            self.placed(is_served=service.take_place(self, shaken))
+
+    def placed(self, *, is_served: bool) -> None:
+        """See `SweptConnection`."""
+        self._is_served = is_served
+        if self._stage is not _WAITING:
+            return  # It is about to be lost.
+        if is_served:
+            self._stage = _HEAD
+            if self._incoming.buffer or self._eof:
+                self._advance()
+            return
+        self._stage = _Stage.REJECTED
+        self.deadline_s = self._since_s + _LINGER_S
+        if self._service.limit.rejection(self) is None:
+            self._abort()
+        elif self._incoming.buffer:
+            self._refuse_connection()
 
     def data_received(self, data: bytes) -> None:
         """Process the next bytes from the client."""
@@ -133,7 +149,7 @@ class ServerConnection(asyncio.Protocol):
                     if body is not None:
                         self._dispatch(body)
                 self._advance()
-            case _Stage.HEAD | _Stage.ANSWER:
+            case _Stage.HEAD | _Stage.ANSWER | _Stage.WAITING:
                 incoming.buffer += data
                 self._bound_waiting()
             case _Stage.REJECTED:
@@ -144,7 +160,7 @@ class ServerConnection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """Process the client's FIN; see `ServerLimits.half_close`. True keeps the connection open."""
-        if self._stage is not _ANSWER:
+        if self._stage not in (_ANSWER, _WAITING):
             self._close()
             return False
         if (
@@ -233,7 +249,7 @@ class ServerConnection(asyncio.Protocol):
             since_s = self.deadline_s - _LINGER_S
             # Before that its answer may be on its way, and a reset would overtake it.
             return (Loss.NOTHING, since_s) if since_s <= now_s - NEW_S else None
-        if stage in (_ANSWER, _Stage.REJECTED, _Stage.GONE):
+        if stage in (_ANSWER, _WAITING, _Stage.REJECTED, _Stage.GONE):
             return None
         if self._transport.get_write_buffer_size():
             unread = self._service.limits.unread_gives_way and stage is not _BODY
@@ -245,7 +261,7 @@ class ServerConnection(asyncio.Protocol):
         if stage is not _HEAD:
             return None
         if incoming.begun:
-            return loss_of_head(self._since_s, now_s)
+            return loss_of_head(self._since_s, now_s, begun=bool(incoming.buffer))
         return None if incoming.buffer else (Loss.IDLE, self._since_s)
 
     def evict(self) -> bool:
@@ -295,7 +311,7 @@ class ServerConnection(asyncio.Protocol):
                 self._abort()
             case _Stage.ANSWER | _Stage.LINGER | _Stage.CLOSING:
                 self._check_stall(now_s)
-            case _Stage.GONE:
+            case _Stage.WAITING | _Stage.GONE:
                 pass
 
     # Reading.

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVarTuple
 
 from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
@@ -17,6 +17,8 @@ from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
 from balanceroute.proxy.wire.turn_writes import WriteTurn
 from balanceroute.proxy.wire.write_progress import WriteProgress
+
+Ts = TypeVarTuple("Ts")
 
 Admit = Callable[[RequestHead, str], Rejection | None]
 """Checks a head and the client's address before the body is read."""
@@ -41,6 +43,9 @@ class SweptConnection(Evictable, Protocol):
     """
 
     deadline_s: float
+
+    def placed(self, *, is_served: bool) -> None:
+        """Begin: it is counted, or rejected by the limit."""
 
     def expire(self, now_s: float) -> None:
         """Act on a deadline that has passed."""
@@ -97,6 +102,7 @@ class Service:
             limits.keep_alive_timeout_s, WriteProgress(limits.write_timeout_s).check_s
         )
         self.connections: dict[SweptConnection, None] = {}
+        self._waiting: dict[SweptConnection, str] = {}  # For a place, with their hosts.
         self.stopping = False
         self.on_empty: Callable[[], None] | None = None
         shortest_s = min(
@@ -110,13 +116,33 @@ class Service:
         self._due_s = 0.0
         self._woke = False
 
-    def add(self, connection: SweptConnection, host: str) -> bool:
-        """Count a new connection; return whether it is served."""
-        is_served = self.limit.take(connection, host, self.connections)
+    def add(self, connection: SweptConnection, host: str) -> None:
+        """Count a new connection, and place it: at once unless another one has to make room."""
+        waits = self.limit.is_full(len(self._waiting))
+        is_served = not waits and self.limit.take(connection, host, self.connections)
         self.connections[connection] = None
         if self._timer is None:
             self._plan_sweep()
-        return is_served
+        if waits:
+            self._waiting[connection] = host
+            self.after_reads(self._place, connection)
+        else:
+            connection.placed(is_served=is_served)
+
+    def after_reads(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Call back once the loop has read what has arrived by now."""
+        # The loop looks for what has arrived between two turns of what is called soon. A new connection is
+        # one turn late: the loop begins to read when the protocol knows of it.
+        self.loop.call_soon(self.loop.call_soon, callback, *args)
+
+    def shed(self) -> None:
+        """Close connections that are idle."""
+        self.limit.shed(self.connections)
+
+    def _place(self, connection: SweptConnection) -> None:
+        host = self._waiting.pop(connection, None)
+        if host is not None:
+            connection.placed(is_served=self.limit.take(connection, host, self.connections))
 
     def take_place(self, connection: SweptConnection, of: SweptConnection) -> bool:
         """Count a connection in place of another one; return whether it is served."""
@@ -127,7 +153,8 @@ class Service:
     def remove(self, connection: SweptConnection, *, served: bool) -> None:
         """Remove a lost connection."""
         del self.connections[connection]
-        self.limit.leave(connection, served=served)
+        if self._waiting.pop(connection, None) is None:
+            self.limit.leave(connection, served=served)
         if self.connections:
             return
         if self._timer is not None:

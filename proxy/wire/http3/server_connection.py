@@ -84,6 +84,7 @@ class Http3ServerConnection:
         self._turned_away: int | None = None  # Streams from here on, as the client was told.
         self._last_s = 0.0  # Until when one more request is waited for then.
         self._is_counted = self._is_served = False
+        self._early: list[QuicEvent] | None = None  # What came before it had a place.
         self._idle_since_s = service.loop.time()
 
     # What happens.
@@ -95,6 +96,8 @@ class Http3ServerConnection:
                 self._begin()
             case ConnectionTerminated():
                 self._gone()
+            case _ if self._early is not None:
+                self._early.append(event)
             case StreamDataReceived():
                 self._on_data(event)
             case StreamReset() | StopSendingReceived():
@@ -121,14 +124,24 @@ class Http3ServerConnection:
         self._idle_since_s = service.loop.time()
         self.deadline_s = self._idle_since_s + service.limits.header_timeout_s
         self._is_counted = True
-        self._is_served = service.add(self, self._host)
-        if not self._is_served:
-            self.rejection = service.limit.rejection(self)
+        self._early = []
+        service.add(self, self._host)
+
+    def placed(self, *, is_served: bool) -> None:
+        """See `SweptConnection`."""
+        self._is_served = is_served
+        if not is_served:
+            self.rejection = self.service.limit.rejection(self)
             self.deadline_s = self._idle_since_s + _LINGER_S
             if self.rejection is None:
                 self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
-        elif service.stopping:
+        elif self.service.stopping:
             self.end(0.0)
+        early, self._early = self._early or (), None
+        for event in early:
+            self.on_event(event)
+        if early:
+            self._carrier.send_soon()
 
     def _on_data(self, event: StreamDataReceived) -> None:
         if not self._is_counted:
@@ -264,7 +277,7 @@ class Http3ServerConnection:
             return max(known) if len(known) == len(found) else None
         if self._numbers.end:
             return Loss.IDLE, self._idle_since_s
-        return loss_of_head(self._idle_since_s, now_s)
+        return loss_of_head(self._idle_since_s, now_s, begun=False)
 
     def evict(self) -> bool:
         """See `Evictable`."""

@@ -236,7 +236,7 @@ class ServerStream:
         match self._stage:
             case _Stage.HEAD:
                 begun_s = self.deadline_s - self._owner.service.limits.header_timeout_s
-                return loss_of_head(begun_s, now_s)
+                return loss_of_head(begun_s, now_s, begun=True)
             case _Stage.BODY:
                 assert self._head is not None
                 expects = self._head.expects_continue
