@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
@@ -213,6 +213,53 @@ def test_who_is_served_by_one_engine_gets_its_answer_too(
 
     fleet = FLEET | {"prefillers": 2, "ranks": 2}
     play(scenario, flags={"direct": direct}, relays=relays, at_rest=False, **fleet)
+
+
+@WORKERS
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("order", ["drain", "remove"])
+def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
+    play: "Play", order: str, role: str, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        first, second = f"{role}/0", f"{role}/1"
+
+        async def give(order: str, engine: str) -> None:
+            url = site.fleet.engine(engine).url
+            values: dict[str, object] = {"role": role, "url": url}
+            if order == "remove":
+                values["force"] = True
+            answer = await site.admin(f"/admin/instances/{order}", values)
+            assert answer.status == 200, answer.body
+
+        async def give_back(engine: str) -> None:
+            values = {"role": role, "url": site.fleet.engine(engine).url}
+            assert (await site.admin("/admin/instances", values)).status == 200
+
+        def here(engine: str) -> int:
+            own = (CHAT, COMPLETIONS)
+            return sum(seen.engine == engine and seen.path in own for seen in site.seen)
+
+        await give("drain", second)
+        site.fleet.faults.set(first, hang=True)
+        bodies = [BODIES[CHAT], BODIES[COMPLETIONS] | {"prompt": "another"}]
+        sent = [site.send(path, one) for path, one in zip((CHAT, COMPLETIONS), bodies, strict=True)]
+        await site.until(lambda: here(first) == 2)
+        site.fleet.faults.set(second, delay_s=0.6)
+        await give_back(second)
+        site.fleet.kill(first)
+        await site.until(lambda: here(second) == 1)  # The other one waits for it to be alone there.
+        await asyncio.sleep(0.3)
+        assert here(second) == 1
+        await give(order, second)
+        await asyncio.sleep(2.0)
+        assert here(second) == 1
+        site.fleet.faults.set(first, hang=False)
+        await site.fleet.restore(first)
+        assert [(await one.end()).status for one in sent] == [200, 200]
+        assert here(second) == 1
+
+    play(scenario, relays=relays, prefillers=2, ranks=2, dp_mode=DpMode.PORTS)
 
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."

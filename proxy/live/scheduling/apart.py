@@ -144,16 +144,23 @@ class Apart:
             self._timer = self._loop.call_later(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        """Give those to their engines that are alone there now, or have waited for long enough."""
+        """Give those to their engines that are alone there now, or have waited for long enough.
+
+        An engine that takes nothing any more gets nothing: its requests go elsewhere.
+        """
         self._timer = None
         for number, (action, until_s) in list(self._held.items()):
             if not self._is_current(action):
                 del self._held[number]
                 continue
             _, chosen = self._engines(action)
-            if chosen.target in self._taken(number) and self._loop.time() < until_s:
+            waits = chosen.target in self._taken(number) and self._loop.time() < until_s
+            if waits and chosen.usable:
                 continue
             del self._held[number]
+            if not chosen.usable:  # It was drained, removed or lost meanwhile.
+                self._move(action)
+                continue
             self.on[number] = chosen.target
             session = self._sessions[number]
             self._isolation.run_for(session, "apart", self._start, session, action)
