@@ -36,8 +36,6 @@ _TELLING = _FINAL | _FAILED | {b"message_delta"}
 _START = b"message_start"
 # They come before anything of the answer.
 _AHEAD = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
-# They repeat what the client sent; beyond this they are not held.
-_MOST_AHEAD_BYTES = 4 << 20
 _COUNTED = b"delta"
 _NOT_COUNTED = b"message_delta"
 # As vLLM writes the events that bring tokens.
@@ -119,7 +117,7 @@ class NamedEventStream(StreamReader):
         may_abort: Returns whether the engine was told to give the answer up.
     """
 
-    __slots__ = ("_ahead", "_complete", "_hands_back", "_may_abort", "_room", "_said", "_usage")
+    __slots__ = ("_complete", "_hands_back", "_may_abort", "_said", "_usage")
 
     def __init__(
         self,
@@ -134,8 +132,6 @@ class NamedEventStream(StreamReader):
         self._usage = usage
         self._hands_back = hands_back
         self._may_abort = may_abort
-        self._ahead: list[bytes] = []  # What waits for something of the answer.
-        self._room = _MOST_AHEAD_BYTES
         self._said = False
 
     @property
@@ -175,8 +171,10 @@ class NamedEventStream(StreamReader):
         if not event.startswith(b"event:") and event_data(event) == DONE:
             return self._take_done(event)
         name = name_of(event)
-        if name in _AHEAD or name == _START:
-            return self._take_opening(event, name)
+        if name == _START:
+            return self._opening.open(self._put_right(event), begins=True)
+        if name in _AHEAD:
+            return self._opening.open(event, begins=False)
         turn = read_turn(event, name)
         if turn is not None:
             event = self._take_turn(turn, event)
@@ -185,23 +183,7 @@ class NamedEventStream(StreamReader):
         if not event:
             return b""
         self._said = True
-        if self._ahead:
-            event = b"".join((*self._ahead, event))
-            self._ahead.clear()
         return event
-
-    def _take_opening(self, event: bytes, name: bytes) -> bytes:
-        if self._opening.resumes:
-            return b""  # The client has one.
-        if name == _START:
-            return self._put_right(event)
-        self._room -= len(event)
-        if self._room < 0 or self._opening.begun:
-            ahead = b"".join((*self._ahead, event))
-            self._ahead.clear()
-            return ahead
-        self._ahead.append(event)
-        return b""
 
     def _take_turn(self, turn: Turn, event: bytes) -> bytes:
         """Note what an event says of the stream; return what of it is the client's."""

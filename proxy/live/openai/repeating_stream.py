@@ -39,6 +39,10 @@ class _Repeating(StreamReader):
         """Return what of any event is the client's; empty if nothing is."""
         return self._pass(super().read(event))
 
+    def release(self) -> bytes:
+        """Return what opens the answer, unless the client has it."""
+        return self._pass(super().release())
+
     def flush(self) -> bytes:
         """Return what is held for an event that does not come."""
         return self._pass(super().flush())

@@ -254,7 +254,12 @@ def _agent_needs_one_engine(api: Api, body: RequestBody, *, member: str, limit: 
     if api is _MESSAGES:
         # vLLM reads the arguments of the call that it demands, which one token does not complete.
         choice = values.get("tool_choice")
-        return "tool_choice" if isinstance(choice, dict) and choice.get("type") == "tool" else ""
+        if isinstance(choice, dict) and choice.get("type") == "tool":
+            return "tool_choice"
+        # A rank refuses to think for longer than it may answer; a prefiller lets it pass.
+        thinking = values.get("thinking")
+        budget = integer(thinking.get("budget_tokens")) if isinstance(thinking, dict) else None
+        return "thinking" if budget is not None and limit is not None and budget >= limit else ""
     # vLLM cuts the prompt to what the limit leaves of the context, so the legs would differ in it.
     if "truncation" in values and values["truncation"] != "disabled":
         return "truncation"

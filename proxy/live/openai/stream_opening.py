@@ -2,13 +2,17 @@
 
 The first event that goes to the client commits the answer. So one without data, for example, waits for the
 first that says something, and if that is an error, neither is sent, and the request may be tried
-elsewhere. Comments that come before all of them are no events, and go to the client at once.
+elsewhere. So does what opens a message or a response: vLLM begins a message before it tells that the request
+has failed, and a response before it has tried. Comments that come before all of
+them are no events, and go to the client at once.
 """
 
 from balanceroute.proxy.wire.sse import event_data
 
 # Comments of many minutes; an engine that sends more of them says nothing by that.
 _MOST_HELD_BYTES = 65_536
+# What opens a response repeats what the client sent; beyond this it is not held.
+_MOST_OPENING_BYTES = 4 << 20
 
 
 class StreamOpening:
@@ -21,9 +25,10 @@ class StreamOpening:
     Attributes:
         begun: Whether anything was the first.
         error: The first event, if it is an error and not the client's.
+        waits: Whether what opens the answer waits, though the engine has begun with it.
     """
 
-    __slots__ = ("_held", "_room", "begun", "error", "resumes")
+    __slots__ = ("_held", "_opening_room", "_room", "begun", "error", "resumes", "waits")
 
     def __init__(self, *, resumes: bool) -> None:
         self.resumes = resumes
@@ -31,13 +36,34 @@ class StreamOpening:
         self.begun = False
         self._held: list[bytes] = []
         self._room = _MOST_HELD_BYTES
+        self._opening_room = _MOST_OPENING_BYTES
+        self.waits = False
 
     def begin(self, event: bytes) -> bytes:
         """Return an event with what was held before it; empty stays empty."""
         if self.begun or not event:
             return event
-        self.begun = True
+        self.begun, self.waits = True, False
         return b"".join([*self._held, event])
+
+    def open(self, event: bytes, *, begins: bool) -> bytes:
+        """Return an event that only opens the answer; empty if it is held, or the client has one.
+
+        `begins`: whether the engine sends it with the first token.
+        """
+        if self.resumes:
+            return b""
+        self._opening_room -= len(event)
+        if self.begun or self._opening_room < 0:
+            return event
+        self._held.append(event)
+        self.waits |= begins
+        return b""
+
+    def release(self) -> bytes:
+        """Return what is held, as nothing has come behind it for a while."""
+        self.begun, self.waits = True, False
+        return b"".join(self._held)
 
     def pass_empty(self, event: bytes) -> bytes:
         """Return an event that says nothing, or nothing readable; empty if it is held or left out."""

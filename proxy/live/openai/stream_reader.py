@@ -61,6 +61,15 @@ class StreamReader:
         raise NotImplementedError
 
     @property
+    def waits(self) -> bool:
+        """Whether what opens the answer waits for what follows."""
+        return self._opening.waits
+
+    def release(self) -> bytes:
+        """Return what opens the answer, as nothing has come behind it for a while."""
+        return self._opening.release()
+
+    @property
     def told(self) -> bool:
         """Whether the client may have more of the answer than its opening."""
         return True

@@ -231,6 +231,8 @@ class DecodeAttempt(Attempt):
     def check_deadline(self, now_s: float) -> None:
         """Fail if the answer takes too long to begin, or stands still."""
         session, legs, stream = self._session, self._session.context.legs, self.stream
+        if stream is not None and not stream.started:
+            stream.release_opening(now_s)
         if stream is not None and stream.started:
             limit_s = legs.idle_stream_timeout_s
             if self.engine.status is Status.QUARANTINED and (self.continuable or self.complete):

@@ -86,7 +86,7 @@ def test_the_events_of_other_apis_are_counted_and_pass_as_they_are() -> None:
         b"event: message_stop\ndata: {}\n\n",
     ]
     client = Client(openai=False, cached_tokens=1, resumed_tokens=0).answer(*events).end()
-    assert client.pieces == events
+    assert client.received == b"".join(events)
     assert client.tokens == 1  # Nothing but a delta is a token.
     assert client.turns[-1] == "ended"
 
@@ -128,9 +128,10 @@ def test_what_comes_ahead_of_a_response_waits_for_something_of_it() -> None:
     assert client.turns[0] == "started"
 
 
-def test_an_error_behind_it_is_the_first_event() -> None:
+@pytest.mark.parametrize("ahead", [AHEAD, event("message_start", message={})])
+def test_an_error_behind_it_is_the_first_event(ahead: bytes) -> None:
     failure = event("error", error={"message": "x"})
-    client = Client(openai=False).answer(AHEAD, failure)
+    client = Client(openai=False).answer(ahead, failure)
     assert (client.first_errors, client.pieces) == ([failure], [])
 
 
@@ -163,7 +164,7 @@ def test_a_rank_hands_a_message_back_by_a_stop_sequence() -> None:
     back = {"stop_reason": "stop_sequence", "stop_sequence": "recomputed"}
     start, end = event("message_start", message={}), event("message_delta", delta=back)
     client = Client(openai=False, keep_text=True).answer(start, end)
-    assert (client.turns[-1], client.received) == ("recomputed", start)
+    assert (client.turns[-1], client.received) == ("recomputed", b"")
     assert not client.reader.told
     client = Client(openai=False, keep_text=True).answer(BEGIN[MESSAGES], end)
     assert (client.turns[-1], client.reader.told) == ("recomputed", True)

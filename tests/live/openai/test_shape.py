@@ -138,7 +138,7 @@ def agents(api: Api, **members: object) -> Shape:
             "previous_response_id": None,
             "truncation": "disabled",
         },
-        {"tool_choice": {"type": "any"}, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"tool_choice": {"type": "any"}, "thinking": {"type": "enabled", "budget_tokens": 6}},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "name": "a"}},
     ],
@@ -154,6 +154,7 @@ def test_agents_requests_take_the_pd_path(api: Api, members: dict[str, object]) 
     [
         (Api.MESSAGES, {"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice"),
         (Api.MESSAGES, {"max_tokens": None}, "max_tokens"),
+        (Api.MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 7}}, "thinking"),
         (Api.MESSAGES, {"max_tokens": 0}, "max_tokens"),
         (Api.MESSAGES, {"max_tokens": "many"}, "max_tokens"),
         (Api.RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),

@@ -345,10 +345,23 @@ def test_an_error_that_the_engine_reported_is_not_told_again_when_it_breaks_off(
 
 def test_a_stream_of_named_events_is_complete_with_its_final_one() -> None:
     start, stop = (b"event: message_%s\ndata: {}\n\n" % one for one in (b"start", b"stop"))
-    for events, turn in ([start], "broken"), ([start, stop], "cut"):
+    token = b"event: content_block_delta\ndata: {}\n\n"
+    for events, turn in ([start, token], "broken"), ([start, token, stop], "cut"):
         client = Client(openai=False).answer(*events)
         client.leg.on_error(GONE)
         assert (client.turns[-1], client.received) == (turn, b"".join(events))
+
+
+def test_what_opens_a_message_waits_a_moment_for_what_follows() -> None:
+    start = b"event: message_start\ndata: {}\n\n"
+    client = Client(openai=False).answer(start)
+    client.leg.release_opening(client.now_s + 0.1)
+    assert client.turns == []
+    client.leg.release_opening(client.now_s + 0.3)
+    assert (client.received, client.turns[0]) == (start, "started")
+    created = Client(openai=False).answer(b"event: response.created\ndata: {}\n\n")
+    created.leg.release_opening(created.now_s + 99.0)
+    assert created.turns == []  # The engine says that before it has begun.
 
 
 @pytest.mark.parametrize("started", [True, False])
