@@ -220,7 +220,8 @@ class Judge:
             return Verdict("aborted", [one for one in wrong if one])
         if verdict.wrong and may_end_with_the_prefill(request):
             ended = await self._oracle.answer(request, as_prefiller=True)
-            sooner = self._compare(client, request, received, Expectation(request, ended))
+            told = Expectation(request, ended, cached_known=self._cached_known)
+            sooner = self._compare(client, request, received, told)
             if not sooner.wrong:
                 verdict = Verdict("ended by the prefiller", [])
         if verdict.wrong and self._gives_up and request.path == RESPONSES:
@@ -300,10 +301,14 @@ class Judge:
         self, client: Client, request: ClientRequest, received: Received, expected: Expectation
     ) -> Verdict:
         if request.stream:
-            return self._judge_stream(client, received, expected)
+            # A message's stream that an engine fails on ends in good order with the error.
+            ends_well = client.visit.http_1_0 or request.path == MESSAGES
+            return self._judge_stream(client, received, expected, ends_well=ends_well)
         return _judge_whole(client, received, expected)
 
-    def _judge_stream(self, client: Client, received: Received, expected: Expectation) -> Verdict:
+    def _judge_stream(
+        self, client: Client, received: Received, expected: Expectation, *, ends_well: bool
+    ) -> Verdict:
         body = bytes(received.body)
         if received.ending is Ending.COMPLETE and not expected.differs(body):
             return Verdict("exact", [], expected)
@@ -319,7 +324,7 @@ class Judge:
                 wrong.append("it goes on after an error")
             # An engine that fails ends its stream in good order; the proxy does not. HTTP/1.0
             # shows no difference.
-            if received.ending is Ending.COMPLETE and not after and not client.visit.http_1_0:
+            if received.ending is Ending.COMPLETE and not after and not ends_well:
                 wrong.append("its stream ends as if there had been no error")
             # A prefiller's first token may have begun a stream that then waited too long for a rank.
             true = _GIVEN_UP in events[errors[0]] or _EXPIRED in events[errors[0]]
