@@ -2,7 +2,7 @@
 
     python scripts/turns_table.py OUT_DIR prefill [--load U] [--rule TEXT] [--requests N] [--keep]
     python scripts/turns_table.py OUT_DIR mooncake [--load U] [--rule TEXT] [--requests N] [--keep]
-    python scripts/turns_table.py OUT_DIR conversations [--load U] [--rule TEXT] [--requests N] [--keep]
+    python scripts/turns_table.py OUT_DIR conversations [--load U] [--rule TEXT] [--requests N] [--keep] [--seed N]
 
 Each row is a `balanceroute simulate` command. `prefill`: on the public Mooncake trace of conversations,
 prefillers compute all prompts, chosen by their prefix caches, or ranks compute what they lack of them
@@ -170,13 +170,16 @@ def main() -> int:
     parser.add_argument("--load", type=float, metavar="U", help="this one alone")
     parser.add_argument("--rule", default="", metavar="TEXT", help="those with it in their names")
     parser.add_argument("--requests", type=positive, metavar="N")
+    parser.add_argument("--seed", type=int, default=2, help="of the conversations that are made")
     parser.add_argument("--keep", action="store_true", help="use the figures that OUT_DIR has")
     arguments = parser.parse_args()
     table = TABLES[arguments.table]
     count = arguments.requests or table.requests
     arguments.out.mkdir(parents=True, exist_ok=True)
     made = arguments.table == "conversations"
-    read = conversations(count // 4 + 20, 1.0) if made else playable(read_trace(TRACE))
+    read = (
+        conversations(count // 4 + 20, 1.0, arguments.seed) if made else playable(read_trace(TRACE))
+    )
     trace = arguments.out / f"{arguments.table}.jsonl"
     write_native(trace, labelled(read[:count], table.shared_blocks))
     lines = [

@@ -20,13 +20,13 @@ def turns_rate(prefillers: int, load: float) -> float:
     return round(load * prefillers / _WORK, 3)
 
 
-def conversations(number: int, per_s: float = 9.0) -> list[TraceRequest]:
+def conversations(number: int, per_s: float = 9.0, seed: int = 2) -> list[TraceRequest]:
     """Return the turns of conversations: so many begin each second, and have 6.6 turns on average.
 
     Each begins with one of eight system prompts of four blocks. A turn adds 50 to 2,000 tokens and
     the answer before it, ten seconds after that.
     """
-    rng, ids = random.Random(2), count()
+    rng, ids = random.Random(seed), count()
     systems = [[next(ids) for _ in range(4)] for _ in range(8)]
     requests: list[TraceRequest] = []
     start_s = 0.0
