@@ -207,8 +207,7 @@ class RankMemory:
 
     def _correct(self, row: list[int], told: EngineBlocks, ticket: Ticket) -> None:
         """Replace what is estimated of ranks that tell what they have."""
-        of_tokens = ticket.token_blocks
-        blocks = ticket.blocks if of_tokens else told.texts.tokens(ticket.blocks)
+        of_tokens, blocks = ticket.token_blocks, told.beginning(ticket)
         for rank in told.engines if blocks else ():
             if rank >= len(row):
                 continue

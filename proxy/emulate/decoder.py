@@ -22,6 +22,7 @@ from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.emulate.exchange import TokenSequence
 from balanceroute.proxy.emulate.faults import AfterPull
+from balanceroute.proxy.emulate.kv_log import KvLog
 from balanceroute.proxy.emulate.leases import EndedLease, Lease, LeaseBook, LeaseEnd, Misread
 from balanceroute.proxy.emulate.poster import HttpPoster
 from balanceroute.proxy.emulate.prefix_caches import PrefixCaches
@@ -59,9 +60,10 @@ class Decoder:
         poster: HttpPoster,
         counters: Sequence[RankCounters],
         die: Callable[[], None],
+        logs: Sequence[KvLog] = (),
     ) -> None:
         self._counters = counters
-        self._caches = PrefixCaches(settings, counters)
+        self._caches = PrefixCaches(settings, counters, logs)
         self._settings = settings
         self._barrier = barrier
         self._ranks = ranks

@@ -41,6 +41,7 @@ class EmulatedFleet:
     Attributes:
         engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
         kv_logs: With `kv_events`, those of the prefillers since they began last.
+        rank_kv_logs: The same of the ranks, by number; `publish` does not get them.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class EmulatedFleet:
     ) -> None:
         self.settings = settings
         self.kv_logs: dict[Engine, KvLog] = {}
+        self.rank_kv_logs: dict[int, KvLog] = {}
         self._publish = publish
         self._port = 0
         self.engines: list[Engine] = []
@@ -297,14 +299,18 @@ class EmulatedFleet:
                 self.settings, engine, hub.book, engine.counters, log
             )
             return prefiller
+        ranks = list(engine.role.ranks)
+        logs = [KvLog(self.settings, random.Random(rank)) for rank in ranks]
+        self.rank_kv_logs |= zip(ranks, logs, strict=True)
         return Decoder(
             self.settings,
             hub.barrier,
-            list(engine.role.ranks),
+            ranks,
             peer=engine,
             sources=hub.sources,
             book=hub.book,
             poster=hub.poster,
             counters=engine.counters,
             die=engine.kill,
+            logs=logs if self.settings.kv_events else (),
         )

@@ -33,7 +33,7 @@ class Prefiller:
         counters: Sequence[RankCounters],
         log: KvLog | None = None,
     ) -> None:
-        self._caches = PrefixCaches(settings, counters, log)
+        self._caches = PrefixCaches(settings, counters, () if log is None else (log,))
         tokens = settings.prefiller_kv_tokens
         self.pool = BlockPool(None if tokens is None else settings.blocks(tokens))
         self._settings = settings

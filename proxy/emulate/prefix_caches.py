@@ -19,16 +19,16 @@ class PrefixCaches:
     Args:
         settings: Their size.
         counters: Of each rank.
-        log: Told what changes; None if nobody listens.
+        logs: Of each rank, told what changes; empty if nobody listens.
     """
 
     def __init__(
         self,
         settings: EmulationSettings,
         counters: Sequence[RankCounters],
-        log: KvLog | None = None,
+        logs: Sequence[KvLog] = (),
     ) -> None:
-        self._log = log
+        self._logs = logs
         size, tokens = settings.block_tokens, settings.prefix_cache_tokens
         self._block_tokens = size
         self._counters = counters
@@ -74,7 +74,7 @@ class PrefixCaches:
             return 0
         cache, size = self._caches[rank], self._block_tokens
         blocks, spoilt = _blocks(tokens, size), self._spoilt[rank]
-        known = cache.leading(blocks) if self._log or spoilt or read else 0
+        known = cache.leading(blocks) if self._logs or spoilt or read else 0
         cached = cache.use(blocks, len(tokens))
         if spoilt or read:
             self._note(
@@ -82,8 +82,8 @@ class PrefixCaches:
             )
             for block in cache.dropped:
                 spoilt.pop(block, None)  # type: ignore[call-overload]
-        if self._log is not None:
-            self._log.changed(
+        if self._logs:
+            self._logs[rank].changed(
                 blocks[known:],
                 blocks[known - 1] if known else None,
                 tokens[known * size : len(blocks) * size],

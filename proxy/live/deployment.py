@@ -81,6 +81,8 @@ _log = logging.getLogger(__name__)
 # Pages of engines longer than this are not read.
 _PAGE_BYTES = 4 << 20
 # Stands for the engines while there are none: the scheduler needs one of each role. Never called.
+# Of each rank: four million tokens in blocks of 16.
+_RANK_BLOCKS = 1 << 18
 _NOBODY = EngineUrl("http", "127.0.0.1", 9)
 _PULLED_LATE = (
     "a prefiller was told of KV caches that it kept no longer: their requests were called off, or they "
@@ -128,8 +130,7 @@ class Deployment:
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
         )
-        heard = config.hears_kv_events
-        self.instances = Instances(EngineBlocks(config.engines.kv_block_tokens) if heard else None)
+        self.instances = Instances(*_heard_blocks(config))
         self.roster = _make_roster(
             self.instances, config, connect, self.fetcher, unix_s=environment.unix_s
         )
@@ -158,13 +159,19 @@ class Deployment:
         self.driver: Driver
         self.pass_through: PassThrough
 
+    @property
+    def _hears(self) -> bool:
+        """Whether any engine tells what it has cached."""
+        instances = self.instances
+        return instances.engine_blocks is not None or instances.rank_blocks is not None
+
     async def start(self) -> None:
         """Find the engines.
 
         Raises:
             ConfigError: A decode server answers, but does not tell its ranks; or an extra is missing.
         """
-        if self.instances.engine_blocks is not None:
+        if self._hears:
             subscribed(self._environment)
         config, roster, standing = self.config, self.roster, self.orders.load()
         self.policy = standing.policy
@@ -228,7 +235,7 @@ class Deployment:
         )
         if self.roster.pairing.active:
             yield "pairs of engines", self.roster.pairing.run
-        if self.instances.engine_blocks is not None:
+        if self._hears:
             yield (
                 "KV events",
                 partial(
@@ -299,7 +306,8 @@ class Deployment:
             limit = limit.beginning_at(inflight_limit)
         connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         asked = local is not None or config.ranks_keep
-        prefixes = RankPrefixes(lambda: self.roster.memory.told_tokens) if asked else None
+        told, told_tokens = self.instances.rank_blocks, lambda: self.roster.memory.told_tokens
+        prefixes = RankPrefixes(told_tokens, told) if asked else None
         return Driver(
             # The policy times its stages through the driver, which is not there yet.
             Scheduler(
@@ -489,6 +497,16 @@ async def _ranks_of(fetch: Callable[[str], Awaitable[bytes]], url: EngineUrl) ->
     except MetricsPageError as error:
         raise FetchError(Fault.PROTOCOL, str(error)) from None
     return len(gauges.engines)
+
+
+def _heard_blocks(config: "ProxyConfig") -> "tuple[EngineBlocks | None, EngineBlocks | None]":
+    """Return what prefillers and ranks are to tell of their prefix caches; None for nothing."""
+    tokens = config.engines.kv_block_tokens
+    prefillers = EngineBlocks(tokens) if config.hears_kv_events else None
+    if not config.hears_rank_kv_events:
+        return prefillers, None
+    texts = None if prefillers is None else prefillers.texts
+    return prefillers, EngineBlocks(tokens, _RANK_BLOCKS, texts)
 
 
 def _make_roster(

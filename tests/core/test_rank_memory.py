@@ -125,6 +125,26 @@ def test_of_a_text_ranks_tell_as_far_as_its_tokens_are_known() -> None:
     assert memory.kept(ticket) == {RANK0: 49 * 16}
 
 
+def test_ranks_tell_of_texts_whose_tokens_a_prefiller_told() -> None:
+    prefillers = EngineBlocks(16)
+    told = EngineBlocks(16, texts=prefillers.texts)
+    memory = RankMemory(told=told)
+    texts = tuple(range(11, 19))
+    ticket = Ticket(1_000, blocks=texts, block_tokens=120)
+    memory.add(ticket, RANK0)
+    memory.add(ticket, RANK1)
+    tokens = list(range(1_000))
+    prefillers.begin(0, Knowledge.ALL)
+    prefillers.stored(0, list(range(1, 63)), None, tokens[:992], name=named(texts, 8.3))
+    for rank, blocks in ((RANK0, 62), (RANK1, 20)):
+        told.begin(rank, Knowledge.ALL)
+        told.stored(rank, list(range(501, 501 + blocks)), None, tokens[: 16 * blocks])
+    # Behind what is known of the text the estimate holds where all of that is there.
+    assert memory.kept(ticket) == {RANK0: 960, RANK1: 320}
+    told.removed(RANK0, list(range(505, 563)))
+    assert memory.kept(ticket) == {RANK0: 64, RANK1: 320}
+
+
 def test_a_sessions_answer_is_kept_until_its_rank_was_given_as_much_as_it_holds() -> None:
     memory = RankMemory(lambda: 1_000)
     first, later = Ticket(300, session=7), Ticket(900, session=7)

@@ -17,6 +17,7 @@ from enum import Enum
 
 import numpy as np
 
+from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.prefill.key_table import KeyTable
 from balanceroute.proxy.core.prefill.text_prompts import TextPrompts
 from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain
@@ -41,14 +42,17 @@ class EngineBlocks:
     Args:
         block_tokens: Tokens of a block.
         most: Blocks that are known of each engine at most.
+        texts: What others tell of the tokens of texts; None for nobody.
 
     Attributes:
-        texts: What they tell of the tokens of texts.
+        texts: The same, and what these tell.
     """
 
-    def __init__(self, block_tokens: int, most: int = 1 << 20) -> None:
+    def __init__(
+        self, block_tokens: int, most: int = 1 << 20, texts: TextPrompts | None = None
+    ) -> None:
         self.block_tokens = block_tokens
-        self.texts = TextPrompts()
+        self.texts = TextPrompts() if texts is None else texts
         self._most = most
         self._caches: dict[int, _Cache] = {}
         self._resets: dict[int, int] = {}
@@ -71,6 +75,10 @@ class EngineBlocks:
     def resets(self, engine: int) -> int:
         """Return how often an engine is known to have lost all its blocks."""
         return self._resets.get(engine, 0)
+
+    def beginning(self, ticket: Ticket) -> Sequence[int]:
+        """Return a prompt's first blocks of tokens, as far as they are known."""
+        return ticket.blocks if ticket.token_blocks else self.texts.tokens(ticket.blocks)
 
     def leading(self, engine: int, hashes: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks are there; see `token_hashes`.

@@ -28,10 +28,6 @@ class HeardPrefixes:
         self._under_way: defaultdict[PrefillerId, Counter[int]] = defaultdict(Counter)
         self._tables: dict[RequestId, tuple[PrefillerId, int]] = {}
 
-    def told(self, ticket: Ticket) -> Sequence[int]:
-        """Return the first blocks of tokens of a prompt, as far as they are known."""
-        return ticket.blocks if ticket.token_blocks else self.engines.texts.tokens(ticket.blocks)
-
     def cached(self, prefiller: PrefillerId, told: Sequence[int]) -> tuple[int, bool]:
         """Return how many tokens of a prompt a prefiller says that it has, and whether that is all of `told`."""
         there = self.engines.leading(prefiller, told)

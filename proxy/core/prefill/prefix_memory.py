@@ -56,7 +56,7 @@ class PrefixMemory:
         if not ticket.blocks:
             return dict.fromkeys(candidates, Expected(0, 0))
         keys = block_keys(ticket.blocks).tolist()
-        told = () if self._heard is None else self._heard.told(ticket)
+        told = () if self._heard is None else self._heard.engines.beginning(ticket)
         found: dict[PrefillerId, Expected] = {}
         for prefiller in candidates:
             known, table = self._leading(prefiller, ticket, keys, told)

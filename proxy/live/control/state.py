@@ -160,6 +160,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
     scheduler = driver.scheduler
     ledger, free_slots = scheduler.ledger, scheduler.free_slots()
     speeds, others = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.others
+    blocks = driver.instances.rank_blocks
     return [
         RankState(
             rank=rank.id,
@@ -175,6 +176,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             quarantine=quarantines.get(rank.target, NO_QUARANTINE),
             url=rank.target.url,
             doubts=rank.doubts,
+            cached_blocks=None if blocks is None else blocks.blocks(rank.id),
         )
         for rank in driver.instances.ranks
     ]

@@ -175,15 +175,21 @@ class Instances:
 
     Args:
         engine_blocks: See below.
+        rank_blocks: See below.
 
     Attributes:
         prefillers: By PrefillerId.
         ranks: By RankId.
         engine_blocks: What the prefillers tell of their prefix caches; None if nobody listens.
+        rank_blocks: What the ranks tell of theirs.
     """
 
-    def __init__(self, engine_blocks: "EngineBlocks | None" = None) -> None:
-        self.engine_blocks = engine_blocks
+    def __init__(
+        self,
+        engine_blocks: "EngineBlocks | None" = None,
+        rank_blocks: "EngineBlocks | None" = None,
+    ) -> None:
+        self.engine_blocks, self.rank_blocks = engine_blocks, rank_blocks
         self.prefillers: list[Prefiller] = []
         self.ranks: list[Rank] = []
         # Those that are found by their targets so far: the lists grow.

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.prefill.token_blocks import mixed_in
 
@@ -46,8 +45,8 @@ class KvEventError(BalanceRouteError):
     """A batch is not one of KV cache events."""
 
 
-def apply(payload: bytes, blocks: EngineBlocks, prefiller: PrefillerId) -> int | None:
-    """Take the events of one batch of a prefiller that was begun.
+def apply(payload: bytes, blocks: EngineBlocks, engine: int) -> int | None:
+    """Take the events of one batch of an engine that was begun.
 
     Returns:
         A size of blocks that were left out because it is not `blocks.block_tokens`; None without.
@@ -70,19 +69,19 @@ def apply(payload: bytes, blocks: EngineBlocks, prefiller: PrefillerId) -> int |
         fields = _fields(event)
         kind = fields["type"]
         if kind == "AllBlocksCleared":
-            blocks.cleared(prefiller)
+            blocks.cleared(engine)
         elif kind == "BlockRemoved" and _counts(fields):
-            blocks.removed(prefiller, _hashes(fields))
+            blocks.removed(engine, _hashes(fields))
         elif kind == "BlockStored" and _counts(fields):
             size = fields.get("block_size")
             if size == blocks.block_tokens:
-                _store(fields, blocks, prefiller)
+                _store(fields, blocks, engine)
             elif isinstance(size, int):
                 other = size
     return other
 
 
-def _store(fields: Mapping[str, Any], blocks: EngineBlocks, prefiller: PrefillerId) -> None:
+def _store(fields: Mapping[str, Any], blocks: EngineBlocks, engine: int) -> None:
     hashes, tokens = _hashes(fields), fields.get("token_ids")
     before = fields.get("parent_block_hash")
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int}:
@@ -92,7 +91,7 @@ def _store(fields: Mapping[str, Any], blocks: EngineBlocks, prefiller: Prefiller
         try:
             extras, name = _extras(fields, len(hashes)), fields.get("session_id")
             blocks.stored(
-                prefiller,
+                engine,
                 hashes,
                 None if before is None else _hash(before),
                 tokens,

@@ -1,8 +1,8 @@
-"""The batches of one prefiller's KV cache events, in order: gaps, repetitions and restarts are found.
+"""The batches of one engine's KV cache events, in order: gaps, repetitions and restarts are found.
 
 Batches are numbered from 0 since the engine began. When a number is not the next one, the batches from
 the last one that was taken on are asked for again; if that one is another now, the engine has begun
-anew. Where they cannot be had, the index of that prefiller is emptied, and what it stores from then on
+anew. Where they cannot be had, the index of that engine is emptied, and what it stores from then on
 is known. So whatever comes, no more is lost than what it has cached.
 
 Source: https://github.com/vllm-project/vllm, ZmqEventPublisher at v0.32.0.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 from balanceroute.proxy.live.engines.kv_event_batch import KvEventError, apply
 
@@ -24,23 +23,25 @@ _DIGEST_BYTES = 16
 
 
 class KvFeed:
-    """What is known of one prefiller's stream. It does no IO.
+    """What is known of one engine's stream. It does no IO.
 
     Args:
         blocks: The index.
-        prefiller: Whose stream it is.
+        engine: Whose stream it is: its number in `blocks`.
         replays: Whether batches can be asked for again.
 
     Attributes:
         losses: Reasons for which the index was emptied since they were read.
+        ended: Whether it follows no more.
         other_size: A size of its blocks that is not that of the index; None without.
     """
 
-    def __init__(self, blocks: EngineBlocks, prefiller: PrefillerId, *, replays: bool) -> None:
+    def __init__(self, blocks: EngineBlocks, engine: int, *, replays: bool) -> None:
         self.losses: list[str] = []
+        self.ended = False
         self.other_size: int | None = None
         self._blocks = blocks
-        self._prefiller = prefiller
+        self._engine = engine
         self._replays = replays
         self._last: int | None = None
         self._digest = b""
@@ -49,7 +50,7 @@ class KvFeed:
         # Whether the next batch is taken, whatever its number.
         self._any = not replays
         self._replayed_last: int | None = None
-        blocks.begin(prefiller, Knowledge.SOME)
+        blocks.begin(engine, Knowledge.SOME)
 
     def take(self, number: int, payload: bytes) -> bool:
         """Take a batch as it comes.
@@ -62,7 +63,7 @@ class KvFeed:
             if number and not self._any:
                 return True
             if number == 0:
-                self._blocks.cleared(self._prefiller)
+                self._blocks.cleared(self._engine)
         elif number <= last:
             if self._overlap or (number == last and _digest(payload) == self._digest):
                 return False
@@ -81,7 +82,7 @@ class KvFeed:
     def begin_replay(self) -> int:
         """Return the number of the batch from which a replay is to be asked for."""
         self._replayed_last = None
-        if self._blocks.knowledge(self._prefiller) is not Knowledge.ALL:
+        if self._blocks.knowledge(self._engine) is not Knowledge.ALL:
             self._last = None  # From the start, more may be known than now.
         return self._last or 0
 
@@ -95,7 +96,7 @@ class KvFeed:
             self._replayed_last = number
             if self._last is None:
                 if number == 0:
-                    self._blocks.cleared(self._prefiller)
+                    self._blocks.cleared(self._engine)
             elif (number, _digest(payload)) == (self._last, self._digest):
                 return True
             else:
@@ -119,8 +120,9 @@ class KvFeed:
         return not anew
 
     def end(self) -> None:
-        """Know nothing of the prefiller any more: it is gone."""
-        self._blocks.forget(self._prefiller)
+        """Know nothing of the engine any more: it is gone."""
+        self.ended = True
+        self._blocks.forget(self._engine)
 
     def _lost(self, reason: str, number: int, payload: bytes) -> bool:
         if self._replays:
@@ -133,21 +135,21 @@ class KvFeed:
         self._last = None
         self._any = not self._replays
         self._overlap = False
-        self._blocks.begin(self._prefiller, Knowledge.SOME)
+        self._blocks.begin(self._engine, Knowledge.SOME)
 
     def _apply(self, number: int, payload: bytes) -> None:
         self._last, self._digest = number, _digest(payload)
         try:
-            self.other_size = apply(payload, self._blocks, self._prefiller) or self.other_size
+            self.other_size = apply(payload, self._blocks, self._engine) or self.other_size
         except KvEventError:
             # What it told is unknown, and it would tell no more when it is asked again.
             self.losses.append("malformed")
-            self._blocks.begin(self._prefiller, Knowledge.SOME)
+            self._blocks.begin(self._engine, Knowledge.SOME)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One prefiller's events.
+    """One engine's events.
 
     Attributes:
         feed: Takes them.

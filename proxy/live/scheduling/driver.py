@@ -270,7 +270,7 @@ class Driver:
     @property
     def token_block(self) -> int:
         """Tokens of a block where prompts are token ids; 0 for blocks of text alone."""
-        blocks = self.instances.engine_blocks
+        blocks = self.instances.engine_blocks or self.instances.rank_blocks
         return 0 if blocks is None else blocks.block_tokens
 
     def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:

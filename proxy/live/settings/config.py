@@ -146,6 +146,11 @@ class ProxyConfig:
         return named or self.engines.kv_events_port is not None
 
     @property
+    def hears_rank_kv_events(self) -> bool:
+        """Whether decode ranks tell what they have cached."""
+        return self.engines.rank_kv_events_port is not None
+
+    @property
     def deep_pool_share(self) -> float | None:
         """How full prefillers may be while nobody knows how fast a deep pool empties; None for none."""
         given = self.scheduling.pool_limit is not None

@@ -159,6 +159,11 @@ def _configured(
     lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
     if lease_s is not None:
         _check_margin(given, scheduling, times)
+    policies = given.read(PolicyOptions).settings
+    asked = policies.prefix_affinity > 0.0 or scheduling.local_prefill_tokens is not None
+    if engines.rank_kv_events_port is not None and not asked:
+        reason = "nobody asks without --prefix-affinity or --local-prefill-tokens"
+        raise ConfigError(f"{given.where('rank_kv_events_port')}: {reason}")
     return ProxyConfig(
         topology=None if topology is None else topology.name,
         engines=engines,
@@ -168,7 +173,7 @@ def _configured(
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         scores=given.read(ScoreOptions),
-        policies=given.read(PolicyOptions).settings,
+        policies=policies,
         times=times,
         aimd=aimd,
         failures=_failures(given),
@@ -385,6 +390,8 @@ def _check_kv_events(
 ) -> None:
     if engines.kv_replay_port is not None and engines.kv_events_port is None:
         raise ConfigError("--kv-replay-port: needs --kv-events-port too")
+    if engines.rank_kv_replay_port is not None and engines.rank_kv_events_port is None:
+        raise ConfigError("--rank-kv-replay-port: needs --rank-kv-events-port too")
     if engines.kv_events_port is None and all(one.kv_events is None for one in prefillers):
         return
     if scheduling.prefill_choice not in USING_EVENTS:

@@ -80,6 +80,10 @@ class EngineAddresses:
     )
 
 
+# Ranks have numbers below 10,000, which are added.
+_MOST_RANK_PORT = 55_535
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """How to talk to the engines."""
@@ -105,8 +109,19 @@ class EngineSettings:
     kv_replay_port: int | None = integer(
         None, "the port at which it sends them again", 1, 65_535, metavar="PORT"
     )
+    rank_kv_events_port: int | None = integer(
+        None,
+        "the port at which the decode rank 0 of each server publishes its KV cache events; those of rank R are "
+        "R above; with --prefix-affinity or --local-prefill-tokens, and the extra kv-events",
+        1,
+        _MOST_RANK_PORT,
+        metavar="PORT",
+    )
+    rank_kv_replay_port: int | None = integer(
+        None, "the port at which it sends them again", 1, _MOST_RANK_PORT, metavar="PORT"
+    )
     kv_block_tokens: int = integer(
-        16, "with --kv-events, tokens of the prefillers' KV blocks (--block-size)", 1, 4_096
+        16, "with KV cache events, tokens of the engines' KV blocks (--block-size)", 1, 4_096
     )
     model: tuple[str, ...] = texts(
         "the model names to serve",

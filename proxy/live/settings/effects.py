@@ -143,7 +143,11 @@ _NO_LEVELS = "where nobody can state a level (--client-priority, or level of a t
 
 _TABLE = (
     # Engines.
-    _Idle(("kv_block_tokens",), "without --kv-events", lambda c: not c.hears_kv_events),
+    _Idle(
+        ("kv_block_tokens",),
+        "without --kv-events",
+        lambda c: not (c.hears_kv_events or c.hears_rank_kv_events),
+    ),
     _Idle(
         ("engine_ca_file", "insecure_engines"),
         "where no engine is named with https",

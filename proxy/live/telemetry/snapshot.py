@@ -27,6 +27,7 @@ class RankState:
     url: str = ""  # Of its server.
     doubts: tuple[str, ...] = ()  # What speaks against the place of its server.
     others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
+    cached_blocks: int | None = None  # As of a prefiller.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""KV cache events of emulated prefillers in virtual time, where ZeroMQ cannot be."""
+"""KV cache events of emulated engines in virtual time, where ZeroMQ cannot be."""
 
 import asyncio
 
@@ -8,13 +8,15 @@ from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 
 # How often what was published arrives.
 _TURN_S = 0.05
+RANK_PORT = 10_000
+"""Above it are the ports of ranks, by their number; below it those of prefillers, from 1 on."""
 
 
 class KvLink:
-    """Between the logs of a fleet's prefillers and the proxy that listens.
+    """Between the logs of a fleet's engines and the proxy that listens.
 
     Args:
-        fleet: Its prefillers, by their numbers, are at the ports of the sources.
+        fleet: Its engines, by their numbers, are at the ports of the sources.
     """
 
     def __init__(self, fleet: EmulatedFleet) -> None:
@@ -27,7 +29,7 @@ class KvLink:
                 tasks.create_task(self._follow(await sources.get()))
 
     async def _follow(self, source: Source) -> None:
-        engine = self._fleet.engines[int(source.events.rpartition(":")[2]) - 1]
+        port = int(source.events.rpartition(":")[2])
         waiting: list[tuple[int, bytes]] = []
         heard: KvLog | None = None
 
@@ -36,7 +38,7 @@ class KvLink:
 
         try:
             while source.is_wanted():
-                log = self._fleet.kv_logs[engine]
+                log = self._log(port)
                 if log is not heard:
                     if heard is not None:
                         heard.listeners.remove(listen)
@@ -54,6 +56,12 @@ class KvLink:
             if heard is not None:
                 heard.listeners.remove(listen)
         source.feed.end()
+
+    def _log(self, port: int) -> KvLog:
+        """Return the log that is published at a port at present."""
+        if port >= RANK_PORT:
+            return self._fleet.rank_kv_logs[port - RANK_PORT]
+        return self._fleet.kv_logs[self._fleet.engines[port - 1]]
 
 
 def _catch_up(source: Source, log: KvLog) -> None:

@@ -1,9 +1,18 @@
-"""The names by which prefillers' KV cache events tell of texts, in the whole proxy."""
+"""KV cache events of prefillers and ranks in the whole proxy, and the names by which they tell of texts."""
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from balanceroute.proxy.core.events import RankId, Ticket
+from balanceroute.proxy.core.prefill.engine_blocks import Knowledge
+from balanceroute.proxy.emulate import DpMode
+from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
+from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.testing.chaos.kv_link import RANK_PORT
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Seen, Site
@@ -88,3 +97,88 @@ def test_what_other_prefillers_computed_is_found_by_its_text(play: "Play", relay
         ] * 2
 
     play(scenario, relays=relays, flags=FLAGS, **ENGINES)
+
+
+def ticket_of(body: dict[str, object], tokens: int) -> Ticket:
+    blocks = prompt_blocks(Api.CHAT, RequestBody(json.dumps(body).encode()), 16)
+    return blocks.of(Ticket(tokens))
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("texts", [False, True])
+def test_what_ranks_keep_is_what_they_tell(play: "Play", relays: int, texts: bool) -> None:
+    """Also of a chat, whose tokens only the prefillers' events tell."""
+
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(2.0)
+        memory = site.world.scheduler.intake.memory
+        assert memory is not None
+        told = memory._told
+        assert told is not None
+        body = {"model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
+        if not texts:
+            body = {"model": "tiny", "prompt": IDS, "max_tokens": 2}
+        path = CHAT if texts else COMPLETIONS
+        assert (await site.post(path, body)).status == 200
+        tokens = 1_004 if texts else len(IDS)
+        ticket = ticket_of(body, tokens)
+        if not texts:
+            ids = RequestBody(json.dumps(body).encode())
+            ticket = prompt_blocks(Api.COMPLETIONS, ids, 16).of(Ticket(tokens))
+        (decode,) = site.received("decode", path)
+        rank = int(decode.request.header(b"x-data-parallel-rank") or b"")
+        await site.until(lambda: told.blocks(rank) > 50)
+        state = (await site.state())["ranks"]
+        assert [one["cached_blocks"] > 50 for one in state] == [one == rank for one in range(2)]
+        kept = memory.kept(ticket)
+        assert kept.get(RankId(1 - rank), 0) == 0
+        assert kept[RankId(rank)] > 0.6 * tokens
+        # Another client has it computed at the other one.
+        header = [(b"x-data-parallel-rank", b"%d" % (1 - rank))]
+        port = site.fleet.engine("decode/0").port
+        assert (await site.send(path, body, headers=header, port=port).end()).status == 200
+        await site.until(lambda: told.blocks(1 - rank) > 50)
+        assert memory.kept(ticket)[RankId(1 - rank)] > 0.6 * tokens
+        # And the engine begins anew: what was sent there is gone.
+        site.fleet.engine("decode/0").kill()
+        await site.fleet.restore(site.fleet.engines.index(site.fleet.engine("decode/0")))
+        await site.until(lambda: told.blocks(rank) == told.blocks(1 - rank) == 0)
+        header = [(b"x-data-parallel-rank", b"%d" % rank)]
+        other = {"model": "tiny", "prompt": IDS[100:200], "max_tokens": 2}
+        sent = site.send(COMPLETIONS, other, headers=header, port=port)
+        assert (await sent.end()).status == 200
+        await site.until(lambda: told.knowledge(rank) is Knowledge.ALL)
+        assert memory.kept(ticket).get(RankId(rank), 0) == 0
+
+    flags = FLAGS | {
+        "prefix_affinity": 1.0,
+        "policy": "br-0",
+        "rank_kv_events_port": RANK_PORT,
+        "rank_kv_replay_port": RANK_PORT,
+    }
+    play(scenario, relays=relays, flags=flags, dp_mode=DpMode.HEADER, **ENGINES)
+
+
+def test_a_rank_that_comes_back_is_followed_again(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(2.0)
+        memory = site.world.scheduler.intake.memory
+        assert memory is not None
+        told = memory._told
+        assert told is not None
+        url = site.fleet.engine("decode/0").url
+        body = {"model": "tiny", "prompt": IDS, "max_tokens": 2}
+        for _ in range(2):
+            assert (await site.post(COMPLETIONS, body)).status == 200
+            await site.until(lambda: max(map(told.blocks, told.engines), default=0) > 50)
+            order = {"role": "decode", "url": url}
+            assert (await site.admin("/admin/instances/remove", order, method="POST")).status == 200
+            await site.until(lambda: told.engines == [])
+            added = await site.admin("/admin/instances", order | {"ranks": 2}, method="POST")
+            assert added.status == 200, added.body
+            await site.until(lambda: max(map(told.blocks, told.engines), default=0) > 50)
+            await asyncio.sleep(5.0)
+
+    flags = FLAGS | {"prefix_affinity": 1.0, "policy": "br-0", "rank_kv_events_port": RANK_PORT}
+    flags |= {"rank_kv_replay_port": RANK_PORT}
+    play(scenario, flags=flags, dp_mode=DpMode.HEADER, at_rest=False, **ENGINES)

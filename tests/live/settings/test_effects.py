@@ -116,6 +116,7 @@ OF_FILES = {
 # They do something whatever else is set, or are refused where they would not.
 ALWAYS = {
     *("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "kv_events_port"),
+    *("rank_kv_events_port", "rank_kv_replay_port"),
     *("kv_replay_port", "metaserver_url", "connector", "model", "engine_key_file", "check_pairs"),
     *("discover", "host", "port", "tls_cert", "tls_key", "api_key_file"),
     *("cors_origin", "workers", "public_metrics", "admin", "http3", "aimd", "queue_limit"),

@@ -36,8 +36,21 @@ def test_without_it_nobody_is_heard_who_names_no_address() -> None:
         (AWARE | {"kv_replay_port": 5558}, "--kv-replay-port: needs --kv-events-port too"),
         (ENGINES | {"kv_events_port": 5557}, "nobody asks without --prefill-choice"),
         (AWARE | {"kv_events_port": 0}, "kv-events-port"),
+        (ENGINES | {"rank_kv_events_port": 5557}, "rank-kv-events-port: nobody asks without"),
+        (ENGINES | {"rank_kv_events_port": 60_000}, "rank-kv-events-port"),
+        (
+            ENGINES | {"rank_kv_replay_port": 5558, "prefix_affinity": 1.0},
+            "--rank-kv-replay-port: needs --rank-kv-events-port too",
+        ),
     ],
 )
 def test_ports_that_are_of_no_use_are_refused(flags: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         make_config(None, flags)
+
+
+@pytest.mark.parametrize("more", [{"prefix_affinity": 1.0}, {"local_prefill_tokens": 500}])
+def test_ranks_are_heard_where_somebody_asks(more: dict[str, object]) -> None:
+    config = make_config(None, ENGINES | {"rank_kv_events_port": 5557} | more)
+    assert config.hears_rank_kv_events
+    assert not config.hears_kv_events

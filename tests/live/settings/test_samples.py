@@ -161,7 +161,10 @@ LAYERWISE = {"metaserver_url"}
 WITH_DISCOVERY = {"kubernetes_api"}
 WITH_CERTIFICATE = {"http3"}
 # See test_kv_event_ports.
-WITH_EVENTS = {"kv_events_port", "kv_replay_port"}
+WITH_EVENTS = {
+    *("kv_events_port", "kv_replay_port"),
+    *("rank_kv_events_port", "rank_kv_replay_port"),
+}
 # See test_tracing_settings.
 TRACED = {"otlp_traces_endpoint", "trace_share"}
 
