@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.prefill.key_table import KeyTable
 from balanceroute.proxy.core.prefill.text_prompts import TextPrompts
-from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain
+from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain, chain_one
 
 # The largest token id that is taken.
 _MOST_ID = 1 << 40
@@ -137,24 +138,26 @@ class EngineBlocks:
         if len(tokens) != len(hashes) * self.block_tokens:
             raise ValueError(f"{len(tokens)} token ids for {len(hashes)} blocks")
         try:
-            ids = np.array(tokens, np.int64)
+            ids = np.array(tokens, np.int64) if len(hashes) > 1 else None
+            if ids is None:
+                least, most = min(tokens, default=0), max(tokens, default=0)
+            else:
+                least, most = int(ids.min()), int(ids.max())
         except (OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"token ids: {error}") from None
-        if ids.size and not 0 <= ids.min() <= ids.max() < _MOST_ID:
+        if not 0 <= least <= most < _MOST_ID:
             raise ValueError("a token id is out of range")
         cache = self._caches[engine]
         start = 0 if before is None else cache.by_engine.get(before)
-        if start is None:
+        if start is None or not hashes:
             return  # The blocks before it were stored unheard.
-        own = chain(ids, self.block_tokens, start, extras)
-        cache.by_engine.put(np.array(hashes, np.uint64), own)
-        own &= np.uint64(HASH_MASK)
-        start &= HASH_MASK
-        parents = np.roll(own, 1)
-        parents[:1] = start
-        cache.own.put(own, parents)
+        if ids is None:
+            own = cache.put_one(hashes[0], start, chain_one(tokens, start, *extras))
+        else:
+            own = cache.put(hashes, start, chain(ids, self.block_tokens, start, extras))
         if name:
-            self.texts.told(name, start, own.tolist(), lambda: cache.up_to(start))
+            start &= HASH_MASK
+            self.texts.told(name, start, own, lambda: cache.up_to(start))
 
     def removed(self, engine: int, hashes: Sequence[int]) -> None:
         """Note that an engine has dropped blocks; unknown ones are fine."""
@@ -175,6 +178,23 @@ class _Cache:
         self.knowledge = knowledge
         self.by_engine = KeyTable(most)
         self.own = KeyTable(most)
+
+    def put(self, hashes: Sequence[int], start: int, own: NDArray[np.uint64]) -> list[int]:
+        """Add blocks behind one with this hash; return the proxy's as tickets have them."""
+        self.by_engine.put(np.array(hashes, np.uint64), own)
+        own &= np.uint64(HASH_MASK)
+        before = np.roll(own, 1)
+        before[:1] = start & HASH_MASK
+        self.own.put(own, before)
+        blocks: list[int] = own.tolist()
+        return blocks
+
+    def put_one(self, name: int, start: int, own: int) -> list[int]:
+        """Do the same with one block."""
+        self.by_engine.put_one(name, own)
+        own &= HASH_MASK
+        self.own.put_one(own, start & HASH_MASK)
+        return [own]
 
     def up_to(self, block: int) -> "array[int]":
         """Return all blocks of a prompt up to one; empty if one of them is gone, or they are too many."""

@@ -52,6 +52,18 @@ class KeyTable:
             self.count += int(np.count_nonzero(free & there))
             keys, values, slots = keys[~there], values[~there], (slots[~there] + 1) & self._last
 
+    def put_one(self, key: int, value: int) -> None:
+        """Do the same with one key; of so few a loop is quicker."""
+        if not key:
+            return
+        at = self._find(key)
+        if not self._key_at[at]:
+            if self.count >= self.most:
+                return
+            self._key_at[at] = key
+            self.count += 1
+        self._value_at[at] = value
+
     def remove(self, key: int) -> int | None:
         """Remove a key and return its value; None if it is not there."""
         keys, values, last = self._key_at, self._value_at, self._last

@@ -12,7 +12,7 @@ from balanceroute.proxy.core.prefill.base import PrefillRequest
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 from balanceroute.proxy.core.prefill.key_table import KeyTable
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
-from balanceroute.proxy.core.prefill.token_blocks import chain, token_hashes
+from balanceroute.proxy.core.prefill.token_blocks import chain, chain_one, token_hashes
 
 P0, P1 = PrefillerId(0), PrefillerId(1)
 BLOCK = 4
@@ -38,6 +38,20 @@ def test_a_prompt_in_pieces_has_the_hashes_of_the_whole(tokens: list[int], cut: 
         *chain(ids(*tokens[cut * BLOCK :]), BLOCK, before).tolist(),
     ]
     assert pieces == whole
+
+
+@given(
+    st.lists(st.integers(0, (1 << 40) - 1), min_size=BLOCK, max_size=BLOCK),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
+)
+def test_one_block_has_the_hash_that_it_has_among_others(
+    tokens: list[int], before: int, extra: int
+) -> None:
+    assert [chain_one(tokens, before, extra)] == chain(
+        ids(*tokens), BLOCK, before, [extra]
+    ).tolist()
+    assert [chain_one(tokens, before)] == chain(ids(*tokens), BLOCK, before).tolist()
 
 
 def test_hashes_differ_with_any_token_before() -> None:
@@ -67,7 +81,10 @@ def test_a_table_is_a_dictionary(steps: list[tuple[bool, int, int]]) -> None:
     table, plain = KeyTable(24), dict[int, int]()
     for adds, key, value in steps:
         if adds:
-            table.put(np.array([key], np.uint64), np.array([value], np.uint64))
+            if value % 2:
+                table.put_one(key, value)
+            else:
+                table.put(np.array([key], np.uint64), np.array([value], np.uint64))
             plain[key] = value
         else:
             assert table.remove(key) == plain.pop(key, None)
@@ -85,6 +102,9 @@ def test_a_table_takes_many_at_once_and_no_more_than_fit() -> None:
     assert table.get(89) == 89
     table.put(np.arange(1_000, 1_100, dtype=np.uint64), np.arange(100, dtype=np.uint64))
     assert table.count == 100
+    table.put_one(5_000, 1)
+    table.put_one(0, 1)
+    assert (table.count, table.get(5_000), table.get(0)) == (100, None, None)
     for key in (*range(90), *range(1_000, 1_100)):
         table.remove(key)
     assert table.count == 0
