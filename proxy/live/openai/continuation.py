@@ -50,8 +50,8 @@ _SPENT = frozenset(
     {
         *("add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs"),
         *("continue_final_message", "documents", "messages", "metadata", "parallel_tool_calls"),
-        *("prompt", "prompt_cache_key", "safety_identifier", "service_tier", "store"),
-        "truncate_prompt_tokens",
+        *("prompt", "prompt_cache_key", "safety_identifier", "service_tier"),
+        *("session_id", "store", "truncate_prompt_tokens"),
     }
 )
 # What must say nothing, if it is there at all.

@@ -43,6 +43,7 @@ _IRRELEVANT = INTERNAL_FIELDS | {
     "safety_identifier",
     "seed",
     "service_tier",
+    "session_id",
     "store",
     "stream",
     "stream_options",

@@ -67,6 +67,7 @@ _BESIDE = INTERNAL_FIELDS | {
     "safety_identifier",
     "seed",
     "service_tier",
+    "session_id",
     "store",
     "stream",
     "stream_options",

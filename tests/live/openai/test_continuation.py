@@ -31,6 +31,7 @@ def continued(api: Api, values: dict[str, Any], tokens: int) -> Any:
 
 def test_a_chat_goes_on_as_a_completion_of_its_ids() -> None:
     values = CHAT | {"max_tokens": 50, "min_tokens": 4, "seed": 3, "chat_template_kwargs": {"a": 1}}
+    values |= {"session_id": "s", "prompt_cache_key": "s", "metadata": {"user_id": "u"}}
     assert continued(Api.CHAT, values, 10) == {
         "model": "tiny",
         "temperature": 0,

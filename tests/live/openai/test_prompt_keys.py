@@ -50,6 +50,7 @@ def test_the_same_request_has_the_same_keys_and_they_are_64_bits() -> None:
         {"stream_options": {"include_usage": True}},
         {"user": "u-7"},
         {"metadata": {"trace": "1"}},
+        {"session_id": "s-1"},
         {"request_id": "r-7"},
         {"priority": 3},
         {"seed": 7},
