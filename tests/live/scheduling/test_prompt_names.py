@@ -40,6 +40,8 @@ def name_of(seen: "Seen") -> bytes | None:
     ("path", "values", "named"),
     [
         (CHAT, {"messages": [{"role": "user", "content": WORDS}]}, True),
+        ("/v1/messages", {"messages": [{"role": "user", "content": WORDS}]}, True),
+        ("/v1/responses", {"input": WORDS}, True),
         (COMPLETIONS, {"prompt": WORDS}, True),
         (COMPLETIONS, {"prompt": [WORDS]}, True),
         # These are looked up by their ids: of the model itself.
