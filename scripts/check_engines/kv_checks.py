@@ -1,11 +1,13 @@
 """What must hold of vLLM's KV cache events: what they tell is what the engine then finds."""
 
 import asyncio
+import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 from answers import ask
@@ -13,11 +15,14 @@ from engines import BLOCK_TOKENS
 from fleet import Fleet, Proxy, until
 from pd_checks import completion
 
-from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.prefill.token_blocks import token_hashes
 from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 from balanceroute.proxy.live.engines.kv_subscriber import subscribe
+from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks, prompt_name
+from balanceroute.proxy.live.openai.shape import Api
 
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
 # Three times what the engine's 512 blocks hold, in families that share a beginning.
@@ -25,6 +30,17 @@ _FAMILIES, _PROMPTS = 12, 80
 # How far the hit rates may be apart.
 _MOST_APART = 0.02
 _P = PrefillerId(0)
+# Conversations of each route, and the lines of each turn: the first one has a block of text.
+_TALKS, _TURNS = 2, (60, 30, 30)
+# Of what the engine finds; the rest is in the last 2 KiB of a text, and in the template's last tokens.
+_LEAST_TOLD = 0.5
+_LINE = "def function_{0}(value): return value * {0}"
+_ROUTES: dict[Api, Callable[[list[str]], dict[str, Any]]] = {
+    Api.CHAT: lambda said: {"messages": _messages(said), "max_tokens": 1},
+    Api.COMPLETIONS: lambda said: {"prompt": " ".join(said), "max_tokens": 1},
+    Api.MESSAGES: lambda said: {"messages": _messages(said), "max_tokens": 1},
+    Api.RESPONSES: lambda said: {"input": _messages(said), "max_output_tokens": 1},
+}
 
 
 class KvChecks:
@@ -56,6 +72,36 @@ class KvChecks:
         return (
             f"{100 * told:.1f} % expected, {100 * truth:.1f} % found of {asked:.0f} tokens; {own}"
         )
+
+    def check_events_tell_the_tokens_of_texts_on_every_route(self) -> str:
+        blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(8)
+        seen = []
+        with self._heard(blocks):
+            for api, asked in _ROUTES.items():
+                told = found = total = 0
+                for _ in range(_TALKS):
+                    said = [f"{api.value} {rng.random()}"]
+                    for lines in _TURNS:
+                        said.append(
+                            "\n".join(_LINE.format(rng.randrange(100)) for _ in range(lines))
+                        )
+                        body = {"model": "tiny", **asked(said)}
+                        name, texts = _named(api, body)
+                        known = blocks.leading(_P, blocks.texts.tokens(texts))
+                        queries, hits = self._counters()
+                        ask(self._prefiller.url, api.value, body, headers={"x-session-id": name})
+                        until(partial(_is_told, blocks, texts), "the tokens of a text are told")
+                        asked_for, had = (
+                            now - before
+                            for now, before in zip(self._counters(), (queries, hits), strict=True)
+                        )
+                        # What is told is there; of the last piece of the text nothing is.
+                        assert BLOCK_TOKENS * known <= had, f"{known} blocks told, {had} tokens had"
+                        told, found = told + BLOCK_TOKENS * known, found + int(had)
+                        total += int(asked_for)
+                assert told > _LEAST_TOLD * found > 0, f"{api.value}: {told} of {found} tokens"
+                seen.append(f"{api.value} {told} of {found} cached (of {total})")
+        return "; ".join(seen)
 
     def _of_a_proxy(self, blocks: int) -> str:
         """Have a proxy come late and know the same; return how many blocks."""
@@ -94,6 +140,25 @@ async def _follow(source: Source, ended: threading.Event) -> None:
     await asyncio.to_thread(ended.wait)
     following.cancel()
     await asyncio.wait([following])
+
+
+def _messages(said: list[str]) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant" if number % 2 else "user", "content": text}
+        for number, text in enumerate(said)
+    ]
+
+
+def _named(api: Api, values: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return what a prefill leg calls a text, and the text's blocks."""
+    body = RequestBody(json.dumps(values).encode())
+    ticket = prompt_blocks(api, body, BLOCK_TOKENS).of(Ticket(1))
+    line = prompt_name(api, body, ticket).decode()
+    return line.removeprefix("x-session-id: ").strip(), ticket.blocks
+
+
+def _is_told(blocks: EngineBlocks, texts: tuple[int, ...]) -> bool:
+    return len(blocks.texts.tokens(texts[-1:])) > 0
 
 
 def _prompt(rng: random.Random, family: int) -> list[int]:
