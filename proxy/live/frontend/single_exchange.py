@@ -9,7 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
-from balanceroute.proxy.live.openai.answer import counts_of, passable_headers, stream_headers
+from balanceroute.proxy.live.openai.answer import (
+    counts_of,
+    headers_of_refusal,
+    passable_headers,
+    stream_headers,
+)
 from balanceroute.proxy.live.openai.api_error import (
     JSON_HEADERS,
     NEVER_AGAIN,
@@ -235,7 +240,7 @@ class SingleExchange:
             return
         self.record.status = status
         self.record.prompt_tokens, self.record.output_tokens = counts_of(body)
-        passed = passable_headers(self._answer_headers)
+        passed = headers_of_refusal(status, self._answer_headers)
         self._reply.send(status, self._own_headers(passed), body)
         self._answered(error_words(body) if status >= 400 else "")
 

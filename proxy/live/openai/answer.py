@@ -73,6 +73,14 @@ def passable_headers(headers: "Headers") -> "Headers":
     ][:_MOST_HEADERS]
 
 
+def headers_of_refusal(status: int, headers: "Headers") -> "Headers":
+    """Return the same of an engine's refusal: who is to come again is told when."""
+    passed = passable_headers(headers)
+    if status in (429, 503) and not any(name == b"retry-after" for name, _ in passed):
+        passed.append((b"retry-after", b"1"))
+    return passed
+
+
 def stream_headers(headers: "Headers") -> "Headers":
     """Return the same of a stream, which no web server on its way is to gather in a buffer."""
     passed = [field for field in passable_headers(headers) if field[0] != b"x-accel-buffering"]

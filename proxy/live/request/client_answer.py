@@ -2,7 +2,11 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.live.openai.answer import passable_headers, stream_headers
+from balanceroute.proxy.live.openai.answer import (
+    headers_of_refusal,
+    passable_headers,
+    stream_headers,
+)
 from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
 from balanceroute.proxy.live.openai.api_error import (
     JSON_HEADERS,
@@ -106,7 +110,7 @@ class ClientAnswer:
         if status == 404 and api in _OPTIONAL and not is_error(body):
             status, reason, headers = 501, f"no engine serves {api.value}", JSON_HEADERS
             body = error_body(status, reason, endpoint=self._record.endpoint)
-        self.send(status, headers, body)
+        self.send(status, headers_of_refusal(status, headers), body)
         return reason
 
     def fail(

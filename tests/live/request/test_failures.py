@@ -1,9 +1,13 @@
 """The table of what becomes of a request whose leg failed, and the same table in the docs."""
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from balanceroute.proxy.emulate.faults import ErrorForm
+from balanceroute.proxy.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.request.failures import (
     RULES,
@@ -18,6 +22,12 @@ from balanceroute.proxy.live.request.failures import (
 )
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.wire.http1.server import Reply
+    from balanceroute.proxy.wire.messages import Request
 
 DOCS = Path(__file__).parents[3] / "docs" / "failures.md"
 HEADINGS = "| leg | failure | counted by | next |"
@@ -155,3 +165,48 @@ def test_the_docs_show_these_rules() -> None:
     ]
     table = "\n".join([HEADINGS, "| --- | --- | --- | --- |", *rows])
     assert f"\n{table}\n\n" in DOCS.read_text(encoding="utf-8"), f"docs/failures.md lacks\n{table}"
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form", [ErrorForm.DIGITS, ErrorForm.NO_CODE, ErrorForm.FLAT])
+def test_a_rank_that_is_busy_within_an_answer_of_200_is_left_for_another_one(
+    play: "Play", form: ErrorForm, stream: bool, relays: int
+) -> None:
+    async def scenario(site: "Site") -> None:
+        busy: dict[str, Any] = {"errors_in_200": True, "error_form": form, "status_429": 1.0}
+        site.fleet.faults.set("decode/0", **busy)
+        body = {"model": "tiny", "prompt": "t1 t2", "max_tokens": 4, "stream": stream}
+        answers = [await site.post("/v1/completions", body) for _ in range(4)]
+        assert [one.status for one in answers] == [200] * 4
+        assert all(one.done or one.json["usage"]["completion_tokens"] for one in answers)
+        site.fleet.faults.set("decode/1", **busy)
+        refused = await site.post("/v1/completions", body)
+        assert (refused.status, refused.header(b"retry-after")) == (429, b"1")
+        rows = (await site.admin("/admin/instances")).json["instances"]
+        assert {one["status"] for one in rows} == {"up"}
+
+    play(scenario, relays=relays, dp_mode=DpMode.PORTS)
+
+
+@pytest.mark.parametrize("told", [None, b"7"])
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/embeddings"])
+def test_who_is_to_come_again_is_told_when(
+    play: "Play", path: str, status: int, told: bytes | None
+) -> None:
+    async def scenario(site: "Site") -> None:
+        def busy(engine: str, request: "Request", reply: "Reply") -> None:
+            del engine, request
+            headers = [(b"content-type", b"application/json")]
+            headers += [] if told is None else [(b"retry-after", told)]
+            error = {"message": "busy", "type": "RateLimitError", "param": None, "code": status}
+            reply.send(status, headers, json.dumps({"error": error}).encode())
+
+        site.handlers[path.encode()] = busy
+        body: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "prompt": "a", "input": "a"}
+        body["messages"] = [{"role": "user", "content": "a"}]
+        answer = await site.post(path, body)
+        assert (answer.status, answer.header(b"retry-after")) == (status, told or b"1")
+
+    play(scenario)
