@@ -16,6 +16,7 @@ from balanceroute.proxy.testing.chaos.judge import COMPLETE, Judging, contradict
 from balanceroute.proxy.testing.chaos.locality import mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.world import Part, World
+from balanceroute.proxy.wire.connection_limit import GAVE_WAY
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -286,8 +287,12 @@ async def audit_answers(
             if names[request.request_id] == 1:
                 departure = client.visit.departure
                 sent_in_part = departure is not None and departure.phase is Phase.SENDING
-                # Before the body is read: a bad key, and a tenant whose limits are reached.
-                on_head = any(one.status == 401 or one.refused_for for one in told)
+                # Before the body is read: a bad key, a tenant whose limits are reached, and a connection that
+                # gives way to another one.
+                on_head = any(
+                    one.status == 401 or one.refused_for or one.reason == GAVE_WAY.message
+                    for one in told
+                )
                 if told and sent_in_part and not on_head:
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
                 if not client.unlogged:
