@@ -307,6 +307,17 @@ def test_earlier_losses_are_avoided(new_driver: "type[Driver]") -> None:
     assert driver(RequestRecomputed(B, elsewhere=True)) == [StartPrefill(B, P1, 13)]
 
 
+def test_an_answer_that_begins_anew_is_prefilled_as_it_came(new_driver: "type[Driver]") -> None:
+    driver = new_driver(ranks=2, prefillers=2)
+    driver(structs.replace(arrived(B), phase=InBatch(RANK0, 3, P0)))
+    anew = RequestRecomputed(B, elsewhere=True, anew=True)
+    assert driver(anew) == [StartPrefill(B, P1, 10)]
+    assert driver(PrefillDone(B, 10), Tick()) == [Admit(B, RANK1)]
+    driver(DecodeStarted(B))
+    assert driver.scheduler.emitted(B) == 0
+    assert driver.scheduler.requests[B].emitted_before == 0
+
+
 def test_a_prefill_that_runs_is_measured_from_its_start(new_driver: "type[Driver]") -> None:
     driver = new_driver(lease_ns=1_000)
     driver.at(50, structs.replace(arrived(A), phase=OnPrefiller(P0, 20)))

@@ -92,7 +92,17 @@ class DecodeAttempt(Attempt):
     """
 
     __slots__ = (
-        *("_ids", "_kv", "_rank", "_remote", "_repeated", "_told", "_transcript", "_transfer"),
+        *(
+            "_ids",
+            "_kv",
+            "_new_by_s",
+            "_rank",
+            "_remote",
+            "_repeated",
+            "_told",
+            "_transcript",
+            "_transfer",
+        ),
         *("_usage", "hands_back", "stream"),
     )
 
@@ -117,6 +127,7 @@ class DecodeAttempt(Attempt):
         if session.shape.stream and session.context.legs.resume is not _OFF:
             self._keep(session.context.legs.resume)
         self._kv = kv  # Until the engine is known to have it.
+        self._new_by_s = 0.0
         self._transfer = ""
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
 
@@ -206,6 +217,7 @@ class DecodeAttempt(Attempt):
         headers = session.headers
         if self._rank is not None and self._rank.header is not None:
             headers += b"x-data-parallel-rank: %b\r\n" % self._rank.header
+        self._hear_by(context.clock())
         until_s = None if self._kv is None else self._kv.expires_s
         self._post(api, headers, body, handler, timeout_s, expires_s=until_s, lines=self.stream)
 
@@ -237,12 +249,13 @@ class DecodeAttempt(Attempt):
             limit_s = legs.idle_stream_timeout_s
             if self.engine.status is Status.QUARANTINED and (self.continuable or self.complete):
                 limit_s = min(limit_s, _STILL_S)  # Else it might as well end there.
-            if stream.reader.repeating and now_s > self.posted_s + legs.idle_stream_timeout_s:
-                # All the while the client hears nothing.
+            if session.answer.is_paused:
+                return
+            if stream.reader.repeating and now_s > self._new_by_s:
                 silent_s = legs.idle_stream_timeout_s
                 session.fail(504, f"to begin the answer again took longer than {silent_s:g} s")
                 return
-            if session.answer.is_paused or now_s <= stream.last_s + limit_s:
+            if now_s <= stream.last_s + limit_s:
                 return
             reason = f"the stream stood still for {limit_s:g} s"
             if self.finish():
@@ -263,7 +276,12 @@ class DecodeAttempt(Attempt):
         """Read on. The client's pause was none of the engine's."""
         if self.stream is not None:
             self.stream.last_s = self._session.context.clock()
+            self._hear_by(self.stream.last_s)
         super().resume()
+
+    def _hear_by(self, now_s: float) -> None:
+        """Give an engine that says again what the client has its time to come to something new."""
+        self._new_by_s = now_s + self._session.context.legs.idle_stream_timeout_s
 
     def close(self) -> None:
         """End the exchange, and tell what the client has of it."""
@@ -297,6 +315,7 @@ class DecodeAttempt(Attempt):
             observe_gap=session.context.observe_gap,
             resumes=session.answer.opened,
             before=session.emitted.tokens,
+            silent_since_s=session.emitted.heard_s,
         )
 
     # The prefill that the rank calls for.
@@ -561,6 +580,8 @@ def _count_stream(session: "AttemptOwner", stream: Relay) -> None:
             before = record.output_tokens
         record.output_tokens = max(before, session.emitted.tokens + stream.count_tokens())
         record.itl_max_ns = max(record.itl_max_ns, round(stream.gap_max_s * 1e9))
+        if stream.started and stream.silent_since_s is None:
+            session.emitted.heard_s = stream.last_s
         if stream.second_s is not None:
             record.second_token_came(round(stream.second_s * 1e9))
 

@@ -50,6 +50,7 @@ class Emitted(Struct, eq=False):
         text_offset: Of the first token behind them, as log-probabilities tell it.
         head: Of the client's first event, all that stands before the choices.
         told: What the client has of an answer that is to begin again; None if none does.
+        heard_s: When the client had something last, by the loop's clock; None if it has nothing.
         parses: Whether a prefiller has shown that it has a parser of reasoning.
     """
 
@@ -64,6 +65,7 @@ class Emitted(Struct, eq=False):
     text_offset: int = 0
     head: bytes = b""
     told: Told | None = None
+    heard_s: float | None = None
     parses: bool = False
     _text: str = ""
 

@@ -76,13 +76,16 @@ class Relay:
         observe_gap: Called with the seconds between two arrivals of events.
         resumes: Whether the client's stream began on an earlier binding.
         before: Tokens of earlier bindings.
+        silent_since_s: When they brought something last; None if they brought nothing.
 
     Attributes:
         started: Whether anything of this leg went to the client, or came that it has.
         second_s: When the answer's second token came; None before, and if it came on an earlier one.
         last_s: When events with data came last. Comments keep connections alive while an engine has
             nothing to say, and its server sends them whatever has become of the engine.
-        gap_max_s: The longest gap between two arrivals of events with data, in seconds.
+        gap_max_s: The longest gap between two arrivals of events with data, in seconds, and to the
+            last of an earlier binding.
+        silent_since_s: As given, until something comes that the client does not have; then None.
     """
 
     __slots__ = (
@@ -104,6 +107,7 @@ class Relay:
         "last_s",
         "reader",
         "second_s",
+        "silent_since_s",
         "started",
         "takes_lines",
     )
@@ -118,8 +122,10 @@ class Relay:
         observe_gap: "Callable[[float], None]",
         resumes: bool,
         before: int,
+        silent_since_s: float | None = None,
     ) -> None:
         self._before = before
+        self.silent_since_s = silent_since_s
         self._owner = owner
         self._write = reply.write
         self._clock = clock
@@ -350,6 +356,9 @@ class Relay:
     def _send(self, data: bytes) -> None:
         if not self.started:
             self._start()
+        if self.silent_since_s is not None:
+            self.gap_max_s = max(self.gap_max_s, self.last_s - self.silent_since_s)
+            self.silent_since_s = None
         self._write(data)
 
     def _start(self) -> None:

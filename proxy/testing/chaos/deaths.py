@@ -34,6 +34,19 @@ _MODEL = "emulated"
 _RANKS = 8
 _HALF = 0.5
 _MORE = 0.2
+_ITEMS = {"type": "array", "items": {"type": "string"}}
+_SCHEMA = {"type": "object", "properties": {f"m{number}": _ITEMS for number in range(30)}}
+# Of chats of agents without tools.
+_KINDS: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 0.5, "bad_words": ["never"]},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": _SCHEMA},
+        }
+    },
+]
 _BATCH_LIMIT = 16
 _GAP_S = 0.03
 _PAUSE_S = 3.0
@@ -76,8 +89,8 @@ def kill_decoders(
         seed: Draws the requests and the deaths.
         requests: How many.
         resume: The proxy's setting.
-        agents: The share that is as agents ask: chats, messages and responses with tools, of a model with
-            thoughts. With 0 none has thoughts.
+        agents: The share that is as agents ask: chats, messages and responses with tools, JSON schemas or
+            penalties, of a model with thoughts. With 0 none has thoughts.
     """
     engines = EmulationSettings(
         ranks=_RANKS,
@@ -147,9 +160,14 @@ def _draw(rng: random.Random, number: int, agents: float) -> ClientRequest:
     if agents and more.random() < agents:
         values |= {"messages": [{"role": "user", "content": text}]}
         values.pop("prompt", None)
+        if "logprobs" in values:
+            values["logprobs"] = True
         if more.random() < _HALF:
             values |= {"tools": TOOLS, "tool_choice": more.choice(["auto", "required"])}
         path, values = as_agents(more, values)
+        values["temperature"] = 0  # Not all have it.
+        if path == CHAT and "tools" not in values:
+            values |= more.choice(_KINDS)
     return ClientRequest(number, path, values, json.dumps(values).encode(), f"death-{number}")
 
 

@@ -268,6 +268,7 @@ def _said(messages: Iterable[Mapping[str, Any]]) -> dict[int, _Speech]:
             speech.text += choice.get("text") or part.get("content") or ""
             speech.thought += part.get("reasoning") or ""
             for call in part.get("tool_calls") or ():
+                speech.call += call.get("id") or ""
                 function = call["function"]
                 speech.call += f"{function.get('name', '')}{function.get('arguments', '')}"
             speech.finish_reason = choice.get("finish_reason") or speech.finish_reason

@@ -64,6 +64,17 @@ _COMMON = (
 _OF_RESPONSES = (
     *("ignore_eos", "seed", "include_stop_str_in_output", "stop_token_ids", "user", "stop"),
 )
+_SCHEMAS = 0.1
+_SCHEMA: dict[str, Any] = {
+    "name": "answer",
+    "schema": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array", "items": {"type": "integer"}},
+        },
+    },
+}
 _LONGEST = 1_000
 _TURNS = 0.5
 _ASIDE = 0.2
@@ -150,6 +161,10 @@ def draw_request(rng: random.Random, number: int, mix: RequestMix) -> ClientRequ
     words = _words(rng, number, mix)
     if chat:
         _draw_chat(rng, values, words)
+        # Likewise, see below.
+        own = random.Random(f"schema {' '.join(words)}")
+        if own.random() < _SCHEMAS and "response_format" not in values:
+            values["response_format"] = {"type": "json_schema", "json_schema": _SCHEMA}
     else:
         _draw_completion(rng, values, words)
     _draw_limits(rng, values, mix, chat=chat)

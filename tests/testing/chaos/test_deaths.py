@@ -13,8 +13,16 @@ def test_every_stream_goes_on_once_and_is_exact(seed: int, twice: int) -> None:
     assert (found.exact, found.wrong, found.held) == (200 - twice, [], 0)
     assert (found.failed, found.twice) == (twice, twice)
     assert max(found.under.values()) == (MOST_DEATHS if twice else 1)
-    # A prefill and a step, and no wait for anything.
-    assert max(found.gaps_s) < 0.1
+    # What its rank had not told yet, a prefill and two steps, and no wait for anything.
+    assert max(found.gaps_s) < 0.15
+
+
+def test_streams_of_agents_go_on_and_are_exact() -> None:
+    found = kill_decoders(2, requests=200, agents=1.0)
+    assert found.hit > 5
+    assert (found.exact, found.failed, found.wrong, found.held) == (200, 0, [], 0)
+    # Another engine says all of it again, a token in a step of 0.01 s.
+    assert 0.3 < max(found.gaps_s) < 2.5
 
 
 def test_without_the_setting_each_that_was_hit_ends_with_an_error() -> None:
