@@ -1,5 +1,7 @@
 """Streams that no engine can continue, so that another one begins them again, without what the client has."""
 
+import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
 WORDS = {"type": "string"}
 SCHEMA = {
@@ -147,18 +149,40 @@ TALKING: dict[str, Any] = {
 CALLING = {"tools": [{"name": "look_up", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
 
 
+RESPONDING: dict[str, Any] = {
+    "model": "tiny",
+    "input": "t1 t2 t3",
+    "max_output_tokens": 60,
+    "temperature": 0,
+    "stream": True,
+}
+CALLED = {"type": "function", "name": "look_up", "parameters": SCHEMA}
+OF_AGENTS = {
+    "message": (MESSAGES, TALKING),
+    "message, tools": (MESSAGES, TALKING | CALLING),
+    "response": (RESPONSES, RESPONDING),
+    "response, tools": (RESPONSES, RESPONDING | {"tools": [CALLED], "tool_choice": "required"}),
+}
+_ITEM = re.compile(rb'"(?:item_)?id":"((?:msg|rs|fc)_[^"]+)"')
+
+
 @pytest.mark.parametrize("direct", ["decode", "prefill"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
-@pytest.mark.parametrize("more", [{}, CALLING], ids=["text", "tools"])
-def test_a_message_goes_on(
-    play: "Play", more: dict[str, Any], fault: dict[str, int], direct: str
+@pytest.mark.parametrize("kind", OF_AGENTS)
+def test_a_stream_of_named_events_goes_on(
+    play: "Play", kind: str, fault: dict[str, int], direct: str
 ) -> None:
+    path, values = OF_AGENTS[kind]
+
     async def scenario(site: "Site") -> None:
-        values = TALKING | more
-        right = await alone(site, MESSAGES, values)
+        right = await alone(site, path, values)
         for role in ("decode", "prefill"):
             site.fleet.faults.set(f"{role}/0", **fault)
-        same(await site.send(MESSAGES, values, headers=ID).end(), right)
+        answer = await site.send(path, values, headers=ID).end()
+        same(answer, right)
+        # As many names of items as in one engine's answer, each as often.
+        named = [Counter(_ITEM.findall(one.body)) for one in (answer, right)]
+        assert sorted(named[0].values()) == sorted(named[1].values())
         (record,) = await site.ended()
         assert (record.outcome, record.resumes, record.retries) == (Outcome.OK, 1, 0)
 
@@ -174,8 +198,12 @@ def test_a_message_goes_on(
         (CHAT, TALK | {"tools": TOOLS, "stream": True, "seed": -1}, "valid"),
         (COMPLETIONS, BODY | {"stream": True, "temperature": 0.5, "stop": "never"}, "valid"),
         (GENERATE, ASKED | {"stream": True, "sampling_params": {"stop": ["never"]}}, "valid"),
+        (RESPONSES, RESPONDING | {"temperature": 0.7}, "valid"),
+        (RESPONSES, RESPONDING | {"tools": [CALLED | {"type": "custom"}]}, "exact valid"),
+        (RESPONSES, RESPONDING | {"tools": [CALLED, {"type": "mcp", "server_label": "a"}]}, ""),
         # Its requests have no seed.
         (MESSAGES, TALKING | {"temperature": 0.7}, ""),
+        (MESSAGES, TALKING | {"temperature": 0.7, "seed": 3}, ""),
         (CHAT, TALK | {"tools": TOOLS, "stream": True, "seed": 3}, "exact valid"),
     ],
 )

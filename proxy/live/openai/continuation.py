@@ -29,6 +29,8 @@ _CONTINUED_AT = {
     Api.COMPLETIONS: Api.COMPLETIONS,
     Api.GENERATE: Api.GENERATE,
 }
+# Tools of a response; vLLM itself calls others (`web_search_preview`, `code_interpreter`, `container`, `mcp`).
+_CALLED_BY_CLIENTS = frozenset({"function", "custom", "namespace", "local_shell"})
 # What vLLM's `SamplingParams` takes for no seed.
 _NO_SEEDS = (None, -1)
 # Those whose requests have a seed.
@@ -106,10 +108,10 @@ def may_begin_again(
         calls = shape.api is Api.RESPONSES and not _calls_nobody(values)
         if calls or not isinstance(sampling, Mapping):
             return None
-        alike = not draws_otherwise(sampling)
+        has_seed = shape.api in _SEEDED and (sampled or not draws_otherwise(sampling))
+        return sampling if has_seed or is_greedy(sampling) else None
     except BodyError:
         return None  # A member that is too large to be read.
-    return sampling if alike or (sampled and shape.api in _SEEDED) else None
 
 
 def draws_otherwise(sampling: Mapping[str, Any]) -> bool:
@@ -121,7 +123,7 @@ def _calls_nobody(values: Mapping[str, Any]) -> bool:
     """Return whether the engine calls no tool itself: only clients call functions."""
     tools = values.get("tools") or ()
     return isinstance(tools, list | tuple) and all(
-        isinstance(tool, dict) and tool.get("type") in ("function", "custom") for tool in tools
+        isinstance(tool, dict) and tool.get("type") in _CALLED_BY_CLIENTS for tool in tools
     )
 
 
