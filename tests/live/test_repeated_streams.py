@@ -1,5 +1,7 @@
 """Streams that no engine can continue, so that another one begins them again, without what the client has."""
 
+import asyncio
+import json
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from tests.live.test_resumed_streams import EACH, EXACT, FAULTS, GREEDY, through
 from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
 
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -98,6 +101,24 @@ def test_the_client_sees_one_unbroken_stream(
         assert {key: second.values[key] for key in keys} == {key: first.values[key] for key in keys}
 
     play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_every_connector_prefills_it_again(play: "Play", connector: str, relays: int) -> None:
+    if relays and connector == "mooncake-layerwise":
+        pytest.skip("one process takes the calls of its ranks")
+    path, more = KINDS["required"]
+
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(1.0)
+        await through_a_failure(site, path, STREAMS[path] | more, reset_after_tokens=7)
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.OK, 1)
+        prompts = [json.dumps(leg.values["messages"]) for leg in site.received("prefill")]
+        assert len(prompts) == 2
+        assert len(set(prompts)) == 1
+
+    play(scenario, connector=connector, flags=EXACT)
 
 
 @pytest.mark.parametrize("more", [{}, USAGE, EACH], ids=["plain", "usage", "each"])

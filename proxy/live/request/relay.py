@@ -328,7 +328,7 @@ class Relay:
         self._plain = reader.plain and self.second_s is not None and reader.comparison is None
         if passed:
             self._send(b"".join(passed))
-        elif reader.repeating and not self.started:
+        elif reader.repeating and not (self.started or self._over):
             self._start()
         if self._over:
             self._tell_why()
