@@ -23,7 +23,7 @@ from dp_checks import DpChecks
 from engines import Order, free_port, running
 from environment import VLLM, mooncake_fault, prepare
 from fleet import Fleet
-from id_checks import IdChecks
+from id_checks import CutChecks, IdChecks
 from kv_checks import KvChecks
 from locality_checks import LocalityChecks
 from pairing_checks import PairingChecks
@@ -59,6 +59,7 @@ Group = (
     | PauseChecks
     | ClientChecks
     | KvChecks
+    | CutChecks
     | IdChecks
     | LocalityChecks
     | PairingChecks
@@ -134,7 +135,7 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         )
         groups: list[Group] = [DpChecks(fleet), AuditChecks(fleet)]
         if connector == "nixl-agents":
-            groups = [AgentChecks(fleet, long_words=900)]
+            groups = [AgentChecks(fleet, long_words=900), CutChecks(fleet)]
         elif connector != "nixl-dp":
             # The last ones kill engines.
             more: list[Group] = []

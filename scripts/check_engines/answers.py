@@ -58,6 +58,7 @@ def _whole(choice: dict[str, Any]) -> dict[str, Any]:
 def _append(joined: dict[str, Any], choice: dict[str, Any]) -> None:
     delta = choice.get("delta") or {}
     joined["text"] = joined.get("text", "") + (delta.get("content") or choice.get("text") or "")
+    joined["thought"] = joined.get("thought", "") + (delta.get("reasoning") or "")
     joined["reason"] = choice.get("finish_reason") or joined.get("reason")
     calls = joined.setdefault("calls", {})
     for place, call in enumerate(delta.get("tool_calls") or ()):

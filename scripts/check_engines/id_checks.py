@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from agent_requests import MESSAGES, RESPONSES, told
 from answers import ask, assert_equal, essence
 from client import CLIENT
 from engines import BLOCK_TOKENS, Engine
@@ -39,6 +40,11 @@ _EXPECTED = {
     "one id more behind full blocks, cached in part": False,
     "later, without a transfer": False,
 }
+# Of each twenty streams of agents, those of the other APIs.
+_NAMED = {4: MESSAGES, 8: RESPONSES, 14: MESSAGES, 18: RESPONSES}
+# What makes random weights call two functions of their own choice.
+_CALL = r'<tool_call>\n\{"name": "%s", "arguments": \{"p": "[a-z ]{80,100}"\}\}\n</tool_call>'
+_TWO_CALLS = "[a-z ]{9,30}" + _CALL % "f" + "\\n" + _CALL % "g"
 _NAME = re.compile("^(chatcmpl|cmpl|generate-tokens)-")
 _REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -69,12 +75,74 @@ def _generate(ids: list[int], **sampling: Any) -> tuple[str, dict[str, Any]]:
     return GENERATE, body | {"stream_options": {"include_usage": True}}
 
 
-class IdChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
+class CutChecks:
+    """What becomes of streams of agents. The name of a method is what it claims."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._prefiller = fleet.prefillers[0]
+
+    def check_streams_of_agents_outlive_a_killed_decode_engine(self) -> str:
+        """Tools, schemas, penalties, messages, responses: what another engine begins again."""
+        return "; ".join(self._cut(list(_of_agents(seed)), f"agents-{seed}") for seed in range(2))
+
+    def _cut(self, asked: list[tuple[str, dict[str, Any]]], name: str) -> str:
+        """Kill the decode engine that all these streams are on, and compare what comes of them."""
+        rest, victim = self._fleet.decoders
+        flags = (*_BOTH, "--batch", str(_STREAMS))
+        with self._revived(victim), self._fleet.proxy(name, *flags) as proxy:
+            proxy.order("/admin/instances/drain", role="decode", url=rest.url)
+            streams = [Streaming(proxy.url, *one) for one in asked]
+            until(lambda: _may_be_cut(streams), "streams", step_s=0.01)
+            proxy.order("/admin/instances", role="decode", url=rest.url)
+            with victim.paused():
+                bound = proxy.bound(victim)
+                victim.kill()
+            for stream in streams:
+                stream.join()
+            lines = [proxy.line_of(stream.request_id) for stream in streams]
+        wrong, cuts = [], Counter(line["resumes"] for line in lines)
+        for (path, body), stream in zip(asked, streams, strict=True):
+            try:
+                assert stream.error is None, stream.error
+                if path in (MESSAGES, RESPONSES):
+                    self._compare_named(path, body, stream)
+                    continue
+                assert len(names_of(stream.events)) == 1
+                right = ask(self._prefiller.url, path, body)
+                if path == GENERATE:
+                    assert ids_of(stream.events) == ids_of(right)
+                    assert_equal(said_by(stream.events), said_by(right))
+                    continue
+                assert_equal(essence(stream.events), essence(right))
+                assert _offsets(stream.events) == _offsets(right)
+            except AssertionError as error:
+                wrong.append(f"{path}: {error}")
+        assert len(wrong) <= 1, f"{len(wrong)} of {len(streams)}: {wrong[0]}"
+        assert bound > _STREAMS // 2, f"{bound} of {_STREAMS} streams on the engine that was killed"
+        exact = len(streams) - len(wrong)
+        return f"{exact} of {len(streams)} exact, {cuts[1]} went on elsewhere {wrong or ''}"
+
+    def _compare_named(self, path: str, body: dict[str, Any], stream: Streaming) -> None:
+        answer = CLIENT.post(f"{self._prefiller.url}{path}", json=body, timeout=120.0)
+        said = told("\n".join(stream.lines), stream=True)
+        assert said == told(answer.text, stream=True), f"{said} and {answer.text}"
+        named = [event["item_id"] for event in stream.events if "item_id" in event]
+        items = [event["item"]["id"] for event in stream.events if "item" in event]
+        assert set(named) <= set(items), f"{set(named)} are not of {set(items)}"
+        assert all(count == 2 for count in Counter(items).values()), items
+
+    @contextmanager
+    def _revived(self, engine: Engine) -> Iterator[None]:
+        """Start an engine again that was killed meanwhile."""
+        try:
+            yield
+        finally:
+            engine.restart()
+
+
+class IdChecks(CutChecks):
+    """The checks, in the order in which they run. The name of a method is what it claims."""
 
     def check_streams_with_an_early_first_token_are_one_engines(self) -> str:
         asked = [one for number in range(_FIRST_TOKENS // 10) for one in _kinds(number)]
@@ -108,46 +176,7 @@ class IdChecks:
         return line
 
     def check_streams_outlive_a_killed_decode_engine(self) -> str:
-        rest, victim = self._fleet.decoders
-        asked = list(_to_be_cut())
-        flags = (*_BOTH, "--batch", str(_STREAMS))
-        with self._revived(victim), self._fleet.proxy("resume", *flags) as proxy:
-            proxy.order("/admin/instances/drain", role="decode", url=rest.url)
-            streams = [Streaming(proxy.url, *one) for one in asked]
-            until(lambda: _may_be_cut(streams), "streams", step_s=0.01)
-            proxy.order("/admin/instances", role="decode", url=rest.url)
-            with victim.paused():
-                bound = proxy.bound(victim)
-                victim.kill()
-            for stream in streams:
-                stream.join()
-            lines = [proxy.line_of(stream.request_id) for stream in streams]
-        wrong, cuts = [], Counter(line["resumes"] for line in lines)
-        for (path, body), stream in zip(asked, streams, strict=True):
-            try:
-                assert stream.error is None, stream.error
-                assert len(names_of(stream.events)) == 1
-                right = ask(self._prefiller.url, path, body)
-                if path == GENERATE:
-                    assert ids_of(stream.events) == ids_of(right)
-                    assert_equal(said_by(stream.events), said_by(right))
-                    continue
-                assert_equal(essence(stream.events), essence(right))
-                assert _offsets(stream.events) == _offsets(right)
-            except AssertionError as error:
-                wrong.append(f"{path}: {error}")
-        assert len(wrong) <= 1, f"{len(wrong)} of {len(streams)}: {wrong[0]}"
-        assert bound > _STREAMS // 2, f"{bound} of {_STREAMS} streams on the engine that was killed"
-        exact = len(streams) - len(wrong)
-        return f"{exact} of {len(streams)} exact, {cuts[1]} went on elsewhere {wrong or ''}"
-
-    @contextmanager
-    def _revived(self, engine: Engine) -> Iterator[None]:
-        """Start an engine again that was killed meanwhile."""
-        try:
-            yield
-        finally:
-            engine.restart()
+        return self._cut(list(_to_be_cut()), "resume")
 
     def check_less_careful_proxies_would_fail(self) -> str:
         """Walk into the traps. The last one kills the engine, and the spoilt cache with it."""
@@ -223,10 +252,58 @@ def _to_be_cut() -> Iterator[tuple[str, dict[str, Any]]]:
             yield completion([rng.randrange(300, 900) for _ in range(length)], **values)
 
 
+def _of_agents(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield streams of agents, so long that all of them are hit."""
+    rng = random.Random(seed)
+    stream = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 400}
+    text_of = {"type": "string", "minLength": 60, "maxLength": 90}
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": text_of for i in range(9)},
+        "required": [f"p{i}" for i in range(9)],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": schema}} for n in ("f", "g")
+    ]
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    kinds: list[dict[str, Any]] = [
+        {"tools": tools, "tool_choice": "required"},
+        {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        {"tools": tools, "tool_choice": "auto", "structured_outputs": {"regex": _TWO_CALLS}},
+        {"response_format": form},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.2, "ignore_eos": True},
+        {"bad_words": ["import", " self"], "ignore_eos": True, "logprobs": True},
+        {"tools": tools, "tool_choice": "required", "logprobs": True, "top_logprobs": 2},
+        {"temperature": 1.0, "seed": 5, "ignore_eos": True, "stop": ["never said"]},
+        {"return_token_ids": True, "ignore_eos": True},
+    ]
+    for number in range(_STREAMS):
+        text = " ".join(f"value_{rng.randrange(99)}" for _ in range(number + 1))
+        if number % 20 in _NAMED:
+            yield _NAMED[number % 20], _named(_NAMED[number % 20], text, schema)
+        elif number % 10 == 9:
+            yield completion(text, **stream, structured_outputs={"json": schema}, logprobs=2)
+        else:
+            yield chat(text, **stream | kinds[number % 10])
+
+
+def _named(path: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a greedy stream of named events, with a tool that is called."""
+    values: dict[str, Any] = {"model": "tiny", "temperature": 0, "stream": True}
+    if path == MESSAGES:
+        tool = {"name": "f", "input_schema": schema, "strict": True}
+        values |= {"messages": [{"role": "user", "content": text}], "max_tokens": 300}
+        return values | {"tools": [tool], "tool_choice": {"type": "any"}}
+    tool = {"type": "function", "name": "f", "parameters": schema, "strict": True}
+    values |= {"input": text, "max_output_tokens": 300}
+    return values | {"tools": [tool], "tool_choice": "required"}
+
+
 def _may_be_cut(streams: list[Streaming]) -> bool:
     """Return whether all streams have begun, or the first one is far."""
     events = [len(stream.events) for stream in streams]
-    return min(events) > 2 or max(events) > _STREAM_TOKENS // 2
+    return min(events) > 4 or max(events) > _STREAM_TOKENS // 2
 
 
 def names_of(events: list[dict[str, Any]]) -> set[str]:

@@ -15,6 +15,7 @@ class Streaming:
         status: Of the answer; 0 until it came.
         request_id: As the answer says.
         events: The events so far.
+        lines: What came, line by line.
         error: What an error event said, or what broke; None if nothing did.
     """
 
@@ -22,6 +23,7 @@ class Streaming:
         self.status = 0
         self.request_id = ""
         self.events: list[dict[str, Any]] = []
+        self.lines: list[str] = []
         self.error: str | None = None
         self._url, self._body = f"{url}{path}", body
         self._ended = False
@@ -46,6 +48,7 @@ class Streaming:
                 self.request_id = answer.headers["x-request-id"]
                 self.status = answer.status_code
                 for line in answer.iter_lines():
+                    self.lines.append(line)
                     if line == "data: [DONE]":
                         self._ended = True
                     elif line.startswith("data: "):
@@ -54,7 +57,8 @@ class Streaming:
             self.error = self.error or repr(error)
 
     def _take(self, event: dict[str, Any]) -> None:
-        if "error" in event:
+        self._ended |= event.get("type") in ("message_stop", "response.completed")
+        if event.get("error"):
             self.error = str(event["error"])
         else:
             self.events.append(event)
