@@ -365,3 +365,16 @@ def test_without_the_setting_nothing_begins_again(play: "Play") -> None:
         assert len(site.received("decode")) == 1
 
     play(scenario)
+
+
+def test_usage_tells_what_the_first_prefill_had_cached(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        turn = {"role": "user", "content": " ".join(f"t{one}" for one in range(200))}
+        values = STREAMS[CHAT] | USAGE | {"tools": TOOLS, "messages": [turn]}
+        site.fleet.faults.set("decode/0", reset_after_tokens=5)
+        exchange = await site.post(CHAT, values)
+        (record,) = await site.ended()
+        assert (record.resumes, record.cached_tokens) == (1, 0)
+        assert exchange.chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    play(scenario, flags=EXACT, prefillers=1, prefix_cache_tokens=4096, prompt_tokens_details=True)

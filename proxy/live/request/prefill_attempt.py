@@ -132,7 +132,8 @@ class PrefillAttempt(Attempt):
         session.emitted.parses = session.emitted.parses or continuous_usage_is_expensive(
             answer.message
         )
-        if session.emitted.tokens == 0:
+        again = session.emitted.told is not None and session.answer.opened
+        if session.emitted.tokens == 0 and not again:
             record.prompt_tokens = answer.prompt_tokens
             record.cached_tokens, session.prompt_usage = answer.cached_tokens, answer.usage
             if self._refuses(answer.prompt_tokens):
