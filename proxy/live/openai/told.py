@@ -34,6 +34,14 @@ _NULL = frozenset({"logprobs", "prompt_token_ids"})
 _FINISH = "finish_reason"
 _REASONS = frozenset({_FINISH, "stop_reason", "matched_stop"})
 
+# A chat's piece of text without escapes, as vLLM writes it: to parse the event costs three times as much.
+_PLAIN_CHOICE = b'"choices":[{"index":0,"delta":{"'
+_PLAIN = re.compile(
+    re.escape(_PLAIN_CHOICE)
+    + rb'(content|reasoning)":"([^"\\]++)"\},"logprobs":null,"finish_reason":null'
+    rb'(?:,"token_ids":null)?+\}\]'
+)
+
 Path = tuple[str | int, ...]
 
 
@@ -187,6 +195,11 @@ class ToldChoices(Told):
     def tell(self, event: bytes) -> bytes:
         """Note an event that goes to the client; return it as the client is to have it."""
         if self.lost:
+            return event
+        plain = _PLAIN.match(event, max(0, event.find(_PLAIN_CHOICE)))
+        if plain is not None:
+            name = "content" if plain[1] == b"content" else "reasoning"
+            self._grow(0, ("delta", name), plain[2].decode("utf-8", "replace"))
             return event
         data = event_data(event)
         message = decoded(data)

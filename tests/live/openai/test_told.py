@@ -1,5 +1,6 @@
 """What the client of a stream has, when an engine begins the answer again."""
 
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -78,6 +79,24 @@ def test_an_answer_goes_on_wherever_it_broke(broken: int) -> None:
         assert not told.repeating
     assert passed(told, TALK[broken:]) == TALK[broken:]
     assert not told.lost
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning"])
+@pytest.mark.parametrize("text", ["plain", "naïve 数据", 'an "escape"', "back\\slash", '"}]'])
+def test_text_is_the_same_however_it_is_written(name: str, text: str) -> None:
+    """What is read without parsing, and what is parsed."""
+    said: dict[str, Any] = {name: text}
+    plain = chat(**said)
+    loose = plain.replace(b'":', b'" :')
+    spelled = json.dumps(json.loads(plain[6:]), ensure_ascii=False, separators=(",", ":"))
+    for first, second in itertools.product(
+        (plain, loose, b"data: %b\n\n" % spelled.encode()), repeat=2
+    ):
+        told = ToldChoices()
+        passed(told, [first])
+        told.begin_again()
+        assert passed(told, [second]) == []
+        assert not told.repeating
 
 
 def test_events_may_be_cut_otherwise() -> None:
