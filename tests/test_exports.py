@@ -21,8 +21,8 @@ proxy.cli: advise audit command_line drain emulate engine_flags engine_parser ev
     model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate watched_fleet
 proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses others outside pace placement policies pool prediction prefill
-    prefill_queue projection queueing rank_memory rank_prompts rank_speeds rank_trajectories ranks recount scheduler skill standing
-    step_model subset switching time_limits timers trajectories triples turnover
+    prefill_queue projection queueing rank_memory rank_progress rank_prompts rank_speeds rank_trajectories ranks recount scheduler skill standing
+    step_model subset switching time_limits timers trajectories triples turnover warm_up
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
 proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
@@ -62,8 +62,8 @@ proxy.live.processes: adoption alone_requests channel frames from_relay gatherin
 proxy.live.request: buffered_leg client_answer decode_attempt direct early_token emitted failures hand_off
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
-    session session_host session_trace short_answer stall_watch suspects
-proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress pulled_counts pushed_counts session_table
+    session session_host session_trace short_answer stall_watch stream_looks suspects
+proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress progress_veto pulled_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery effects engines groups http3

@@ -227,9 +227,13 @@ class DecodeLost(Struct, frozen=True):
 
 
 class DecodeStarted(Struct, frozen=True):
-    """The request joined its rank's batch, so the KV transfer is over."""
+    """The request joined its rank's batch, so the KV transfer is over.
+
+    `heard` is whether its first token came; else that is only to be expected by now.
+    """
 
     request: RequestId
+    heard: bool = True
 
 
 class StepCompleted(Struct, frozen=True):
@@ -288,9 +292,15 @@ class RankClosed(Struct, frozen=True):
 
 
 class RankOpened(Struct, frozen=True):
-    """The rank takes requests again. It may be open already."""
+    """The rank takes requests again. It may be open already.
+
+    With `on_trial` it takes one request, and no other until that has its first token. If it is `cold`,
+    its share grows from there; see `warm_up`.
+    """
 
     rank: RankId
+    on_trial: bool = False
+    cold: bool = False
 
 
 class PrefillerClosed(Struct, frozen=True):
@@ -302,11 +312,13 @@ class PrefillerClosed(Struct, frozen=True):
 class PrefillerOpened(Struct, frozen=True):
     """The prefiller takes requests again. It may be open already.
 
-    With `on_trial` it takes one request at a time, until it is opened without it.
+    With `on_trial` it takes one request at a time, until it is opened without it. If it is `cold`, its
+    share grows with what it answers; see `warm_up`.
     """
 
     prefiller: PrefillerId
     on_trial: bool = False
+    cold: bool = False
 
 
 class PrefillerPaired(Struct, frozen=True):

@@ -6,14 +6,17 @@ import numpy as np
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import OthersOnRank, RankId
+from balanceroute.proxy.core.events import Action, Event, OthersOnRank, RankId
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.others import Others
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.rank_speeds import LearnedSpeeds
+from balanceroute.proxy.core.warm_up import WarmUp
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 
@@ -30,6 +33,8 @@ class Ranks:
     Attributes:
         is_open: bool[G], whether each takes new requests.
         others: What others have there; None if nobody else sends to any.
+        proved: By rank, whether it has given a first token since it began.
+        warm_up: The windows of those that began lately.
     """
 
     def __init__(self, config: SchedulerConfig, memory: RankMemory | None = None) -> None:
@@ -40,6 +45,8 @@ class Ranks:
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
         self._batch = _batch_limits(config)
         self._learned = _learned(config)
+        self.proved = [False] * config.ranks
+        self.warm_up = WarmUp()
 
     def set_open(self, rank: RankId, is_open: bool) -> None:
         """Let a rank take new requests, or none; those that are bound to it continue.
@@ -50,6 +57,30 @@ class Ranks:
         self._check_known(rank)
         self.is_open[rank] = is_open
         self._all_open = bool(self.is_open.all())
+        if not is_open:
+            self.proved[rank] = False
+            self.warm_up.end(rank)
+
+    def begin(self, rank: RankId, *, grows: bool, on_trial: bool) -> None:
+        """Let an open rank have a share that grows, unless all are as new as it is.
+
+        Args:
+            rank: Which.
+            grows: Whether it grows; else the whole share follows the first token.
+            on_trial: Whether that is so even if no other one has proved itself.
+        """
+        others = zip(self.proved, self.is_open.tolist(), strict=True)
+        if on_trial or any(proved and is_open for proved, is_open in others):
+            self.warm_up.begin(rank, grows=grows)
+        self.proved[rank] = False
+
+    def is_proved(self, rank: RankId) -> bool:
+        """Return whether a rank that was opened with a window has answered anything since."""
+        return self.proved[rank] or self.warm_up.width(rank) != 1
+
+    def saw(self, event: Event, actions: "Sequence[Action]") -> None:
+        """Follow what is on its way to ranks that began lately."""
+        self.warm_up.saw(event, actions, self._batch.tolist())
 
     def shared(self, event: OthersOnRank, ledger: Ledger, config: SchedulerConfig) -> None:
         """Note what others have on a rank.
@@ -72,6 +103,7 @@ class Ranks:
         new = np.ones(config.ranks - len(self.is_open), np.bool_)
         self.is_open = np.concatenate([self.is_open, new])
         self._all_open = bool(self.is_open.all())
+        self.proved += [False] * len(new)
         if self.others is not None:
             self.others.grow(config.ranks)
         self._unlimited = np.full(config.ranks, UNLIMITED)
@@ -122,6 +154,9 @@ class Ranks:
             free_slots = self._unlimited.copy()
         else:
             free_slots = self.free_slots(ledger, beyond_batch)
+        speeds = self.speeds(config)
+        if self.warm_up.active:
+            speeds = self._warm(free_slots, ledger, speeds)
         if not self._all_open:
             free_slots *= self.is_open
         # Early binding ignores memory as well: what does not fit queues in the engine.
@@ -130,21 +165,45 @@ class Ranks:
         else:
             free_kv_tokens = config.rank_kv_tokens - ledger.loads
         # Copies: the policy may write to them while it decides.
+        closes = beyond_batch is None and self.warm_up.active
         fleet = Fleet(
-            self.is_open,
+            self.is_open & (free_slots > 0) if closes else self.is_open,
             ledger.loads.copy(),
             ledger.bound.copy(),
             free_slots,
             free_kv_tokens,
             ledger.requests,
             ledger.turnover,
-            self.speeds(config),
+            speeds,
+            closes=closes,
         )
         if self.others is not None:
             fleet.share(self.others.slots, self.others.kv_tokens)
         if self._memory is not None:
             fleet.keeping = self._memory.keeping(config.ranks, self.open)
         return fleet
+
+    def _warm(
+        self,
+        free_slots: "NDArray[np.int64]",
+        ledger: Ledger,
+        speeds: "NDArray[np.float64] | None",
+    ) -> "NDArray[np.float64] | None":
+        """Leave those that began lately their windows; return the speeds that go with their shares.
+
+        A rank that may have a quarter of its slots counts as one of a quarter of its speed: so it gets
+        a quarter of the tokens, and not the largest prompts for being the emptiest.
+        """
+        if not self.warm_up.binds(self.is_open.tolist()):
+            return speeds
+        shares = np.ones(len(self.is_open)) if speeds is None else speeds.copy()
+        for rank in self.warm_up.instances:
+            room = self.warm_up.room(rank) or 0
+            free_slots[rank] = min(int(free_slots[rank]), room)
+            shares[rank] *= min(
+                1.0, (int(ledger.bound[rank]) + max(1, room)) / int(self._batch[rank])
+            )
+        return np.asarray(shares / shares.mean())
 
     def free_slots(self, ledger: Ledger, beyond_batch: int) -> "NDArray[np.int64]":
         """Return the free slots, int64[G], of open and closed ranks."""

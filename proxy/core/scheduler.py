@@ -9,7 +9,7 @@ order before the next event. A tick decides admissions, so feed every event that
 If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -286,6 +286,8 @@ class Scheduler:
                 self._to_pool(request, now_ns)
                 continue
             request.begin_prefill(prefiller)
+            if self.prefillers.warm_up.active:
+                self.prefillers.warm_up.sent(prefiller, request.request)
             self.leases.prefill_began(request, now_ns, now_ns)
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
@@ -302,6 +304,7 @@ class Scheduler:
         self._holdings.end_prefill(request)
         self.leases.prefill_ended(event.request, now_ns, event.prompt_tokens)
         assert request.prefiller is not None
+        self.prefillers.proved[request.prefiller] = True
         # It was charged with an estimate of its length, until the engine counted the tokens.
         charged, counted = request.prompt_tokens, event.prompt_tokens
         self.prefillers.correct(request.prefiller, charged_tokens=charged, prompt_tokens=counted)
@@ -344,6 +347,9 @@ class Scheduler:
         if request.state is not _DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
+        if event.heard:
+            assert request.rank is not None
+            self.ranks.proved[request.rank] = True
         # It decodes here, so earlier losses no longer restrict a later choice.
         request.lost_on_ranks = ()
         ledger = self._holdings.ledger
@@ -412,7 +418,17 @@ class Scheduler:
         )
         if self.intake.memory is not None and isinstance(event, RankClosed):
             self.intake.memory.forget(event.rank)
+        warms = self.ranks.warm_up.active or self.prefillers.warm_up.active
+        if warms and self._warm not in self._observers:
+            self._observers = [self._warm, *self._observers]
         return self._start_prefills(now_ns) if may_start else []
+
+    def _warm(self, event: Event, actions: Sequence[Action], _: int) -> None:
+        """Follow what is on its way to instances that began lately, until there are none."""
+        self.ranks.saw(event, actions)
+        self.prefillers.saw(event, actions)
+        if not (self.ranks.warm_up.active or self.prefillers.warm_up.active):
+            self._observers = [one for one in self._observers if one != self._warm]
 
     def _end(self, request: Request, trigger: Trigger) -> list[Action]:
         state = request.state
@@ -474,6 +490,8 @@ class Scheduler:
             self._holdings.bind(request, rank)
             if memory is not None:
                 memory.add(request.ticket, rank)
+            if self.ranks.warm_up.active:
+                self.ranks.warm_up.sent(rank, number)
             actions.append(Admit(number, rank))
         return actions
 

@@ -46,6 +46,8 @@ def switch(
         case RankClosed(rank) | RankOpened(rank):
             is_open = isinstance(event, RankOpened)
             ranks.set_open(rank, is_open)
+            if isinstance(event, RankOpened) and (event.on_trial or event.cold):
+                ranks.begin(rank, grows=event.cold, on_trial=event.on_trial)
             pool.set_open(rank, is_open)
             prefillers.pairs.set_open(rank, is_open)
             return prefillers.pairs.limited
@@ -57,8 +59,10 @@ def switch(
                     pool.replace(pool_entry(request, config, prefillers.pairs))
         case PrefillerClosed(prefiller):
             prefillers.set_open(prefiller, False)
-        case PrefillerOpened(prefiller, on_trial):
+        case PrefillerOpened(prefiller, on_trial, cold):
             prefillers.set_open(prefiller, True, on_trial=on_trial)
+            if cold:
+                prefillers.begin(prefiller)
     # Also after a close: a request that avoids another prefiller may go there once no other one is
     # open (see `avoidance`).
     return True

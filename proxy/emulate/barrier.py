@@ -5,6 +5,7 @@ Here steps happen in the event loop's time, and sequences may leave at any momen
 """
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from balanceroute.proxy.sim.decode_fleet import DecodeFleet
 
 # Steps whose loads are kept.
 PICTURE_STEPS = 500
+# Until it is looked again whether a rank that holds the barrier goes on.
+_LOOK_S = 0.02
 # After a pause of the process at most this much delay is made up for.
 _MAX_LATE_S = 1.0
 
@@ -94,6 +97,7 @@ class Barrier:
         self._timer: asyncio.Handle | None = None
         self._step_end_s = 0.0
         self._step_ns = 0
+        self._holding: set[int] = set()
 
     @property
     def loads(self) -> list[int]:
@@ -112,6 +116,19 @@ class Barrier:
     def waiting(self, rank: int) -> int:
         """Return the number of sequences that wait for a rank's batch."""
         return self._fleet.queued_on(RankId(rank))
+
+    def freeze(self, ranks: Collection[int], *, holds: bool) -> None:
+        """Have ranks do nothing more; if they hold the barrier, no other rank ends its step either."""
+        self._fleet.frozen.update(ranks)
+        if holds:
+            self._holding.update(ranks)
+
+    def thaw(self, ranks: Collection[int]) -> None:
+        """Have ranks go on."""
+        self._fleet.frozen.difference_update(ranks)
+        self._holding.difference_update(ranks)
+        if self._timer is None and self._sequences:
+            self._timer = self._loop.call_soon(self._begin, self._loop.time())
 
     def submit(self, sequence: Batched, rank: int, *, compute_ns: int = 0) -> None:
         """Queue a sequence; it joins between two steps.
@@ -170,6 +187,9 @@ class Barrier:
         self._timer = self._loop.call_at(self._step_end_s, self._end)
 
     def _end(self) -> None:
+        if self._holding:
+            self._timer = self._loop.call_later(_LOOK_S, self._end)
+            return
         late_s = self._loop.time() - self._step_end_s
         self.counters.late_s = max(self.counters.late_s, late_s)
         self.counters.total_late_s += late_s

@@ -8,7 +8,7 @@ from balanceroute.proxy.emulate.api_error import compact
 from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.engine_metrics import RankCounters, RankState
 from balanceroute.proxy.emulate.exchange import Exchange
-from balanceroute.proxy.emulate.faults import Faults
+from balanceroute.proxy.emulate.faults import Faults, Frozen
 from balanceroute.proxy.emulate.hub import Hub
 from balanceroute.proxy.emulate.small_routes import VERSION
 from balanceroute.proxy.wire.http1.server import Application, Reply, Server
@@ -121,6 +121,13 @@ class Engine:
         for exchange in exchanges:
             exchange.abort()
         return len(exchanges)
+
+    def freeze(self) -> None:
+        """Have its decode ranks stand still, or go on, as its faults say."""
+        ranks = self.role.ranks if self.name.startswith("decode") else ()
+        self._hub.barrier.thaw(ranks)
+        if self.faults.frozen is not None:
+            self._hub.barrier.freeze(ranks, holds=self.faults.frozen is Frozen.BARRIER)
 
     @property
     def idle(self) -> bool:

@@ -65,6 +65,8 @@ class FaultBoard:
     def _apply(self, engine: Engine, before: Faults) -> None:
         if engine.faults.stopping and not before.stopping:
             engine.abort()
+        if engine.faults.frozen is not before.frozen:
+            engine.freeze()
         if engine.faults.refuse and not before.refuse:
             engine.refuse()
         elif before.refuse and not engine.faults.refuse:

@@ -8,6 +8,16 @@ from typing import Any
 from balanceroute.proxy.core.errors import ConfigError
 
 
+class Frozen(Enum):
+    """What the other ranks do while an engine's own do nothing.
+
+    Its server answers all the same: an engine's core is another process.
+    """
+
+    ALONE = "alone"  # They go on.
+    BARRIER = "barrier"  # They wait for it, so none makes tokens.
+
+
 class AfterPull(Enum):
     """What happens to a request between the pull of its KV cache and its first token.
 
@@ -87,6 +97,7 @@ class Faults:
         hang: Requests are accepted and never answered.
         refuse: Connections are refused; answers in progress continue.
         unhealthy: GET /health answers 503.
+        frozen: A decode engine's ranks do nothing more; None for they work.
         stopping: The engine was told to stop: it aborts what is in progress, and what comes at once.
         delay_s: Emulated time that a request waits before it is processed.
         reset_after_tokens: The connection is reset after so many tokens of a choice; with 0 after
@@ -126,6 +137,7 @@ class Faults:
     refuse: bool = False
     unhealthy: bool = False
     stopping: bool = False
+    frozen: Frozen | None = None
     delay_s: float = 0.0
     reset_after_tokens: int | None = None
     end_after_tokens: int | None = None
@@ -203,6 +215,7 @@ _TIMES = ("retry_after_s", "delay_s", "after_pull_s", "trickle_s", "slow_scrape_
 _WORDS: Mapping[str, type[Enum]] = {
     "after_pull": AfterPull,
     "error_form": ErrorForm,
+    "frozen": Frozen,
     "malformed": MalformedStream,
     "malformed_answer": MalformedAnswer,
     "malformed_scrape": MalformedScrape,

@@ -345,6 +345,8 @@ class Deployment:
                 config.lease_s,
                 uses_blocks=asked or config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
+                progress_veto=config.scheduling.progress_veto,
+                warm_up=config.scheduling.warm_up,
             ),
             rng=environment.rng,
             stopwatch=environment.stopwatch,

@@ -56,6 +56,7 @@ class DecodeFleet:
         loads: KV tokens of the running requests, by rank.
         running: Number of running requests in the fleet.
         step_loads: What each rank reads in the step that has begun, in KV tokens of speed 1.
+        frozen: Ranks that do nothing, while the others go on.
         emissions: Tokens of each running or dropped request in the step that has begun; empty if each
             emits one.
     """
@@ -75,6 +76,7 @@ class DecodeFleet:
         self.running = 0
         self.step_loads = self.loads
         self.emissions: dict[RequestId, int] = {}
+        self.frozen: set[int] = set()
         self._ranks = [_Rank() for _ in range(ranks)]
         self._batch_limits = options.batches_of(ranks, batch_limit)
         self._step_base_ns = step_base_ns
@@ -138,7 +140,7 @@ class DecodeFleet:
         """Admit queued requests where there is room; return the new ones by rank, then in order."""
         joined: list[RequestId] = []
         for number, rank in enumerate(self._ranks):
-            while rank.queue and self._has_room(rank, number):
+            while rank.queue and self._has_room(rank, number) and number not in self.frozen:
                 job = rank.queue.popleft()
                 job.joined_step = self._step
                 rank.running[job.request] = job
@@ -160,6 +162,11 @@ class DecodeFleet:
             if not self.emissions:
                 self.emissions = {one: 1 for rank in self._ranks for one in rank.running}
             self.emissions |= dict.fromkeys(self._dropped, 0)
+        if self.frozen:
+            if not self.emissions:
+                self.emissions = {one: 1 for rank in self._ranks for one in rank.running}
+            for number in self.frozen:
+                self.emissions |= dict.fromkeys(self._ranks[number].running, 0)
         if self._speeds is not None:
             loads = zip(self.step_loads, self._speeds, strict=True)
             self.step_loads = [round(load / speed) for load, speed in loads]

@@ -92,6 +92,10 @@ RAISING: dict[str, dict[str, str]] = {
         'balanceroute_prefills_without_kv_total{prefiller="p",reason="absent"}': "0x20 1x10"
     },
     "BalanceRouteEngineDoubted": {'balanceroute_rank_doubts{rank="0",name="d"}': "0x5 1x25"},
+    "BalanceRouteDecodeStandsStill": {"balanceroute_decode_still_ranks": "0x20 3x10"},
+    "BalanceRouteRankMakesNoTokens": {
+        'balanceroute_progress_vetoes_total{rank="0",name="d"}': "0x20 2 4 4x10"
+    },
     "BalanceRouteLeasesNearTheirEnd": {"balanceroute_pooled_lease_used_ratio": "0.8x30"},
     "BalanceRouteStepsMisjudged": {
         'balanceroute_decode_step_seconds{job="proxy"}': "0.05x30",
@@ -103,6 +107,8 @@ SILENT = {
     'balanceroute_prefills_without_kv_total{prefiller="p",reason="absent"}': "3x30",
     'balanceroute_prefiller_doubts{prefiller="0",name="p"}': "0x30",
     'balanceroute_rank_doubts{rank="0",name="d"}': "0x30",
+    "balanceroute_decode_still_ranks": "0x30",
+    'balanceroute_progress_vetoes_total{rank="0",name="d"}': "1x30",
     "balanceroute_pooled_lease_used_ratio": "0.7x30",
     'balanceroute_decode_step_seconds{job="proxy"}': "0.031x30",
     'vllm:inter_token_latency_seconds_sum{instance="d0"}': "0+3x30",

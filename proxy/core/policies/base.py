@@ -42,6 +42,8 @@ class Fleet(Struct, eq=False):
             it takes its own.
         others_kv_tokens: int64[G], what the requests of others hold; None if there are none.
         keeping: What the ranks have of prompts; None if nobody remembers that.
+        closes: Whether a rank without a free slot closes: of a policy that binds early, those that have
+            few slots began lately.
     """
 
     is_open: NDArray[np.bool_]
@@ -55,6 +57,7 @@ class Fleet(Struct, eq=False):
     room_after: Callable[[int, PoolEntry], int] | None = None
     others_kv_tokens: NDArray[np.int64] | None = None
     keeping: Keeping | None = None
+    closes: bool = False
 
     @property
     def free(self) -> int:
@@ -121,6 +124,8 @@ class Fleet(Struct, eq=False):
         self.bound[rank] += entry.slots
         # A request of several sequences may need more slots than are free.
         self.free_slots[rank] = max(0, int(self.free_slots[rank]) - entry.slots)
+        if self.closes:
+            self.is_open[rank] &= self.free_slots[rank] > 0
         if self.room_after is None:
             self.free_kv_tokens[rank] -= entry.kv_tokens
         else:

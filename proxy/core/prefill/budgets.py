@@ -11,9 +11,13 @@ from collections.abc import Collection, Sequence
 
 from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import PrefillerId
+from balanceroute.proxy.core.events import Action, Event, PrefillerId
 from balanceroute.proxy.core.prefill.base import PrefillChoice, PrefillRequest
 from balanceroute.proxy.core.prefill.pairs import Pairs
+from balanceroute.proxy.core.warm_up import WarmUp
+
+# Prefills at a time from which a prefiller is warm, unless it may not have so many.
+_WARM = 8
 
 
 class Prefillers:
@@ -38,6 +42,8 @@ class Prefillers:
         held_tokens: By prefiller, KV tokens held.
         kv_capacity_tokens: As given.
         pairs: The ranks that can use each one's KV caches.
+        proved: By prefiller, whether it has prefilled anything since it began.
+        warm_up: The windows of those that began lately.
     """
 
     def __init__(
@@ -56,6 +62,8 @@ class Prefillers:
         self.direct: list[int] = []
         self.held_tokens: list[int] = []
         self.pairs = Pairs()
+        self.proved: list[bool] = []
+        self.warm_up = WarmUp()
         self._choice = choice
         self.reconfigure(
             instances,
@@ -80,6 +88,7 @@ class Prefillers:
         self.prefills += [0] * new
         self.direct += [0] * new
         self.held_tokens += [0] * new
+        self.proved += [False] * new
         # A limit may fall below the present use. Then nothing starts until enough has ended.
         self._probe_limit = probe_limit
         self._direct_limit = direct_limit
@@ -94,6 +103,20 @@ class Prefillers:
         self.check_known(prefiller)
         self.is_open[prefiller] = is_open
         self.on_trial[prefiller] = on_trial
+        if not is_open:
+            self.proved[prefiller] = False
+            self.warm_up.end(prefiller)
+
+    def begin(self, prefiller: PrefillerId) -> None:
+        """Let an open prefiller have a share that grows, unless all are as new as it is."""
+        if any(one and able for one, able in zip(self.proved, self.is_open, strict=True)):
+            self.warm_up.begin(prefiller, grows=True)
+        self.proved[prefiller] = False
+
+    def saw(self, event: Event, actions: Sequence[Action]) -> None:
+        """Follow what is on its way to prefillers that began lately."""
+        full = _WARM if self._probe_limit is None else min(_WARM, self._probe_limit)
+        self.warm_up.saw(event, actions, [full] * len(self.is_open))
 
     def check_known(self, prefiller: PrefillerId) -> None:
         """Raise LifecycleError if there is no such prefiller."""
@@ -129,6 +152,8 @@ class Prefillers:
             ]
         is_open = self._tried(is_open, lost_on) if True in self.on_trial else is_open
         is_open = allowed(is_open, lost_on) if lost_on else is_open
+        if self.warm_up.active and self.warm_up.binds(is_open):
+            is_open = [able and self.warm_up.room(one) != 0 for one, able in enumerate(is_open)]
         if withheld:
             is_open = [able and number not in withheld for number, able in enumerate(is_open)]
         limit = self._direct_limit if sequences else self._probe_limit

@@ -9,7 +9,7 @@ from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.core.time_limits import lease_used
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
-from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.telemetry.request_log import fields_of
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
@@ -77,6 +77,8 @@ def take_snapshot(
         step_s=progress.steps.step_s,
         idle_tokens=progress.barrier.idle_tokens,
         capacity_tokens=progress.barrier.capacity_tokens,
+        still_ranks=driver.veto.still_ranks,
+        standstills=driver.veto.standstills,
         idle_ratio=progress.barrier.share(now_s),
         idle_ratios=progress.barrier.shares(now_s),
         client_connections=held.client_connections,
@@ -114,7 +116,7 @@ def instance_rows(
 ) -> list[dict[str, object]]:
     """Return one row per instance, with its last quarantine and the requests in flight on it.
 
-    `unfit` says why it is paired with no engine of the other role, where that is so, and `doubts` what
+    `still` names the ranks that make no tokens while others do. `unfit` says why it is paired with no engine of the other role, where that is so, and `doubts` what
     speaks against its place.
     """
     rows: list[dict[str, object]] = []
@@ -131,6 +133,7 @@ def instance_rows(
                 "status": status.value,
                 **asdict(quarantines.get(target, NO_QUARANTINE)),
                 "parts": [part.name for part in live],
+                "still": [part.name for part in live if isinstance(part, Rank) and part.still],
                 "in_flight": in_flight,
                 "drained": status is Status.DRAINING and in_flight == 0,
                 **roster.pairing.told(target),
@@ -166,7 +169,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             rank=rank.id,
             name=rank.name,
             open=rank.open,
-            status=rank.status.value,
+            status=rank.state,
             kv_tokens=int(ledger.loads[rank.id]),
             bound=int(ledger.bound[rank.id]),
             started=int(ledger.started[rank.id]),
@@ -177,6 +180,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             url=rank.target.url,
             doubts=rank.doubts,
             cached_blocks=None if blocks is None else blocks.blocks(rank.id),
+            vetoes=driver.veto.vetoes[rank.id],
         )
         for rank in driver.instances.ranks
     ]

@@ -27,6 +27,7 @@ def view_of(
         "pool_limit": state.pool_limit,
         "oldest_pooled_s": state.oldest_pooled_s,
         "step_s": state.step_s,
+        "still_ranks": state.still_ranks,
         "idle_ratio": state.idle_ratio,
         "idle_ratios": state.idle_ratios,
         "ranks": state.ranks,

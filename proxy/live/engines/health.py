@@ -102,6 +102,7 @@ class _Watch:
         backoff_s: The wait that its next quarantine begins with.
         known: Whether its state is more than a guess.
         probes: How many have ended.
+        answered_s: When its /health last answered 200 to a probe.
     """
 
     target: Target
@@ -117,6 +118,7 @@ class _Watch:
     probe_failures: int = 0
     quarantined_s: float | None = None
     recovered_s: float | None = None
+    answered_s: float | None = None
     reason: str = ""
 
 
@@ -225,6 +227,17 @@ class Health:
         watch = self._watches.get(target)
         return watch is not None and not watch.up and watch.gone
 
+    def hasten(self, target: Target) -> None:
+        """Probe an instance now, unless it is in quarantine: others saw it do nothing."""
+        watch = self._watches.get(target)
+        if watch is not None and watch.up:
+            watch.next_probe_s = self._clock()
+
+    def answered_s(self, target: Target) -> float | None:
+        """Return when /health of an instance last answered 200; None for never."""
+        watch = self._watches.get(target)
+        return None if watch is None else watch.answered_s
+
     def convict(self, target: Target, reason: str, again: bool) -> bool:
         """Quarantine an instance on the word of others, if its role can spare it.
 
@@ -331,6 +344,7 @@ class Health:
         watch.probing = False
         watch.probes += 1
         if fault is None:
+            watch.answered_s = self._clock()
             watch.probe_failures = 0
             if not watch.up:
                 self._recover(watch)

@@ -136,6 +136,8 @@ class Rank:
         probed: Whether the health of its engine is known.
         asked: Whether its engine was asked what it is, if anybody asks.
         asleep: Whether it tells that it sleeps.
+        still: Whether it makes no tokens while others do; see `ProgressVeto`.
+        on_trial: Whether it was `still`, and has given no token since it was opened again.
         unfit: Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
         page_doubts: What its engine's pages say against its place here; see `engine_facts`.
         continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
@@ -150,14 +152,22 @@ class Rank:
     probed: bool = True
     asked: bool = True
     asleep: bool = False
+    still: bool = False
+    on_trial: bool = False
     unfit: str = ""
     page_doubts: tuple[str, ...] = ()
     continuous_usage_is_expensive: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether it is up and awake, as far as was seen, and fits a prefiller."""
-        return self.status is _UP and self.probed and not self.asleep and not self.unfit
+        """Whether it is up and awake, as far as was seen, makes tokens, and fits a prefiller."""
+        known = self.status is _UP and self.probed
+        return known and not (self.asleep or self.still or self.unfit)
+
+    @property
+    def state(self) -> str:
+        """Its status in a word, for people: `still` if it is up and makes no tokens."""
+        return "still" if self.still and self.status is _UP else self.status.value
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -245,6 +255,8 @@ class Instances:
             if isinstance(one, Prefiller):
                 one.identity, one.utilisation, one.crowded = None, 0.0, False
                 one.kv_trial, one.first_tokens, one.without_kv = False, FirstTokens(), ""
+            else:
+                one.still = one.on_trial = False
         return True
 
     def serving(self) -> list[RankId]:

@@ -91,6 +91,8 @@ class Shape(Struct, frozen=True):
             `prompt_tokens` is None.
         prompt_data: Images, sounds and files in the prompt.
         max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
+        holds_back: Whether its engine may send nothing for many steps: a parser of tool calls waits
+            until one is whole.
     """
 
     api: Api
@@ -102,6 +104,7 @@ class Shape(Struct, frozen=True):
     prompt_characters: int
     prompt_data: int
     max_tokens: int | None
+    holds_back: bool = False
 
 
 def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
@@ -153,6 +156,7 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
         prompt_characters=characters or 1,
         prompt_data=prompt.data_strings,
         max_tokens=limit,
+        holds_back=bool(values.get("tools")),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import PrefillerId, RankId
+from balanceroute.proxy.core.rank_progress import Sighting
 from balanceroute.proxy.live.connectors import MissingKv
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role
@@ -389,6 +390,18 @@ class EngineDied(Struct, frozen=True, array_like=True, tag=31):
     said: bool
 
 
+class Looks(Struct, frozen=True, array_like=True, tag=33):
+    """What a relay saw of the ranks by its streams; sent a few times a second while it has any.
+
+    Attributes:
+        elapsed_s: Since the last look; 0 if the relay stood still in between.
+        sightings: Of the ranks of which it has a stream.
+    """
+
+    elapsed_s: float
+    sightings: tuple[Sighting, ...]
+
+
 CoreEvent = PrefillDone | PrefillLost | DecodeLost | DecodeStarted | Recomputed | FirstToken
 Loss = PrefillLost | DecodeLost | Recomputed
 Report = (
@@ -421,4 +434,5 @@ FromRelay = (
     | Resumed
     | AskAlone
     | EngineDied
+    | Looks
 )

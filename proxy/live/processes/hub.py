@@ -139,7 +139,9 @@ class Hub:
 
     def forget(self, desk: Desk) -> None:
         """Forget a relay that is gone."""
-        self.desks = {place: one for place, one in self.desks.items() if one is not desk}
+        for place in [place for place, one in self.desks.items() if one is desk]:
+            del self.desks[place]
+            self.driver.veto.forget_observer(place)
         self.relay_drained()
 
     def changed(self, instances: "Iterable[Prefiller | Rank] | None" = None) -> None:
@@ -187,7 +189,9 @@ class Hub:
             else:
                 yield (
                     ("rank", one.id),
-                    to_relay.RankState(one.id, one.name, one.target.url, one.status, one.header),
+                    to_relay.RankState(
+                        one.id, one.name, one.target.url, one.status, one.header, one.still
+                    ),
                 )
         yield ("models", 0), self._models_told
         yield ("readiness", 0), to_relay.Readiness(self.driver.ready)
@@ -225,6 +229,14 @@ class Hub:
     def take_gaps(self, message: from_relay.Gaps) -> None:
         """Add gaps between pieces of streams."""
         self._metrics.legs.gaps.add(message.counts, message.total_s, message.refused)
+
+    def take_looks(self, desk: Desk, message: from_relay.Looks) -> None:
+        """Note what a relay sees of the ranks."""
+        known = len(self.driver.instances.ranks)
+        seen = [one for one in message.sightings if 0 <= one.rank < known]
+        for place, one in self.desks.items():
+            if one is desk:
+                self.driver.veto.look(place, message.elapsed_s, seen)
 
     def take_record(self, message: from_relay.Recorded) -> None:
         """Count or log a request."""

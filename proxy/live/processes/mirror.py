@@ -120,6 +120,7 @@ class Mirror:
                 rank = Rank(state.id, state.name, target, endpoint, state.header)
             rank.id = state.id
             ranks.append(rank)
+        ranks[state.id].still = state.still
         self._set(ranks[state.id], state.status)
 
     def take_models(self, message: to_relay.Models) -> None:

@@ -86,6 +86,7 @@ class RelayDesk:
             from_relay.LegRetried: hub.take_retry,
             from_relay.Failure: hub.take_failure,
             from_relay.EngineDied: hub.take_death,
+            from_relay.Looks: partial(hub.take_looks, self),
         }
         self._takers = defaultdict(lambda: self._report, takers)
 

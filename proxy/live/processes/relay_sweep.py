@@ -15,6 +15,7 @@ class RelaySweep:
 
     Args:
         tell: Called with the latest that a sweep was, in seconds, after each.
+        look: Called with each, to look at streams.
     """
 
     def __init__(
@@ -23,7 +24,9 @@ class RelaySweep:
         stalls: "StallWatch",
         isolation: "Isolation",
         tell: Callable[[float], None],
+        look: Callable[[], None],
     ) -> None:
+        self._look = look
         self._stalls = stalls
         self._isolation = isolation
         self._tell = tell
@@ -44,4 +47,5 @@ class RelaySweep:
         isolation.run("timer", self._stalls.tick)
         if not self._stalls.woke:
             isolation.check_deadlines(now_s)
+        isolation.run("timer", self._look)
         isolation.run("timer", self._tell, late_s)

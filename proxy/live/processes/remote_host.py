@@ -28,9 +28,11 @@ from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.request.reports import Report, SessionEnded
 from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.stream_looks import StreamLooks
 from balanceroute.proxy.live.request.suspects import EngineDied
 from balanceroute.proxy.live.scheduling.arrival import Arrival
 from balanceroute.proxy.live.scheduling.isolation import Isolation
+from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.faults import Fault
@@ -99,8 +101,13 @@ class RemoteHost:
         orders = Orders(self._links, mirror.instances, self.isolation, self._now_ns)
         self._occupancy = occupancy
         self._sweep = RelaySweep(
-            self.sessions, context.stalls, self.isolation, self._tell_occupancy
+            self.sessions,
+            context.stalls,
+            self.isolation,
+            self._tell_occupancy,
+            self._tell_looks,
         )
+        self._looks = StreamLooks(self.sessions, context.clock, late_s=2 * SWEEP_S)
         takers: dict[type[to_relay.ToRelay], Callable[[Any], None]] = {
             to_relay.Welcome: self._welcome,
             to_relay.Unwelcome: self._unwelcome,
@@ -324,6 +331,11 @@ class RemoteHost:
         elif self._patience.spent:
             for number, link in self._unanswered():
                 self._refuse(number, link, NO_SCHEDULER)
+
+    def _tell_looks(self) -> None:
+        elapsed_s, sightings = self._looks.look()
+        if sightings and self.uplink.connected:
+            self.uplink.send(from_relay.Looks(elapsed_s, tuple(sightings)))
 
     def _event_message(self, link: Link, event: events.Event) -> from_relay.CoreEvent:
         session = link.session

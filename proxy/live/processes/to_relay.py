@@ -67,6 +67,7 @@ class RankState(Struct, frozen=True, array_like=True, tag=104):
     Attributes:
         url: The base URL of its server, which names that in reports.
         header: Value of X-data-parallel-rank; None if the rank has a URL of its own.
+        still: Whether it makes no tokens while others do, so that requests leave it.
     """
 
     id: RankId
@@ -74,6 +75,7 @@ class RankState(Struct, frozen=True, array_like=True, tag=104):
     url: str
     status: Status
     header: bytes | None
+    still: bool = False
 
 
 class Model(Struct, frozen=True, array_like=True):

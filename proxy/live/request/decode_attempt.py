@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.events import DecodeStarted, FirstToken
+from balanceroute.proxy.core.rank_progress import Sighting
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
@@ -70,6 +71,8 @@ _log = logging.getLogger(__name__)
 _MOST_RECOMPUTES = 32
 # Many steps.
 _STILL_S = 1.0
+# Looks that see a stream move, from which on it tells when its rank stands still.
+_TELLING = 3
 # Of what an engine reports.
 _MOST_WORDS = 200
 # Up to Python 3.11 each look at a member of an enumeration is a call.
@@ -92,18 +95,8 @@ class DecodeAttempt(Attempt):
     """
 
     __slots__ = (
-        *(
-            "_ids",
-            "_kv",
-            "_new_by_s",
-            "_rank",
-            "_remote",
-            "_repeated",
-            "_told",
-            "_transcript",
-            "_transfer",
-        ),
-        *("_usage", "hands_back", "stream"),
+        *("_ids", "_kv", "_moves", "_new_by_s", "_rank", "_remote", "_repeated", "_seen_s"),
+        *("_told", "_transcript", "_transfer", "_usage", "hands_back", "stream"),
     )
 
     def __init__(
@@ -129,6 +122,8 @@ class DecodeAttempt(Attempt):
         self._kv = kv  # Until the engine is known to have it.
         self._new_by_s = 0.0
         self._transfer = ""
+        # When its last events had come at the last look, and looks that saw new ones.
+        self._seen_s, self._moves = 0.0, 0
         self._remote: HandOff | None = None  # The prefill that the rank calls for.
 
     def _keep(self, resume: Resume) -> None:
@@ -243,6 +238,9 @@ class DecodeAttempt(Attempt):
     def check_deadline(self, now_s: float) -> None:
         """Fail if the answer takes too long to begin, or stands still."""
         session, legs, stream = self._session, self._session.context.legs, self.stream
+        if self._rank is not None and self._rank.still and self._may_leave(now_s):
+            session.leave_rank()
+            return
         if stream is not None and not stream.started:
             stream.release_opening(now_s)
         if stream is not None and stream.started:
@@ -272,10 +270,35 @@ class DecodeAttempt(Attempt):
             blamed, session.hung = self._remote.target, self._remote.prefiller
         session.failed(self, Failure(What.TIMED_OUT, Fault.TIMEOUT, reason, blamed=blamed))
 
+    def _may_leave(self, now_s: float) -> bool:
+        """Return whether another rank may have what this one, which stands still, has not done."""
+        stream = self.stream
+        if stream is None or not stream.started:
+            return True
+        waits = self._session.answer.is_paused or now_s <= stream.last_s + _STILL_S
+        return not waits and (self.continuable or self.complete)
+
+    def look(self) -> Sighting | None:
+        """Return what its stream says of the rank since the last look; None if it has none."""
+        stream, rank = self.stream, self._rank
+        if rank is None or stream is None or not stream.started:
+            return None
+        last_s, before_s, session = stream.last_s, self._seen_s, self._session
+        if last_s > before_s:
+            self._seen_s = last_s
+            self._moves += 1
+            tells = self._moves > 1 and not session.shape.holds_back
+            return Sighting(rank.id, True, 0, last_s - before_s if tells else 0.0)
+        # Of one that has just begun nobody knows whether its engine sends more than its end.
+        tells = self._moves >= _TELLING and not session.shape.holds_back
+        return Sighting(
+            rank.id, False, int(tells and not (session.answer.is_paused or self.complete))
+        )
+
     def resume(self) -> None:
         """Read on. The client's pause was none of the engine's."""
         if self.stream is not None:
-            self.stream.last_s = self._session.context.clock()
+            self._seen_s = self.stream.last_s = self._session.context.clock()
             self._hear_by(self.stream.last_s)
         super().resume()
 

@@ -42,6 +42,7 @@ from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.scheduling.feedback import Feedback
 from balanceroute.proxy.live.scheduling.isolation import Isolation
 from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
 from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.scheduling.stranded import Stranded
 from balanceroute.proxy.live.scheduling.sweep import Sweep
@@ -75,6 +76,8 @@ class DriverSettings:
         uses_blocks: Whether the prefill choice uses the blocks of prompts.
         stranded_s: How long requests wait for a role of which no instance is up. Less than that is
             an engine that restarts; who comes meanwhile is refused at once.
+        progress_veto: Whether ranks that make no tokens are left out.
+        warm_up: Whether engines that begin, or come back, get a share that grows.
     """
 
     legs: LegSettings
@@ -83,6 +86,8 @@ class DriverSettings:
     expects_output: bool = False
     uses_blocks: bool = False
     stranded_s: float = 10.0
+    progress_veto: bool = True
+    warm_up: bool = True
 
 
 class Driver:
@@ -109,6 +114,7 @@ class Driver:
         sessions: Those of the table.
         decisions: Feeds the scheduler.
         lost: Moves requests away from engines that do not answer.
+        veto: Leaves out ranks that make no tokens.
         isolation: Ends alone what failed.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
@@ -146,7 +152,7 @@ class Driver:
         self.table = SessionTable(rng)
         self.sessions = self.table.live
         self.isolation = Isolation(self, scheduler.requests, self.sessions, failures)
-        self._open_instances = OpenInstances(instances, self.feed)
+        self._open_instances = OpenInstances(instances, self.feed, warm_up=settings.warm_up)
         self.decisions = Decisions(
             scheduler,
             self.sessions,
@@ -175,6 +181,7 @@ class Driver:
             now_ns=self._now_ns,
         )
         self.report = self._feedback.take
+        self.veto = self._make_veto(health)
         self._sweep = self._make_sweep(metrics, has_deadlines=counts is None)
 
     def _make_sweep(self, metrics: "Metrics", *, has_deadlines: bool) -> Sweep:
@@ -185,9 +192,22 @@ class Driver:
             self._predictors,
             metrics.decisions,
             stalls=self.context.stalls,
+            veto=self.veto,
             stranded=Stranded(self.scheduler, self.instances, after_s=after_s),
             isolation=self.isolation,
+            clock=self.context.clock,
             has_deadlines=has_deadlines,
+        )
+
+    def _make_veto(self, health: "Health") -> ProgressVeto:
+        loop = asyncio.get_running_loop()
+        return ProgressVeto(
+            *(self.scheduler, self.sessions, self.instances, self.decisions.progress),
+            health=health,
+            reopen=self.reopen,
+            clock=loop.time,
+            call_later=loop.call_later,
+            active=self._settings.progress_veto,
         )
 
     def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:
@@ -361,12 +381,14 @@ class Driver:
                 session, "shutdown", session.give_up, "the proxy is shutting down"
             )
         self.decisions.stop()
+        self.veto.stop()
         self._sweep.stop()
 
     def reopen(self, changed: "Iterable[Prefiller | Rank] | None" = None) -> None:
         """Tell the scheduler which instances are open now, after some of them changed; None for any."""
         self._open_instances.update(changed)
         self.changed(changed)
+        self.veto.spare()
 
     def grown(self) -> None:
         """Note that the scheduler was told by `reconfigure` of instances, or of another policy."""

@@ -15,14 +15,24 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
 class OpenInstances:
     """Tells the scheduler which instances open and close. At first it takes all of them for open.
 
+    Args:
+        instances: The engines.
+        feed: Tells the scheduler.
+        warm_up: Whether those that were away get a share that grows.
+
     Attributes:
         serving: The ranks that are not removed, whose loads make the barrier.
     """
 
-    def __init__(self, instances: Instances, feed: Callable[[Event], None]) -> None:
+    def __init__(
+        self, instances: Instances, feed: Callable[[Event], None], *, warm_up: bool = True
+    ) -> None:
         self.serving = instances.serving()
         self._instances = instances
         self._feed = feed
+        self._warm_up = warm_up
+        # Those that were away since they were open last: not only crowded, say.
+        self._cold: set[Prefiller | Rank] = set()
         self._prefillers: list[tuple[bool, bool]] = []  # Whether it is open, and on trial.
         self._ranks: list[bool] = []
         self._grow()
@@ -41,17 +51,31 @@ class OpenInstances:
             self.serving = self._instances.serving()
             changed = [*self._instances.prefillers, *self._instances.ranks]
         for one in changed:
+            if not one.usable:
+                self._cold.add(one)
             if isinstance(one, Prefiller):
                 state = one.open, one.kv_trial
                 if self._prefillers[one.id] != state:
                     self._prefillers[one.id] = state
                     is_open, on_trial = state
                     self._feed(
-                        PrefillerOpened(one.id, on_trial) if is_open else PrefillerClosed(one.id)
+                        PrefillerOpened(one.id, on_trial, self._is_cold(one))
+                        if is_open
+                        else PrefillerClosed(one.id)
                     )
             elif self._ranks[one.id] != one.open:
                 self._ranks[one.id] = one.open
-                self._feed(RankOpened(one.id) if one.open else RankClosed(one.id))
+                self._feed(
+                    RankOpened(one.id, one.on_trial, self._is_cold(one))
+                    if one.open
+                    else RankClosed(one.id)
+                )
+
+    def _is_cold(self, one: Prefiller | Rank) -> bool:
+        """Return whether an instance that opens was away."""
+        was_away = one in self._cold
+        self._cold.discard(one)
+        return was_away and self._warm_up
 
     def _grow(self) -> None:
         prefillers, ranks = self._instances.prefillers, self._instances.ranks

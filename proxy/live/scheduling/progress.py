@@ -47,6 +47,7 @@ class Progress:
         started: The requests in their rank's batch.
         steps: The inferred steps.
         barrier: What the inferred steps lost at the barrier.
+        transfer_s: The mean time from an admission to the first token.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Progress:
         self._clock = clock
         # Since when those were admitted that have no stream to tell when they join the batch.
         self._unheard: dict[RequestId, tuple[LiveRequest, float]] = {}
-        self._transfer_s = 0.0
+        self.transfer_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -92,7 +93,7 @@ class Progress:
         self._join(session)
         assert session.record.admitted_ns is not None
         waited_s = self._clock() - session.record.admitted_ns / 1e9
-        self._transfer_s += 0.1 * (waited_s - self._transfer_s)
+        self.transfer_s += 0.1 * (waited_s - self.transfer_s)
 
     def left(self, event: RequestRecomputed | DecodeLost | PrefillLost) -> Event:
         """Forget a request that is on no rank any more; return what the scheduler is to hear.
@@ -127,9 +128,9 @@ class Progress:
         """Bring the mirror up to date; `serving` are the ranks whose loads make the barrier."""
         now_s = self._clock()
         for number, (session, since_s) in list(self._unheard.items()):
-            if now_s - since_s >= self._transfer_s:
+            if now_s - since_s >= self.transfer_s:
                 self._join(session)
-                self._feed(DecodeStarted(number))
+                self._feed(DecodeStarted(number, heard=False))
         advance = self.steps.advance(self._counts, now_s)
         if advance.steps:
             step_s, scheduler = advance.step_s, self._scheduler

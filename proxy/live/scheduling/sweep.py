@@ -1,18 +1,21 @@
 """What is looked at four times a second while there are requests."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from balanceroute.proxy.live.scheduling.sweep_timer import SweepTimer
+from balanceroute.proxy.live.request.stream_looks import StreamLooks
+from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S, SweepTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
     from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.stall_watch import StallWatch
     from balanceroute.proxy.live.scheduling.decisions import Decisions
     from balanceroute.proxy.live.scheduling.isolation import Isolation
+    from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
     from balanceroute.proxy.live.scheduling.stranded import Stranded
     from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
 
@@ -21,6 +24,7 @@ class Sweep:
     """Looks after deadlines, progress, predictors and engines that are missing.
 
     Args:
+        clock: The loop's time.
         has_deadlines: Whether sessions are to check their deadlines; other processes' do so there.
     """
 
@@ -32,8 +36,10 @@ class Sweep:
         metrics: "DecisionMetrics",
         *,
         stalls: "StallWatch",
+        veto: "ProgressVeto",
         stranded: "Stranded",
         isolation: "Isolation",
+        clock: "Callable[[], float]",
         has_deadlines: bool,
     ) -> None:
         self._sessions = sessions
@@ -41,6 +47,11 @@ class Sweep:
         self._predictors = predictors
         self._metrics = metrics
         self._stalls = stalls
+        self._veto = veto
+        self._looks: StreamLooks | None = None
+        if has_deadlines:  # Else other processes look at their streams.
+            own = cast("Mapping[RequestId, Session]", sessions)
+            self._looks = StreamLooks(own, clock, late_s=2 * SWEEP_S)
         self._stranded = stranded
         self._isolation = isolation
         self._has_deadlines = has_deadlines
@@ -60,6 +71,7 @@ class Sweep:
     def _sweep(self, now_s: float, late_s: float) -> None:
         isolation, progress = self._isolation, self._decisions.progress
         isolation.run("timer", self._look_after, late_s)
+        isolation.run("timer", self._review_ranks)
         if self._has_deadlines and not self._stalls.woke:
             isolation.check_deadlines(now_s)
         isolation.run("predictor", self._predictors.score, progress.started, progress.age)
@@ -69,6 +81,12 @@ class Sweep:
         self._metrics.loop_lag(late_s)
         self._stalls.tick()
         self._decisions.look_after()
+
+    def _review_ranks(self) -> None:
+        if self._looks is not None:
+            self._veto.look(0, *self._looks.look())
+        if not self._stalls.woke:
+            self._veto.review()
 
     def _give_up_stranded(self, now_s: float) -> None:
         for number in self._stranded.due(now_s):

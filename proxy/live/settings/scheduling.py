@@ -101,6 +101,16 @@ class SchedulingSettings:
     learn_speeds: bool = switch(
         False, "learn the --rank-speeds from the times of decode steps, unless they are told"
     )
+    progress_veto: bool = switch(
+        True,
+        "leave a decode rank out that makes no tokens for two seconds and four of its own gaps while "
+        "others do; what it has goes on elsewhere as far as it can",
+    )
+    warm_up: bool = switch(
+        True,
+        "let an engine that begins or comes back beside others have one request, and one more at a "
+        "time for each first token that it gives",
+    )
     probe_limit: int | None = integer(
         None, "prefills at a time on one prefiller", 1, 10**6, word="none"
     )

@@ -41,6 +41,11 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
         lambda rank: len(rank.doubts),
     ),
     ("rank_open", "Whether the rank takes new requests.", lambda rank: int(rank.open)),
+    (
+        "rank_still",
+        "Whether the rank is left out, as it makes no tokens while others do.",
+        lambda rank: int(rank.status == "still"),
+    ),
 )
 _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
     ("prefiller_probes", "Prefills that run on the prefiller.", attrgetter("probes")),
@@ -113,6 +118,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "Share of rank time lost at the barrier in the latest five minutes.",
         attrgetter("idle_ratio"),
     ),
+    (
+        "decode_still_ranks",
+        "Ranks that stand still, if none that has streams makes tokens; else 0.",
+        attrgetter("still_ranks"),
+    ),
 )
 _GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("client_connections", "Connections of clients.", attrgetter("client_connections")),
@@ -143,6 +153,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         attrgetter("rows_judged"),
     ),
     ("decode_steps", "Decode steps inferred.", attrgetter("steps")),
+    (
+        "decode_standstills",
+        "Times no decode rank that had streams made tokens.",
+        attrgetter("standstills"),
+    ),
     (
         "barrier_idle_tokens",
         "KV tokens that ranks had less than the fullest, summed over steps.",
@@ -248,6 +263,13 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
     # One label set for all metrics of a rank: the page escapes it once.
     rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
     yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
+    yield _family(
+        "counter",
+        "progress_vetoes",
+        "Times a decode rank was left out, as it made no tokens while others did.",
+        rank_labels,
+        [rank.vetoes for rank in ranks],
+    )
     labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]
     yield from _gauges(_PREFILLER_GAUGES, labels, prefillers)
     labels = [{"role": one.role, "url": one.url} for one in state.engines]

@@ -17,7 +17,7 @@ class RankState:
     rank: int
     name: str
     open: bool
-    status: str  # up, quarantined, draining, removed.
+    status: str  # up, still, quarantined, draining, removed.
     kv_tokens: int
     bound: int
     started: int
@@ -28,6 +28,7 @@ class RankState:
     doubts: tuple[str, ...] = ()  # What speaks against the place of its server.
     others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
     cached_blocks: int | None = None  # As of a prefiller.
+    vetoes: int = 0  # Times it was left out, as it made no tokens while others did.
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,8 @@ class Snapshot:
     rejected_bodies: int = 0  # For want of room for them.
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
     tenants: list[TenantState] = field(default_factory=list)
+    still_ranks: int = 0  # Ranks that stand still, if none that has streams makes tokens; else 0.
+    standstills: int = 0
     idle_ratio: float = 0.0  # Of the latest minutes.
     idle_ratios: list[float | None] = field(default_factory=list)  # By 5 s of them, oldest first.
     engines: list[EngineState] = field(default_factory=list)  # Those whose last scrape was good.

@@ -53,7 +53,8 @@ def test_only_changes_are_told() -> None:
     instances.prefillers[0].kv_trial = True
     instances.ranks[0].status = Status.UP
     open_instances.update()
-    assert fed == [PrefillerOpened(P, True), RankOpened(R)]
+    # The prefiller was only crowded; the rank was away.
+    assert fed == [PrefillerOpened(P, True), RankOpened(R, cold=True)]
     fed.clear()
     instances.prefillers[0].kv_trial = False
     open_instances.update()
@@ -75,3 +76,34 @@ def test_a_removed_rank_serves_no_more() -> None:
     assert open_instances.serving == [R]
     open_instances.update()
     assert open_instances.serving == [RankId(1)]
+
+
+def test_a_rank_that_stood_still_opens_on_trial() -> None:
+    instances, fed, open_instances = site()
+    rank = instances.ranks[0]
+    rank.still = True
+    open_instances.update([rank])
+    rank.still, rank.on_trial = False, True
+    open_instances.update([rank])
+    assert fed == [RankClosed(R), RankOpened(R, on_trial=True, cold=True)]
+
+
+def test_a_prefiller_that_was_away_opens_cold() -> None:
+    instances, fed, open_instances = site()
+    prefiller = instances.prefillers[0]
+    prefiller.asleep = True
+    open_instances.update([prefiller])
+    prefiller.asleep, prefiller.crowded = False, True
+    open_instances.update([prefiller])
+    prefiller.crowded = False
+    open_instances.update([prefiller])
+    assert fed == [PrefillerClosed(P), PrefillerOpened(P, cold=True)]
+
+
+def test_without_warm_up_nothing_opens_cold() -> None:
+    instances, fed, _ = site()
+    open_instances = OpenInstances(instances, fed.append, warm_up=False)
+    rank = instances.ranks[0]
+    for rank.status in (Status.QUARANTINED, Status.UP):
+        open_instances.update([rank])
+    assert fed == [RankClosed(R), RankOpened(R)]

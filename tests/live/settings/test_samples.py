@@ -40,6 +40,8 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "rank_kv_tokens": 100_000,
     "rank_speeds": "1,1.5",
     "learn_speeds": True,
+    "progress_veto": False,
+    "warm_up": False,
     "prefill_choice": "least-conn",
     "local_prefill_tokens": 512,
     "prefill_waiting_limit": 3,

@@ -517,7 +517,7 @@ def test_units_end_the_names() -> None:
         "_info",
     )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
-    plain |= {"rank_doubts", "prefiller_doubts"}
+    plain |= {"rank_doubts", "prefiller_doubts", "rank_still", "decode_still_ranks"}
     plain |= {"prefiller_direct_sequences", "pool_limit", "inflight_limit"}
     plain |= {"batch_limit", "queue_limit", "connection_limit"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}

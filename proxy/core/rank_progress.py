@@ -1,0 +1,207 @@
+"""Which decode ranks make no tokens while others do, as far as their streams tell.
+
+Whoever reads streams **looks** at them a few times a second and tells of each rank whether any of its
+streams moved, and how many of those that stand still would have moved if the rank had made a step. A
+rank is **silent** for the time in which it has such streams, none of its streams moved, and another rank
+stepped at its usual pace. It **stands still** once that is more than `FLOOR_S` and more than `STEPS`
+times the longest gap that its streams had lately: an engine that is slow, or sends several tokens at
+once, has long gaps, and so has its limit.
+
+If no rank steps, none is silent: ranks that share a barrier stop together whoever is at fault. That is
+the **standstill** of the fleet.
+
+Time counts as far as the one who looks was there to see it: who stood still himself tells 0 s. So a rank
+is never silent because nobody read its streams. Times are float seconds.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from balanceroute.proxy.core.events import RankId
+
+FLOOR_S = 2.0
+"""No rank stands still sooner."""
+STEPS = 4
+"""Nor within so many of its own gaps."""
+# Gaps of a rank that have to be known. Engines that begin compile kernels and capture graphs.
+_LEAST_GAPS = 12
+# What is left of the longest gap after a look with a shorter one: a half after ten seconds.
+_KEPT = 0.983
+# A rank steps if its last token is no older than its gaps, or than this.
+_USUAL_S = 0.6
+_USUAL_GAPS = 1.5
+# Looks that are older say nothing of the present.
+_STALE_S = 1.5
+
+
+class Sighting(Struct, frozen=True, array_like=True):
+    """One rank in one look.
+
+    Attributes:
+        moved: Whether any of its streams brought a token since the last look.
+        still: Of those that did not, the streams that bring one with every step as a rule, and which
+            somebody reads.
+        gap_s: The longest gap of its streams that ended since the last look; 0 if none did.
+    """
+
+    rank: RankId
+    moved: bool
+    still: int
+    gap_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What is known of one rank."""
+
+    gap_s: float = 0.0
+    gaps: int = 0
+    moved_s: float = float("-inf")
+
+    def steps(self, now_s: float) -> bool:
+        return now_s - self.moved_s <= max(_USUAL_S, _USUAL_GAPS * self.gap_s)
+
+
+@dataclass(slots=True)
+class _Observer:
+    """One who looks.
+
+    Attributes:
+        silent_s: For how long each rank was silent.
+        still_s: For how long nothing moved that it sees.
+        looked_s: When it looked last.
+    """
+
+    silent_s: dict[RankId, float] = field(default_factory=dict)
+    still_s: float = 0.0
+    looked_s: float = float("-inf")
+
+
+class RankProgress:
+    """The ranks of one fleet, seen by one or several observers.
+
+    Attributes:
+        quiet: Whether no rank is silent, as is usual.
+    """
+
+    def __init__(self) -> None:
+        self.quiet = True
+        self._paces: dict[RankId, _Pace] = {}
+        self._observers: dict[int, _Observer] = {}
+
+    def look(
+        self, observer: int, now_s: float, elapsed_s: float, sightings: Iterable[Sighting]
+    ) -> None:
+        """Take in what an observer sees now.
+
+        Args:
+            observer: Who looks.
+            now_s: The time, the same clock for all observers.
+            elapsed_s: Since his last look; 0 if he was not there to see what came meanwhile.
+            sightings: One for each rank of which he has a stream.
+        """
+        still: list[RankId] = []
+        moved = False
+        for one in sightings:
+            if one.moved:
+                moved = True
+                self._moved(one.rank, one.gap_s, now_s)
+            elif one.still:
+                still.append(one.rank)
+        if not still and self.quiet:
+            return
+        seen = self._observers.setdefault(observer, _Observer())
+        stepping = {rank for rank, pace in self._paces.items() if pace.steps(now_s)}
+        before, seen.silent_s, seen.looked_s = seen.silent_s, {}, now_s
+        for rank in still:
+            counts = bool(stepping - {rank})
+            seen.silent_s[rank] = before.get(rank, 0.0) + elapsed_s * counts
+        if not still:
+            seen.still_s = 0.0
+        elif not moved:
+            seen.still_s += elapsed_s
+        self.quiet = not any(one.silent_s for one in self._observers.values())
+
+    def _moved(self, rank: RankId, gap_s: float, now_s: float) -> None:
+        pace = self._paces.get(rank)
+        if pace is None:
+            pace = self._paces[rank] = _Pace()
+        pace.moved_s = now_s
+        if gap_s > 0.0:
+            pace.gaps += 1
+            pace.gap_s *= _KEPT
+            pace.gap_s = max(pace.gap_s, gap_s)
+        if not self.quiet:
+            for observer in self._observers.values():
+                observer.silent_s.pop(rank, None)
+                observer.still_s = 0.0
+
+    def forget_observer(self, observer: int) -> None:
+        """Forget one who looks no more."""
+        self._observers.pop(observer, None)
+
+    def begin_anew(self, rank: RankId) -> None:
+        """Judge a rank again once it has shown its pace: it was away, or is another engine now."""
+        self._paces.pop(rank, None)
+        for observer in self._observers.values():
+            observer.silent_s.pop(rank, None)
+
+    def excuse(self) -> None:
+        """Let the silence of all ranks begin now: somebody told the engines to wait."""
+        for observer in self._observers.values():
+            observer.silent_s.clear()
+            observer.still_s = 0.0
+
+    def moved_s(self, rank: RankId) -> float:
+        """Return when a rank's streams moved last; minus infinity for never."""
+        pace = self._paces.get(rank)
+        return float("-inf") if pace is None else pace.moved_s
+
+    def silent_s(self, rank: RankId) -> float:
+        """Return for how long a rank has been silent."""
+        return max((one.silent_s.get(rank, 0.0) for one in self._observers.values()), default=0.0)
+
+    def limit_s(self, rank: RankId) -> float | None:
+        """Return for how long it may be silent; None if its pace is not known yet."""
+        pace = self._paces.get(rank)
+        if pace is None or pace.gaps < _LEAST_GAPS:
+            return None
+        return max(FLOOR_S, STEPS * pace.gap_s)
+
+    def standing_still(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
+        """Return the ranks that stand still, those of the longest silence first.
+
+        Args:
+            now_s: The time.
+            allowance_s: Returns how much longer a rank may be silent: it computes a prompt, say. Only
+                asked of ranks that would stand still without.
+        """
+        found: list[tuple[float, RankId]] = []
+        for rank in {rank for one in self._fresh(now_s) for rank in one.silent_s}:
+            limit_s, silent_s = self.limit_s(rank), self.silent_s(rank)
+            if limit_s is None or silent_s < limit_s:
+                continue
+            if silent_s >= limit_s + allowance_s(rank):
+                found.append((-silent_s, rank))
+        return [rank for _, rank in sorted(found)]
+
+    def standstill(self, now_s: float, allowance_s: Callable[[RankId], float]) -> int:
+        """Return how many ranks stand still if no rank at all steps that has streams; else 0.
+
+        All have to be longer silent than the slowest of them may.
+        """
+        fresh = self._fresh(now_s)
+        ranks = {rank for one in fresh for rank in one.silent_s}
+        if not ranks or any(pace.steps(now_s) for pace in self._paces.values()):
+            return 0
+        still_s = max(one.still_s for one in fresh)
+        limits = [self.limit_s(rank) for rank in ranks]
+        known = [limit_s for limit_s in limits if limit_s is not None]
+        if len(known) < len(limits) or still_s < max(known):
+            return 0
+        return len(ranks) if still_s >= max(known) + max(map(allowance_s, ranks)) else 0
+
+    def _fresh(self, now_s: float) -> list[_Observer]:
+        return [one for one in self._observers.values() if now_s - one.looked_s <= _STALE_S]

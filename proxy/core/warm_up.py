@@ -1,0 +1,139 @@
+"""Instances that began, or came back, get a share of the requests that grows with what they answer.
+
+Such an instance is the emptiest, so every rule would send it all that waits. But it is cold: its first
+steps compile kernels and capture graphs, and whether it works at all is not known. So it has a **window**:
+so many requests may be on their way to it, of which it has given no token yet. The first window is one
+request, and each first token makes it wider by one, so that it doubles with every round of first tokens:
+a rank of 256 slots is full after eight of them, which takes a second where a first token takes 0.1 s, and
+as long as the engine needs where its first one takes a minute. There is nothing to set: the pace is what
+the instance itself shows.
+
+A window holds nothing back that has nowhere else to go: it counts only while another instance is open
+that has none. So a fleet that begins as a whole serves at its full rate at once.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from balanceroute.proxy.core.events import (
+    Action,
+    DecodeLost,
+    DecodeStarted,
+    Event,
+    Expire,
+    FirstToken,
+    PrefillDone,
+    PrefillLost,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    RequestRecomputed,
+)
+
+# Of these the first widens the window of where the request is, and the second does not.
+_PROOFS = (RequestFinished, PrefillDone, FirstToken)
+_LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCancelled)
+
+
+@dataclass(slots=True)
+class _Window:
+    """What one instance may have.
+
+    Attributes:
+        width: Requests without a first token that it may have.
+        grows: Whether it becomes wider by each answer, or ends with the first one.
+        waiting: Those that it has.
+    """
+
+    width: int
+    grows: bool
+    waiting: set[RequestId] = field(default_factory=set)
+
+
+class WarmUp:
+    """The windows of the instances of one role, by their numbers.
+
+    Attributes:
+        active: Whether any instance has one.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._windows: dict[int, _Window] = {}
+        self._at: dict[RequestId, int] = {}
+
+    def begin(self, instance: int, *, grows: bool) -> None:
+        """Give an instance a window of one request; `grows` as in `_Window`."""
+        self.end(instance)
+        self._windows[instance] = _Window(1, grows)
+        self.active = True
+
+    def end(self, instance: int) -> None:
+        """Let an instance have its full share: it is warm, or closed."""
+        window = self._windows.pop(instance, None)
+        if window is not None:
+            for request in window.waiting:
+                del self._at[request]
+            self.active = bool(self._windows)
+
+    def room(self, instance: int) -> int | None:
+        """Return how many more requests an instance may be sent now; None if it has no window."""
+        window = self._windows.get(instance)
+        return None if window is None else max(0, window.width - len(window.waiting))
+
+    def width(self, instance: int) -> int | None:
+        """Return the width of an instance's window; None if it has none."""
+        window = self._windows.get(instance)
+        return None if window is None else window.width
+
+    def binds(self, is_open: Sequence[bool]) -> bool:
+        """Return whether windows count: an instance is open that has none."""
+        return any(able and one not in self._windows for one, able in enumerate(is_open))
+
+    @property
+    def instances(self) -> Collection[int]:
+        """Those that have a window."""
+        return self._windows.keys()
+
+    def sent(self, instance: int, request: RequestId) -> None:
+        """Note that a request is on its way to an instance."""
+        window = self._windows.get(instance)
+        if window is not None:
+            window.waiting.add(request)
+            self._at[request] = instance
+
+    def saw(self, event: Event, actions: Sequence[Action], full: Sequence[int]) -> None:
+        """Follow the requests on their way.
+
+        Args:
+            event: What the scheduler was told.
+            actions: What it decided.
+            full: By instance, the width at which it is warm.
+        """
+        if isinstance(event, DecodeStarted):
+            # The start of an answer that is not streamed is inferred from the time, which proves nothing.
+            if event.heard:
+                self._proved(event.request, full)
+        elif isinstance(event, _PROOFS):
+            self._proved(event.request, full)
+        elif isinstance(event, _LOSSES):
+            self._gone(event.request)
+        for action in actions:
+            if isinstance(action, Expire):
+                self._gone(action.request)
+
+    def _proved(self, request: RequestId, full: Sequence[int]) -> None:
+        where = self._gone(request)
+        if where is None:
+            return
+        window = self._windows[where]
+        window.width += 1
+        if not window.grows or window.width >= full[where]:
+            self.end(where)
+
+    def _gone(self, request: RequestId) -> int | None:
+        where = self._at.pop(request, None)
+        if where is not None:
+            self._windows[where].waiting.discard(request)
+        return where

@@ -1,0 +1,316 @@
+"""Decode ranks that make no tokens while others do get nothing new, and their requests go on elsewhere.
+
+A rank that stands still, see `core.rank_progress`, is closed within two or three seconds, long before a
+time limit of a leg. What has not begun there begins elsewhere, and so does a stream that can go on
+elsewhere (`--resume`). A stream that cannot stays: the rank may come back, and its time limits hold.
+
+The rank comes back on trial: with one request, and with no other until that has its first token. That
+is when its streams move again, or else when a health check has succeeded since; what stands still behind
+a server that answers health checks shows it by its trial, whose request goes on elsewhere, too. Each
+trial that fails doubles the wait before the next one.
+
+No more than half of the ranks are left out so, together with those that are down: more have a common
+cause. If no rank is left that could be used, those that stand still are used.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.rank_progress import FLOOR_S, STEPS, RankProgress, Sighting
+from balanceroute.proxy.live.engines.instances import Status
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from balanceroute.proxy.core.events import RankId, RequestId
+    from balanceroute.proxy.core.lifecycle import Request
+    from balanceroute.proxy.core.scheduler import Scheduler
+    from balanceroute.proxy.live.engines.health import Health
+    from balanceroute.proxy.live.engines.instances import Instances, Rank
+    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.scheduling.progress import Progress
+
+_log = logging.getLogger(__name__)
+_BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
+# Until it is asked again whether a health check has succeeded.
+_ASK_AGAIN_S = 0.25
+# A rank computes some prompts itself, in steps that may be as long as the prompt. By its time in a
+# prefiller, times this, and if that is not known by this time for a token.
+_PREFILL_MARGIN = 3.0
+_PREFILL_S_PER_TOKEN = 200e-6
+# Of a whole answer without a limit.
+_MOST_TOKENS = 4_096
+_WATCHED = (Status.UP, Status.DRAINING)
+_SERVING = (Status.UP, Status.QUARANTINED)
+
+
+@dataclass(slots=True)
+class _Veto:
+    """One rank that was left out, until it has been well for a while.
+
+    Attributes:
+        since_s: Since when it is out, or was last.
+        backoff_s: The wait before the next trial.
+        ended_s: When its last trial succeeded; None before.
+        timer: Of the next trial.
+    """
+
+    since_s: float
+    backoff_s: float = _BACKOFF_S
+    ended_s: float | None = None
+    timer: "asyncio.TimerHandle | None" = None
+
+
+class ProgressVeto:
+    """Leaves ranks out, and tries them again.
+
+    Args:
+        reopen: Tells the scheduler, and other processes, of ranks that opened or closed.
+        clock: The loop's time.
+        call_later: The loop's.
+        active: Whether ranks are left out. That all stand still is told in any case.
+
+    Attributes:
+        vetoes: How often each rank was left out.
+        standstills: How often all that had streams stood still.
+        still_ranks: How many ranks with streams stand still if all do; else 0.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        sessions: "Mapping[RequestId, LiveRequest]",
+        instances: "Instances",
+        progress: "Progress",
+        *,
+        health: "Health",
+        reopen: "Callable[[Iterable[Rank]], None]",
+        clock: Callable[[], float],
+        call_later: "Callable[..., asyncio.TimerHandle]",
+        active: bool,
+    ) -> None:
+        self.vetoes: Counter[RankId] = Counter()
+        self.standstills = self.still_ranks = 0
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._instances = instances
+        self._progress = progress
+        self._health = health
+        self._reopen = reopen
+        self._clock = clock
+        self._call_later = call_later
+        self._active = active
+        self._ranks = RankProgress()
+        self._vetoes: dict[RankId, _Veto] = {}
+        self._still_since_s = 0.0
+
+    def look(self, observer: int, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
+        """Take in what a process sees of the ranks; see `RankProgress.look`."""
+        self._ranks.look(observer, self._clock(), elapsed_s, sightings)
+
+    def forget_observer(self, observer: int) -> None:
+        """Forget a process that is gone."""
+        self._ranks.forget_observer(observer)
+
+    def review(self) -> None:
+        """Leave out who stands still, and take back who does not any more."""
+        if self._ranks.quiet and not (self._vetoes or self.still_ranks):
+            return
+        if self._scheduler.intake.held:
+            self._ranks.excuse()  # An administrator has the engines wait.
+            return
+        still = self._ranks.standing_still(self._clock(), self._allowance_s) if self._active else []
+        for number in still:
+            rank = self._instances.ranks[number]
+            if not rank.still and rank.status in _WATCHED and not rank.asleep:
+                self._leave_out(rank)
+        for number, veto in list(self._vetoes.items()):
+            self._review(self._instances.ranks[number], veto)
+        self._tell_standstill()
+
+    def spare(self) -> None:
+        """Use ranks that stand still if there are no others."""
+        if any(rank.usable for rank in self._instances.ranks):
+            return
+        for rank in self._instances.ranks:
+            if rank.still and rank.status is Status.UP:
+                self._try(rank, "no other rank is left")
+
+    def stop(self) -> None:
+        """End every timer."""
+        for veto in self._vetoes.values():
+            if veto.timer is not None:
+                veto.timer.cancel()
+
+    # Out.
+
+    def _leave_out(self, rank: "Rank") -> None:
+        now_s = self._clock()
+        if rank.status is Status.UP and not self._can_spare_one():
+            return
+        silent_s, limit_s = self._ranks.silent_s(rank.id), self._ranks.limit_s(rank.id)
+        self._close(rank, now_s)
+        fields = {
+            "rank": rank.name,
+            "silent_s": round(silent_s, 2),
+            "limit_s": None if limit_s is None else round(limit_s, 2),
+            "requests": int(self._scheduler.ledger.bound[rank.id]),
+        }
+        _log.warning(
+            "a decode rank makes no tokens while others do, and is left out",
+            extra={"fields": fields},
+        )
+
+    def _can_spare_one(self) -> bool:
+        serving = [one for one in self._instances.ranks if one.status in _SERVING]
+        down = sum(one.on_trial or not one.usable for one in serving)
+        return (down + 1) * 2 <= len(serving)
+
+    def _close(self, rank: "Rank", now_s: float) -> None:
+        veto = self._vetoes.get(rank.id)
+        well_s = None if veto is None or veto.ended_s is None else now_s - veto.ended_s
+        if veto is None or (well_s is not None and well_s > _BACKOFF_MAX_S):
+            veto = self._vetoes[rank.id] = _Veto(now_s)
+        veto.since_s, veto.ended_s = now_s, None
+        rank.still, rank.on_trial = True, False
+        self._ranks.begin_anew(rank.id)
+        self.vetoes[rank.id] += 1
+        self._health.hasten(rank.target)
+        self._wait(rank, veto, veto.backoff_s)
+        veto.backoff_s = min(2 * veto.backoff_s, _BACKOFF_MAX_S)
+        self._reopen([rank])
+
+    # And in again.
+
+    def _wait(self, rank: "Rank", veto: _Veto, wait_s: float) -> None:
+        if veto.timer is not None:
+            veto.timer.cancel()
+        veto.timer = self._call_later(wait_s, self._ask, rank, veto)
+
+    def _ask(self, rank: "Rank", veto: _Veto) -> None:
+        """Begin a trial if the engine's health is known to be good since."""
+        veto.timer = None
+        if not rank.still:
+            return
+        answered_s = self._health.answered_s(rank.target)
+        if rank.status in _WATCHED and answered_s is not None and answered_s > veto.since_s:
+            self._try(rank, "its health check succeeded")
+            return
+        if rank.status is Status.REMOVED:
+            return
+        if rank.status is Status.UP:
+            self._health.hasten(rank.target)
+        self._wait(rank, veto, _ASK_AGAIN_S)
+
+    def _try(self, rank: "Rank", reason: str) -> None:
+        veto = self._vetoes[rank.id]
+        if veto.timer is not None:
+            veto.timer.cancel()
+            veto.timer = None
+        rank.still, rank.on_trial = False, True
+        fields = {"rank": rank.name, "reason": reason}
+        _log.warning("a decode rank is tried again", extra={"fields": fields})
+        self._reopen([rank])
+
+    def _review(self, rank: "Rank", veto: _Veto) -> None:
+        now_s = self._clock()
+        if rank.status is Status.REMOVED:
+            self._forget(rank, veto)
+        elif rank.still:
+            # One that stood still again soon has to show that it steps for longer.
+            waited_s = now_s - veto.since_s
+            again = veto.backoff_s > 2 * _BACKOFF_S
+            if self._ranks.moved_s(rank.id) > veto.since_s and (
+                not again or waited_s >= veto.backoff_s / 2
+            ):
+                self._try(rank, "its streams move again")
+        elif rank.on_trial:
+            if self._scheduler.ranks.is_proved(rank.id):
+                rank.on_trial, veto.ended_s = False, now_s
+                _log.info("a decode rank makes tokens again", extra={"fields": {"rank": rank.name}})
+            elif self._is_overdue(rank, now_s):
+                fields = {"rank": rank.name, "next_trial_s": veto.backoff_s}
+                _log.warning("a decode rank failed its trial", extra={"fields": fields})
+                self._close(rank, now_s)
+        elif veto.ended_s is not None and now_s - veto.ended_s > _BACKOFF_MAX_S:
+            self._forget(rank, veto)
+
+    def _forget(self, rank: "Rank", veto: _Veto) -> None:
+        if veto.timer is not None:
+            veto.timer.cancel()
+        rank.still = rank.on_trial = False
+        del self._vetoes[rank.id]
+
+    def _is_overdue(self, rank: "Rank", now_s: float) -> bool:
+        """Return whether a rank on trial has not given what it should have by now."""
+        if rank.status is not Status.UP:
+            return False  # Health checks have it.
+        limit_s = max(FLOOR_S, STEPS * self._progress.transfer_s) + self._allowance_s(rank.id)
+        step_s = self._progress.steps.step_s
+        for number, session in self._on(rank.id):
+            admitted_ns = session.record.admitted_ns
+            waited_s = 0.0 if admitted_ns is None else now_s - admitted_ns / 1e9
+            if session.shape.stream:
+                overdue = not self._scheduler.requests[number].started and waited_s > limit_s
+            else:
+                tokens = min(session.shape.max_tokens or _MOST_TOKENS, _MOST_TOKENS)
+                overdue = waited_s > limit_s + STEPS * tokens * step_s
+            if overdue:
+                return True
+        return False
+
+    # What is on a rank.
+
+    def _on(self, rank: "RankId") -> "list[tuple[RequestId, LiveRequest]]":
+        return [
+            (number, self._sessions[number])
+            for number, request in self._scheduler.requests.items()
+            if request.state is State.DECODING and request.rank == rank and number in self._sessions
+        ]
+
+    def _allowance_s(self, rank: "RankId") -> float:
+        """Return how long a rank may take for the prompts that it computes itself.
+
+        An engine that is a prefiller too computes those of its prefills.
+        """
+        requests, url = self._scheduler.requests, self._instances.ranks[rank].target.url
+        both = {one.id for one in self._instances.prefillers if one.target.url == url}
+        tokens = 0
+        for request in requests.values():
+            on_rank = request.rank == rank and not request.started and self._computes(request)
+            if on_rank or (request.prefilling and request.prefiller in both):
+                tokens += request.prompt_tokens
+        pace = self._scheduler.leases.pace
+        ns = None if pace is None else pace.prefill_ns_per_token
+        each_s = _PREFILL_S_PER_TOKEN if ns is None else _PREFILL_MARGIN * ns / 1e9
+        return tokens * each_s
+
+    def _computes(self, request: "Request") -> bool:
+        """Return whether the rank that has a request computes its prompt."""
+        session = self._sessions.get(request.request)
+        return session is not None and (session.record.local_prefill or bool(session.shape.direct))
+
+    # All of them.
+
+    def _tell_standstill(self) -> None:
+        now_s = self._clock()
+        still = self._ranks.standstill(now_s, self._allowance_s)
+        usable = sum(rank.usable for rank in self._instances.ranks)
+        if still < min(2, usable):  # Of one rank alone nobody knows what the others would do.
+            still = 0
+        before, self.still_ranks = self.still_ranks, still
+        if still and not before:
+            self._still_since_s = now_s
+            self.standstills += 1
+            fields = {"ranks": still, "of": usable}
+            _log.error(
+                "decode stands still: no rank that has streams makes tokens",
+                extra={"fields": fields},
+            )
+        elif before and not still:
+            after_s = round(now_s - self._still_since_s, 2)
+            _log.warning("decode goes on", extra={"fields": {"after_s": after_s}})
