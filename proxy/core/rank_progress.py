@@ -5,7 +5,8 @@ streams moved, and how many of those that stand still would have moved if the ra
 rank is **silent** for the time in which it has such streams, none of its streams moved, and another rank
 stepped at its usual pace. It **stands still** once that is more than `FLOOR_S` and more than `STEPS`
 times the longest gap that its streams had lately: an engine that is slow, or sends several tokens at
-once, has long gaps, and so has its limit.
+once, has long gaps, and so has its limit. The same holds for the gaps of the others: by ranks that say
+something every three seconds nobody can tell what happened in the last two.
 
 If no rank steps, none is silent: ranks that share a barrier stop together whoever is at fault. That is
 the **standstill** of the fleet.
@@ -113,10 +114,9 @@ class RankProgress:
         if not still and self.quiet:
             return
         seen = self._observers.setdefault(observer, _Observer())
-        stepping = {rank for rank, pace in self._paces.items() if pace.steps(now_s)}
         before, seen.silent_s, seen.looked_s = seen.silent_s, {}, now_s
         for rank in still:
-            counts = bool(stepping - {rank})
+            counts = self._others_gap_s(rank, now_s) is not None
             seen.silent_s[rank] = before.get(rank, 0.0) + elapsed_s * counts
         if not still:
             seen.still_s = 0.0
@@ -163,12 +163,29 @@ class RankProgress:
         """Return for how long a rank has been silent."""
         return max((one.silent_s.get(rank, 0.0) for one in self._observers.values()), default=0.0)
 
-    def limit_s(self, rank: RankId) -> float | None:
-        """Return for how long it may be silent; None if its pace is not known yet."""
-        pace = self._paces.get(rank)
-        if pace is None or pace.gaps < _LEAST_GAPS:
+    def limit_s(self, rank: RankId, now_s: float) -> float | None:
+        """Return for how long it may be silent; None if that cannot be told.
+
+        That is while its own pace is not known yet, and while no other rank steps whose pace is.
+        """
+        own_s, others_s = self._gap_s(rank), self._others_gap_s(rank, now_s)
+        if own_s is None or others_s is None:
             return None
-        return max(FLOOR_S, STEPS * pace.gap_s)
+        return max(FLOOR_S, STEPS * own_s, STEPS * others_s)
+
+    def _gap_s(self, rank: RankId) -> float | None:
+        """Return the longest gap that a rank had lately; None if its pace is not known."""
+        pace = self._paces.get(rank)
+        return None if pace is None or pace.gaps < _LEAST_GAPS else pace.gap_s
+
+    def _others_gap_s(self, rank: RankId, now_s: float) -> float | None:
+        """Return the shortest gap of the other ranks that step now; None if none does."""
+        gaps = [
+            pace.gap_s
+            for other, pace in self._paces.items()
+            if other != rank and pace.gaps >= _LEAST_GAPS and pace.steps(now_s)
+        ]
+        return min(gaps, default=None)
 
     def standing_still(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
         """Return the ranks that stand still, those of the longest silence first.
@@ -180,7 +197,7 @@ class RankProgress:
         """
         found: list[tuple[float, RankId]] = []
         for rank in {rank for one in self._fresh(now_s) for rank in one.silent_s}:
-            limit_s, silent_s = self.limit_s(rank), self.silent_s(rank)
+            limit_s, silent_s = self.limit_s(rank, now_s), self.silent_s(rank)
             if limit_s is None or silent_s < limit_s:
                 continue
             if silent_s >= limit_s + allowance_s(rank):
@@ -197,11 +214,14 @@ class RankProgress:
         if not ranks or any(pace.steps(now_s) for pace in self._paces.values()):
             return 0
         still_s = max(one.still_s for one in fresh)
-        limits = [self.limit_s(rank) for rank in ranks]
-        known = [limit_s for limit_s in limits if limit_s is not None]
-        if len(known) < len(limits) or still_s < max(known):
+        gaps = [self._gap_s(rank) for rank in ranks]
+        known = [gap_s for gap_s in gaps if gap_s is not None]
+        if len(known) < len(gaps):
             return 0
-        return len(ranks) if still_s >= max(known) + max(map(allowance_s, ranks)) else 0
+        limit_s = max(FLOOR_S, STEPS * max(known))
+        if still_s < limit_s or still_s < limit_s + max(map(allowance_s, ranks)):
+            return 0
+        return len(ranks)
 
     def _fresh(self, now_s: float) -> list[_Observer]:
         return [one for one in self._observers.values() if now_s - one.looked_s <= _STALE_S]

@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
 # Until it is asked again whether a health check has succeeded.
 _ASK_AGAIN_S = 0.25
+# For the first token of a trial, however often it was too late: an engine may have to compile first.
+_ALLOWED_MAX_S = 4.0
 # A rank computes some prompts itself, in steps that may be as long as the prompt. By its time in a
 # prefiller, times this, and if that is not known by this time for a token.
 _PREFILL_MARGIN = 3.0
@@ -55,12 +57,14 @@ class _Veto:
     Attributes:
         since_s: Since when it is out, or was last.
         backoff_s: The wait before the next trial.
+        allowed_s: How long the first token of a trial may take, beside what is usual.
         ended_s: When its last trial succeeded; None before.
         timer: Of the next trial.
     """
 
     since_s: float
     backoff_s: float = _BACKOFF_S
+    allowed_s: float = FLOOR_S
     ended_s: float | None = None
     timer: "asyncio.TimerHandle | None" = None
 
@@ -116,6 +120,10 @@ class ProgressVeto:
         """Forget a process that is gone."""
         self._ranks.forget_observer(observer)
 
+    def limit_s(self, rank: "RankId") -> float | None:
+        """Return for how long a rank may be silent; None while its pace is not known."""
+        return self._ranks.limit_s(rank, self._clock())
+
     def review(self) -> None:
         """Leave out who stands still, and take back who does not any more."""
         if self._ranks.quiet and not (self._vetoes or self.still_ranks):
@@ -152,8 +160,8 @@ class ProgressVeto:
         now_s = self._clock()
         if rank.status is Status.UP and not self._can_spare_one():
             return
-        silent_s, limit_s = self._ranks.silent_s(rank.id), self._ranks.limit_s(rank.id)
-        self._close(rank, now_s)
+        silent_s, limit_s = self._ranks.silent_s(rank.id), self.limit_s(rank.id)
+        self._close(rank, now_s, allowed_s=limit_s or FLOOR_S)
         fields = {
             "rank": rank.name,
             "silent_s": round(silent_s, 2),
@@ -170,12 +178,11 @@ class ProgressVeto:
         down = sum(one.on_trial or not one.usable for one in serving)
         return (down + 1) * 2 <= len(serving)
 
-    def _close(self, rank: "Rank", now_s: float) -> None:
+    def _close(self, rank: "Rank", now_s: float, *, allowed_s: float) -> None:
         veto = self._vetoes.get(rank.id)
-        well_s = None if veto is None or veto.ended_s is None else now_s - veto.ended_s
-        if veto is None or (well_s is not None and well_s > _BACKOFF_MAX_S):
+        if veto is None:
             veto = self._vetoes[rank.id] = _Veto(now_s)
-        veto.since_s, veto.ended_s = now_s, None
+        veto.since_s, veto.ended_s, veto.allowed_s = now_s, None, allowed_s
         rank.still, rank.on_trial = True, False
         self._ranks.begin_anew(rank.id)
         self.vetoes[rank.id] += 1
@@ -232,10 +239,11 @@ class ProgressVeto:
             if self._scheduler.ranks.is_proved(rank.id):
                 rank.on_trial, veto.ended_s = False, now_s
                 _log.info("a decode rank makes tokens again", extra={"fields": {"rank": rank.name}})
-            elif self._is_overdue(rank, now_s):
+            elif self._is_overdue(rank, veto.allowed_s, now_s):
                 fields = {"rank": rank.name, "next_trial_s": veto.backoff_s}
                 _log.warning("a decode rank failed its trial", extra={"fields": fields})
-                self._close(rank, now_s)
+                longer_s = max(veto.allowed_s, min(2 * veto.allowed_s, _ALLOWED_MAX_S))
+                self._close(rank, now_s, allowed_s=longer_s)
         elif veto.ended_s is not None and now_s - veto.ended_s > _BACKOFF_MAX_S:
             self._forget(rank, veto)
 
@@ -245,11 +253,11 @@ class ProgressVeto:
         rank.still = rank.on_trial = False
         del self._vetoes[rank.id]
 
-    def _is_overdue(self, rank: "Rank", now_s: float) -> bool:
+    def _is_overdue(self, rank: "Rank", allowed_s: float, now_s: float) -> bool:
         """Return whether a rank on trial has not given what it should have by now."""
         if rank.status is not Status.UP:
             return False  # Health checks have it.
-        limit_s = max(FLOOR_S, STEPS * self._progress.transfer_s) + self._allowance_s(rank.id)
+        limit_s = max(allowed_s, STEPS * self._progress.transfer_s) + self._allowance_s(rank.id)
         step_s = self._progress.steps.step_s
         for number, session in self._on(rank.id):
             admitted_ns = session.record.admitted_ns

@@ -35,6 +35,24 @@ SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
 """Faults by which a KV cache may be gone when its engine asks for it."""
 
 
+def audit_vetoes(plan: Plan, part: Part) -> list[str]:
+    """Return the ranks that were left out for making no tokens though nothing was wrong with their engines.
+
+    Where an administrator has engines wait, or requests kill them, that is not known.
+    """
+    if plan.orders or plan.poisons or not part.is_there:
+        return []
+    wrong = {one.engine for one in plan.injections if one.role is Role.DECODE}
+    decoders = part.fleet.engines[part.fleet.settings.prefillers :]
+    good = {engine.url for number, engine in enumerate(decoders) if number not in wrong}
+    driver = part.deployment.driver
+    return [
+        f"{rank.name} was left out {driver.veto.vetoes[rank.id]} times, and its engine is well"
+        for rank in driver.instances.ranks
+        if driver.veto.vetoes[rank.id] and rank.target.url in good
+    ]
+
+
 def audit_deployment(part: Part) -> list[str]:
     """Return what a deployment still holds although no request is left."""
     deployment = part.deployment
@@ -195,7 +213,12 @@ def audit_retries(plan: Plan, world: World, *, moved: int = 0) -> list[str]:
     free = _counted(world.plane.metrics.render(), _PULL_FAILURE_LINE).total()
     reserve = _RETRY_RESERVE * world.deployments_made
     attempts = sum(1 + len(record.fall_backs) for record in world.ended)
-    allowed = reserve + _RETRY_SHARE * attempts + free + moved
+    # What leaves a rank that makes no tokens is free, too.
+    slots = plan.world.engines.batch_limit
+    vetoes = sum(
+        part.deployment.driver.veto.vetoes.total() for part in world.parts if part.is_there
+    )
+    allowed = reserve + _RETRY_SHARE * attempts + free + moved + slots * vetoes
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
 
 

@@ -14,6 +14,7 @@ from balanceroute.proxy.emulate.faults import (
     AfterPull,
     ErrorForm,
     Faults,
+    Frozen,
     MalformedAnswer,
     MalformedScrape,
     MalformedStream,
@@ -343,6 +344,24 @@ def draw_endings(
         when = _When(role, engine, start_s, start_s + rng.uniform(0.2, 3.0))
         endings.append(Injection(kind, Act.BOARD, *when, changes=changes))
     return endings
+
+
+def draw_freezes(rng: random.Random, *, decoders: int, span_s: float) -> list[Injection]:
+    """Return decode engines that do nothing for a while, all within `span_s`; often none."""
+    freezes = []
+    for _ in range(rng.choice([0, 0, 1, 2, 4])):
+        start_s, engine = rng.uniform(0.0, span_s), rng.randrange(decoders)
+        kind, frozen, longest_s = rng.choice(
+            [
+                ("pauses", Frozen.ALONE, 1.2),
+                ("freezes", Frozen.ALONE, 8.0),
+                ("freezes", Frozen.ALONE, 8.0),
+                ("holds the others up", Frozen.BARRIER, 6.0),
+            ]
+        )
+        when = _When(Role.DECODE, engine, start_s, start_s + rng.uniform(0.2, longest_s))
+        freezes.append(Injection(kind, Act.BOARD, *when, changes={"frozen": frozen}))
+    return freezes
 
 
 def draw_lapses(rng: random.Random, *, span_s: float) -> list[Injection]:

@@ -14,6 +14,7 @@ from balanceroute.proxy.testing.chaos.faults import (
     correlated,
     draw_clocks,
     draw_endings,
+    draw_freezes,
     draw_holders,
     draw_injections,
     draw_lapses,
@@ -360,6 +361,9 @@ def _injections(
             prefillers=engines.prefillers,
             decoders=decoders,
             span_s=span_s,
+        )
+        injections += draw_freezes(
+            random.Random(f"freezes {seed}"), decoders=decoders, span_s=span_s
         )
         injections += draw_lapses(random.Random(f"decisions {seed}"), span_s=span_s)
     injections += draw_clocks(random.Random(f"clocks {seed}"), span_s=span_s)

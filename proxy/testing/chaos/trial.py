@@ -32,6 +32,7 @@ from balanceroute.proxy.testing.chaos.audit import (
     audit_proxy,
     audit_rest,
     audit_retries,
+    audit_vetoes,
     excused_names,
 )
 from balanceroute.proxy.testing.chaos.census import Census, audit_census, take_census
@@ -311,6 +312,10 @@ class Trial:
             self._report.violations += audit_leases(self._plan_of(part), part)
             misreads = audit_misreads(self._plan_of(part), part, self._begin_s)
             self._report.violations += misreads
+            self._report.violations += audit_vetoes(self._plan_of(part), part)
+            if part.is_there:
+                vetoes = part.deployment.driver.veto.vetoes.total()
+                self._report.counters["ranks left out"] += vetoes
         if self._plan.shutdown_s is None:
             self._report.violations += await audit_census(world, before)
 
