@@ -187,6 +187,10 @@ class RankProgress:
         ]
         return min(gaps, default=None)
 
+    def others_step(self, rank: RankId, now_s: float) -> bool:
+        """Return whether another rank steps, whose pace is known."""
+        return self._others_gap_s(rank, now_s) is not None
+
     def standing_still(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
         """Return the ranks that stand still, those of the longest silence first.
 

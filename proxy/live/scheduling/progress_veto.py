@@ -44,6 +44,11 @@ _ALLOWED_MAX_S = 4.0
 # prefiller, times this, and if that is not known by this time for a token.
 _PREFILL_MARGIN = 3.0
 _PREFILL_S_PER_TOKEN = 200e-6
+# Sweeps between two looks at ranks that have begun nothing; requests that have to be overdue there; and
+# what the transfer of a token may take.
+_UNSTARTED_EVERY = 4
+_LEAST_OVERDUE = 2
+_TRANSFER_S_PER_TOKEN = 100e-6
 # Of a whole answer without a limit.
 _MOST_TOKENS = 4_096
 _WATCHED = (Status.UP, Status.DRAINING)
@@ -111,6 +116,7 @@ class ProgressVeto:
         self._ranks = RankProgress()
         self._vetoes: dict[RankId, _Veto] = {}
         self._still_since_s = 0.0
+        self._reviews = 0
 
     def look(self, observer: int, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
         """Take in what a process sees of the ranks; see `RankProgress.look`."""
@@ -126,6 +132,9 @@ class ProgressVeto:
 
     def review(self) -> None:
         """Leave out who stands still, and take back who does not any more."""
+        self._reviews += 1
+        if self._reviews % _UNSTARTED_EVERY == 0 and self._active:
+            self._review_unstarted()
         if self._ranks.quiet and not (self._vetoes or self.still_ranks):
             return
         if self._scheduler.intake.held:
@@ -135,7 +144,8 @@ class ProgressVeto:
         for number in still:
             rank = self._instances.ranks[number]
             if not rank.still and rank.status in _WATCHED and not rank.asleep:
-                self._leave_out(rank)
+                silent_s, limit_s = self._ranks.silent_s(number), self.limit_s(number)
+                self._leave_out(rank, silent_s, limit_s or FLOOR_S)
         for number, veto in list(self._vetoes.items()):
             self._review(self._instances.ranks[number], veto)
         self._tell_standstill()
@@ -156,22 +166,42 @@ class ProgressVeto:
 
     # Out.
 
-    def _leave_out(self, rank: "Rank") -> None:
-        now_s = self._clock()
+    def _leave_out(self, rank: "Rank", silent_s: float, limit_s: float) -> None:
         if rank.status is Status.UP and not self._can_spare_one():
             return
-        silent_s, limit_s = self._ranks.silent_s(rank.id), self.limit_s(rank.id)
-        self._close(rank, now_s, allowed_s=limit_s or FLOOR_S)
         fields = {
             "rank": rank.name,
             "silent_s": round(silent_s, 2),
-            "limit_s": None if limit_s is None else round(limit_s, 2),
+            "limit_s": round(limit_s, 2),
             "requests": int(self._scheduler.ledger.bound[rank.id]),
         }
+        self._close(rank, self._clock(), allowed_s=limit_s)
         _log.warning(
             "a decode rank makes no tokens while others do, and is left out",
             extra={"fields": fields},
         )
+
+    def _review_unstarted(self) -> None:
+        """Leave out ranks that begin nothing of what they were sent, and have no stream to tell more.
+
+        A rank that hangs while it is idle is the emptiest, and so would get whatever comes.
+        """
+        ledger, now_s = self._scheduler.ledger, self._clock()
+        (numbers,) = ((ledger.bound > 0) & (ledger.started == 0)).nonzero()
+        for number in numbers.tolist():
+            rank = self._instances.ranks[number]
+            others = rank.usable and self._ranks.others_step(rank.id, now_s)
+            if not others or rank.on_trial or self._scheduler.intake.held:
+                continue
+            limit_s = FLOOR_S + STEPS * self._progress.transfer_s + self._allowance_s(rank.id)
+            waits_s = [
+                now_s - session.record.admitted_ns / 1e9 - _TRANSFER_S_PER_TOKEN * tokens
+                for session, tokens in self._waiting(rank.id)
+                if session.record.admitted_ns is not None
+            ]
+            overdue = [wait_s for wait_s in waits_s if wait_s > limit_s]
+            if len(overdue) >= _LEAST_OVERDUE:
+                self._leave_out(rank, max(overdue), limit_s)
 
     def _can_spare_one(self) -> bool:
         serving = [one for one in self._instances.ranks if one.status in _SERVING]
@@ -278,6 +308,20 @@ class ProgressVeto:
             (number, self._sessions[number])
             for number, request in self._scheduler.requests.items()
             if request.state is State.DECODING and request.rank == rank and number in self._sessions
+        ]
+
+    def _waiting(self, rank: "RankId") -> "list[tuple[LiveRequest, int]]":
+        """Return the streams that a rank has yet to begin, and the lengths of their prompts.
+
+        Not those whose prompts are still computed by a prefiller that the rank called.
+        """
+        requests = self._scheduler.requests
+        return [
+            (session, requests[number].prompt_tokens)
+            for number, session in self._on(rank)
+            if session.shape.stream
+            and (session.ticket.prefill or self._computes(requests[number]))
+            and not requests[number].started
         ]
 
     def _allowance_s(self, rank: "RankId") -> float:

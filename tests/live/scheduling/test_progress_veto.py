@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from balanceroute.proxy.core.rank_progress import FLOOR_S
+from balanceroute.proxy.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
@@ -92,6 +93,10 @@ def sessions(site: "Site") -> "list[Session]":
     if isinstance(world, SplitWorld):
         return [one for relay in world.relays for one in relay.host.sessions.values()]
     return [cast("Session", one) for one in world.plane.deployment.driver.sessions.values()]
+
+
+def bound(site: "Site") -> list[int]:
+    return [int(one) for one in site.world.scheduler.ledger.bound]
 
 
 def veto(site: "Site") -> "ProgressVeto":
@@ -272,6 +277,59 @@ def test_a_rank_that_stands_still_is_used_again_if_no_other_is_left(play: "Play"
     play(scenario, flags=OFF, **{**FLEET, "ranks": 2})
 
 
+def test_a_rank_that_froze_while_it_was_idle_does_not_get_all_that_comes(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        streams = Streams(site)
+        streams.send(2, 600)
+        await streams.go_on(WARM_S)
+        idle = [number for number, rank in enumerate(ranks(site)) if not bound(site)[rank.id]]
+        freeze(site, idle[0], "alone")
+        for _ in range(40):
+            streams.send(1, 10)
+            await streams.go_on(0.3)
+        assert veto(site).vetoes.keys() == {idle[0]}
+        assert max(streams.gaps_s) < 6.0
+        await streams.end()
+        thaw(site, idle[0])
+
+    play(scenario, flags=OFF, **FLEET)
+
+
+@pytest.mark.parametrize("connector", ["mooncake", "mooncake-ascend", "mooncake-hybrid"])
+def test_each_connector_has_the_same(play: "Play", connector: str) -> None:
+    async def scenario(site: "Site") -> None:
+        streams = Streams(site)
+        streams.send(6, 200)
+        await streams.go_on(WARM_S)
+        freeze(site, 1, "alone")
+        assert await until_out(site, streams, 1, 3.0) <= 3.0
+        await streams.end()
+        thaw(site, 1)
+
+    play(scenario, flags=EXACT, connector=connector, **FLEET)
+
+
+def test_of_several_ranks_behind_one_server_one_is_left_out(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        streams = Streams(site)
+        streams.send(9, 200)
+        await streams.go_on(WARM_S)
+        site.fleet._hub.barrier.freeze([1], holds=False)
+        assert await until_out(site, streams, 1, 3.0) <= 3.0
+        assert [rank.state for rank in ranks(site)] == ["up", "still", "up"]
+        (row,) = [
+            one
+            for one in (await site.admin("/admin/instances")).json["instances"]
+            if one["role"] == "decode"
+        ]
+        assert (row["status"], row["still"]) == ("up", [ranks(site)[1].name])
+        await streams.end()
+        assert max(streams.gaps_s) <= 5.0
+        site.fleet._hub.barrier.thaw([1])
+
+    play(scenario, flags=EXACT, dp_mode=DpMode.HEADER, **FLEET)
+
+
 # What must not look like a rank that stands still.
 
 
@@ -377,8 +435,7 @@ def test_a_rank_that_computes_a_long_prompt_has_the_time_for_it(play: "Play") ->
         freeze(site, 1, "alone")
         freeze(site, 2, "alone")
         await streams.go_on(FLOOR_S + 0.6)
-        bound = [int(one) for one in site.world.scheduler.ledger.bound]
-        assert bound[1:] == [4, 4]
+        assert bound(site)[1:] == [4, 4]
         quiet(site)
         thaw(site, 1)
         thaw(site, 2)
