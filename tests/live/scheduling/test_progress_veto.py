@@ -443,4 +443,4 @@ def test_a_rank_that_computes_a_long_prompt_has_the_time_for_it(play: "Play") ->
         for one in exchanges:
             await one.end()
 
-    play(scenario, flags=OFF, **FLEET)
+    play(scenario, flags=OFF | {"direct_decode_tokens": 100_000}, **FLEET)
