@@ -239,7 +239,7 @@ class DecodeAttempt(Attempt):
         """Fail if the answer takes too long to begin, or stands still."""
         session, legs, stream = self._session, self._session.context.legs, self.stream
         if self._rank is not None and self._rank.still and self._may_leave(now_s):
-            session.leave_rank()
+            session.leave_rank(self.engine.target)
             return
         if stream is not None and not stream.started:
             stream.release_opening(now_s)

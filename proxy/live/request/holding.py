@@ -142,7 +142,7 @@ class AttemptOwner(Protocol):
     def crashed(self, error: Exception) -> None:
         """Have the request ended: an engine's answer could not be handled."""
 
-    def leave_rank(self) -> None:
+    def leave_rank(self, target: "Target") -> None:
         """Go on without the rank, which stands still, as far as attempts allow."""
 
     def prefilled(self, kv: "KvHandle") -> None:

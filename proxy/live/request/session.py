@@ -329,15 +329,13 @@ class Session:
         if may_retry and asked_in == (self.phase, self.held):
             self.instance_removed(target)
 
-    def leave_rank(self) -> None:
+    def leave_rank(self, target: Target) -> None:
         """Go on without the rank, which stands still, as far as attempts allow.
 
         Nothing is taken from the retry budget: others step, so this is no fault that all have in common.
         """
-        for target in self.held.targets:
-            if self.phase is Phase.STREAMING or self._recovery.may_try_again(Leg.DECODE):
-                self.instance_removed(target, gently=True)
-                return
+        if self.phase is Phase.STREAMING or self._recovery.may_try_again(Leg.DECODE):
+            self.instance_removed(target, gently=True)
 
     def drop_lost_kv(self) -> None:
         """Prefill again if it waits in the pool with a KV cache that is lost."""
