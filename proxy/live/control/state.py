@@ -54,9 +54,8 @@ def take_snapshot(
     """Return the state of a deployment; with each live request if asked."""
     scheduler = driver.scheduler
     states = [request.state for request in scheduler.requests.values()]
-    serving = driver.instances.serving()
     loads = scheduler.ranks.loads_at_mean_speed(scheduler.ledger, scheduler.config)
-    now_s = driver.context.clock()
+    serving, now_s = driver.instances.serving(), driver.context.clock()
     progress, memory = driver.decisions.progress, scheduler.intake.memory
     return Snapshot(
         group=group,
