@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -289,12 +290,13 @@ def test_a_deadline_that_passes_in_the_pool_ends_the_wait(
 
 @paths
 @ways
-@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-ascend"])
 def test_an_answer_that_ends_at_its_first_token(
-    play: "Play", connector: str, path: str, stream: bool
+    play: "Play", connector: str, temperature: int, path: str, stream: bool
 ) -> None:
-    """A message is then the prefiller's if that knows of the whole prompt; a response is a rank's."""
-    values = body(path, stream=stream)
+    """A greedy message is then the prefiller's if that knows of the whole prompt."""
+    values = body(path, stream=stream, temperature=temperature)
 
     async def scenario(site: "Site") -> None:
         await asyncio.sleep(1.0)
@@ -303,8 +305,11 @@ def test_an_answer_that_ends_at_its_first_token(
         same(await site.post(path, values, ID), right)
         (record,) = await site.ended()
         assert (record.outcome, record.output_tokens) == (Outcome.OK, 1)
-        by_prefiller = path == MESSAGES and connector == "nixl"
-        assert len(site.received("decode")) == (not by_prefiller)
+        told = path == MESSAGES and connector == "nixl" and not temperature
+        ascend = connector == "mooncake-ascend"  # Where no rank computes a prompt.
+        assert len(site.received("decode")) == (not (told or ascend))
+        page = (await site.get("/metrics")).body
+        assert not re.search(rb"prefills_without_kv_total\{.*\} [1-9]", page)
 
     play(scenario, connector=connector)
 
@@ -488,3 +493,21 @@ def test_a_long_beginning_of_a_response_waits_whole(play: "Play") -> None:
         assert len(json.dumps(values)) > 150_000
 
     play(scenario, max_model_len=131_072)
+
+
+@ways
+def test_a_sampled_message_ends_where_its_rank_ends_it(play: "Play", stream: bool) -> None:
+    """The prefiller's first token ended the answer, and another draw does not."""
+    values = body(MESSAGES, stream=stream, temperature=1)
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, MESSAGES, values)
+        site.fleet.faults.set("prefill", eos_first=1.0)
+        same(await site.post(MESSAGES, values, ID), right)
+        (record,) = await site.ended()
+        assert (record.output_tokens, record.retries) == (12, 0)
+        greedy = await site.post(MESSAGES, values | {"temperature": 0}, ID)
+        assert len(site.received("decode")) == 1
+        assert greedy.status == 200
+
+    play(scenario)

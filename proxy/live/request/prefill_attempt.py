@@ -226,7 +226,8 @@ class PrefillAttempt(Attempt):
         Raises:
             MissingKvError: None could.
         """
-        if answer.complete:
+        kept = type(answer.kv_transfer_params) is dict
+        if answer.complete and not (kept and self._rank_draws_anew()):
             # Not every connector keeps the KV cache of an answer that was not cut off at its one token.
             raise MissingKvError("complete", "the prefill answer is complete")
         session, prefiller = self._session, self.prefiller
@@ -301,7 +302,18 @@ class PrefillAttempt(Attempt):
         api = self._session.shape.api
         if api is Api.RESPONSES:
             return False  # It repeats what was asked for, and this leg asked for less.
-        return api is not Api.MESSAGES or is_message(answer.message)
+        if api is not Api.MESSAGES:
+            return True
+        return not self._rank_draws_anew() and is_message(answer.message)
+
+    def _rank_draws_anew(self) -> bool:
+        """Return whether a rank may go on behind the first token that ended this leg's answer.
+
+        A sampled message has no seed, and this leg cannot ask for a token that does not end it. If its end
+        counted, and its other tokens did not, answers would be empty about twice as often as one engine's.
+        """
+        session = self._session
+        return session.shape.api is Api.MESSAGES and not is_greedy(session.body.values)
 
     def _broken(self, error: "WireError") -> None:
         # A KV cache that nobody knows of goes with its lease.
