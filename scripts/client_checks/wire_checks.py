@@ -273,7 +273,6 @@ def wires() -> Iterator[Wire]:
         ("a patch by a grammar", _codex(tools=(_PATCH | _GRAMMAR,)), 400),
         ("thoughts of another provider", _codex(secret), 400),
         ("items that are compacted", _codex({"type": "compaction", "encrypted_content": "g"}), 400),
-        ("an earlier response", _codex(previous_response_id="resp_1"), 404),
     ):
         yield Wire(f"Codex, {name}", "/v1/responses", _CODEX_HEADERS, body, status)
 
