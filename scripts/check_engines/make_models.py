@@ -14,6 +14,7 @@ from typing import Any
 
 import torch  # type: ignore[import-not-found]
 from tokenizers import (  # type: ignore[import-not-found]
+    AddedToken,
     Tokenizer,
     decoders,
     models,
@@ -44,18 +45,20 @@ _TEMPLATE = (
 
 def tokeniser(*, thinks: bool = False) -> Any:
     """Return a tokeniser; of a model that `thinks` it has tokens around thoughts."""
-    special = _SPECIAL + _THINKING * thinks
+    around = [AddedToken(text, special=False, normalized=False) for text in _THINKING if thinks]
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
+        vocab_size=VOCABULARY - len(around),
+        special_tokens=_SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train([str(file) for file in files], trainer)
+    # Not special, as of real models: vLLM's parsers look for their text.
+    tokenizer.add_tokens(around)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=_SPECIAL[0],
