@@ -18,6 +18,8 @@ _WORDS = (
     *("import", "class", "return", "yield", "lambda", "with", "open(path)", "except ValueError:"),
     *("def read(self):", "for line in file:", "naïve", "数据", "Straße", 'say "so"', "back\\slash"),
 )
+# Texts of a long prompt; the context of the tiny model has 2,048 tokens.
+_LONG = 8
 # Without `strict` a grammar leaves the arguments free, and random weights make no object of them.
 _MESSAGES_TOOL = {
     "name": "get_weather", "description": "The weather.", "input_schema": SCHEMA, "strict": True,
@@ -64,7 +66,7 @@ def draw_messages(rng: random.Random, number: int) -> dict[str, Any]:
         },
         {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 200},
         {"stop_sequences": ["e", "never said"]},
-        {"messages": [user | {"content": " ".join(_text(rng, number) for _ in range(30))}]},
+        {"messages": [user | {"content": " ".join(_text(rng, number) for _ in range(_LONG))}]},
         {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "somebody"}, "max_tokens": 80},
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "top_k": 1},
     ]
@@ -105,7 +107,7 @@ def draw_responses(rng: random.Random, number: int) -> dict[str, Any]:
         {"temperature": 0.8, "seed": number, "top_p": 0.9},
         {"input": [item, begun | {"content": [{"type": "output_text", "text": "It is"}]}]},
         codex | {"reasoning": {"effort": "low", "summary": "auto"}, "parallel_tool_calls": False},
-        {"input": " ".join(_text(rng, number) for _ in range(30))},
+        {"input": " ".join(_text(rng, number) for _ in range(_LONG))},
     ]
     return {"input": text} | body | kinds[number % len(kinds)] | _stream(number, len(kinds))
 
