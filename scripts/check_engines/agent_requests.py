@@ -175,10 +175,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         said = {name: _plain(one) for name, one in value.items() if name not in _OWN}
         if "output_tokens" in value:  # What was cached is told beside the rest of the prompt.
-            told = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-            said["input_tokens"] = sum(value.get(name) or 0 for name in told)
+            names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+            said["input_tokens"] = sum(value.get(name) or 0 for name in names)
         return said
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    # Of half a character vLLM tells log-probabilities only if its other half is in the same event.
+    told = (one for one in value if not isinstance(one, Mapping) or one.get("token") != "")
+    return [_plain(one) for one in told]
 
 
 def _text(rng: random.Random, number: int) -> str:
