@@ -220,7 +220,7 @@ def test_a_stream_of_named_events_goes_on(
         (COMPLETIONS, BODY | {"stream": True, "temperature": 0.5, "stop": "never"}, "valid"),
         (GENERATE, ASKED | {"stream": True, "sampling_params": {"stop": ["never"]}}, "valid"),
         (RESPONSES, RESPONDING | {"temperature": 0.7}, "valid"),
-        (RESPONSES, RESPONDING | {"tools": [CALLED | {"type": "custom"}]}, "exact valid"),
+        (RESPONSES, RESPONDING | {"tools": [CALLED, {"type": "web_search"}]}, "exact valid"),
         (RESPONSES, RESPONDING | {"tools": [CALLED, {"type": "mcp", "server_label": "a"}]}, ""),
         # Its requests have no seed.
         (MESSAGES, TALKING | {"temperature": 0.7}, ""),

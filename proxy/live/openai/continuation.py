@@ -29,8 +29,8 @@ _CONTINUED_AT = {
     Api.COMPLETIONS: Api.COMPLETIONS,
     Api.GENERATE: Api.GENERATE,
 }
-# Tools of a response; vLLM itself calls others (`web_search_preview`, `code_interpreter`, `container`, `mcp`).
-_CALLED_BY_CLIENTS = frozenset({"function", "custom", "namespace", "local_shell"})
+# Tools of a response that vLLM itself calls, with a tool server. Codex sends `web_search`, which is none of them.
+_CALLED_BY_ENGINES = ("web_search_preview", "code_interpreter", "container", "mcp")
 # What vLLM's `SamplingParams` takes for no seed.
 _NO_SEEDS = (None, -1)
 # Those whose requests have a seed.
@@ -120,10 +120,10 @@ def draws_otherwise(sampling: Mapping[str, Any]) -> bool:
 
 
 def _calls_nobody(values: Mapping[str, Any]) -> bool:
-    """Return whether the engine calls no tool itself: only clients call functions."""
+    """Return whether the engine calls no tool itself."""
     tools = values.get("tools") or ()
     return isinstance(tools, list | tuple) and all(
-        isinstance(tool, dict) and tool.get("type") in _CALLED_BY_CLIENTS for tool in tools
+        isinstance(tool, dict) and tool.get("type") not in _CALLED_BY_ENGINES for tool in tools
     )
 
 
