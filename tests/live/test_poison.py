@@ -216,10 +216,14 @@ def test_who_is_served_by_one_engine_gets_its_answer_too(
 
 
 @WORKERS
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("order", ["drain", "remove"])
+@pytest.mark.parametrize(
+    ("role", "more"),
+    [("prefill", {}), ("decode", {}), ("prefill", {"n": 2})],
+    ids=["prefill", "decode", "direct"],
+)
+@pytest.mark.parametrize("order", ["drain", "remove", "nothing"])
 def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
-    play: "Play", order: str, role: str, relays: int
+    play: "Play", order: str, role: str, more: dict[str, object], relays: int
 ) -> None:
     async def scenario(site: "Site") -> None:
         first, second = f"{role}/0", f"{role}/1"
@@ -242,7 +246,7 @@ def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
 
         await give("drain", second)
         site.fleet.faults.set(first, hang=True)
-        bodies = [BODIES[CHAT], BODIES[COMPLETIONS] | {"prompt": "another"}]
+        bodies = [BODIES[CHAT] | more, BODIES[COMPLETIONS] | {"prompt": "another"} | more]
         sent = [site.send(path, one) for path, one in zip((CHAT, COMPLETIONS), bodies, strict=True)]
         await site.until(lambda: here(first) == 2)
         site.fleet.faults.set(second, delay_s=0.6)
@@ -251,6 +255,10 @@ def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
         await site.until(lambda: here(second) == 1)  # The other one waits for it to be alone there.
         await asyncio.sleep(0.3)
         assert here(second) == 1
+        if order == "nothing":
+            assert [(await one.end()).status for one in sent] == [200, 200]
+            assert here(second) == 2
+            return
         await give(order, second)
         await asyncio.sleep(2.0)
         assert here(second) == 1
@@ -259,7 +267,8 @@ def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
         assert [(await one.end()).status for one in sent] == [200, 200]
         assert here(second) == 1
 
-    play(scenario, relays=relays, prefillers=2, ranks=2, dp_mode=DpMode.PORTS)
+    flags = {"direct": "prefill"}
+    play(scenario, relays=relays, flags=flags, prefillers=2, ranks=2, dp_mode=DpMode.PORTS)
 
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."

@@ -127,8 +127,10 @@ class Apart:
         if not self._is_current(action):
             return
         number = action.request
-        prefills = isinstance(action, StartPrefill)
-        event: Event = PrefillLost(number, elsewhere=True) if prefills else DecodeLost(number)
+        event: Event = DecodeLost(number)
+        if isinstance(action, StartPrefill):
+            decode = self._scheduler.requests[number].decode
+            event = PrefillLost(number, elsewhere=True, decode=decode)
         self._isolation.run_for(self._sessions[number], "apart", self._feed, event)
 
     def _is_current(self, action: StartPrefill | Admit) -> bool:
