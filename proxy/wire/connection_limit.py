@@ -3,8 +3,9 @@
 Rules:
 1. A new connection takes the place of one that has no request with the application, or none that is
    complete: `Loss` orders them. Among equals it is one of the address that has most of them, and of
-   those the oldest, counted older by `NEW_S` if nothing has come. So who leaves connections unfinished
-   loses them first, however many there are, and a head that is arriving stays beside those who send nothing.
+   those the oldest, where connections on which nothing has come count for `_SILENT_S` older. So who leaves
+   connections unfinished loses them first, however many there are, and of a whole backlog that is accepted
+   at once a head that is arriving stays beside those who send nothing.
 2. An address that has more than a quarter of the places takes none from an address that has not: nobody
    takes all of them by connecting often. This binds only at the limit, as one address may stand for many
    clients (a gateway). A limit per address takes the place of this rule.
@@ -33,6 +34,7 @@ GAVE_WAY = Rejection(503, "too many connections, and the request's body is late"
 """The answer to a request whose connection another one replaces."""
 NEW_S = 1.0
 """For so long what a client sends may be on its way."""
+_SILENT_S = 0.01
 _MOST_REJECTED = 256
 _SHARE = 4
 # All connections are searched at most so often, or once for so large a part of them that was closed since;
@@ -64,7 +66,7 @@ class Loss(IntEnum):
 def loss_of_head(since_s: float, now_s: float, *, begun: bool) -> tuple[Loss, float]:
     """Return what `Evictable.gives_way` does for a head that is awaited or has begun then."""
     loss = Loss.LATE_HEAD if since_s <= now_s - NEW_S else Loss.NEW
-    return loss, since_s if begun else since_s - NEW_S
+    return loss, since_s if begun else since_s - _SILENT_S
 
 
 def loss_of_body(
