@@ -270,6 +270,11 @@ def may_be_killed(told: "Sequence[RequestRecord]", *, sent: int) -> bool:
     return len(told) < sent or any(one.outcome is Outcome.INTERNAL_ERROR for one in told)
 
 
+def _ends_before_its_body(record: "RequestRecord") -> bool:
+    """Return whether nobody read the body: a bad key, a tenant's limits, or a connection that gave way."""
+    return record.status == 401 or bool(record.refused_for) or record.reason == GAVE_WAY.message
+
+
 async def audit_answers(
     judge: Judging,
     clients: Sequence[Client],
@@ -310,13 +315,7 @@ async def audit_answers(
             if names[request.request_id] == 1:
                 departure = client.visit.departure
                 sent_in_part = departure is not None and departure.phase is Phase.SENDING
-                # Before the body is read: a bad key, a tenant whose limits are reached, and a connection that
-                # gives way to another one.
-                on_head = any(
-                    one.status == 401 or one.refused_for or one.reason == GAVE_WAY.message
-                    for one in told
-                )
-                if told and sent_in_part and not on_head:
+                if told and sent_in_part and not any(map(_ends_before_its_body, told)):
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
                 if not client.unlogged:
                     wrongs = contradictions(told, received, verdict)
