@@ -6,7 +6,7 @@ from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.testing.chaos.deaths import kill_decoders
 
 
-@pytest.mark.parametrize(("seed", "twice"), [(1, 0), (4, 1)])
+@pytest.mark.parametrize(("seed", "twice"), [(1, 0), (12, 2)])
 def test_every_stream_goes_on_once_and_is_exact(seed: int, twice: int) -> None:
     found = kill_decoders(seed, requests=200)
     assert found.hit > 5
@@ -14,7 +14,7 @@ def test_every_stream_goes_on_once_and_is_exact(seed: int, twice: int) -> None:
     assert (found.failed, found.twice) == (twice, twice)
     assert max(found.under.values()) == (MOST_DEATHS if twice else 1)
     # What its rank had not told yet, a prefill and two steps, and no wait for anything.
-    assert max(found.gaps_s) < 0.15
+    assert max(found.gaps_s) < 0.25
 
 
 def test_streams_of_agents_go_on_and_are_exact() -> None:
