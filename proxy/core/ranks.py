@@ -191,18 +191,19 @@ class Ranks:
     ) -> "NDArray[np.float64] | None":
         """Leave those that began lately their windows; return the speeds that go with their shares.
 
-        A rank that may have a quarter of its slots counts as one of a quarter of its speed: so it gets
-        a quarter of the tokens, and not the largest prompts for being the emptiest.
+        A rank that may have a quarter of what the others have counts as one of a quarter of their speed: so
+        it gets a quarter of the tokens, and not the largest prompts for being the emptiest.
         """
         if not self.warm_up.binds(self.is_open.tolist()):
             return speeds
         shares = np.ones(len(self.is_open)) if speeds is None else speeds.copy()
+        warm = self.is_open.copy()
+        warm[list(self.warm_up.instances)] = False
+        usual = max(1.0, float(ledger.bound[warm].mean()))
         for rank in self.warm_up.instances:
             room = self.warm_up.room(rank) or 0
             free_slots[rank] = min(int(free_slots[rank]), room)
-            shares[rank] *= min(
-                1.0, (int(ledger.bound[rank]) + max(1, room)) / int(self._batch[rank])
-            )
+            shares[rank] *= min(1.0, (int(ledger.bound[rank]) + max(1, room)) / usual)
         return np.asarray(shares / shares.mean())
 
     def free_slots(self, ledger: Ledger, beyond_batch: int) -> "NDArray[np.int64]":

@@ -329,6 +329,7 @@ def test_the_json_echoes_its_terms(tmp_path: Path) -> None:
         "log": None,
         "format": None,
         "columns": None,
+        "sessions": False,
         "skip": 10,
         "requests": 300,
         "token_ms": None,

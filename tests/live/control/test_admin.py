@@ -250,6 +250,8 @@ def test_the_state_shows_everything_and_no_secret() -> None:
         "quarantine": {"reason": "", "since": None, "next_probe_s": None},
         "url": "",
         "doubts": [],
+        "cached_blocks": None,
+        "vetoes": 0,
     }
     assert state["imbalance_tokens"] == 3000
     assert state["requests"] == []
