@@ -221,6 +221,24 @@ def test_a_rank_with_a_small_share_does_not_get_the_largest_prompts(
     assert site.on[R1] != [RequestId(500)]
 
 
+@pytest.mark.parametrize("policy", ["br-0", "br-h"])
+def test_a_rank_that_came_back_beside_few_requests_gets_some_of_the_next(
+    new_driver: "type[Driver]", policy: str
+) -> None:
+    site = proved(new_driver, policy)
+    site.send(3)
+    assert site.tick() == {R0: 3}
+    site.start(R0)
+    site.driver(RankOpened(R1, cold=True))
+    got: Counter[RankId] = Counter()
+    for _ in range(6):  # Far from full, one after the other.
+        site.send(1)
+        got += site.tick()
+        site.start(R1)
+        site.start(R0)
+    assert got[R1] >= 3, got
+
+
 # Prefillers.
 
 
