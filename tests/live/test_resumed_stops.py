@@ -201,14 +201,21 @@ def test_no_log_probability_comes_twice_from_what_text_continues(
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=str)
-def test_another_sample_need_not_say_again_what_the_client_has(
+def test_a_sample_that_could_stop_is_begun_again_with_its_seed(
     play: "Play", more: dict[str, Any]
 ) -> None:
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("decode/0", reset_after_tokens=9)
         values = STREAMS[CHAT] | {"temperature": 0.7, "stop": "never said"} | more
-        assert not (await site.post(CHAT, values)).done
-        assert site.world.ended[0].resumes == 0
+        exchange = await site.post(CHAT, values)
+        assert exchange.done
+        (record,) = site.world.ended
+        assert record.resumes == 1
+        site.fleet.faults.clear()
+        seed = more.get("seed", record.seed)
+        assert seed is not None
+        right = await site.post(CHAT, values | {"seed": seed})
+        assert meaning(exchange) == meaning(right)
 
     play(scenario, flags={"resume": "valid"})
 
