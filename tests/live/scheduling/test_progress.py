@@ -141,7 +141,7 @@ def test_a_request_without_a_stream_joins_after_the_time_that_streams_took() -> 
     site.now_s += 0.9
     assert site.follow() == []
     site.now_s += 0.2
-    assert site.follow() == [DecodeStarted(B)]
+    assert site.follow() == [DecodeStarted(B, heard=False)]
     assert set(site.progress.started) == {A, B}
 
 
