@@ -91,7 +91,9 @@ def test_words_of_a_client_or_a_model_are_no_sign_of_an_abort(
 
     async def scenario(site: "Site") -> None:
         kind = b"text/event-stream" if values.get("stream") else b"application/json"
-        site.handlers[path.encode()] = sends(answer, kind)
+        # Of a stream the prefill leg is a whole answer, which repeats the metadata too.
+        handlers = site.rank_handlers if values.get("stream") else site.handlers
+        handlers[path.encode()] = sends(answer, kind)
         for number in range(1, 5):
             exchange = await site.post(path, values)
             assert (exchange.status, exchange.body) == (200, answer)
@@ -103,15 +105,17 @@ def test_words_of_a_client_or_a_model_are_no_sign_of_an_abort(
     play(scenario, flags={"direct": "decode"}, connector=connector)
 
 
+@pytest.mark.parametrize("keeps_kv", [1, 0], ids=["prefill leg", "all of it"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_message_that_was_given_up_is_done_by_another_engine(
-    play: "Play", *, stream: bool
+    play: "Play", keeps_kv: int, *, stream: bool
 ) -> None:
     """Engines write it without a reason for its end: the client took it for a whole answer."""
 
     async def scenario(site: "Site") -> None:
         values = TALK | {"stream": stream}
         right = await site.ask("prefill/1", MESSAGES, values)
+        site.fleet.faults.set("prefill", drop_kv_params=1.0 - keeps_kv)
         site.fleet.faults.set("prefill/0", stopping=True)
         for number in range(1, 4):
             exchange = await site.post(MESSAGES, values)
@@ -128,11 +132,15 @@ def test_a_message_that_was_given_up_is_done_by_another_engine(
     play(scenario, flags={"direct": "prefill"})
 
 
-def test_a_message_that_has_begun_says_that_it_was_given_up(play: "Play") -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_message_that_has_begun_says_that_it_was_given_up(play: "Play", role: str) -> None:
+    """Of a prefiller that does all of it, and of a decode rank."""
+
     async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("prefill", drop_kv_params=float(role == "prefill"))
         exchange = await site.send(MESSAGES, TALK | {"stream": True}).until_events(9)
-        busy = next(i for i in (0, 1) if site.fleet.engine(f"prefill/{i}").exchanges)
-        site.fleet.faults.set(f"prefill/{busy}", stopping=True)
+        busy = next(i for i in (0, 1) if site.fleet.engine(f"{role}/{i}").exchanges)
+        site.fleet.faults.set(f"{role}/{busy}", stopping=True)
         await exchange.end()
         assert exchange.chunks[-1]["type"] == "error"
         assert SAID in exchange.chunks[-1]["error"]["message"]
@@ -143,8 +151,9 @@ def test_a_message_that_has_begun_says_that_it_was_given_up(play: "Play") -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_response_that_was_given_up_is_asked_of_another_engine(
-    play: "Play", *, stream: bool
+    play: "Play", role: str, *, stream: bool
 ) -> None:
     """Engines tell it of models in harmony format alone, by the status."""
     last = {"type": "response.completed", "response": response("cancelled")}
@@ -159,19 +168,26 @@ def test_a_response_that_was_given_up_is_asked_of_another_engine(
             asked.append(engine)
             sends(given_up if len(asked) == 1 else whole, kind)(engine, request, reply)
 
-        site.handlers[RESPONSES.encode()] = answer
-        exchange = await site.post(RESPONSES, ASKED | {"stream": stream})
+        wholly = {"truncation": "auto"} if role == "prefill" else {}
+        handlers = site.handlers if role == "prefill" else site.rank_handlers
+        handlers[RESPONSES.encode()] = answer
+        exchange = await site.post(RESPONSES, ASKED | wholly | {"stream": stream})
         assert (exchange.status, exchange.body) == (200, whole)
+        assert [one.partition("/")[0] for one in asked] == [role] * 2
         assert len(set(asked)) == 2
 
     play(scenario, flags={"direct": "prefill"})
 
 
-def test_a_message_that_is_aborted_by_order_ends_with_what_it_had(play: "Play") -> None:
+@pytest.mark.parametrize("keeps_kv", [1, 0], ids=["by a rank", "by a prefiller"])
+def test_a_message_that_is_aborted_by_order_ends_with_what_it_had(
+    play: "Play", keeps_kv: int
+) -> None:
     async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("prefill", drop_kv_params=1.0 - keeps_kv)
         stream = await site.send(MESSAGES, TALK | {"stream": True}).until_events(9)
         whole = site.send(MESSAGES, TALK)
-        await site.until(lambda: len(site.received("prefill", MESSAGES)) == 2)
+        await site.until(lambda: len(site.seen) == 4)
         assert (await site.admin("/abort_requests", b"{}")).status == 200
         await stream.end()
         await whole.end()

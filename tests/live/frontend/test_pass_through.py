@@ -5,8 +5,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.agents import MESSAGES, PATHS, RESPONSES
+from tests.live.agents import body as body_for
 
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Handler, Play, Site
@@ -15,8 +18,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Request
 
 CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
 ASKED: dict[str, tuple[str, object]] = {
     "/v1/models": ("GET", b""),
     "/tokenize": ("POST", {"model": "tiny", "prompt": "t1 t2 ä"}),
@@ -314,30 +315,44 @@ def test_a_place_below_the_engine_is_told_as_one_below_the_proxy(play: "Play") -
     play(scenario)
 
 
-# The APIs that few engines have. They are answered by a decode rank alone, through the scheduler.
+# The APIs that few engines have.
 
 
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def lacks(engine: str, request: "Request", reply: "Reply") -> None:
+    """Answer as an engine without the route."""
+    del engine, request
+    reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("role", ["all", "decode"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_api_that_no_engine_has_is_501(play: "Play", path: str, stream: bool) -> None:
-    def unknown(engine: str, request: "Request", reply: "Reply") -> None:
-        del engine, request
-        reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
+def test_an_api_that_no_engine_has_is_501(
+    play: "Play", path: str, stream: bool, role: str, connector: str
+) -> None:
+    """Whoever is asked first says so; nobody else is asked, and no engine is at fault."""
 
     async def scenario(site: "Site") -> None:
-        site.handlers[path.encode()] = unknown
-        values = {"model": "tiny", "input": "t1", "messages": [], "max_tokens": 5, "stream": stream}
-        answer = await site.post(path, values)
+        handlers = site.handlers if role == "all" else site.rank_handlers
+        handlers[path.encode()] = lacks
+        answer = await site.post(path, body_for(path, stream=stream))
+        if path == RESPONSES and role == "decode" and CONNECTORS[connector].recomputes:
+            assert answer.status == 200  # No rank is asked that might hand it back.
+            return
         assert answer.status == 501
         error = answer.json["error"]
         assert error["message"] == f"no engine serves {path}"
         assert error["type"] == ("api_error" if path == MESSAGES else "NotImplementedError")
         assert answer.header(b"x-request-id")
-        assert [seen.engine.partition("/")[0] for seen in site.seen] == ["decode"]
+        asked = [seen.engine.partition("/")[0] for seen in site.seen]
+        assert len(set(asked)) == len(asked)
         (record,) = site.world.ended
         assert (record.status, record.outcome, record.retries) == (501, Outcome.CLIENT_ERROR, 0)
+        state = await site.state()
+        assert {one["status"] for one in state["ranks"] + state["prefillers"]} == {"up"}
 
-    play(scenario)
+    play(scenario, connector=connector)
 
 
 @pytest.mark.parametrize(
@@ -406,11 +421,23 @@ def serve(engine: str, request: "Request", reply: "Reply") -> None:
     reply.end()
 
 
-@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-def test_an_api_that_engines_have_is_served_by_decode_ranks(play: "Play", path: str) -> None:
+# What one engine has to do whole.
+WHOLLY: dict[str, dict[str, Any]] = {
+    RESPONSES: {"truncation": "auto"},
+    MESSAGES: {
+        "tools": [{"name": "f", "input_schema": {}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    },
+}
+
+
+@pytest.mark.parametrize("direct", ["decode", "prefill"])
+@pytest.mark.parametrize("path", PATHS)
+def test_what_one_engine_does_whole_passes_as_it_is(play: "Play", path: str, direct: str) -> None:
     async def scenario(site: "Site") -> None:
         site.handlers[path.encode()] = serve
-        body = b'{"model":"tiny" , "input":"t1","messages":[],"max_tokens":5, "stream":%b}'
+        asked = json.dumps(body_for(path, **WHOLLY[path])).encode()
+        body = asked[:-1] + b' , "stream":%b}'
         whole = await site.post(path, body % b"false")
         assert (whole.status, whole.body) == (200, WHOLE[path])
         stream = await site.post(path, body % b"true", [(b"x-request-id", b"mine")])
@@ -419,18 +446,20 @@ def test_an_api_that_engines_have_is_served_by_decode_ranks(play: "Play", path: 
         assert stream.error is None
         assert stream.header(b"content-type") == b"text/event-stream; charset=utf-8"
         assert stream.header(b"x-request-id") == b"mine"
-        assert {seen.engine.partition("/")[0] for seen in site.seen} == {"decode"}
+        assert [seen.engine.partition("/")[0] for seen in site.seen] == [direct] * 2
         for seen, flag in zip(site.seen, (b"false", b"true"), strict=True):
             assert json.loads(seen.request.body) == json.loads(body % flag)
         first, second = site.world.ended
         assert (first.endpoint, first.outcome) == (path, Outcome.OK)
         assert (first.prompt_tokens, first.output_tokens) == (3, 7)
-        assert (second.outcome, second.stream, second.prefiller) == (Outcome.OK, True, "")
+        assert (second.outcome, second.stream) == (Outcome.OK, True)
+        assert bool(second.prefiller) is (direct == "prefill")
 
-    play(scenario)
+    play(scenario, flags={"direct": direct})
 
 
-def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play") -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play", path: str) -> None:
     replies: list[Reply] = []
 
     async def scenario(site: "Site") -> None:
@@ -438,18 +467,19 @@ def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play") -> None:
             del engine, request
             replies.append(reply)
             reply.start(200, [(b"content-type", b"text/event-stream")])
-            reply.write(EVENTS[RESPONSES][0])
+            reply.write(first)
 
-        site.handlers[RESPONSES.encode()] = hold
-        body = {"model": "tiny", "input": "t1 " * 100, "stream": True}
-        exchanges = [site.send(RESPONSES, body) for _ in range(5)]
+        first, last = b"".join(EVENTS[path][:-1]), EVENTS[path][-1]
+        site.rank_handlers[path.encode()] = hold
+        values = body_for(path, "t1 " * 100, stream=True)
+        exchanges = [site.send(path, values) for _ in range(5)]
         await site.until(lambda: len(replies) == 4)
         await asyncio.sleep(1.0)
-        # Two ranks of two slots each: the fifth waits in the pool.
-        engines = [seen.engine for seen in site.seen]
+        # Two ranks of two slots each: the fifth waits in the pool, with its KV cache.
+        engines = [seen.engine for seen in site.received("decode")]
         assert sorted(engines) == ["decode/0"] * 2 + ["decode/1"] * 2
+        assert len(site.received("prefill")) == 5
         assert len(site.world.scheduler.pool) == 1
-        first, last = EVENTS[RESPONSES][0], EVENTS[RESPONSES][-1]
         for reply in replies[:]:
             reply.write(last)
             reply.end()
@@ -460,23 +490,3 @@ def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play") -> None:
             assert (await exchange.end()).body == first + last
 
     play(scenario, flags={"batch": 2})
-
-
-def test_a_stream_of_such_an_api_that_breaks_off_ends_truthfully(play: "Play") -> None:
-    def break_off(engine: str, request: "Request", reply: "Reply") -> None:
-        del engine, request
-        reply.start(200, [(b"content-type", b"text/event-stream")])
-        reply.write(EVENTS[MESSAGES][0])
-        reply.abort()
-
-    async def scenario(site: "Site") -> None:
-        site.handlers[MESSAGES.encode()] = break_off
-        answer = await site.post(MESSAGES, {"messages": [], "max_tokens": 3, "stream": True})
-        assert answer.status == 200
-        assert answer.error is not None
-        assert answer.events[0] == EVENTS[MESSAGES][0]
-        assert b'"error"' in answer.events[-1]
-        (record,) = site.world.ended
-        assert record.outcome is Outcome.UPSTREAM_ERROR
-
-    play(scenario)
