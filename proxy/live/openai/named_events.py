@@ -6,9 +6,10 @@ and `response.in_progress`, which vLLM 0.32 sends before it has anything of the 
 for what follows: until then the request may go elsewhere, and every later event names the response. They
 end with `response.completed`, `response.incomplete` or `response.failed`.
 
-vLLM 0.32 names each event in its first line (`wrap_data_with_event`, `_convert_stream_to_sse_events`), so
-events are recognised by that. Events without a name there are recognised by the `type` of their data,
-which is the same. All others pass as they are.
+vLLM 0.32 names each event in the line before its data (`wrap_data_with_event`,
+`_convert_stream_to_sse_events`), so events are recognised by that. Those that begin otherwise are
+recognised by the `type` of their data, which is the same: of several names the last one counts. All others
+pass as they are. An end that nobody can read is none.
 
 Neither stream tells how many tokens came before its last event. Until then each delta is one.
 """
@@ -25,7 +26,7 @@ from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.usage import UsageRewrite, token_count
 from balanceroute.proxy.wire.sse import event_data
 
-_NAME = re.compile(rb"event: ?([^\r\n]+)")
+_NAME = re.compile(rb"event: ?([^\r\n]+)(?:\r\n|\r|\n)data:")
 _FINAL = frozenset(
     {b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"}
 )
@@ -69,7 +70,7 @@ class Turn:
 
 
 def name_of(event: bytes) -> bytes:
-    """Return the name of an event; empty if it has none."""
+    """Return the name of an event that has data; empty if it has none."""
     named = _NAME.match(event)
     if named is not None:
         return named[1]
@@ -83,7 +84,8 @@ def read_turn(event: bytes, name: bytes) -> Turn | None:
     """Return what an event of a name says of its stream, None if it only goes on."""
     if name not in _TELLING:
         return None
-    message = parsed(event) or {}
+    read = parsed(event)
+    message = read or {}
     response = _object(message, "response")
     usage = _object(message, "usage") or _object(response, "usage")
     error = ""
@@ -93,7 +95,7 @@ def read_turn(event: bytes, name: bytes) -> Turn | None:
     delta = _object(message, "delta")
     stop = delta.get("stop_reason", "")
     return Turn(
-        final=name in _FINAL,
+        final=name in _FINAL and read is not None,
         aborted=stop is None or response.get("status") == CANCELLED,
         handed_back=stop == "stop_sequence" and delta.get("stop_sequence") == RECOMPUTED,
         error=error,

@@ -70,7 +70,19 @@ FINAL = {
             event("response.incomplete", response={"usage": {"output_tokens": 9}}),
             Turn(True, "", False, 9),
         ),
-        (b"event:response.completed\ndata: [" + b"[" * 5000 + b"\n\n", Turn(True, "", False, None)),
+        # Nobody can read it.
+        (
+            b"event:response.completed\ndata: [" + b"[" * 5000 + b"\n\n",
+            Turn(False, "", False, None),
+        ),
+        (b'event: message_stop\ndata: {"type":"mess\n\n', Turn(False, "", False, None)),
+        (b"event: message_stop\n\n", None),
+        # The last name counts.
+        (
+            b'event: message\nid: 7\nretry: 1\nevent: message_stop\ndata: {"type":"message_stop"}\n\n',
+            Turn(True, "", False, None),
+        ),
+        (b'event: message_stop\rdata: {"type":"message_stop"}\r\r', Turn(True, "", False, None)),
     ],
 )
 def test_only_the_events_that_tell_are_read(sent: bytes, turn: Turn | None) -> None:
