@@ -108,11 +108,13 @@ class Prefiller:
     ) -> None:
         exchange, choice = call.exchange, sequence.choice
         del exchange.stages[sequence]
-        if not call.remote_decode or choice.finish_reason != "length":
-            # As in vLLM: after a stop condition in prefill nothing is left to decode.
+        settings, source = self._settings, self._source
+        pushes, ended = CONNECTORS[settings.connector].decode_first, choice.finish_reason
+        if not call.remote_decode or not (ended == "length" or (pushes and ended == "stop")):
+            # As in vLLM: after a stop condition in prefill nothing is left to decode. vllm-ascend's
+            # layerwise connector has pushed the KV cache before the first token was drawn.
             self.pool.free(blocks)
             return
-        settings, source = self._settings, self._source
         internal_id = call.internal_id(number)
         if exchange.request.n > 1:
             internal_id = f"{choice.index % exchange.request.n}_{internal_id}"
@@ -125,7 +127,7 @@ class Prefiller:
         short = lease_s < settings.lease_s
         lease = Lease(source.engine_id, key, prompt, blocks, self.pool, short=short)
         self._book.grant(lease, self._loop.time() + settings.seconds(1e9 * lease_s))
-        if CONNECTORS[settings.connector].decode_first and not lease.pulling:
+        if pushes and not lease.pulling:
             self._book.finish(lease, LeaseEnd.RELEASED)  # Pushed to a decoder that is gone.
         if number == 0 and sequence is exchange.sequences[0]:
             params = prefill_answer(

@@ -438,6 +438,28 @@ def test_a_layerwise_decode_asks_the_metaserver_for_its_prefill(play: "Play") ->
     play(scenario, connector="mooncake-layerwise")
 
 
+def test_a_layerwise_decode_goes_on_though_the_prefill_ended(play: "Play") -> None:
+    async def scenario(lab: "Lab") -> None:
+        metaserver = Metaserver(lab, VALUES)
+        server = Server(metaserver)
+        await server.start("127.0.0.1", 9999)
+        alone = await lab.post("decode/0", COMPLETIONS, VALUES)
+        # The KV cache was pushed before this token was drawn.
+        lab.fleet.faults.set("prefill", eos_first=1.0)
+        params = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "metaserver": "http://127.0.0.1:9999/v1/metaserver",
+        }
+        apart = await lab.post("decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params})
+        assert apart.text() == alone.text()
+        assert len(metaserver.asked) == 1
+        assert lab.leases() == {"pulled": 1}
+        server.close()
+
+    play(scenario, connector="mooncake-layerwise")
+
+
 def test_a_layerwise_prefill_for_a_decode_that_is_gone_keeps_nothing(play: "Play") -> None:
     async def scenario(lab: "Lab") -> None:
         params = {
