@@ -12,6 +12,7 @@ from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.ask_all import ask_all
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import Expectation
+from balanceroute.proxy.testing.chaos.judge import is_refusal, refusal_is_wrong
 from balanceroute.proxy.testing.chaos.oracle import Oracle, comparable
 from balanceroute.proxy.testing.chaos.requests import (
     ClientRequest,
@@ -134,6 +135,8 @@ async def _judge(
     elif comparable(body, request.request_id) == comparable(answer.body, request.request_id):
         comparison.identical += 1
         return
+    elif received.status >= 400 and is_refusal(request, body, answer.body):
+        wrong = "; ".join(refusal_is_wrong(request, received))
     else:
         reworded = early and oracle.merges
         wrong = Expectation(request, answer, reworded=reworded).differs(body)

@@ -29,7 +29,6 @@ from balanceroute.proxy.testing.chaos.requests import (
     may_end_with_the_prefill,
 )
 from balanceroute.proxy.testing.chaos.tenants import OVERLOADED, TenantPlan
-from balanceroute.proxy.wire.messages import Response
 from balanceroute.proxy.wire.sse import event_data
 from balanceroute.topologies import CONNECTORS
 
@@ -262,7 +261,7 @@ class Judge:
         if received.ending is not Ending.COMPLETE and not client.left:
             verdict.wrong.append(f"its answer of {status} is cut")
         elif not client.left and not (self._worded and error_of(bytes(received.body)) is not None):
-            verdict.wrong += refusal_is_wrong(request, received)
+            verdict.wrong += await self._misshapen(request, received)
         shut_down = status == 503 and self._plan.shutdown_s is not None
         if status in (429, 503) and not received.header(b"retry-after") and not shut_down:
             verdict.wrong.append(f"its answer of {status} does not say when to retry")
@@ -281,7 +280,9 @@ class Judge:
             answer = await self._oracle.answer(request)
             if answer.status != status:
                 verdict.wrong.append(f"it got {status}, an engine answers {answer.status}")
-            elif not client.left and not self._is_refusal(request, received, answer):
+            elif not client.left and not is_refusal(
+                request, bytes(received.body), answer.body, worded=self._worded
+            ):
                 verdict.wrong.append(f"it got {bytes(received.body)!r}, not {answer.body!r}")
         true = _EXPIRED in received.body or _GIVEN_UP in received.body
         true |= _ALONE in received.body or (self._refuses and COMPLETE.encode() in received.body)
@@ -291,11 +292,15 @@ class Judge:
             verdict.wrong.append(f"it got {status} though all was well: {bytes(received.body)!r}")
         return verdict
 
-    def _is_refusal(self, request: ClientRequest, received: Received, answer: Response) -> bool:
-        body = bytes(received.body)
-        # The proxy has Anthropic's words for types of errors, which vLLM has from 0.33 on.
-        worded = self._worded or request.path == MESSAGES
-        return body == answer.body or (worded and error_of(body) == error_of(answer.body))
+    async def _misshapen(self, request: ClientRequest, received: Received) -> list[str]:
+        """Return what is wrong with the form of an error answer."""
+        wrong = refusal_is_wrong(request, received)
+        if not wrong or request.path != MESSAGES:
+            return wrong
+        # What vLLM finds wrong with a body's members it says of messages in OpenAI's shape, too.
+        answer = await self._oracle.answer(request)
+        same = (answer.status, answer.body) == (received.status, bytes(received.body))
+        return [] if same else wrong
 
     def _compare(
         self, client: Client, request: ClientRequest, received: Received, expected: Expectation
@@ -359,6 +364,15 @@ def _judge_whole(client: Client, received: Received, expected: Expectation) -> V
         return Verdict("cut for not reading" if client.visit.pauses else "cut", wrong, expected)
     wrong = [expected.differs(bytes(received.body))]
     return Verdict("exact", [one for one in wrong if one], expected)
+
+
+def is_refusal(
+    request: ClientRequest, body: bytes, expected: bytes, *, worded: bool = False
+) -> bool:
+    """Return whether a body tells the refusal that an engine's does; `worded`: maybe in another form."""
+    # The proxy has Anthropic's words for types of errors, which vLLM has from 0.33 on.
+    worded = worded or request.path == MESSAGES
+    return body == expected or (worded and error_of(body) == error_of(expected))
 
 
 def refusal_is_wrong(request: ClientRequest, received: Received) -> list[str]:
