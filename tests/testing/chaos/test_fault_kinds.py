@@ -22,7 +22,7 @@ from balanceroute.proxy.testing.chaos.decision_faults import DecisionFault, Inje
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.meddler import HARMLESS, Meddling
 from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather
-from balanceroute.proxy.testing.chaos.requests import RequestMix, draw_request
+from balanceroute.proxy.testing.chaos.requests import MESSAGES, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.trial import Report, run_plan
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.link import Link
@@ -55,6 +55,22 @@ FLAGS: Mapping[str, object] = {
 BOTH = (Role.PREFILL, Role.DECODE)
 
 
+def draw_visits() -> tuple[Visit, ...]:
+    rng = random.Random("fault kinds")
+    mix = RequestMix(MODEL, big=0.0, odd=0.0)
+    visits = (
+        Visit(rng.uniform(0.2, SPAN_S), (draw_request(rng, number, mix),))
+        for number in range(REQUESTS)
+    )
+    return tuple(sorted(visits, key=lambda visit: visit.start_s))
+
+
+VISITS = draw_visits()
+STREAMED_MESSAGES = sum(
+    request.stream and request.path == MESSAGES for visit in VISITS for request in visit.requests
+)
+
+
 def changed(link: Link) -> dict[str, object]:
     """Return what of a wire is out of the ordinary."""
     usual = asdict(Link())
@@ -68,20 +84,11 @@ def run_with(
     **flags: object,
 ) -> Report:
     """Send drawn requests while something is wrong, from before the first to after the last."""
-    rng = random.Random("fault kinds")
-    mix = RequestMix(MODEL, big=0.0, odd=0.0)
-    visits = sorted(
-        (
-            Visit(rng.uniform(0.2, SPAN_S), (draw_request(rng, number, mix),))
-            for number in range(REQUESTS)
-        ),
-        key=lambda visit: visit.start_s,
-    )
     plan = Plan(
         seed=0,
         weather=Weather.FAULTS,
         world=WorldSettings(replace(engines, connector=connector), {**FLAGS, **flags}),
-        visits=tuple(visits),
+        visits=VISITS,
         injections=injections,
         storm_s=None,
         calm_s=SPAN_S + 1.0,
@@ -182,7 +189,10 @@ def test_a_clients_own_error_costs_one_leg_however_it_is_worded(
     report = run_with(board(role, error_form=form, errors_in_200=in_200, status_400=0.3))
     assert report.endings.keys() <= {"exact", "status 400"}
     assert report.endings["status 400"]
-    assert report.counters["retries"] == 0
+    # vLLM makes an error in a stream of messages its own fault, in words of its own; not one that it
+    # does not know for an error.
+    own = in_200 and role is Role.DECODE and form is not ErrorForm.FLAT
+    assert report.counters["retries"] <= (STREAMED_MESSAGES if own else 0)
 
 
 @pytest.mark.parametrize("first_token", ["decode", "prefill"])
