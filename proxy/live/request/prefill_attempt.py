@@ -83,7 +83,7 @@ class PrefillAttempt(Attempt):
         else:
             members, self._least = {**members, **early.members}, early.min_tokens
         headers, drop = session.headers, legs.drop
-        if legs.names_prompts and asked is session.body:
+        if legs.names_prompts and session.emitted.continued is None:
             name = prompt_name(api, asked, session.ticket)
             headers, drop = headers + name, drop | SESSION_MEMBER if name else drop
         body = prefill_body(
@@ -312,8 +312,8 @@ class PrefillAttempt(Attempt):
         A sampled message has no seed, and this leg cannot ask for a token that does not end it. If its end
         counted, and its other tokens did not, answers would be empty about twice as often as one engine's.
         """
-        session = self._session
-        return session.shape.api is Api.MESSAGES and not is_greedy(session.body.values)
+        api, asked = self._asked()
+        return api is Api.MESSAGES and not is_greedy(asked.values)
 
     def _broken(self, error: "WireError") -> None:
         # A KV cache that nobody knows of goes with its lease.

@@ -70,6 +70,24 @@ def test_the_prefill_leg_alone_names_a_text(
     play(scenario, relays=relays, flags=FLAGS, **ENGINES)
 
 
+@pytest.mark.parametrize("relays", [0, 2])
+def test_what_goes_on_behind_its_ids_has_no_name(play: "Play", relays: int) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(2.0)
+        body = {"model": "tiny", "prompt": WORDS, "max_tokens": 20, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True}
+        site.fleet.faults.set("decode/0", reset_after_tokens=7)
+        exchange = await site.send(COMPLETIONS, body).end()
+        assert exchange.done, exchange.body
+        (record,) = await site.ended()
+        assert (record.output_tokens, record.resumes) == (20, 1)
+        first, again = site.received("prefill", COMPLETIONS)
+        assert name_of(first)
+        assert name_of(again) is None
+
+    play(scenario, relays=relays, flags=FLAGS | {"resume": "exact"}, **ENGINES)
+
+
 def test_nobody_is_told_names_where_nobody_listens(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         body = {"model": "tiny", "prompt": WORDS, "max_tokens": 3, "session_id": "mine"}
