@@ -71,7 +71,9 @@ class OthersOnRanks:
             others = self._others(rank.id, reported)
             kv_tokens = 0
             if others and gauges.kv_tokens is not None:
-                kv_tokens = round(load.kv_usage * gauges.kv_tokens * others / reported)
+                # Those of the last readings may be more than are there now.
+                share = others / max(others, reported)
+                kv_tokens = round(load.kv_usage * gauges.kv_tokens * share)
             self._tell(rank, others, kv_tokens)
 
     def failed(self, target: Target) -> None:

@@ -62,6 +62,14 @@ def test_beside_its_own_they_count_after_three_readings() -> None:
     assert subject.read(4, 0) == []
 
 
+@pytest.mark.parametrize("running", [0, 1])
+def test_a_rank_with_fewer_than_before_has_no_more_than_it_says(running: int) -> None:
+    subject = Subject()
+    subject.own = 4
+    assert [subject.read(6, 0) for _ in range(4)][-1] == on_rank(2)
+    assert subject.read(running, 0, usage=0.3) == on_rank(2, 300)
+
+
 def test_requests_that_end_between_page_and_books_are_no_others() -> None:
     subject = Subject()
     for own, running in ((4, 4), (2, 4), (2, 3), (6, 6), (1, 6), (0, 1), (0, 0)):
