@@ -301,7 +301,7 @@ def tokens_are_counted_twice(patch: Patch) -> None:
     patch.setattr(DecodeAttempt, "close", twice)
 
 
-@bug("retries: ")
+@bug("retries: ", seed=80)
 def retries_have_no_limit(patch: Patch) -> None:
     patch.setattr(RetryBudget, "spend", lambda _: True)
 
