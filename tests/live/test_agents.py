@@ -120,22 +120,6 @@ def test_a_refusal_is_the_engines_own(play: "Play", role: str, path: str, stream
 
 @paths
 @ways
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_refusal_of_who_stands_before_an_engine_has_the_apis_form(
-    play: "Play", role: str, path: str, stream: bool
-) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set(role, status_413=1.0)
-        answer = await site.post(path, body(path, stream=stream), ID)
-        assert answer.status == 413
-        assert (answer.json.get("type") == "error") is (path == MESSAGES)
-        assert answer.json["error"]["message"] == "refused on purpose"
-
-    play(scenario)
-
-
-@paths
-@ways
 @pytest.mark.parametrize("after_pull", [AfterPull.ERROR, AfterPull.RESET, AfterPull.SILENCE])
 def test_a_rank_that_fails_behind_the_pull_costs_another_prefill(
     play: "Play", after_pull: AfterPull, path: str, stream: bool

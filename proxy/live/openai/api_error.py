@@ -74,27 +74,6 @@ def error_event(status: int, message: str, *, endpoint: str = "") -> bytes:
     return _event(error_body(status, message, endpoint=endpoint), endpoint)
 
 
-def in_form_of(endpoint: str, status: int, body: bytes, words: str) -> bytes:
-    """Return an engine's error answer in the form of the endpoint's API.
-
-    What stands before an engine, and vLLM's own middlewares, have one form for all routes. Anthropic's clients
-    read another one. Chats and their kin pass as they are.
-    """
-    if not endpoint.startswith(_ANTHROPIC):
-        return body
-    try:
-        told = json.loads(body) if len(body) <= _MOST_ERROR_BYTES else None
-    except (ValueError, RecursionError):
-        told = None
-    if (
-        isinstance(told, dict)
-        and told.get("type") == "error"
-        and isinstance(told.get("error"), dict)
-    ):
-        return body
-    return error_body(status, words or f"the engine answered {status}", endpoint=endpoint)
-
-
 def answer_event(status: int, body: bytes, words: str, *, endpoint: str = "") -> bytes:
     """Return a whole answer as the error event of a stream that has begun.
 

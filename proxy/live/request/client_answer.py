@@ -14,7 +14,6 @@ from balanceroute.proxy.live.openai.api_error import (
     answer_event,
     error_body,
     error_event,
-    in_form_of,
 )
 from balanceroute.proxy.live.openai.engine_error import error_words, is_error
 from balanceroute.proxy.live.openai.shape import Api
@@ -111,14 +110,7 @@ class ClientAnswer:
         if status == 404 and api in _OPTIONAL and not is_error(body):
             status, reason, headers = 501, f"no engine serves {api.value}", JSON_HEADERS
             body = error_body(status, reason, endpoint=self._record.endpoint)
-        own = in_form_of(self._record.endpoint, status, body, words)
-        headers = headers_of_refusal(status, headers)
-        if own is not body:
-            headers = [
-                *JSON_HEADERS,
-                *(one for one in headers if not one[0].startswith(b"content-")),
-            ]
-        self.send(status, headers, own)
+        self.send(status, headers_of_refusal(status, headers), body)
         return reason
 
     def fail(

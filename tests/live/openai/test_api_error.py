@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.openai.api_error import error_body, error_event, in_form_of
+from balanceroute.proxy.live.openai.api_error import error_body, error_event
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 
@@ -68,19 +68,3 @@ def test_anthropics_errors_have_their_own_shape(status: int, kind: str) -> None:
 def test_an_error_event_of_the_responses_api_has_a_name() -> None:
     event = error_event(502, "no", endpoint="/v1/responses")
     assert event == b"event: error\ndata: " + error_body(502, "no") + b"\n\n"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b'{"error":{"message":"too large","code":413}}', b"<html>", b"", b"[1]", b'{"error":"m"}'],
-)
-def test_an_engines_error_takes_the_form_that_anthropics_clients_read(body: bytes) -> None:
-    kept = in_form_of("/v1/chat/completions", 413, body, "too large")
-    assert kept is body
-    told = json.loads(in_form_of("/v1/messages", 413, body, "too large"))
-    assert told == {
-        "type": "error",
-        "error": {"type": "request_too_large", "message": "too large"},
-    }
-    own = json.dumps(told).encode()
-    assert in_form_of("/v1/messages", 413, own, "too large") is own
