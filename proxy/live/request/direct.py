@@ -23,24 +23,16 @@ class Direct(Enum):
 
 
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_REFUSE, _DECODE, _PREFILL = Direct.REFUSE, Direct.DECODE, Direct.PREFILL
+_REFUSE = Direct.REFUSE
 # Of English text, and of program text fewer. Every process must come to the same result, so the mean of
 # the prompts that were counted is of no use here.
 _CHARACTERS_PER_TOKEN = 4
 
 
-def direct_of(shape: "Shape", direct: Direct, most_tokens: int) -> Direct:
-    """Return who serves a request that one engine has to do whole.
-
-    Args:
-        shape: The request's.
-        direct: Who is to.
-        most_tokens: Of the prompts that ranks compute; longer ones are for prefillers.
-    """
-    tokens = shape.prompt_tokens
-    if tokens is None:
-        tokens = shape.prompt_characters // _CHARACTERS_PER_TOKEN
-    return _PREFILL if direct is _DECODE and tokens > most_tokens else direct
+def guessed_tokens(shape: "Shape") -> int:
+    """Return the prompt tokens of a request that no engine has counted."""
+    known = shape.prompt_tokens
+    return shape.prompt_characters // _CHARACTERS_PER_TOKEN if known is None else known
 
 
 def check_direct(shape: "Shape", direct: Direct) -> None:

@@ -1,15 +1,11 @@
 """Time limits and retries of the legs to the engines."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
-from balanceroute.proxy.live.request.direct import Direct, direct_of
+from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +68,10 @@ class LegSettings:
         drop = INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS
         object.__setattr__(self, "drop", drop)
 
-    def direct_of(self, shape: "Shape") -> Direct:
+    def direct_of(self, prompt_tokens: int) -> Direct:
         """Return who serves a request that one engine has to do whole."""
-        return direct_of(shape, self.direct, self.direct_decode_tokens)
+        too_long = prompt_tokens > self.direct_decode_tokens
+        return Direct.PREFILL if too_long and self.direct is Direct.DECODE else self.direct
 
     def overdue(self, *, prefill: bool, stream: bool) -> str:
         """Return what to say of a leg that has not begun to answer in time."""

@@ -41,6 +41,7 @@ from balanceroute.proxy.live.request.reports import (
     LegSucceeded,
     PromptCounted,
 )
+from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limi
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _PREFILL = Leg.PREFILL
 _DECODE = FirstTokenFrom.DECODE
+_OFF = Resume.OFF
 
 
 class PrefillAttempt(Attempt):
@@ -129,9 +131,9 @@ class PrefillAttempt(Attempt):
             answer = replace(answer, complete=False)
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)
-        session.emitted.parses = session.emitted.parses or continuous_usage_is_expensive(
-            answer.message
-        )
+        if session.shape.stream and session.context.legs.resume is not _OFF:
+            # Only who keeps ids asks, and all of the answer is decoded for it.
+            session.emitted.parses |= continuous_usage_is_expensive(answer.message)
         again = session.emitted.told is not None and session.answer.opened
         if session.emitted.tokens == 0 and not again:
             record.prompt_tokens = answer.prompt_tokens
@@ -277,7 +279,7 @@ class PrefillAttempt(Attempt):
             session.host.report(KvMissing(self.prefiller.id, error.kind, reason))
         served = LegSucceeded(self.prefiller.target)
         recompute = answer.complete or legs.on_missing_kv == "recompute"
-        by_rank = legs.direct is Direct.DECODE and answer.prompt_tokens <= legs.direct_decode_tokens
+        direct = legs.direct_of(answer.prompt_tokens)
         emitted, facts = session.emitted, session.context.connector.facts
         # It may end before any token where none is asked for, and no rank will say whether that is true. And
         # of a stream that is open nobody knows which events came before the first token.
@@ -288,9 +290,9 @@ class PrefillAttempt(Attempt):
             session.record.first_token_ns = session.record.prefilled_ns
             session.host.report(served)
             session.prefill_was_all(answer.message)
-        elif recompute and by_rank:
+        elif recompute and direct is Direct.DECODE:
             self._pool(KvHandle(self.prefiller, None), answer, None)
-        elif recompute and legs.direct is not Direct.REFUSE:
+        elif recompute and direct is Direct.PREFILL:
             session.host.report(served)
             session.left_to_prefillers()
         else:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import Ticket
-from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.direct import Direct, guessed_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,9 @@ class Asked(Struct, frozen=True):
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
         shape = self.shape
-        decode = not shape.direct or context.legs.direct_of(shape) is not Direct.PREFILL
+        decode = (
+            not shape.direct or context.legs.direct_of(guessed_tokens(shape)) is not Direct.PREFILL
+        )
         split = not shape.direct and not context.connector.facts.decode_first
         return Ticket(
             prompt_tokens=prompt_tokens,
