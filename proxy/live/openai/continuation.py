@@ -17,7 +17,7 @@ from typing import Any
 from balanceroute.proxy.live.openai.body import BodyError, dump
 from balanceroute.proxy.live.openai.numeric_members import integer
 from balanceroute.proxy.live.openai.resume import remaining_limits
-from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.shape import CALLED_BY_ENGINES, Api, Shape
 from balanceroute.proxy.live.openai.token_continuation import (
     continuable_tokens,
     continued_tokens_body,
@@ -29,8 +29,6 @@ _CONTINUED_AT = {
     Api.COMPLETIONS: Api.COMPLETIONS,
     Api.GENERATE: Api.GENERATE,
 }
-# Tools of a response that vLLM itself calls, with a tool server. Codex sends `web_search`, which is none of them.
-_CALLED_BY_ENGINES = ("web_search_preview", "code_interpreter", "container", "mcp")
 # What vLLM's `SamplingParams` takes for no seed.
 _NO_SEEDS = (None, -1)
 # Those whose requests have a seed.
@@ -123,7 +121,7 @@ def _calls_nobody(values: Mapping[str, Any]) -> bool:
     """Return whether the engine calls no tool itself."""
     tools = values.get("tools") or ()
     return isinstance(tools, list | tuple) and all(
-        isinstance(tool, dict) and tool.get("type") not in _CALLED_BY_ENGINES for tool in tools
+        isinstance(tool, dict) and tool.get("type") not in CALLED_BY_ENGINES for tool in tools
     )
 
 

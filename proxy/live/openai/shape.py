@@ -51,11 +51,13 @@ COMPLETION_TOKENS = 16
 _REPLACED = (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0))
 # What agents send ahead of their messages is often longer than these.
 _BEFORE_MESSAGES = ("instructions", "system", "tools")
-# A tool of /v1/responses that vLLM calls itself (`extract_tool_types`) and then goes on, with all that the
-# request had. A letter that is escaped for no reason may spell one.
-_CALLED_BY_ENGINE = re.compile(
-    rb'"type"\s*+:\s*+"(?:code_interpreter|container|mcp|web_search_preview)"'
-    rb"|\\u00(?:5f|6[1-9a-f]|7[0-9a])",
+CALLED_BY_ENGINES = ("code_interpreter", "container", "mcp", "web_search_preview")
+"""Tools of /v1/responses that vLLM calls itself, with a tool server (`extract_tool_types`). Codex sends
+`web_search`, which is none of them."""
+# The engine then goes on, with all that the request had. A letter that is escaped for no reason may spell one.
+_MAY_BE_CALLED = re.compile(
+    rb'"type"\s*+:\s*+"(?:%b)"' % "|".join(CALLED_BY_ENGINES).encode()
+    + rb"|\\u00(?:5f|6[1-9a-f]|7[0-9a])",
     re.IGNORECASE,
 )
 
@@ -268,7 +270,7 @@ def _agent_needs_one_engine(api: Api, body: RequestBody, *, member: str, limit: 
     if "truncation" in values and values["truncation"] != "disabled":
         return "truncation"
     # The engine goes on behind the call with the parameters of a transfer that is over.
-    if body.is_given("tools") and _CALLED_BY_ENGINE.search(body.value_text("tools")):
+    if body.is_given("tools") and _MAY_BE_CALLED.search(body.value_text("tools")):
         return "tools"
     return ""
 

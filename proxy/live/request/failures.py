@@ -221,9 +221,8 @@ def reported(error: EngineError, body: bytes) -> Failure:
     """Return the failure that an error is which an engine sent with the status 200; `body` tells it."""
     what = What.REFUSED if error.status < 500 else What.ERROR_EVENT
     if error.status == 429:
-        what = (
-            What.UNAVAILABLE
-        )  # Another one may take it. This one may have begun: it said 200 first.
+        # Another one may take it. This one may have begun: it said 200 first.
+        what = What.UNAVAILABLE
     if error.is_death:
         what = What.BROKEN  # As if the connection were lost: soon it will be.
     answer = (error.status, JSON_HEADERS, body)

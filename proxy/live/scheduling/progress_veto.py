@@ -73,6 +73,12 @@ class _Veto:
     ended_s: float | None = None
     timer: "asyncio.TimerHandle | None" = None
 
+    def stop(self) -> None:
+        """Begin no trial by itself."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
 
 class ProgressVeto:
     """Leaves ranks out, and tries them again.
@@ -161,8 +167,7 @@ class ProgressVeto:
     def stop(self) -> None:
         """End every timer."""
         for veto in self._vetoes.values():
-            if veto.timer is not None:
-                veto.timer.cancel()
+            veto.stop()
 
     # Out.
 
@@ -224,8 +229,7 @@ class ProgressVeto:
     # And in again.
 
     def _wait(self, rank: "Rank", veto: _Veto, wait_s: float) -> None:
-        if veto.timer is not None:
-            veto.timer.cancel()
+        veto.stop()
         veto.timer = self._call_later(wait_s, self._ask, rank, veto)
 
     def _ask(self, rank: "Rank", veto: _Veto) -> None:
@@ -245,9 +249,7 @@ class ProgressVeto:
 
     def _try(self, rank: "Rank", reason: str) -> None:
         veto = self._vetoes[rank.id]
-        if veto.timer is not None:
-            veto.timer.cancel()
-            veto.timer = None
+        veto.stop()
         rank.still, rank.on_trial = False, True
         fields = {"rank": rank.name, "reason": reason}
         _log.warning("a decode rank is tried again", extra={"fields": fields})
@@ -278,8 +280,7 @@ class ProgressVeto:
             self._forget(rank, veto)
 
     def _forget(self, rank: "Rank", veto: _Veto) -> None:
-        if veto.timer is not None:
-            veto.timer.cancel()
+        veto.stop()
         rank.still = rank.on_trial = False
         del self._vetoes[rank.id]
 

@@ -197,17 +197,17 @@ class _Trial:
     async def _pause(self) -> None:
         """Have one rank do nothing for a moment."""
         self._found.paused += 1
-        name = self._rng.choice(self._decoders).name
-        self._world.fleet.faults.set(name, frozen="alone")
-        await asyncio.sleep(self._rng.uniform(*_PAUSES_S))
-        self._world.fleet.faults.set(name, frozen=None)
+        await self._freeze_one("alone", _PAUSES_S)
 
     async def _hold(self) -> None:
         """Have all ranks wait for one."""
         self._found.held += 1
+        await self._freeze_one("barrier", _STANDSTILLS_S)
+
+    async def _freeze_one(self, kind: str, times_s: tuple[float, float]) -> None:
         name = self._rng.choice(self._decoders).name
-        self._world.fleet.faults.set(name, frozen="barrier")
-        await asyncio.sleep(self._rng.uniform(*_STANDSTILLS_S))
+        self._world.fleet.faults.set(name, frozen=kind)
+        await asyncio.sleep(self._rng.uniform(*times_s))
         self._world.fleet.faults.set(name, frozen=None)
 
     async def _stand(self) -> None:
