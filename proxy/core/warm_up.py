@@ -32,7 +32,7 @@ from balanceroute.proxy.core.events import (
 )
 
 # Of these the first widens the window of where the request is, and the second does not.
-_PROOFS = (RequestFinished, PrefillDone, FirstToken)
+_PROOFS = (RequestFinished, PrefillDone, FirstToken, DecodeStarted)
 _LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCancelled)
 
 
@@ -62,6 +62,8 @@ class WarmUp:
         self.active = False
         self._windows: dict[int, _Window] = {}
         self._at: dict[RequestId, int] = {}
+        # Sent while the scheduler handles an event that `saw` is not told of yet.
+        self._just_sent: set[RequestId] = set()
 
     def begin(self, instance: int, *, grows: bool) -> None:
         """Give an instance a window of one request; `grows` as in `_Window`."""
@@ -98,27 +100,31 @@ class WarmUp:
 
     def sent(self, instance: int, request: RequestId) -> None:
         """Note that a request is on its way to an instance."""
+        self._gone(request)
         window = self._windows.get(instance)
         if window is not None:
             window.waiting.add(request)
             self._at[request] = instance
+            self._just_sent.add(request)
 
     def saw(self, event: Event, actions: Sequence[Action], full: Sequence[int]) -> None:
         """Follow the requests on their way.
+
+        The event of a loss may already have sent the request to the next instance, of which it says nothing.
 
         Args:
             event: What the scheduler was told.
             actions: What it decided.
             full: By instance, the width at which it is warm.
         """
-        if isinstance(event, DecodeStarted):
+        if isinstance(event, _PROOFS):
             # The start of an answer that is not streamed is inferred from the time, which proves nothing.
-            if event.heard:
+            inferred = isinstance(event, DecodeStarted) and not event.heard
+            if not inferred and event.request not in self._just_sent:
                 self._proved(event.request, full)
-        elif isinstance(event, _PROOFS):
-            self._proved(event.request, full)
-        elif isinstance(event, _LOSSES):
+        elif isinstance(event, _LOSSES) and event.request not in self._just_sent:
             self._gone(event.request)
+        self._just_sent.clear()
         for action in actions:
             if isinstance(action, Expire):
                 self._gone(action.request)

@@ -28,6 +28,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -287,3 +288,23 @@ def test_the_only_open_prefiller_gets_all(new_driver: "type[Driver]") -> None:
     driver = prefillers(new_driver)
     driver(PrefillerClosed(P0))
     assert len(begun(driver, range(10))[P1]) == 10
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_one_that_the_event_of_its_loss_sends_on_counts_where_it_is_now(again: int) -> None:
+    warm_up, request, other = WarmUp(), RequestId(7), RequestId(8)
+    warm_up.begin(0, grows=True)
+    warm_up.begin(1, grows=True)
+    warm_up.sent(0, request)
+    warm_up.saw(Tick(), [], [4] * 3)
+    # The scheduler sends it on while it handles the loss, and tells the event afterwards.
+    warm_up.sent(again, request)
+    warm_up.saw(PrefillLost(request), [], [4] * 3)
+    assert [warm_up.room(one) for one in range(3)] == [int(again != 0), int(again != 1), None]
+    warm_up.saw(PrefillDone(request, 10), [], [4] * 3)
+    assert [warm_up.width(one) for one in range(3)] == [1 + (again == 0), 1 + (again == 1), None]
+    warm_up.sent(1, other)
+    warm_up.end(0)
+    warm_up.end(1)
+    assert not warm_up.active
+    warm_up.saw(PrefillDone(other, 10), [], [4] * 3)
