@@ -156,13 +156,14 @@ class FaultyPolicy:
         fault = self._faults.due(predictor=False)
         if fault is DecisionFault.RAISES:
             raise self._faults.failure("policy")
-        free_slots = fleet.free_slots.copy()
+        # A policy may write to its fleet.
+        free_slots, is_open = fleet.free_slots.copy(), fleet.is_open.copy()
         good = self._inner.dispatch(fleet, pool, now_ns)
         if fault is None:
             return good
         if fault is DecisionFault.RAISES_LATE:
             raise self._faults.failure("policy")
-        spoilt = _spoil(fault, good, fleet.is_open, free_slots, pool)
+        spoilt = _spoil(fault, good, is_open, free_slots, pool)
         if spoilt is None:  # There is nothing now to do wrong in this way.
             return good
         answer, text = spoilt
