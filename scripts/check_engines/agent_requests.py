@@ -5,6 +5,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from answers import EMPTY_CALL
+
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
 # Arguments that a grammar makes of random weights end by themselves.
@@ -36,6 +38,7 @@ _OWN = (
     "kv_transfer_params", "input_tokens_details", "cache_creation_input_tokens",
     "cache_read_input_tokens",
 )  # fmt: skip
+_ARGUMENTS = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
 
 
 def draw_messages(rng: random.Random, number: int) -> dict[str, Any]:
@@ -135,7 +138,8 @@ def with_image(path: str, image: str) -> dict[str, Any]:
 def told(answer: str, *, stream: bool) -> list[Any]:
     """Return what an answer tells, in order, without what two right ones differ in.
 
-    Pieces of one text are joined: a server that lags puts several tokens into one event.
+    Pieces of one text are joined: a server that lags puts several tokens into one event. If the last token
+    of a call comes together with the end, vLLM 0.32 adds `{}` to its arguments (`EMPTY_CALL`).
 
     Raises:
         AssertionError: It is an error, or a stream that is cut or misnames its events.
@@ -151,7 +155,19 @@ def told(answer: str, *, stream: bool) -> list[Any]:
         _join(events, _plain(event))
     last = events[-1]["type"] if events else "nothing"
     assert last in ("message_stop", "response.completed"), f"the stream ends with {last}"
-    return events
+    return [event for event in events if not _adds_nothing(event)]
+
+
+def _adds_nothing(event: dict[str, Any]) -> bool:
+    """Take off what vLLM may add to a call's arguments; return whether nothing else is in a piece."""
+    piece = event.get("delta")
+    if event["type"] in _ARGUMENTS:
+        event["delta"] = str(piece).removesuffix(EMPTY_CALL)
+        return not event["delta"]
+    if isinstance(piece, dict) and "partial_json" in piece:
+        piece["partial_json"] = piece["partial_json"].removesuffix(EMPTY_CALL)
+        return not piece["partial_json"]
+    return False
 
 
 def _join(events: list[dict[str, Any]], event: dict[str, Any]) -> None:
@@ -177,6 +193,9 @@ def _plain(value: Any) -> Any:
         if "output_tokens" in value:  # What was cached is told beside the rest of the prompt.
             names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
             said["input_tokens"] = sum(value.get(name) or 0 for name in names)
+        for name in ("arguments", "input"):
+            if isinstance(said.get(name), str):
+                said[name] = said[name].removesuffix(EMPTY_CALL)
         return said
     if not isinstance(value, list):
         return value

@@ -7,6 +7,9 @@ from typing import Any
 
 from client import CLIENT
 
+EMPTY_CALL = "{}"
+"""What vLLM 0.32 may add to the arguments of a streamed call, if its last token comes with the end."""
+
 # Of log-probabilities: the same sums in another order.
 _CLOSE = 2e-3
 
@@ -45,6 +48,9 @@ def essence(answer: Any) -> list[Any]:
             usage = event.get("usage") or usage
             for choice in event["choices"]:
                 _append(choices.setdefault(choice["index"], {}), choice)
+    for choice in choices.values():
+        for call in choice["calls"].values():
+            call["arguments"] = call["arguments"].removesuffix(EMPTY_CALL)
     counts = usage and (usage["prompt_tokens"], usage["completion_tokens"])
     return [counts, [choices[index] for index in sorted(choices)]]
 

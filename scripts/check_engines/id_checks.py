@@ -118,7 +118,7 @@ class CutChecks:
                 assert _offsets(stream.events) == _offsets(right)
             except AssertionError as error:
                 wrong.append(f"{path}: {error}")
-        assert len(wrong) <= 1, f"{len(wrong)} of {len(streams)}: {wrong[0]}"
+        assert len(wrong) <= 1, f"{len(wrong)} of {len(streams)}: {wrong}"
         assert bound > _STREAMS // 2, f"{bound} of {_STREAMS} streams on the engine that was killed"
         exact = len(streams) - len(wrong)
         return f"{exact} of {len(streams)} exact, {cuts[1]} went on elsewhere {wrong or ''}"
