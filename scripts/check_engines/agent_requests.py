@@ -38,7 +38,10 @@ _OWN = (
     "kv_transfer_params", "input_tokens_details", "cache_creation_input_tokens",
     "cache_read_input_tokens",
 )  # fmt: skip
+# Half a character, which a text may end with. A stream tells it if its last token comes with the end.
+_HALF = "\ufffd"
 _ARGUMENTS = ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta")
+_NOTHING = ("", {"type": "input_json_delta", "partial_json": ""})
 
 
 def draw_messages(rng: random.Random, number: int) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def told(answer: str, *, stream: bool) -> list[Any]:
         AssertionError: It is an error, or a stream that is cut or misnames its events.
     """
     if not stream:
-        return [_plain(json.loads(answer))]
+        return [_ended(_plain(json.loads(answer)))]
     events: list[dict[str, Any]] = []
     for text in filter(None, answer.split("\n\n")):
         name, _, data = text.partition("\ndata: ")
@@ -155,19 +158,25 @@ def told(answer: str, *, stream: bool) -> list[Any]:
         _join(events, _plain(event))
     last = events[-1]["type"] if events else "nothing"
     assert last in ("message_stop", "response.completed"), f"the stream ends with {last}"
-    return [event for event in events if not _adds_nothing(event)]
+    return [event for event in map(_ended, events) if event.get("delta") not in _NOTHING]
 
 
-def _adds_nothing(event: dict[str, Any]) -> bool:
-    """Take off what vLLM may add to a call's arguments; return whether nothing else is in a piece."""
-    piece = event.get("delta")
-    if event["type"] in _ARGUMENTS:
-        event["delta"] = str(piece).removesuffix(EMPTY_CALL)
-        return not event["delta"]
-    if isinstance(piece, dict) and "partial_json" in piece:
-        piece["partial_json"] = piece["partial_json"].removesuffix(EMPTY_CALL)
-        return not piece["partial_json"]
-    return False
+def _ended(value: Any) -> Any:
+    """Return a joined event, or an answer, without what vLLM may add to the end of a text."""
+    if isinstance(value, str):
+        return value.rstrip(_HALF)
+    if isinstance(value, list):
+        return [_ended(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    said = {name: _ended(one) for name, one in value.items()}
+    names = ["arguments", "input", "partial_json"]
+    if said.get("type") in _ARGUMENTS:
+        names.append("delta")
+    for name in names:
+        if isinstance(said.get(name), str):
+            said[name] = said[name].removesuffix(EMPTY_CALL)
+    return said
 
 
 def _join(events: list[dict[str, Any]], event: dict[str, Any]) -> None:
@@ -193,9 +202,6 @@ def _plain(value: Any) -> Any:
         if "output_tokens" in value:  # What was cached is told beside the rest of the prompt.
             names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
             said["input_tokens"] = sum(value.get(name) or 0 for name in names)
-        for name in ("arguments", "input"):
-            if isinstance(said.get(name), str):
-                said[name] = said[name].removesuffix(EMPTY_CALL)
         return said
     if not isinstance(value, list):
         return value
