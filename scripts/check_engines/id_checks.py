@@ -23,6 +23,7 @@ from token_checks import GENERATE, ids_of, said_by
 _BOTH = ("--resume", "exact", "--first-token", "prefill")
 # So long that all of them have begun before the first one ends, on a busy machine too.
 _STREAMS, _STREAM_TOKENS = 50, 600
+_STREAM_MEMBERS = {"stream", "stream_options"}
 _FIRST_TOKENS, _AT_A_TIME = 200, 8
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _SCHEMA: dict[str, Any] = {
@@ -114,8 +115,15 @@ class CutChecks:
                     assert ids_of(stream.events) == ids_of(right)
                     assert_equal(said_by(stream.events), said_by(right))
                     continue
-                assert_equal(essence(stream.events), essence(right))
                 assert _offsets(stream.events) == _offsets(right)
+                try:
+                    assert_equal(essence(stream.events), essence(right))
+                except AssertionError:
+                    # A stream of an engine that lags loses thoughts: vLLM 0.32 reads those before a
+                    # `</think>` in the same event as text. Its whole answer does not.
+                    whole = {name: body[name] for name in body.keys() - _STREAM_MEMBERS}
+                    right = ask(self._prefiller.url, path, whole)
+                    assert_equal(essence(stream.events), essence(right))
             except AssertionError as error:
                 wrong.append(f"{path}: {error}")
         assert len(wrong) <= 1, f"{len(wrong)} of {len(streams)}: {wrong}"
