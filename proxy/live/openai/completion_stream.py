@@ -32,7 +32,7 @@ from balanceroute.proxy.wire.sse import event_data
 # In every vLLM event of a token that is not the last of its sequence. The text of an answer cannot
 # hold it: its quotes are escaped.
 GOING_ON = b'"finish_reason":null'
-_ROLE = b'"delta":{"role":'
+_ROLE = b'"role":'
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -94,7 +94,7 @@ class CompletionStream(StreamReader):
             ids.counts = counts
         self._expensive = expensive
         self._may_abort = may_abort
-        self._has_begun = False  # Nothing but openings came so far.
+        self._has_begun = False  # Nothing but openings came so far: they wait for what follows.
         self._awaits_total = asks_total
         self._last: dict[str, Any] = {}  # The event that ended the last sequence.
         self.finished = 0
@@ -204,15 +204,14 @@ class CompletionStream(StreamReader):
         error = read_error(message)
         if error is not None:
             return self._read_error(event, error)
-        total = is_total(message)
-        if not total and not isinstance(message.get("choices"), list):
-            return self._opening.pass_empty(event)  # Nobody can read that.
-        if total:
+        choices = choices_of(message)
+        if is_total(message):
             self._take_usage(message.get("usage"))
             self._awaits_total = False
             if self._held_end is not None:
                 return b""  # Before the end that it is to stand behind.
-        choices = choices_of(message)
+        elif not choices:
+            return self._opening.pass_empty(event)  # Nobody can read that, or it says nothing.
         for choice in choices:
             if choice.get("finish_reason") == ABORT and not self._may_abort():
                 self.aborted = self.over = True
@@ -254,13 +253,13 @@ class CompletionStream(StreamReader):
     def _read_message(
         self, event: bytes, message: dict[str, Any], choices: list[dict[str, Any]]
     ) -> bytes:
-        opens = False
+        opens = bool(choices)
         for choice in choices:
             if self._transcript is not None and is_handed_back(choice):
                 self._take_back(self._transcript, message, choice)
                 return b""
-            opens = is_opening(choice)
-            if not opens:
+            if not self._opens(choice):
+                opens = False
                 self._take_choice(choice)
         if self._ids is not None:
             self._ids.note(event, message)
@@ -274,17 +273,23 @@ class CompletionStream(StreamReader):
             self._expensive()
             if self._ids is not None:
                 self._ids.lost = True  # A parser may yet find that it was not the answer.
-        if opens and self._opening.resumes:
-            return b""
         if counts is not None:
             event = counts.hide(event) if opens else counts.take(event)
         event = self._usage.apply(event)
         if self._ids is not None:
             event = self._ids.hide(event, message)
-        if counts is None or opens or not self.finished or self._held_end is None:
+        if opens:
+            return self._opening.open(event, begins=True)
+        if counts is None or not self.finished or self._held_end is None:
             return event
         self._held_end.hold(event)
         return b""
+
+    def _opens(self, choice: dict[str, Any]) -> bool:
+        """Return whether a choice brings nothing of the answer: whose turn it is, or the prompt alone."""
+        if is_opening(choice):
+            return True
+        return not (self._has_begun or choice.get("finish_reason") or self._tokens_of(choice))
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         self._has_begun = True

@@ -2,8 +2,8 @@
 
 The first event that goes to the client commits the answer. So one without data, for example, waits for the
 first that says something, and if that is an error, neither is sent, and the request may be tried
-elsewhere. So does what opens a message or a response: vLLM begins a message before it tells that the request
-has failed, and a response before it has tried. Comments that come before all of
+elsewhere. So does what opens an answer: vLLM names the role of a chat, and begins a message, before it tells
+that the request has failed, and a response before it has tried. Comments that come before all of
 them are no events, and go to the client at once.
 """
 
@@ -11,7 +11,7 @@ from balanceroute.proxy.wire.sse import event_data
 
 # Comments of many minutes; an engine that sends more of them says nothing by that.
 _MOST_HELD_BYTES = 65_536
-# What opens a response repeats what the client sent; beyond this it is not held.
+# What opens an answer may repeat what the client sent; beyond this it is not held.
 _MOST_OPENING_BYTES = 4 << 20
 
 
@@ -51,7 +51,7 @@ class StreamOpening:
 
         `begins`: whether the engine sends it with the first token.
         """
-        if self.resumes:
+        if self.resumes or not event:
             return b""
         self._opening_room -= len(event)
         if self.begun or self._opening_room < 0:
@@ -71,7 +71,10 @@ class StreamOpening:
             return event
         self._room -= len(event)
         # What nobody can read may have been text, and is judged by who compares what comes again.
-        if self._room >= 0 and not (self.resumes and not event_data(event)):
+        tells = bool(event_data(event))
+        if self._room < 0:
+            return event if tells else b""
+        if tells or not self.resumes:
             self._held.append(event)
         return b""
 

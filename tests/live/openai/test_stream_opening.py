@@ -1,11 +1,14 @@
 """The beginning of a stream, before which nothing may commit the answer."""
 
+import re
 from collections.abc import Callable
 
 import pytest
-from tests.live.stream_client import DONE, ERROR, OPENING, Client, chat, in_pieces
+from tests.live.stream_client import DONE, ERROR, GONE, OPENING, Client, chat, event, in_pieces
 
 from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+
+ROLE = {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize("hold", [b"\n", b"id: 1\n\n", b": a\nid: 1\n\n", b"retry: 1\n\n"])
@@ -50,11 +53,72 @@ def test_an_error_first_is_told_and_not_sent(body_of: Callable[[str], bytes]) ->
         assert client.first_errors == [first]
 
 
-@pytest.mark.parametrize("before", [OPENING, chat()])
-def test_an_error_right_behind_the_first_event_is_a_later_one(before: bytes) -> None:
-    client = Client().answer(before + ERROR + DONE).end()
-    assert client.received == before + ERROR + DONE
+def test_an_error_right_behind_the_first_token_is_a_later_one() -> None:
+    client = Client().answer(chat() + ERROR + DONE).end()
+    assert client.received == chat() + ERROR + DONE
     assert client.turns == ["started", "wrote", "error: Internal server error"]
+
+
+# vLLM's frontend in Rust tells the prompt alone; other servers tell what a filter thinks of it.
+PROMPT = event(choices=[{"index": 0, "text": "", "prompt_token_ids": [1, 2]}])
+SECOND = OPENING.replace(b'"index":0', b'"index":1')
+FILTER = event(choices=[], prompt_filter_results=[])
+
+
+@pytest.mark.parametrize("opening", [OPENING, PROMPT, FILTER, OPENING + SECOND, FILTER + OPENING])
+@pytest.mark.parametrize("together", [True, False])
+def test_what_brings_nothing_of_the_answer_waits_for_what_follows(
+    opening: bytes, *, together: bool
+) -> None:
+    pieces = [opening] if together else re.findall(rb"data: .*\n\n", opening)
+    for behind, turn in ((ERROR, "error first"), (chat("", "abort"), "aborted")):
+        assert Client(sequences=2).answer(*pieces, behind).turns == [turn]
+    broken = Client(sequences=2).answer(*pieces)
+    broken.leg.on_error(GONE)
+    assert (broken.turns, broken.leg.started) == (["broken"], False)
+    client = Client(sequences=2).answer(*pieces, b": ping\n\n", chat(), ERROR)
+    assert client.received == b": ping\n\n" + opening + chat() + ERROR
+    assert client.turns[:3] == ["remarked", "started", "wrote"]
+    assert client.tokens == 1
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        OPENING,
+        PROMPT,
+        OPENING + SECOND,
+        event(choices=[{"index": 0, "delta": {"content": "", "role": "assistant"}}]),
+    ],
+)
+def test_what_opens_an_answer_goes_on_if_nothing_follows(opening: bytes) -> None:
+    client = Client(sequences=2).answer(opening)
+    client.leg.release_opening(client.now_s + 0.1)
+    assert client.turns == []
+    client.leg.release_opening(client.now_s + 0.3)
+    client.leg.release_opening(client.now_s + 0.6)
+    assert (client.received, client.turns) == (opening, ["started", "wrote"])
+    client.answer(chat(), ERROR)
+    assert client.received == opening + chat() + ERROR
+    assert client.turns[-1] == "wrote"
+
+
+def test_an_opening_of_which_nothing_is_the_clients_begins_nothing() -> None:
+    opening = StreamOpening(resumes=False)
+    assert opening.open(b"", begins=True) == b""
+    assert not opening.waits
+
+
+def test_a_large_opening_does_not_wait() -> None:
+    large = event(prompt_token_ids=[7] * 3_000_000, choices=[{"index": 0, "delta": ROLE}])
+    assert Client().answer(large).received == large
+
+
+def test_what_nobody_can_read_is_held_in_part_and_nothing_of_it_is_lost() -> None:
+    odd = b"data: {" + bytes(40_000) + b"\n\n"
+    client = Client().answer(OPENING, odd)
+    assert client.turns == []
+    assert client.answer(odd, chat()).received == OPENING + 2 * odd + chat()
 
 
 def test_the_first_event_of_a_resumed_answer_is_not_the_first_of_the_answer() -> None:

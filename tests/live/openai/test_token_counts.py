@@ -254,9 +254,9 @@ def test_a_total_that_the_client_sees_is_that_of_the_whole_request() -> None:
 def test_an_engine_that_counts_reasoning_is_told_of_once_for_each_opening() -> None:
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     details = usage(0, completion_tokens_details={"reasoning_tokens": 0})
-    client = Client(counts=counts()).answer(event(choices=[role], **details))
+    client = Client(counts=counts()).answer(event(choices=[role], **details), chunk())
     assert client.turns[0] == "expensive"
-    assert client.received == event(choices=[role])
+    assert client.received == event(choices=[role]) + chunk()
 
 
 ODD = 'a "usage":{"completion_tokens":9},\\ {['

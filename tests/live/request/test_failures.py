@@ -1,12 +1,14 @@
 """The table of what becomes of a request whose leg failed, and the same table in the docs."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.stream_client import DONE, LAST, OPENING
 
-from balanceroute.proxy.emulate.faults import ErrorForm
+from balanceroute.proxy.emulate.faults import AfterPull, ErrorForm
 from balanceroute.proxy.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.request.failures import (
@@ -20,7 +22,7 @@ from balanceroute.proxy.live.request.failures import (
     refusal,
     triage,
 )
-from balanceroute.proxy.live.telemetry.record import Leg
+from balanceroute.proxy.live.telemetry.record import Leg, Outcome
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
@@ -210,3 +212,71 @@ def test_who_is_to_come_again_is_told_when(
         assert (answer.status, answer.header(b"retry-after")) == (status, told or b"1")
 
     play(scenario)
+
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "t1 t2 t3"}]}
+
+
+@pytest.mark.parametrize("after_pull", [AfterPull.ERROR, AfterPull.RESET])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-layerwise"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"resume": "exact"}, {"first_token": "prefill", "resume": "valid"}]
+)
+@pytest.mark.parametrize("relays", [0, 2])
+def test_a_chat_whose_role_was_told_goes_elsewhere_as_long_as_it_has_no_token(
+    play: "Play",
+    after_pull: AfterPull,
+    connector: str,
+    flags: dict[str, object],
+    relays: int,
+) -> None:
+    """The role is named before vLLM tells that the KV cache could not be pulled."""
+    values = CHAT | {"max_tokens": 8, "stream": True, "seed": 7}
+
+    async def scenario(site: "Site") -> None:
+        port = site.fleet.engine("decode/1").port
+        right = await site.send("/v1/chat/completions", values, port=port).end()
+        site.fleet.faults.set("decode/0", after_pull=after_pull)
+        # One of them goes to that rank.
+        both = [site.send("/v1/chat/completions", values) for _ in range(2)]
+        for answer in [await one.end() for one in both]:
+            assert (answer.status, answer.done) == (200, True)
+            assert told(answer.body) == told(right.body)
+        records = await site.ended(2)
+        assert {record.outcome for record in records} == {Outcome.OK}
+        assert any(record.retries or record.resumes for record in records)
+
+    play(scenario, connector=connector, relays=relays, flags=flags)
+
+
+def told(body: bytes) -> list[bytes]:
+    """Return the events of a stream, without what differs between two, in one order for all choices."""
+    return sorted(
+        re.sub(rb'"(id|created|system_fingerprint)":("[^"]*"|\d+)', b"", body).split(b"\n\n")
+    )
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play", relays: int) -> None:
+    """A parser of tools, for example, tells nothing before an argument is complete."""
+    replies: list[Reply] = []
+
+    def names_the_role(engine: str, request: "Request", reply: "Reply") -> None:
+        del engine, request
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        reply.write(OPENING)
+        replies.append(reply)
+
+    async def scenario(site: "Site") -> None:
+        site.rank_handlers[b"/v1/chat/completions"] = names_the_role
+        answer = site.send("/v1/chat/completions", CHAT | {"max_tokens": 8, "stream": True})
+        await site.until(lambda: bool(replies))
+        begun_s = site.loop.time()
+        await answer.until_events(1)
+        assert site.loop.time() - begun_s < 0.5
+        assert answer.body == OPENING
+        replies[0].write(LAST + DONE)
+        replies[0].end()
+        assert (await answer.end()).body == OPENING + LAST + DONE
+
+    play(scenario, relays=relays)

@@ -135,8 +135,10 @@ def test_a_prompt_that_ends_at_once_behind_an_open_stream_is_computed_where_it_i
     site, leg = handing_back()
     # A chat's first event has no token yet.
     opening = b'data: {"choices":[{"index":0,"text":""}],"usage":{"completion_tokens":0}}\n\n'
-    leg.begin(opening, HANDED_BACK)
+    leg.begin(opening)
+    site.wait(0.3)
     assert site.client.status == 200
+    leg.more(HANDED_BACK)
     assert site.session.emitted_tokens == 0
     site.prefill().answer(200, prefill_answer(None, finish_reason="stop"))
     leg = site.decode(1)
