@@ -10,7 +10,9 @@ concave and piecewise linear. Filling every rank to the envelope, as the paper's
 elsewhere that no request is left to fill, because the arrivals bring only so many tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -67,8 +69,9 @@ class Balance:
         ahead: float64[G, H + 1], projected KV tokens of each rank; updated in place.
         weights: The weights of F.
         persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
-        target: float64[H + 1], KV tokens of a rank that is as full as the others; None for the
-            paper's F.
+        target: Returns float64[H + 1], KV tokens of a rank that is as full as the others, while
+            nothing is admitted yet; None for the paper's F. Not asked where only the best rank of the
+            one request that waits is.
         speeds: float64[G], see `Fleet`. Tokens are those of each rank; the envelope and the target
             are those of a rank of speed 1.
     """
@@ -78,23 +81,23 @@ class Balance:
         ahead: NDArray[np.float64],
         weights: Weights,
         persistence: NDArray[np.float64],
-        target: NDArray[np.float64] | None = None,
+        target: Callable[[], NDArray[np.float64]] | None = None,
         speeds: NDArray[np.float64] | None = None,
     ) -> None:
         self._ahead = ahead
+        self._weights = weights
         # s tokens admitted now are s p(h) in h steps, and w (a s p - b (s p - m)+) is the same as
         # w p (a s - b (s - m / p)+): F keeps its form with margins and weights rescaled.
         self._steps = weights.steps * persistence
-        self._reward = weights.alpha * float(self._steps.sum())
         self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
         self._beta = weights.beta
-        self._past_envelope = weights.beta * self._steps
         self._target_penalty = min(_BEYOND_TARGET * weights.alpha, weights.beta)
         # float64[G, 1]; None if all ranks are equally fast.
         self._speeds = None if speeds is None else speeds[:, None]
         levels = ahead if self._speeds is None else ahead / self._speeds
-        self._envelope: NDArray[np.float64] = levels.max(axis=0)
-        self._target = target
+        self._envelope: NDArray[np.float64] = np.maximum.reduce(levels)
+        self._make_target = target
+        self._target: NDArray[np.float64] | None = None
         # float64[G, H + 1]; None until somebody asks for those of all ranks.
         self._margins: NDArray[np.float64] | None = None
         self._safe_margins: NDArray[np.float64] | None = None
@@ -104,16 +107,11 @@ class Balance:
         self._room_weights: NDArray[np.float64] = np.zeros(0)
         # The latest rank's F, which it asks for several times before it admits anything.
         self._curve_of: tuple[int, FCurve] | None = None
-        if target is None:
-            self._penalties = self._past_envelope
-        else:
-            past_target = self._target_penalty * self._steps
-            self._penalties = np.concatenate([past_target, self._past_envelope - past_target])
 
-    @property
+    @cached_property
     def reward(self) -> float:
         """What a token that fills counts in F."""
-        return self._reward
+        return self._weights.alpha * float(np.add.reduce(self._steps))
 
     @property
     def safe_margins(self) -> NDArray[np.float64]:
@@ -127,11 +125,11 @@ class Balance:
 
     def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F of admitting each of float64[n] `totals` tokens to `rank`."""
-        return f_score(totals, self._kinks(rank), self._penalties, reward=self._reward)
+        return f_score(totals, self._kinks(rank), self._penalties, reward=self.reward)
 
     def scores_to_envelope(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return F without the target: it may be exceeded."""
-        return f_score(totals, self._margins_of(rank), self._past_envelope, reward=self._reward)
+        return f_score(totals, self._margins_of(rank), self._past_envelope, reward=self.reward)
 
     def score(self, rank: int, total: int) -> float:
         """Return F of admitting `total` tokens to `rank`."""
@@ -156,7 +154,7 @@ class Balance:
         kinks = np.concatenate([self._rooms(ranks, margins), margins])
         beyond = excess(totals, kinks, self._steps)
         past_target, past_envelope = beyond[: len(ranks)], beyond[len(ranks) :]
-        to_envelope = self._reward * totals - self._beta * past_envelope
+        to_envelope = self.reward * totals - self._beta * past_envelope
         to_target = to_envelope + self._target_penalty * (past_envelope - past_target)
         overflow = past_envelope / self._steps.sum()
         # Back in the order of the totals.
@@ -204,20 +202,24 @@ class Balance:
             worth: float64[G], what each rank is worth beside, in F; None for nothing.
         """
         # The reward is the same on every rank, so the least overflow is the best score.
-        margins = self._margins_of_all()
-        overflow = np.maximum(total - margins, 0.0) @ self._steps
+        margins, steps = self._margins_of_all(), self._steps
+        overflow = np.maximum(total - margins, 0.0).dot(steps)
         if self._speeds is not None:
             overflow /= self._speeds[:, 0]
         if worth is not None:
             overflow = self._beta * overflow - worth
-        overflow[~open_ranks] = np.inf
-        (ties,) = (overflow == overflow[overflow.argmin()]).nonzero()
-        if ties.size == 1:
-            return int(ties[0])
-        room = margins[ties] @ self._steps
+        if np.count_nonzero(open_ranks) < len(open_ranks):
+            overflow[~open_ranks] = np.inf
+        # A list: of a few ranks it takes a fifth of the time, and of hundreds hardly more.
+        costs: list[float] = overflow.tolist()
+        least = min(costs)
+        ties = [rank for rank, cost in enumerate(costs) if cost == least]
+        if len(ties) == 1:
+            return ties[0]
+        room = (margins if len(ties) == len(margins) else margins[ties]).dot(steps)
         if self._speeds is not None:
             room /= self._speeds[ties, 0]
-        return int(ties[int(room.argmax())])
+        return ties[int(room.argmax())]
 
     def admit(self, rank: int, contribution: NDArray[np.float64], *, full: bool = False) -> bool:
         """Add float64[H + 1] tokens to `rank`; the envelope rises where the rank exceeds it.
@@ -231,6 +233,8 @@ class Balance:
             Whether the envelope rose. If not, only this rank's margin changed.
         """
         self._curve_of = None
+        if self._make_target is not None and self._target is None:
+            self._target = self._make_target()  # Of the loads before any admission.
         ahead = self._ahead[rank]
         ahead += contribution
         if self._filled is not None and not full:
@@ -246,6 +250,20 @@ class Balance:
             if self._safe_margins is not None:
                 self._safe_margins[rank] = margins[margins.argmin()]
         return False
+
+    # Most rounds place one request, for which none of these is needed.
+
+    @cached_property
+    def _past_envelope(self) -> NDArray[np.float64]:
+        return self._beta * self._steps
+
+    @cached_property
+    def _penalties(self) -> NDArray[np.float64]:
+        """The penalties of `_kinks`."""
+        if self._make_target is None:
+            return self._past_envelope
+        past_target = self._target_penalty * self._steps
+        return np.concatenate([past_target, self._past_envelope - past_target])
 
     def _margins_of(self, ranks: "int | list[int]") -> NDArray[np.float64]:
         """Return the margins of some ranks, float64[n, H + 1], or of one."""
@@ -269,19 +287,21 @@ class Balance:
 
     def _curve(self, rank: int) -> FCurve:
         if self._curve_of is None or self._curve_of[0] != rank:
-            curve = FCurve(self._kinks(rank), self._penalties, reward=self._reward)
+            curve = FCurve(self._kinks(rank), self._penalties, reward=self.reward)
             self._curve_of = rank, curve
         return self._curve_of[1]
 
     def _kinks(self, rank: int) -> NDArray[np.float64]:
         margins = self._margins_of(rank)
-        if self._target is None:
+        if self._make_target is None:
             return margins
         return np.concatenate([self._rooms(rank, margins), margins])
 
     def _rooms(self, ranks: "int | list[int]", margins: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return how far ranks are below the target; a target above the envelope is none."""
-        assert self._target is not None
+        assert self._make_target is not None
+        if self._target is None:
+            self._target = self._make_target()
         target = self._target if self._speeds is None else self._target * self._speeds[ranks]
         room = target - self._ahead[ranks]
         np.maximum(room, 0.0, out=room)

@@ -34,7 +34,7 @@ class Predictor(Protocol):
 
         Returns:
             float64[n, steps + 1]: Pr[output > age + h | output > age]; non-increasing along a row,
-            column 0 is 1.
+            column 0 is 1. A new array: who asks keeps it, and may write to it.
         """
         ...
 

@@ -162,7 +162,9 @@ class Projection:
             self._head = 0
         # A look at all places costs less than to keep a calendar of them.
         (due,) = (self._deposits.due == self._now).nonzero()
-        if due.size:
+        if len(due) == 1:
+            self._make_deposit(due.item(), again=True)
+        elif len(due):
             due = self._by_rank(due)
             self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
 
@@ -208,8 +210,12 @@ class Projection:
         # A request that still runs counts in full now, but in its deposit only with the probability
         # predicted at the refresh. The scale restores that, per rank.
         present = window[:, 0]
-        scale = np.ones(len(loads))
-        np.divide(loads, present, out=scale, where=present > 0)
+        known = present > 0
+        if np.count_nonzero(known) == len(known):
+            scale = loads / present
+        else:
+            scale = np.ones(len(loads))
+            np.divide(loads, present, out=scale, where=known)
         ahead = window * scale[:, None]
         ahead[:, 0] = loads
         return ahead
@@ -302,15 +308,56 @@ class Projection:
         return survival, departures
 
     def _flush(self) -> None:
-        if self._new:
-            places = self._by_rank(np.array(list(self._new)))
-            self._new.clear()
-            self._make_deposits(places)
+        new = self._new
+        if len(new) == 1:  # As of nearly every decision.
+            self._make_deposit(*new)
+        elif new:
+            self._make_deposits(self._by_rank(np.array(list(new))))
+        new.clear()
 
     def _by_rank(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        if len(places) == 1:  # As of nearly every decision.
-            return places
         return places[self._deposits.rank[places].argsort(kind="stable")]
+
+    def _make_deposit(self, place: int, *, again: bool = False) -> None:
+        """Do what `_make_deposits` does for one request; nearly every call is for one.
+
+        Args:
+            place: Where the request is.
+            again: Whether this is instead of an earlier deposit, which `Deposits.advance` has not seen.
+        """
+        deposits = self._deposits
+        request, rank = deposits.request.item(place), deposits.rank.item(place)
+        tokens, sequences = deposits.tokens.item(place), deposits.sequences.item(place)
+        rest = None
+        if again:
+            rest = deposits.rest(place, self._now)
+            if deposits.started.item(place):
+                tokens += (self._now - deposits.since.item(place)) * sequences
+            deposits.tokens[place], deposits.since[place] = tokens, self._now
+        age = (tokens - deposits.base.item(place)) // sequences
+        wait = self._refresh - (age + request) % self._refresh
+        of_one = self._predictor.survival(
+            [cast("RequestId", request)], np.array([age], np.int64), self._width - 1
+        )
+        survival = of_one[0]
+        values = self._ahead_tokens * sequences
+        values += min(tokens, _MOST_TOKENS)
+        if self._form is Form.EXPECTED:
+            if survival.item(self._refresh) < 0.5:
+                wait = min(wait, int((survival < 0.5).argmax()))
+            values *= survival
+            np.rint(values, out=values)
+        else:
+            departure = self._departures(of_one).item()
+            wait = min(wait, departure)
+            values[departure:] = 0.0
+        deposits.due[place] = self._now + wait
+        change = values.astype(np.int64)
+        row = self._rows[rank, self._head : self._head + self._width]
+        row += change
+        if rest is not None:
+            row[: len(rest)] -= rest
+        deposits.expected[place] = change
 
     def _make_deposits(
         self, places: NDArray[np.int64], instead_of: NDArray[np.int64] | None = None

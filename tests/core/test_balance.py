@@ -29,7 +29,7 @@ def ahead_of(loads: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.float6
 def present(loads: list[int], target: int | None = None) -> Balance:
     """Return the balance of the present step, as BR-0 sees it."""
     weights = Weights(np.ones(1), alpha=1.0, beta=float(len(loads)))
-    aim = None if target is None else np.array([float(target)])
+    aim = None if target is None else partial(np.array, [float(target)])
     return Balance(np.array(loads, np.float64)[:, None], weights, np.ones(1), aim)
 
 
@@ -127,7 +127,7 @@ def test_the_best_rank_overflows_least_and_of_those_has_most_room(
 def test_the_target_of_a_fast_rank_is_higher() -> None:
     weights = Weights(np.ones(1), alpha=1.0, beta=2.0)
     speeds, target = np.array([1.5, 0.5]), np.array([100.0])
-    balance = Balance(np.array([[0.0], [400.0]]), weights, np.ones(1), target, speeds)
+    balance = Balance(np.array([[0.0], [400.0]]), weights, np.ones(1), lambda: target, speeds)
     assert balance.peak(0) == 150.0
 
 
@@ -143,7 +143,9 @@ def test_f_with_a_target_is_concave(
 ) -> None:
     ahead = ahead_of(loads)
     weights = Weights(np.ones(HORIZON + 1), 1.0, float(beta))
-    balance = Balance(ahead, weights, np.ones(HORIZON + 1), np.full(HORIZON + 1, float(target)))
+    balance = Balance(
+        ahead, weights, np.ones(HORIZON + 1), partial(np.full, HORIZON + 1, float(target))
+    )
     totals = np.array([start, start + step, start + 2 * step], np.float64)
     for rank in range(len(loads)):
         low, middle, high = balance.scores(rank, totals)
@@ -163,7 +165,7 @@ def test_the_solvers_find_the_best_subset_for_a_target(
         ahead_of(loads),
         Weights(np.ones(HORIZON + 1), 1.0, float(len(loads))),
         np.ones(HORIZON + 1),
-        np.full(HORIZON + 1, float(target)),
+        partial(np.full, HORIZON + 1, float(target)),
     )
     for rank in range(len(loads)):
         found = best_subset(sizes, slots, balance.peak(rank), partial(balance.score, rank))
@@ -195,7 +197,7 @@ def test_the_outlook_has_the_same_scores(
     weights = Weights(discounts(HORIZON, gamma), 1.0, float(len(loads)))
     persistence = np.array([1.0, 0.75, 0.5, 0.25])
     aim = np.full(HORIZON + 1, float(target))
-    balance = Balance(ahead_of(loads), weights, persistence, aim)
+    balance = Balance(ahead_of(loads), weights, persistence, lambda: aim)
     sizes = np.array(sorted(totals), np.float64)
     outlooks = balance.outlooks([*range(len(loads))], sizes)
     for rank, outlook in enumerate(outlooks):
@@ -209,3 +211,18 @@ def test_overflow_is_what_is_beyond_the_envelope(total: int, beyond: float) -> N
     balance = present([1000, 400, 700], target=720)
     (outlook,) = balance.outlooks([1], np.array([float(total)]))
     assert outlook.overflow.tolist() == [beyond]
+
+
+def test_the_target_is_that_of_the_loads_before_any_admission() -> None:
+    ahead, made = np.array([[100.0], [40.0]]), []
+
+    def target() -> NDArray[np.float64]:
+        made.append(ahead.tolist())
+        return np.asarray(ahead.mean(axis=0))
+
+    balance = Balance(ahead, Weights(np.ones(1), 1.0, 2.0), np.ones(1), target)
+    assert balance.best_rank(10, np.ones(2, np.bool_)) == 1
+    assert not made  # Where one request is placed, nobody asks.
+    balance.admit(1, np.array([10.0]))
+    assert balance.peak(1) == 20.0
+    assert made == [[[100.0], [40.0]]]

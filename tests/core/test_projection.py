@@ -35,9 +35,14 @@ def make_predictor(name: str) -> Predictor:
 
 
 def make_projection(
-    form: Form, predictor: Predictor, refresh_tokens: int, *, horizon: int = HORIZON
+    form: Form,
+    predictor: Predictor,
+    refresh_tokens: int,
+    *,
+    horizon: int = HORIZON,
+    kind: type[Projection] = Projection,
 ) -> Projection:
-    projection = Projection(
+    projection = kind(
         ranks=RANKS,
         horizon_steps=horizon,
         refresh_tokens=refresh_tokens,
@@ -97,54 +102,60 @@ class Fleet:
         return ahead
 
 
+Operation = tuple[str, int, int]
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["bind", "bind", "start", "step", "step", "emit", "unbind", "look"]),
+        st.integers(0, 40),
+        st.integers(1, 25),
+    ),
+    max_size=60,
+)
+
+
+def perform(fleet: Fleet, number: int, operation: Operation, prompts: dict[RequestId, int]) -> None:
+    """Do one of `OPERATIONS`, the one with this number."""
+    kind, pick, amount = operation
+    prompts[RequestId(number)] = amount
+    present = sorted(fleet.rank)
+    request = present[pick % len(present)] if present else None
+    match kind:
+        case "bind":
+            sequences = 1 + amount % 3
+            fleet.bind(number, pick % RANKS, amount, age=pick // 8, sequences=sequences)
+        case "start" if request is not None and request not in fleet.started:
+            fleet.start(request)
+        case "step":
+            for _ in range(amount):
+                fleet.step()
+        case "emit" if request in fleet.started:
+            # Some were given too much by the steps.
+            spare = min(amount, fleet.ledger.kv_tokens(request) - prompts[request])
+            fleet.emit(request, amount if pick % 2 else -spare)
+        case "unbind" if request is not None:
+            fleet.unbind(request)
+        case "look":
+            fleet.ahead()
+        case _:
+            pass
+
+
 @given(
     form=st.sampled_from(Form),
     name=st.sampled_from(["oracle", "survival", "none"]),
     refresh=st.sampled_from(REFRESHES),
     horizon=st.integers(1, 12),
-    operations=st.lists(
-        st.tuples(
-            st.sampled_from(["bind", "bind", "start", "step", "step", "emit", "unbind", "look"]),
-            st.integers(0, 40),
-            st.integers(1, 25),
-        ),
-        max_size=60,
-    ),
+    operations=OPERATIONS,
 )
 def test_rows_equal_a_recount_in_every_order_of_events(
-    form: Form,
-    name: str,
-    refresh: int,
-    horizon: int,
-    operations: list[tuple[str, int, int]],
+    form: Form, name: str, refresh: int, horizon: int, operations: list[Operation]
 ) -> None:
     fleet = Fleet(make_projection(form, make_predictor(name), refresh, horizon=horizon))
     prompts: dict[RequestId, int] = {}
-    for number, (operation, pick, amount) in enumerate(operations):
-        prompts[RequestId(number)] = amount
-        present = sorted(fleet.rank)
-        request = present[pick % len(present)] if present else None
-        match operation:
-            case "bind":
-                sequences = 1 + amount % 3
-                fleet.bind(number, pick % RANKS, amount, age=pick // 8, sequences=sequences)
-            case "start" if request is not None and request not in fleet.started:
-                fleet.start(request)
-            case "step":
-                for _ in range(amount):
-                    fleet.step()
-            case "emit" if request in fleet.started:
-                # Some were given too much by the steps.
-                spare = min(amount, fleet.ledger.kv_tokens(request) - prompts[request])
-                fleet.emit(request, amount if pick % 2 else -spare)
-            case "unbind" if request is not None:
-                fleet.unbind(request)
-            case "look":
-                fleet.ahead()
-            case _:
-                pass
+    for number, operation in enumerate(operations):
+        perform(fleet, number, operation, prompts)
         # Not after each operation: a deposit that is still to be made must survive the others.
-        if amount % 2:
+        if operation[2] % 2:
             fleet.projection.check()
     fleet.projection.check()
     fleet.ahead()
@@ -152,6 +163,39 @@ def test_rows_equal_a_recount_in_every_order_of_events(
         fleet.unbind(request)
     fleet.projection.check()
     assert not fleet.ahead().any()
+
+
+class InBatches(Projection):
+    """Makes each deposit as one of several."""
+
+    def _make_deposit(self, place: int, *, again: bool = False) -> None:
+        places = np.array([place])
+        instead_of = self._deposits.advance(places, self._now) if again else None
+        self._make_deposits(places, instead_of)
+
+
+@given(
+    form=st.sampled_from(Form),
+    name=st.sampled_from(["oracle", "survival", "none"]),
+    refresh=st.sampled_from(REFRESHES),
+    horizon=st.integers(1, 12),
+    operations=OPERATIONS,
+)
+def test_a_deposit_alone_is_that_of_a_batch(
+    form: Form, name: str, refresh: int, horizon: int, operations: list[Operation]
+) -> None:
+    fleets = [
+        Fleet(make_projection(form, make_predictor(name), refresh, horizon=horizon, kind=kind))
+        for kind in (Projection, InBatches)
+    ]
+    prompts: dict[RequestId, int] = {}
+    for number, operation in enumerate(operations):
+        for fleet in fleets:
+            perform(fleet, number, operation, prompts)
+        alone, batch = (fleet.projection for fleet in fleets)
+        assert alone._deposits.due.tolist() == batch._deposits.due.tolist()
+        assert alone._rows.tolist() == batch._rows.tolist()
+    assert fleets[0].ahead().tolist() == fleets[1].ahead().tolist()
 
 
 def is_turn(request: RequestId, age: int, refresh: int) -> bool:

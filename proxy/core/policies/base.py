@@ -107,9 +107,11 @@ class Fleet(Struct, eq=False):
 
         One slot is enough: further sequences of the request wait in the engine.
         """
-        # An empty rank takes any request, see `room`.
-        memory = (self.free_kv_tokens >= entry.kv_tokens) | (self.bound == 0)
-        room = np.asarray((self.free_slots > 0) & memory)
+        room = np.asarray(self.free_slots > 0)
+        fits = self.free_kv_tokens >= entry.kv_tokens
+        if np.count_nonzero(fits) < len(fits):
+            # An empty rank takes any request, see `room`.
+            room &= fits | (self.bound == 0)
         return room if entry.ranks is None else room & self.able(entry.ranks)
 
     def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:

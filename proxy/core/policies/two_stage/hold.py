@@ -8,6 +8,8 @@ So it pays where slots are about to run out; where they never do, it only length
 most slots for a moment at either load: what tells the two apart is how full the fleet was lately.
 """
 
+from itertools import compress
+
 import numpy as np
 
 from balanceroute.proxy.core.policies.base import Fleet
@@ -32,12 +34,10 @@ class Occupancy:
 
     def is_high(self, fleet: Fleet) -> bool:
         """Note a decision; return whether holds pay."""
-        if len(fleet.is_open) < 2:
+        is_open: list[bool] = fleet.is_open.tolist()
+        if sum(is_open) < 2:
             return False  # It makes no other rank wait.
-        bound: list[int] = fleet.bound[fleet.is_open].tolist()
-        if len(bound) < 2:
-            return False
-        taken = sum(bound)
+        taken: int = sum(compress(fleet.bound.tolist(), is_open))
         slots = taken + fleet.free
         if not slots:
             return False

@@ -1,6 +1,7 @@
 """What the stages of one round share: the ranks, the pool, the balance, and what was admitted."""
 
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from itertools import count, islice, repeat
 from math import inf
 
@@ -44,7 +45,6 @@ class Round:
     Attributes:
         assignments: The admissions so far.
         balance: Margins and scores after them.
-        credit_each: What an overtaking adds to the score of the entry that was overtaken.
         affinity: The price of tokens that need not be pulled; None if they have none.
     """
 
@@ -60,8 +60,8 @@ class Round:
         self.fleet = fleet
         self.pool = pool
         self._projection = projection
-        # What entries add if they are admitted now: rows of float64[n, H + 1].
-        self._adds: dict[RequestId, tuple[NDArray[np.float64], int]] = {}
+        # What was asked about entries together, and the place of each.
+        self._asked: dict[RequestId, tuple[_Asked, int]] = {}
         if projection is None:
             ahead = fleet.loads.astype(np.float64)[:, None]
             persistence = np.ones(1)
@@ -75,18 +75,25 @@ class Round:
             persistence = projection.persistence(survival[: settings.window])
         target = speeds = None
         if not settings.paper:
-            target, speeds = target_tokens(fleet, pool, ahead, persistence), fleet.speeds
+            coming = min(fleet.free, pool.slots) * pool.mean_prompt_tokens
+            target = partial(target_tokens, fleet.is_open, coming, ahead, persistence)
+            speeds = fleet.speeds
         self.balance = Balance(ahead, settings.weights, persistence, target, speeds)
-        # `patience` overtakings offset the penalty of one mean prompt beyond the margin. Linear, so
-        # that the credit of a waiting entry exceeds any overflow at last.
-        offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
-        self.credit_each = settings.weights.penalty * offset_tokens
         self.affinity: Affinity | None = None
         if settings.prefix_affinity and fleet.keeping is not None:
             self.affinity = Affinity(fleet.keeping, settings.prefix_affinity * self.balance.reward)
         self._oldest: Oldest | None = None
         # Of ranks that choose next; no admission but their own changes them, unless the envelope rises.
         self._outlooks: dict[int, Outlook] = {}
+
+    @cached_property
+    def credit_each(self) -> float:
+        """What an overtaking adds to the score of the entry that was overtaken."""
+        # `patience` overtakings offset the penalty of one mean prompt beyond the margin. Linear, so
+        # that the credit of a waiting entry exceeds any overflow at last.
+        settings, pool = self.settings, self.pool
+        offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
+        return settings.weights.penalty * offset_tokens
 
     def outlook(
         self, rank: int, candidates: Candidates, upcoming: Callable[[int], list[int]]
@@ -165,12 +172,12 @@ class Round:
         if not entries:
             return []
         fleet = self.fleet
-        roomiest = Roomiest(fleet, self.balance)
+        roomiest = None if len(entries) == 1 else Roomiest(fleet, self.balance)
         held: list[PoolEntry] = []
         placed: list[RequestId] = []
         for number, entry in enumerate(entries):
             worth = None if affinity is None else affinity.everywhere(entry)
-            rank = roomiest.rank_for(entry) if worth is None else None
+            rank = roomiest.rank_for(entry) if roomiest is not None and worth is None else None
             if rank is None:
                 open_ranks = fleet.open_to(entry)
                 if not np.count_nonzero(open_ranks):
@@ -183,11 +190,12 @@ class Round:
                 overflow = fleet.loads[rank] + entry.kv_tokens - fleet.loads.max()
                 if overflow > entry.overflow_limit:
                     continue
-            if entry.request not in self._adds:
+            if entry.request not in self._asked:
                 self._ask_unknown(entries[number : number + _MOST_ASKED])
             placed.append(entry.request)
             self._charge(entry, rank, is_last=len(placed) == len(self.pool))
-            roomiest.charged(rank)
+            if roomiest is not None:
+                roomiest.charged(rank)
         # Together: one by one the large ones, which go first, would overtake thousands each.
         self.pool.admit_all(placed)
         return held
@@ -215,27 +223,54 @@ class Round:
         projection = self._projection
         if projection is None:
             return np.array([entry.kv_tokens], np.float64)
-        if entry.request not in self._adds:
+        if entry.request not in self._asked:
             self._ask(projection, [entry])
-        adds, row = self._adds[entry.request]
-        return np.asarray(adds[row])
+        asked, row = self._asked[entry.request]
+        return np.asarray(asked.adds[row])
 
     def _ask_unknown(self, entries: list[PoolEntry]) -> None:
         """Ask about those of some entries about which nobody has asked."""
         if self._projection is not None:
-            unknown = [entry for entry in entries if entry.request not in self._adds]
+            unknown = [entry for entry in entries if entry.request not in self._asked]
             if unknown:
                 self._ask(self._projection, unknown)
 
     def _ask(self, projection: Projection, entries: list[PoolEntry]) -> NDArray[np.float64]:
-        """Note what entries add if they are admitted now, and return their survival."""
+        """Ask how long entries stay if they are admitted now, and return their survival."""
         requests = [entry.request for entry in entries]
         survival = projection.survival(requests, [entry.age for entry in entries])
-        adds = projection.newcomers(
-            [entry.kv_tokens for entry in entries], survival, [entry.slots for entry in entries]
-        )
-        self._adds.update(zip(requests, zip(repeat(adds), count()), strict=False))
+        asked = _Asked(projection, entries, survival)
+        self._asked.update(zip(requests, zip(repeat(asked), count()), strict=False))
         return survival
+
+
+class _Asked:
+    """Entries about which the predictor was asked in one call.
+
+    Args:
+        projection: Whose newcomers they may be.
+        entries: n entries.
+        survival: float64[n, H + 1], the answer.
+    """
+
+    def __init__(
+        self, projection: Projection, entries: list[PoolEntry], survival: NDArray[np.float64]
+    ) -> None:
+        self._projection = projection
+        self._entries = entries
+        self._survival = survival
+
+    @cached_property
+    def adds(self) -> NDArray[np.float64]:
+        """float64[n, H + 1], what each adds if it is admitted now.
+
+        Nobody asks for it where nothing waits after the one that is admitted.
+        """
+        return self._projection.newcomers(
+            [entry.kv_tokens for entry in self._entries],
+            self._survival,
+            [entry.slots for entry in self._entries],
+        )
 
 
 def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:
