@@ -108,7 +108,7 @@ class LengthBuckets:
             steps: h goes from 0 to it.
             fallback: float64[n, steps + 1], the survival regardless of the prompt.
         """
-        buckets = np.searchsorted(self._edges, prompts)
+        buckets = self._edges.searchsorted(prompts)
         counts = self._counts.after(buckets, ages, steps)
         if self._counts.longest == LONGEST:
             # The counts end before the outputs do: no word on windows that reach over the end.

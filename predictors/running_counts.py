@@ -85,8 +85,11 @@ def shrunk(
     go on as the fallback says. Beyond the group's longest output only the fallback is left.
 
     Args:
-        counts: float64[n, steps + 1], N(a + h).
+        counts: float64[n, steps + 1], N(a + h); the result takes its place.
         fallback: float64[n, steps + 1], S(h | a).
         weight: c, positive; one for all, or float64[n, 1].
     """
-    return (counts + weight * fallback) / (counts[:, :1] + weight)
+    reached = counts[:, :1] + weight
+    counts += weight * fallback
+    counts /= reached
+    return counts
