@@ -17,6 +17,7 @@ is never silent because nobody read its streams. Times are float seconds.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from msgspec import Struct
 
@@ -63,6 +64,21 @@ class _Pace:
 
     def steps(self, now_s: float) -> bool:
         return now_s - self.moved_s <= max(_USUAL_S, _USUAL_GAPS * self.gap_s)
+
+
+class Stepping:
+    """The ranks that step at one moment.
+
+    Args:
+        shortest: Of those, the two with the shortest gaps, or as many as there are.
+    """
+
+    def __init__(self, shortest: list[tuple[float, RankId]]) -> None:
+        self._shortest = shortest
+
+    def gap_beside_s(self, rank: RankId) -> float | None:
+        """Return the shortest gap of the other ranks; None if no other steps."""
+        return next((gap_s for gap_s, other in self._shortest if other != rank), None)
 
 
 @dataclass(slots=True)
@@ -115,8 +131,9 @@ class RankProgress:
             return
         seen = self._observers.setdefault(observer, _Observer())
         before, seen.silent_s, seen.looked_s = seen.silent_s, {}, now_s
+        stepping = self.stepping(now_s)
         for rank in still:
-            counts = self._others_gap_s(rank, now_s) is not None
+            counts = stepping.gap_beside_s(rank) is not None
             seen.silent_s[rank] = before.get(rank, 0.0) + elapsed_s * counts
         if not still:
             seen.still_s = 0.0
@@ -168,7 +185,10 @@ class RankProgress:
 
         That is while its own pace is not known yet, and while no other rank steps whose pace is.
         """
-        own_s, others_s = self._gap_s(rank), self._others_gap_s(rank, now_s)
+        return self._limit_s(rank, self.stepping(now_s))
+
+    def _limit_s(self, rank: RankId, stepping: Stepping) -> float | None:
+        own_s, others_s = self._gap_s(rank), stepping.gap_beside_s(rank)
         if own_s is None or others_s is None:
             return None
         return max(FLOOR_S, STEPS * own_s, STEPS * others_s)
@@ -178,18 +198,14 @@ class RankProgress:
         pace = self._paces.get(rank)
         return None if pace is None or pace.gaps < _LEAST_GAPS else pace.gap_s
 
-    def _others_gap_s(self, rank: RankId, now_s: float) -> float | None:
-        """Return the shortest gap of the other ranks that step now; None if none does."""
-        gaps = [
-            pace.gap_s
-            for other, pace in self._paces.items()
-            if other != rank and pace.gaps >= _LEAST_GAPS and pace.steps(now_s)
-        ]
-        return min(gaps, default=None)
-
-    def others_step(self, rank: RankId, now_s: float) -> bool:
-        """Return whether another rank steps, whose pace is known."""
-        return self._others_gap_s(rank, now_s) is not None
+    def stepping(self, now_s: float) -> Stepping:
+        """Return the ranks that step now and whose pace is known. O(G)."""
+        gaps = (
+            (pace.gap_s, rank)
+            for rank, pace in self._paces.items()
+            if pace.gaps >= _LEAST_GAPS and pace.steps(now_s)
+        )
+        return Stepping(nsmallest(2, gaps))
 
     def standing_still(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
         """Return the ranks that stand still, those of the longest silence first.
@@ -200,8 +216,9 @@ class RankProgress:
                 asked of ranks that would stand still without.
         """
         found: list[tuple[float, RankId]] = []
+        stepping = self.stepping(now_s)
         for rank in {rank for one in self._fresh(now_s) for rank in one.silent_s}:
-            limit_s, silent_s = self.limit_s(rank, now_s), self.silent_s(rank)
+            limit_s, silent_s = self._limit_s(rank, stepping), self.silent_s(rank)
             if limit_s is None or silent_s < limit_s:
                 continue
             if silent_s >= limit_s + allowance_s(rank):

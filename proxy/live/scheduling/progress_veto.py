@@ -14,8 +14,8 @@ cause. If no rank is left that could be used, those that stand still are used.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from balanceroute.proxy.live.engines.instances import Status
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.core.events import RankId, RequestId
+    from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
     from balanceroute.proxy.core.lifecycle import Request
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.health import Health
@@ -53,6 +53,8 @@ _TRANSFER_S_PER_TOKEN = 100e-6
 _MOST_TOKENS = 4_096
 _WATCHED = (Status.UP, Status.DRAINING)
 _SERVING = (Status.UP, Status.QUARANTINED)
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_DECODING = State.DECODING
 
 
 @dataclass(slots=True)
@@ -78,6 +80,49 @@ class _Veto:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+
+class _Here:
+    """What the ranks have at one moment, looked up together: a look at all requests for each would take long.
+
+    Attributes:
+        on: What each rank has, by rank.
+        computing: Prompt tokens that each rank computes itself.
+        prefilling: Those that each prefiller does.
+    """
+
+    def __init__(
+        self, requests: "Mapping[RequestId, Request]", sessions: "Mapping[RequestId, LiveRequest]"
+    ) -> None:
+        self.on: defaultdict[RankId, list[tuple[Request, LiveRequest]]] = defaultdict(list)
+        self.computing: Counter[RankId] = Counter()
+        self.prefilling: Counter[PrefillerId] = Counter()
+        for number, request in requests.items():
+            if request.prefilling and request.prefiller is not None:
+                self.prefilling[request.prefiller] += request.prompt_tokens
+            session, rank = sessions.get(number), request.rank
+            if rank is None or session is None:
+                continue
+            if request.state is _DECODING:
+                self.on[rank].append((request, session))
+            if not request.started and _computes(session):
+                self.computing[rank] += request.prompt_tokens
+
+    def waiting(self, rank: "RankId") -> "Iterator[tuple[LiveRequest, int]]":
+        """Yield the streams that a rank has yet to begin, and the lengths of their prompts.
+
+        Not those whose prompts are still computed by a prefiller that the rank called.
+        """
+        for request, session in self.on[rank]:
+            if request.started or not session.shape.stream:
+                continue
+            if session.ticket.prefill or _computes(session):
+                yield session, request.prompt_tokens
+
+
+def _computes(session: "LiveRequest") -> bool:
+    """Return whether the rank that has a request computes its prompt."""
+    return session.record.local_prefill or bool(session.shape.direct)
 
 
 class ProgressVeto:
@@ -123,6 +168,7 @@ class ProgressVeto:
         self._vetoes: dict[RankId, _Veto] = {}
         self._still_since_s = 0.0
         self._reviews = 0
+        self._here: _Here | None = None
 
     def look(self, observer: int, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
         """Take in what a process sees of the ranks; see `RankProgress.look`."""
@@ -138,6 +184,12 @@ class ProgressVeto:
 
     def review(self) -> None:
         """Leave out who stands still, and take back who does not any more."""
+        try:
+            self._review_all()
+        finally:
+            self._here = None
+
+    def _review_all(self) -> None:
         self._reviews += 1
         if self._reviews % _UNSTARTED_EVERY == 0 and self._active:
             self._review_unstarted()
@@ -193,20 +245,22 @@ class ProgressVeto:
         """
         ledger, now_s = self._scheduler.ledger, self._clock()
         (numbers,) = ((ledger.bound > 0) & (ledger.started == 0)).nonzero()
+        stepping = self._ranks.stepping(now_s)
         for number in numbers.tolist():
             rank = self._instances.ranks[number]
-            others = rank.usable and self._ranks.others_step(rank.id, now_s)
+            others = rank.usable and stepping.gap_beside_s(rank.id) is not None
             if not others or rank.on_trial or self._scheduler.intake.held:
                 continue
             limit_s = FLOOR_S + STEPS * self._progress.transfer_s + self._allowance_s(rank.id)
             waits_s = [
                 now_s - session.record.admitted_ns / 1e9 - _TRANSFER_S_PER_TOKEN * tokens
-                for session, tokens in self._waiting(rank.id)
+                for session, tokens in self._now_here().waiting(rank.id)
                 if session.record.admitted_ns is not None
             ]
             overdue = [wait_s for wait_s in waits_s if wait_s > limit_s]
             if len(overdue) >= _LEAST_OVERDUE:
                 self._leave_out(rank, max(overdue), limit_s)
+                stepping = self._ranks.stepping(now_s)
 
     def _can_spare_one(self) -> bool:
         serving = [one for one in self._instances.ranks if one.status in _SERVING]
@@ -224,6 +278,7 @@ class ProgressVeto:
         self._health.hasten(rank.target)
         self._wait(rank, veto, veto.backoff_s)
         veto.backoff_s = min(2 * veto.backoff_s, _BACKOFF_MAX_S)
+        self._here = None  # What it has may go elsewhere.
         self._reopen([rank])
 
     # And in again.
@@ -290,11 +345,11 @@ class ProgressVeto:
             return False  # Health checks have it.
         limit_s = max(allowed_s, STEPS * self._progress.transfer_s) + self._allowance_s(rank.id)
         step_s = self._progress.steps.step_s
-        for number, session in self._on(rank.id):
+        for request, session in self._now_here().on[rank.id]:
             admitted_ns = session.record.admitted_ns
             waited_s = 0.0 if admitted_ns is None else now_s - admitted_ns / 1e9
             if session.shape.stream:
-                overdue = not self._scheduler.requests[number].started and waited_s > limit_s
+                overdue = not request.started and waited_s > limit_s
             else:
                 tokens = min(session.shape.max_tokens or _MOST_TOKENS, _MOST_TOKENS)
                 overdue = waited_s > limit_s + STEPS * tokens * step_s
@@ -302,50 +357,27 @@ class ProgressVeto:
                 return True
         return False
 
-    # What is on a rank.
-
-    def _on(self, rank: "RankId") -> "list[tuple[RequestId, LiveRequest]]":
-        return [
-            (number, self._sessions[number])
-            for number, request in self._scheduler.requests.items()
-            if request.state is State.DECODING and request.rank == rank and number in self._sessions
-        ]
-
-    def _waiting(self, rank: "RankId") -> "list[tuple[LiveRequest, int]]":
-        """Return the streams that a rank has yet to begin, and the lengths of their prompts.
-
-        Not those whose prompts are still computed by a prefiller that the rank called.
-        """
-        requests = self._scheduler.requests
-        return [
-            (session, requests[number].prompt_tokens)
-            for number, session in self._on(rank)
-            if session.shape.stream
-            and (session.ticket.prefill or self._computes(requests[number]))
-            and not requests[number].started
-        ]
+    def _now_here(self) -> _Here:
+        """Return what the ranks have, as it was since this review began, or since a rank left."""
+        if self._here is None:
+            self._here = _Here(self._scheduler.requests, self._sessions)
+        return self._here
 
     def _allowance_s(self, rank: "RankId") -> float:
         """Return how long a rank may take for the prompts that it computes itself.
 
         An engine that is a prefiller too computes those of its prefills.
         """
-        requests, url = self._scheduler.requests, self._instances.ranks[rank].target.url
-        both = {one.id for one in self._instances.prefillers if one.target.url == url}
-        tokens = 0
-        for request in requests.values():
-            on_rank = request.rank == rank and not request.started and self._computes(request)
-            if on_rank or (request.prefilling and request.prefiller in both):
-                tokens += request.prompt_tokens
+        here, url = self._now_here(), self._instances.ranks[rank].target.url
+        tokens = here.computing[rank] + sum(
+            count
+            for prefiller, count in here.prefilling.items()
+            if self._instances.prefillers[prefiller].target.url == url
+        )
         pace = self._scheduler.leases.pace
         ns = None if pace is None else pace.prefill_ns_per_token
         each_s = _PREFILL_S_PER_TOKEN if ns is None else _PREFILL_MARGIN * ns / 1e9
         return tokens * each_s
-
-    def _computes(self, request: "Request") -> bool:
-        """Return whether the rank that has a request computes its prompt."""
-        session = self._sessions.get(request.request)
-        return session is not None and (session.record.local_prefill or bool(session.shape.direct))
 
     # All of them.
 

@@ -9,6 +9,7 @@ import pytest
 from balanceroute.proxy.core.rank_progress import FLOOR_S
 from balanceroute.proxy.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.instances import Rank, Status
+from balanceroute.proxy.live.scheduling import progress_veto
 from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
 if TYPE_CHECKING:
@@ -258,6 +259,43 @@ def test_no_more_than_half_of_the_ranks_are_left_out(play: "Play") -> None:
         await streams.end()
 
     play(scenario, flags=OFF, **{**FLEET, "ranks": 4})
+
+
+def test_a_review_looks_at_all_requests_once_however_many_ranks_are_suspect(
+    play: "Play", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reviews, looks = 0, 0
+    review, here = progress_veto.ProgressVeto._review_all, progress_veto._Here
+
+    def reviewed(veto: "ProgressVeto") -> None:
+        nonlocal reviews
+        reviews += 1
+        review(veto)
+
+    def looked(*args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return here(*args)
+
+    async def scenario(site: "Site") -> None:
+        nonlocal reviews, looks
+        streams = Streams(site)
+        streams.send(16, 200)
+        await streams.go_on(WARM_S)
+        assert not looks  # No rank is suspect.
+        for number in range(1, 8):
+            freeze(site, number, "alone")
+        await streams.go_on(6.0)
+        # They stand still for most of this time, and the first look after a rank left is another one.
+        assert 0 < looks <= reviews + sum(veto(site).vetoes.values())
+        assert len(veto(site).vetoes) == 4
+        for number in range(1, 8):
+            thaw(site, number)
+        await streams.end()
+
+    monkeypatch.setattr(progress_veto.ProgressVeto, "_review_all", reviewed)
+    monkeypatch.setattr(progress_veto, "_Here", looked)
+    play(scenario, flags=OFF, **{**FLEET, "ranks": 8})
 
 
 def test_a_rank_that_stands_still_is_used_again_if_no_other_is_left(play: "Play") -> None:
