@@ -3,9 +3,12 @@ WORKERS ?= 1
 BIN := .venv/bin
 UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
+CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/cargo))
+CRATE := proxy/pump
+export CARGO_TARGET_DIR := $(CURDIR)/build/native
 
 .DEFAULT_GOAL := check
-.PHONY: check install lint types test test-vllm test-deploy demo qos simulate bench fmt clean help
+.PHONY: check install native check-native lint types test test-vllm test-deploy demo qos simulate bench fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -21,6 +24,27 @@ else
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 endif
 	@touch $@
+
+native: $(INSTALLED) ## the native pump of streams into .venv, where cargo is (half a minute)
+ifdef CARGO
+ifdef UV
+	@uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps --reinstall ./$(CRATE)
+else
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps ./$(CRATE)
+endif
+	@rm -rf $(CRATE)/build $(CRATE)/*.egg-info
+else
+	@echo "no cargo here (see https://rustup.rs): streams stay in Python"
+endif
+
+check-native: ## the crate: rustfmt, clippy and its tests, where cargo is
+ifdef CARGO
+	@cd $(CRATE) && { ! $(CARGO) fmt --version >/dev/null 2>&1 || $(CARGO) fmt --check; }
+	@cd $(CRATE) && { ! $(CARGO) clippy --version >/dev/null 2>&1 || $(CARGO) clippy -q --locked --all-targets -- -D warnings; }
+	@cd $(CRATE) && $(CARGO) test -q --locked
+else
+	@echo "no cargo here: the crate is not checked"
+endif
 
 lint: $(INSTALLED) ## ruff, read-only
 	@$(BIN)/ruff format --check .
@@ -68,4 +92,4 @@ clean: ## remove what is built
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' Makefile
