@@ -102,7 +102,9 @@ def audit_leases(plan: Plan, part: Part) -> list[str]:
     """Return what decode ranks asked for although it was not there any more, through no fault."""
     misses = part.fleet.stats()["misses"]
     slow = _is_slow(plan)
-    killed = any(one.act is Act.KILL and one.role is Role.PREFILL for one in plan.injections)
+    killed = bool(plan.poisons) or any(
+        one.act is Act.KILL and one.role is Role.PREFILL for one in plan.injections
+    )
     found = []
     if misses["expired"] and not slow:
         found.append(f"lease: {misses['expired']} pulls of what had expired")
