@@ -12,7 +12,7 @@ from fleet import SUCCESSES, Fleet, Proxy, until
 from pd_checks import completion
 
 _REQUESTS, _AT_A_TIME = 24, 8
-_DTYPE = "fp8_e5m2"
+_DTYPE = "bfloat16"
 _SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _FAILURES = "balanceroute_kv_transfer_failures_total"
 
