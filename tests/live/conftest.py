@@ -162,6 +162,7 @@ class Site:
         seen: What the engines received, but for what the proxy asks them by itself.
         handlers: Paths that the engines answer otherwise than an emulated engine does.
         rank_handlers: Likewise, of the decode engines alone.
+        lacking: Paths that engines do not have whose names begin so.
     """
 
     def __init__(self, world: World) -> None:
@@ -171,6 +172,7 @@ class Site:
         self.seen: list[Seen] = []
         self.handlers: dict[bytes, Handler] = {}
         self.rank_handlers: dict[bytes, Handler] = {}
+        self.lacking: dict[bytes, tuple[str, ...]] = {}
         self._endpoints: dict[int, Endpoint] = {}
 
     def take(self, engine: str, request: Request, reply: Reply) -> bool:
@@ -178,6 +180,9 @@ class Site:
         own = request.path == b"/v1/models" and request.header(b"x-request-id") is None
         if not own and request.path not in (b"/health", b"/metrics", b"/version"):
             self.seen.append(Seen(engine, request, self.loop.time()))
+        if engine.startswith(self.lacking.get(request.path, ())):
+            reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
+            return True
         own_of_ranks = self.rank_handlers if engine.startswith("decode") else {}
         handler = own_of_ranks.get(request.path) or self.handlers.get(request.path)
         if handler is not None:

@@ -75,6 +75,7 @@ class Prefiller:
         ranks: The only ranks that it fits; None for all.
         continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
         first_tokens: Whether its token is the first of the answer.
+        lacks: Routes that it said not to have, and until when that is believed, by the loop's clock.
     """
 
     id: PrefillerId
@@ -99,6 +100,7 @@ class Prefiller:
     ranks: frozenset[RankId] | None = None
     continuous_usage_is_expensive: bool = False
     first_tokens: FirstTokens = field(default_factory=FirstTokens)
+    lacks: dict[str, float] = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -141,6 +143,7 @@ class Rank:
         unfit: Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
         page_doubts: What its engine's pages say against its place here; see `engine_facts`.
         continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
+        lacks: See `Prefiller`.
     """
 
     id: RankId
@@ -157,6 +160,7 @@ class Rank:
     unfit: str = ""
     page_doubts: tuple[str, ...] = ()
     continuous_usage_is_expensive: bool = False
+    lacks: dict[str, float] = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -252,6 +256,7 @@ class Instances:
             one.endpoint, one.asked, one.status = endpoint, asked, Status.UP
             one.asleep, one.unfit, one.continuous_usage_is_expensive = False, "", False
             one.page_doubts = ()
+            one.lacks.clear()
             if isinstance(one, Prefiller):
                 one.identity, one.utilisation, one.crowded = None, 0.0, False
                 one.kv_trial, one.first_tokens, one.without_kv = False, FirstTokens(), ""

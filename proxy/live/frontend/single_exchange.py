@@ -23,6 +23,7 @@ from balanceroute.proxy.live.openai.api_error import (
 )
 from balanceroute.proxy.live.openai.engine_error import error_words, says_dead, tells_death
 from balanceroute.proxy.live.openai.form_body import boundary_of
+from balanceroute.proxy.live.request.failures import lacks_route
 from balanceroute.proxy.live.request.suspects import (
     MOST_DEATHS,
     REASON,
@@ -231,9 +232,8 @@ class SingleExchange:
         body = b"".join(self._pieces)
         if status >= 500 and says_dead(body):
             self._died(said=True)
-        if (status in _BUSY or (status >= 500 and status != _NOT_IMPLEMENTED)) and self._again(
-            Fault.SERVER_ERROR
-        ):
+        elsewhere = status in _BUSY or (status >= 500 and status != _NOT_IMPLEMENTED)
+        if (elsewhere or lacks_route(status, body)) and self._again(Fault.SERVER_ERROR):
             return
         if status >= 500 and self._kills:
             self._mend(Fault.SERVER_ERROR, "")

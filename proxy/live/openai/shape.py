@@ -173,6 +173,8 @@ TAKES_IDS = frozenset({Api.COMPLETIONS, Api.GENERATE})
 """The endpoints whose prompts may be token ids."""
 AGENTS_APIS = frozenset({Api.RESPONSES, Api.MESSAGES})
 """The endpoints whose streams are named events. They ignore members of the others: `n`, `min_tokens`, ..."""
+OPTIONAL_APIS = AGENTS_APIS | {Api.GENERATE}
+"""The endpoints that not every engine has."""
 LIMIT_MEMBER: dict[Api, str] = {
     Api.CHAT: "max_tokens",  # And `max_completion_tokens`, which goes before it.
     Api.COMPLETIONS: "max_tokens",

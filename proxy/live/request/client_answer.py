@@ -15,7 +15,7 @@ from balanceroute.proxy.live.openai.api_error import (
     error_body,
     error_event,
 )
-from balanceroute.proxy.live.openai.engine_error import error_words, is_error
+from balanceroute.proxy.live.openai.engine_error import error_words
 from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
-# Not every engine has these routes.
-_OPTIONAL = frozenset({Api.RESPONSES, Api.MESSAGES, Api.GENERATE})
 # Signs of life: Anthropic's clients know events of that name; all others pass over comments.
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _COMMENT = b": keep-alive\n\n"
@@ -103,15 +101,11 @@ class ClientAnswer:
         self._record.status = 200 if self.reply.commented else status
         self.reply.send(status, [*passable_headers(headers), self._name], body)
 
-    def pass_on(self, api: Api, status: int, headers: "Headers", body: bytes) -> str:
+    def pass_on(self, status: int, headers: "Headers", body: bytes) -> str:
         """Send an engine's own refusal; return what it says."""
         words = error_words(body)
-        reason = f"the engine answered {status}" + (f": {words}" if words else "")
-        if status == 404 and api in _OPTIONAL and not is_error(body):
-            status, reason, headers = 501, f"no engine serves {api.value}", JSON_HEADERS
-            body = error_body(status, reason, endpoint=self._record.endpoint)
         self.send(status, headers_of_refusal(status, headers), body)
-        return reason
+        return f"the engine answered {status}" + (f": {words}" if words else "")
 
     def fail(
         self,

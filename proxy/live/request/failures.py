@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".
 _BUSY = frozenset({429, 503})
+# What servers say of a path, or of a method there, that they do not know.
+_NO_ROUTE = frozenset({404, 405})
 
 
 class What(Enum):
     """How it failed."""
 
     REFUSED = "4xx"
+    NO_ROUTE = "404 or 405 that is no error of the API, as of an engine without the route"
     BUSY = "429 or 503, as an error of the API"
     UNAVAILABLE = "429 or 503 that is no error of the API, as from a gateway before the engine"
     SERVER_ERROR = "another 5xx"
@@ -123,6 +126,7 @@ class Rule:
 
 RULES = {
     (Leg.PREFILL, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.PREFILL, What.NO_ROUTE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
@@ -134,6 +138,8 @@ RULES = {
     (Leg.PREFILL, What.BROKEN): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.PREFILL, What.TIMED_OUT): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
     (Leg.DECODE, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    # Nobody read the request, so no KV cache was pulled.
+    (Leg.DECODE, What.NO_ROUTE): Rule(Blame.NOBODY, False, Next.OTHER_RANK),
     (Leg.DECODE, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_RANK),
     (Leg.DECODE, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.NEW_KV),
     (Leg.DECODE, What.SERVER_ERROR): Rule(Blame.PULL, False, Next.OTHERS_KV),
@@ -150,6 +156,7 @@ RULES = {
     (Leg.DECODE, What.TIMED_OUT): Rule(Blame.PULL, False, Next.OTHERS_KV),
     (Leg.DECODE, What.NO_PREFILL): Rule(Blame.NOBODY, False, Next.NEW_KV),
     (Leg.DIRECT, What.REFUSED): Rule(Blame.NOBODY, False, Next.RELAY),
+    (Leg.DIRECT, What.NO_ROUTE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.BUSY): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.UNAVAILABLE): Rule(Blame.NOBODY, False, Next.OTHER_PREFILLER),
     (Leg.DIRECT, What.SERVER_ERROR): Rule(Blame.ENGINE, False, Next.OTHER_PREFILLER),
@@ -193,12 +200,17 @@ def triage(
         then = Next.FAIL
     elif stream_open and ends:
         then = Next.CONTINUE if continuable and then is not Next.RELAY else Next.FAIL
-    elif then is Next.OTHER_RANK and offers > 1:
+    elif then is Next.OTHER_RANK and offers > 1 and failure.what is not What.NO_ROUTE:
         then = Next.NEW_KV
     return Rule(blame, rule.close_idle, then)
 
 
 ABORTED = Failure(What.ABORTED, Fault.SERVER_ERROR, "the engine aborted the request")
+
+
+def lacks_route(status: int, body: bytes) -> bool:
+    """Return whether an answer is that of a server without the route, not of the API itself."""
+    return status in _NO_ROUTE and not is_error(body)
 
 
 def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
@@ -209,6 +221,8 @@ def refusal(status: int, headers: "Headers", body: bytes) -> Failure:
     if status >= 500 and says_dead(body):
         # As if the connection were lost: soon it will be.
         return Failure(What.BROKEN, Fault.SERVER_ERROR, reason, answer)
+    if lacks_route(status, body):
+        return Failure(What.NO_ROUTE, Fault.SERVER_ERROR, reason, answer)
     if status in _BUSY:
         what = What.BUSY if is_error(body) else What.UNAVAILABLE
         return Failure(what, Fault.SERVER_ERROR, reason, answer)

@@ -6,6 +6,7 @@ address is good for one leg and cannot be guessed, so no client can hand anythin
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -181,6 +182,11 @@ class HandOff:
         failure = refusal(status, headers, body)
         if error is not None and error.is_death:
             failure = reported(error, body)
+        if failure.what is What.NO_ROUTE:
+            if self._tries < self._host.context.legs.retry_attempts:
+                self._send()
+                return
+            failure = replace(failure, what=What.REFUSED, blamed=self._prefiller.target)
         if failure.what is What.REFUSED:
             self._refused(failure)
             return

@@ -5,15 +5,21 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS
 from balanceroute.proxy.live.request.failures import Blame, Failure, Next, What, triage
 from balanceroute.proxy.live.request.reports import LegFailed, PullFailed
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.live.engines.instances import Prefiller, Rank
+    from balanceroute.proxy.live.openai.shape import Api
     from balanceroute.proxy.live.request.holding import Attempt
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.request.session_host import Host
+
+# Then an engine is asked again for a route that it lacked: it may have been replaced behind its address.
+_LACKS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +38,18 @@ class Retry:
 
 
 class Recovery(Struct, eq=False):
-    """What one request has been through."""
+    """What one request has been through.
+
+    Attributes:
+        lacking: The engines without its route, with what they said; None for those that were passed over.
+    """
 
     _number: "RequestId"
     _host: "Host"
     _legs: "LegSettings"
     _tries: dict[Leg, int] = {}
     _broken: int = 0  # Engines that broke off under it and live.
+    lacking: "dict[Prefiller | Rank, Failure | None]" = {}
 
     def begin(self, leg: Leg) -> None:
         """Count an attempt."""
@@ -47,6 +58,29 @@ class Recovery(Struct, eq=False):
     def may_try_again(self, leg: Leg) -> bool:
         """Return whether one more attempt is left, if the retry budget allows it too."""
         return self._tries.get(leg, 0) < self._legs.retry_attempts
+
+    def note_lacking(self, attempt: "Attempt", api: "Api", failure: Failure, now_s: float) -> None:
+        """Note that the engine does not have the route."""
+        self.lacking[attempt.engine] = failure
+        if api in OPTIONAL_APIS:
+            attempt.engine.lacks[api.value] = now_s + _LACKS_S
+
+    def foresee(self, attempt: "Attempt", api: "Api", now_s: float) -> Retry | Failure | None:
+        """Return what is known of an attempt before it is made.
+
+        Returns:
+            How to go on, if the engine is known to lack the route; its failure, if it is the earliest of
+            all that there are; None if it is to be asked.
+        """
+        engine = attempt.engine
+        if engine in self.lacking:
+            # None: it was passed over, and so were all others. It may have the route by now.
+            return self.lacking[engine]
+        if engine.lacks.get(api.value, 0.0) <= now_s:
+            return None
+        self.lacking[engine] = None
+        decodes = attempt.leg is Leg.DECODE
+        return Retry(Next.OTHER_RANK if decodes else Next.OTHER_PREFILLER, False, 0.0)
 
     def after(
         self, attempt: "Attempt", failure: Failure, *, stream_open: bool, deaths: int

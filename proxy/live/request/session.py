@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Target
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.openai.shape import Shape
+from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
+from balanceroute.proxy.live.request.direct import Direct, guessed_tokens
 from balanceroute.proxy.live.request.emitted import Emitted
-from balanceroute.proxy.live.request.failures import Failure, Next, What
+from balanceroute.proxy.live.request.failures import Failure, Next, What, lacks_route
 from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Holding
 from balanceroute.proxy.live.request.kv_handle import KvHandle
 from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase, impossible
@@ -57,6 +58,9 @@ _QUEUED, _PREFILLING, _DECODING, _POOLED, _ENDED, _STREAMING = (
     Phase.STREAMING,
 )
 _OK = Outcome.OK
+# Failures by which nobody lost anything: without a wait, and without asking the retry budget.
+_AT_ONCE = frozenset({What.STALE, What.NO_ROUTE})
+_NAMES = {Role.PREFILL: "prefiller", Role.DECODE: "decode rank"}
 
 
 class Session:
@@ -222,8 +226,10 @@ class Session:
         self._try(_DECODING, DecodeAttempt(self, rank, self._kv))
 
     def _try(self, phase: Phase, attempt: Attempt) -> None:
-        self._recovery.begin(attempt.leg)
         self._enter(phase, attempt)
+        if (self._recovery.lacking or attempt.engine.lacks) and self._passes_over(attempt):
+            return
+        self._recovery.begin(attempt.leg)
         attempt.send()
 
     def pooled(self) -> None:
@@ -431,13 +437,17 @@ class Session:
         deaths = self._deaths()
         retry = self._recovery.after(attempt, failure, stream_open=begun, deaths=deaths)
         self.fresh |= failure.what is What.STALE
+        if failure.what is What.NO_ROUTE:
+            self._recovery.note_lacking(attempt, self.shape.api, failure, self.context.clock())
         if retry is None and deaths >= MOST_DEATHS and failure.what is not What.REFUSED:
             self._give_up_prompt()
+        elif retry is None and failure.what is What.NO_ROUTE:
+            self._do_without(attempt, failure)
         elif retry is None:
             self._give_up(attempt, failure)
         elif retry.then is Next.CONTINUE:
             attempt.hand_over()
-        elif failure.what is What.STALE:
+        elif failure.what in _AT_ONCE:
             self.record.retries += 1
             self._go_on(retry)
         else:
@@ -446,6 +456,30 @@ class Session:
             backoff = Backoff(self, attempt, retry.delay_s, again=again, give_up=give_up)
             self._enter(Phase.BACKOFF, backoff)
             backoff.ask(failure.fault)
+
+    def _passes_over(self, attempt: Attempt) -> bool:
+        """Go on without an engine that is known to lack the route; return whether it is one."""
+        known = self._recovery.foresee(attempt, self.shape.api, self.context.clock())
+        if isinstance(known, Retry):
+            self._go_on(known)
+        elif known is not None:
+            self._do_without(attempt, known)
+        return known is not None
+
+    def _do_without(self, attempt: Attempt, failure: Failure) -> None:
+        """Have one engine of the other role do all of a request whose route a role lacks, if it may."""
+        direct = self.context.legs.direct_of(guessed_tokens(self.shape))
+        begun = self.answer.opened or self.emitted.tokens
+        if isinstance(attempt, PrefillAttempt) and direct is Direct.DECODE and not begun:
+            tokens, self.record.local_prefill = self.ticket.prompt_tokens, True
+            self.prefilled(KvHandle(attempt.prefiller, None))
+            # None of them was computed.
+            done = events.PrefillDone(self.number, tokens, None, tokens)
+            self.host.feed(done, LegSucceeded(attempt.engine.target))
+        elif attempt.leg is Leg.DECODE and direct is Direct.PREFILL and self.pullable and not begun:
+            self.left_to_prefillers()
+        else:
+            self._give_up(attempt, failure)
 
     def engine_died(self, engine: "Prefiller | Rank", sent_s: float, *, said: bool) -> bool:
         """Note that an engine died under the prompt; return whether another one may have it."""
@@ -483,8 +517,15 @@ class Session:
         if failure.answer is None or self.answer.opened:
             self.fail(*failure.as_error(attempt.leg))
             return
+        status, _, body = failure.answer
+        if self.shape.api in OPTIONAL_APIS and lacks_route(status, body):
+            role = (failure.blamed or attempt.engine.target).role
+            roles = {role, *(engine.target.role for engine in self._recovery.lacking)}
+            who = "engine" if len(roles) > 1 else _NAMES[role]
+            self.refuse(501, f"no {who} serves {self.shape.api.value}")
+            return
         self._enter(Phase.ENDED)
-        reason = self.answer.pass_on(self.shape.api, *failure.answer)
+        reason = self.answer.pass_on(*failure.answer)
         outcome = Outcome.CLIENT_ERROR if failure.answer[0] < 500 else Outcome.UPSTREAM_ERROR
         self._end(events.RequestFailed(self.number), outcome, reason)
 

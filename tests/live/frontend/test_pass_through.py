@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.agents import MESSAGES, PATHS, RESPONSES
+from tests.live.agents import ID, MESSAGES, PATHS, RESPONSES, alone, same
 from tests.live.agents import body as body_for
 
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -318,41 +318,126 @@ def test_a_place_below_the_engine_is_told_as_one_below_the_proxy(play: "Play") -
 # The APIs that few engines have.
 
 
-def lacks(engine: str, request: "Request", reply: "Reply") -> None:
-    """Answer as an engine without the route."""
-    del engine, request
-    reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
-
-
 @pytest.mark.parametrize("connector", CONNECTORS)
-@pytest.mark.parametrize("role", ["all", "decode"])
+@pytest.mark.parametrize("role", ["", "prefill", "decode"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_api_that_no_engine_has_is_501(
     play: "Play", path: str, stream: bool, role: str, connector: str
 ) -> None:
-    """Whoever is asked first says so; nobody else is asked, and no engine is at fault."""
+    """Each engine is asked once, and is not at fault; the answer names the role that lacks it."""
+    ascend = CONNECTORS[connector].recomputes
+    first = CONNECTORS[connector].decode_first and path == MESSAGES
+    everybody = "engine" if not ascend else "decode rank" if first else "prefiller"
+    lacking = {"": everybody, "prefill": "prefiller", "decode": "decode rank"}[role]
 
     async def scenario(site: "Site") -> None:
-        handlers = site.handlers if role == "all" else site.rank_handlers
-        handlers[path.encode()] = lacks
+        site.lacking[path.encode()] = (role,)
         answer = await site.post(path, body_for(path, stream=stream))
-        if path == RESPONSES and role == "decode" and CONNECTORS[connector].recomputes:
+        if path == RESPONSES and role == "decode" and ascend:
             assert answer.status == 200  # No rank is asked that might hand it back.
             return
-        assert answer.status == 501
+        if (role == "prefill" and not ascend) or (role == "decode" and ascend and not first):
+            assert answer.status == 200  # Whoever may do all of it has it.
+            return
+        assert answer.status == 501, answer.body
         error = answer.json["error"]
-        assert error["message"] == f"no engine serves {path}"
+        assert error["message"] == f"no {lacking} serves {path}"
         assert error["type"] == ("api_error" if path == MESSAGES else "NotImplementedError")
         assert answer.header(b"x-request-id")
-        asked = [seen.engine.partition("/")[0] for seen in site.seen]
-        assert len(set(asked)) == len(asked)
+        asked = [seen.engine for seen in site.seen if role in seen.engine]
+        assert len(set(asked)) == 2 if first and role == "prefill" else len(asked)
         (record,) = site.world.ended
-        assert (record.status, record.outcome, record.retries) == (501, Outcome.CLIENT_ERROR, 0)
+        assert (record.status, record.outcome) == (501, Outcome.CLIENT_ERROR)
         state = await site.state()
         assert {one["status"] for one in state["ranks"] + state["prefillers"]} == {"up"}
 
     play(scenario, connector=connector)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_api_that_some_engines_have_is_served_by_these(
+    play: "Play", path: str, stream: bool, relays: int
+) -> None:
+    """As while engines are replaced by those of a later version."""
+    values = body_for(path, stream=stream)
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, values, "decode/2")
+        lacking = ("prefill/0", "prefill/1", "decode/0", "decode/1")
+        site.lacking[path.encode()] = lacking
+        for _ in range(12):
+            same(await site.post(path, values, ID), right)
+        records = await site.ended(12)
+        assert {record.outcome for record in records} == {Outcome.OK}
+        assert not any(record.local_prefill for record in records)
+        # Each process asks each engine once, and remembers what it says.
+        told = [seen.engine for seen in site.seen if seen.engine in lacking]
+        assert len(told) <= (relays or 1) * len(lacking)
+        site.lacking.clear()
+        await asyncio.sleep(61.0)
+        site.seen.clear()
+        for _ in range(12):
+            same(await site.post(path, values, ID), right)
+        assert any(seen.engine in lacking for seen in site.seen)
+
+    play(scenario, relays=relays, prefillers=4, ranks=4)
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ({}, False),
+        ({"direct_decode_tokens": 1}, True),
+        ({"direct": "prefill"}, True),
+        ({"direct": "refuse"}, True),
+    ],
+)
+def test_an_api_that_only_ranks_have_is_served_by_one_of_them_if_it_may(
+    play: "Play", path: str, stream: bool, flags: dict[str, object], refused: bool, relays: int
+) -> None:
+    values = body_for(path, stream=stream)
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, values)
+        site.lacking[path.encode()] = ("prefill",)
+        for _ in range(6):
+            answer = await site.post(path, values, ID)
+            if refused:
+                assert answer.status == 501
+                assert answer.json["error"]["message"] == f"no prefiller serves {path}"
+            else:
+                same(answer, right)
+        records = await site.ended(6)
+        assert {record.local_prefill for record in records} == {not refused}
+        assert len(site.received("decode")) == (0 if refused else 6)
+        site.lacking.clear()
+        same(await site.post(path, values, ID), right)
+        assert (await site.ended(7))[-1].local_prefill is False
+
+    play(scenario, flags=flags, relays=relays)
+
+
+def test_a_chat_goes_on_where_a_gateway_knows_no_path(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        site.lacking[CHAT.encode()] = ("prefill/0", "decode/1")
+        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "t1"}]}
+        for _ in range(4):
+            assert (await site.post(CHAT, body)).status == 200
+        site.lacking[CHAT.encode()] = ("",)
+        answer = await site.post(CHAT, body)
+        assert (answer.status, answer.json) == (404, {"detail": "Not Found"})
+        counted = {"model": "tiny", "messages": [{"role": "user", "content": "t1"}]}
+        site.lacking[b"/v1/messages/count_tokens"] = ("prefill/0",)
+        for _ in range(2):
+            assert (await site.post("/v1/messages/count_tokens", counted)).status == 200
+
+    play(scenario)
 
 
 @pytest.mark.parametrize(

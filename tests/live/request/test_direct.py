@@ -160,8 +160,10 @@ def test_responses_of_engines_that_have_none_are_not_implemented(
         )
         answer = await site.post(RESPONSES, {"model": "tiny", "input": "t1"}, ID)
         assert answer.status == 501
-        asked = direct.value if connector in ASCEND else "prefill"
-        assert {seen.engine.partition("/")[0] for seen in site.seen} == {asked}
+        # The other role is asked too if it may do all of it.
+        asked = {direct.value if connector in ASCEND else "prefill"}
+        asked |= {"decode"} if direct is Direct.DECODE else set()
+        assert {seen.engine.partition("/")[0] for seen in site.seen} == asked
 
     play(scenario, connector=connector, flags={"direct": direct.value})
 

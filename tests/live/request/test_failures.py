@@ -111,7 +111,8 @@ def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -
     """Finding C2."""
     again = {what for what in What if (Leg.DECODE, what) in RULES}
     again = {what for what in again if judge(Leg.DECODE, failure(what)).then is Next.OTHER_RANK}
-    assert again == {What.BUSY, What.NOT_SENT}
+    assert again == {What.BUSY, What.NOT_SENT, What.NO_ROUTE}
+    assert judge(Leg.DECODE, failure(What.NO_ROUTE), offers=2).then is Next.OTHER_RANK
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -132,6 +133,9 @@ def test_what_broke_before_it_was_sent_was_never_taken(*, sent: bool) -> None:
         (302, b"", What.NO_ANSWER),
         (400, OWN, What.REFUSED),
         (422, b"no", What.REFUSED),
+        (404, OWN, What.REFUSED),
+        (404, b'{"detail":"Not Found"}', What.NO_ROUTE),
+        (405, b"", What.NO_ROUTE),
         (429, OWN, What.BUSY),
         (429, b"local_rate_limited", What.UNAVAILABLE),
         (500, OWN, What.SERVER_ERROR),

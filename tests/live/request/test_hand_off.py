@@ -234,6 +234,7 @@ def broken(sent: Sent) -> None:
         (broken, [(0, Fault.RESET)]),
         (status(500), [(0, Fault.SERVER_ERROR)]),
         (status(503), []),  # Busy, not broken.
+        (status(404), []),  # It has no such route.
         (status(429), []),
         (in_words(500), [(0, Fault.SERVER_ERROR)]),
         (in_words(503), []),
@@ -253,7 +254,7 @@ def test_another_prefiller_is_asked(
     assert site.told == [b"{}"]
 
 
-@pytest.mark.parametrize("fail", [status(400), status(404), status(422), in_words(400)])
+@pytest.mark.parametrize("fail", [status(400), status(422), in_words(400)])
 def test_a_clients_own_error_costs_one_prefill(fail: Callable[[Sent], None]) -> None:
     site = Site(2)
     site.hand_off().take(PARAMS)
@@ -262,6 +263,17 @@ def test_a_clients_own_error_costs_one_prefill(fail: Callable[[Sent], None]) -> 
     (failure,) = site.told
     assert isinstance(failure, Failure)
     assert failure.what is What.REFUSED
+
+
+def test_of_a_route_that_no_prefiller_has_one_of_them_is_named() -> None:
+    site = Site(2, attempts=3)
+    site.hand_off().take(PARAMS)
+    for i in range(3):
+        assert site.told == []
+        status(404)(site.sent[i])
+    (failure,) = site.told
+    assert isinstance(failure, Failure)
+    assert (failure.what, failure.blamed) == (What.REFUSED, site.prefillers[0].target)
 
 
 def test_it_is_tried_no_more_often_than_any_leg() -> None:

@@ -168,6 +168,7 @@ def abort(site: Site, sent: Sent) -> None:
 
 FAIL: dict[What, Callable[[Site, Sent], None]] = {
     What.REFUSED: lambda _, sent: sent.answer(400, ERROR),
+    What.NO_ROUTE: lambda _, sent: sent.answer(404, b'{"detail":"Not Found"}'),
     What.BUSY: lambda _, sent: sent.answer(503, ERROR),
     What.UNAVAILABLE: lambda _, sent: sent.answer(503, b"upstream"),
     What.SERVER_ERROR: lambda _, sent: sent.answer(500, ERROR),
@@ -224,7 +225,7 @@ def test_a_failed_leg_goes_on_as_its_rule_says(leg: Leg, what: What) -> None:
         assert kinds(site)[told:] == ["RequestFailed"]
         assert site.session.record.outcome is Outcome.CLIENT_ERROR
         return
-    if what is not What.STALE:
+    if what not in (What.STALE, What.NO_ROUTE):
         assert site.fed[told:] == []  # Until the backoff is over it is where it was.
         site.back_off()
     slow = what is What.TIMED_OUT
