@@ -197,9 +197,12 @@ class Suspects:
     def refuses(self, fingerprint: bytes) -> bool:
         """Return whether a prompt is not to be tried any more."""
         suspect = self._find(fingerprint)
-        if suspect is None:
-            return False
-        return suspect.refused or (suspect.count >= MOST_DEATHS and not suspect.is_judged)
+        if suspect is None or suspect.refused or suspect.is_judged:
+            return suspect is not None and suspect.refused
+        if suspect.count >= MOST_DEATHS:
+            return True
+        twice = self._twice(suspect.deaths[-1])
+        return suspect in twice and len(twice) <= FEW
 
     def died(self, report: EngineDied) -> None:
         """Take note of an engine that died under a prompt."""
@@ -226,6 +229,7 @@ class Suspects:
         return tuple(
             Suspicion(name, one.count, self.refuses(name), one.until_s)
             for name, one in list(self.prompts.items())
+            if one.refused or one.count or not one.is_judged
         )
 
     def take(self, told: Iterable[Suspicion]) -> None:
@@ -262,28 +266,29 @@ class Suspects:
     def _judge(self, death: Death) -> None:
         """Decide which of the prompts on a dead engine are refused, once all have been heard."""
         death.judged = True
-        twice = [
-            (name, suspect)
-            for name in death.hit
-            if (suspect := self._find(name)) is not None and suspect.count >= MOST_DEATHS
-        ]
+        twice = self._twice(death)
         if not twice:
             return
-        guilty = [
-            suspect
-            for name, suspect in twice
-            if death.at_s - death.hit[name] <= SOON_S and not suspect.refused
-        ]
+        late = [n for n, sent_s in death.hit.items() if death.at_s - sent_s > SOON_S]
+        known = [self.prompts.get(name) for name in late]
+        guilty = [one for one in twice if not (one.refused or one in known)]
         if guilty and len(twice) <= FEW:
             for suspect in guilty:
                 suspect.refused = True
                 for one in suspect.deaths:
                     one.explained = True
             self.condemned(death, len(guilty))
-            # Who was there by chance is no suspect any more.
-            for name in [n for n, s in self.prompts.items() if not (s.refused or s.count)]:
-                del self.prompts[name]
         self.changed()
+
+    def _twice(self, death: Death) -> list[_Suspect]:
+        """Return the prompts on a dead engine under which another one had died.
+
+        If something else explains all of those deaths, it may have been this prompt nevertheless: of two
+        that kill, and were on one engine, only one was found.
+        """
+        there = [one for name in death.hit if (one := self._find(name)) is not None]
+        twice = [one for one in there if one.count >= MOST_DEATHS]
+        return twice or [one for one in there if one.told + len(one.deaths) >= MOST_DEATHS]
 
     def _find(self, fingerprint: bytes) -> _Suspect | None:
         self._forget()

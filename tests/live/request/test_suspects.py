@@ -88,6 +88,40 @@ def test_who_died_with_a_prompt_that_is_refused_is_no_suspect_any_more() -> None
     assert len(clock.suspects.tell()) == 1
 
 
+@pytest.mark.parametrize("others", [0, FEW - 1, FEW])
+def test_what_an_explained_death_hid_is_found_with_the_next_one(others: int) -> None:
+    """Two prompts that kill were on one engine, and the wrong one was taken for the cause."""
+    clock = Clock()
+    beside = [b"%d" % i for i in range(others)]
+    clock.die(A, b"p")
+    clock.wait()
+    clock.die(B, b"q", b"p", *beside)
+    clock.wait()
+    assert clock.refused(b"p", b"q") == [b"p"]
+    clock.die(C, b"q", b"new")
+    assert clock.refused(b"q", b"new") == [b"q"]  # Before all on the engine are heard, too.
+    for one in beside:
+        clock.die(C, one)
+    clock.wait()
+    few = others < FEW
+    assert clock.refused(b"q", b"new", *beside) == ([b"q", *beside] if few else [])
+    assert clock.suspects.deaths(b"q") == (0 if few else 1)
+
+
+def test_who_is_cleared_of_a_death_is_no_cause_of_one_that_another_prompt_explains() -> None:
+    clock = Clock()
+    clock.die(A, b"p")
+    clock.wait()
+    clock.die(B, b"p", b"innocent")
+    clock.wait()
+    clock.die(C, b"q")
+    clock.wait()
+    clock.die(A, b"q", b"innocent", sent_s=clock.now_s - 0.5)
+    assert clock.refused(b"p", b"q") == [b"p", b"q"]
+    clock.wait()
+    assert clock.refused(b"p", b"q", b"innocent") == [b"p", b"q"]
+
+
 @pytest.mark.parametrize("count", [FEW, FEW + 1])
 def test_a_death_makes_few_prompts_refused(count: int) -> None:
     clock = Clock()
@@ -166,17 +200,17 @@ def test_another_process_knows_what_it_is_told() -> None:
     clock.wait()
     clock.die(B, b"p")
     clock.wait()
-    clock.die(C, b"once")  # Explained once, and now a suspect again.
+    clock.die(C, b"other")
     clock.wait()
     other = Suspects(lambda: clock.now_s)
     other.adopt(b"key", clock.suspects.tell())
     assert other.key == b"key"
-    assert [other.deaths(one) for one in (b"once", b"p")] == [1, 0]
+    assert [other.deaths(one) for one in (b"other", b"once", b"p")] == [1, 0, 0]
     assert [other.refuses(one) for one in (b"once", b"p")] == [False, True]
     assert other.tell() == clock.suspects.tell()
-    died = EngineDied(b"once", "", D, clock.now_s, clock.now_s, said=False)
+    died = EngineDied(b"other", "", D, clock.now_s, clock.now_s, said=False)
     other.died(died)
-    assert other.refuses(b"once")  # Until it is told what came of that.
+    assert other.refuses(b"other")  # Until it is told what came of that.
     other.adopt(b"another", ())
     assert other.key == b"key"
 
