@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.agents import ID, MESSAGES, PATHS, alone, body, failed_within, plain, same
 from tests.live.control.test_pausing import reason
 
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -85,6 +86,31 @@ def test_a_stream_that_has_begun_goes_on_elsewhere_or_says_that_it_does_not(
             assert SAID in exchange.chunks[-1]["error"]["message"]
             assert exchange.error is not None
             assert (record.outcome, record.status) == (Outcome.UPSTREAM_ERROR, 200)
+
+    play(scenario, flags={"resume": resume})
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("resume", ["off", "exact"])
+def test_what_an_engine_closes_as_it_aborts_is_not_closed_for_the_client(
+    play: "Play", resume: str, path: str
+) -> None:
+    values = body(path, tokens=60, stream=True, temperature=0)
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, values, "decode/1")
+        exchange = await site.send(path, values, headers=ID).until_events(9)
+        site.fleet.faults.set("decode/0", stopping=True)
+        await exchange.end()
+        (record,) = await site.ended()
+        if path == MESSAGES and resume == "exact":
+            same(exchange, right)
+            assert (record.outcome, record.resumes) == (Outcome.OK, 1)
+        elif path == MESSAGES:
+            assert SAID in failed_within(exchange, path)
+            assert plain(right.body).startswith(plain(b"".join(exchange.events[:-1])))
+        else:  # It says that it has completed.
+            assert record.outcome is Outcome.OK
 
     play(scenario, flags={"resume": resume})
 

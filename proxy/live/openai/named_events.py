@@ -11,6 +11,9 @@ vLLM 0.32 names each event in the line before its data (`wrap_data_with_event`,
 recognised by the `type` of their data, which is the same: of several names the last one counts. All others
 pass as they are. An end that nobody can read is none.
 
+What closes a part of the answer waits for what follows, for a moment: an engine that gives the answer up
+closes it as well before it says so, and the client, for whom another engine goes on, must not have that.
+
 Neither stream tells how many tokens came before its last event. Until then each delta is one.
 """
 
@@ -37,6 +40,9 @@ _TELLING = _FINAL | _FAILED | {b"message_delta"}
 _START = b"message_start"
 # They come before anything of the answer.
 _AHEAD = frozenset({b"response.created", b"response.queued", b"response.in_progress"})
+_CLOSING = (b"content_block_stop", b".done")
+# The last ones of a response repeat all of its text.
+_MOST_CLOSING_BYTES = 4 << 20
 _COUNTED = b"delta"
 _NOT_COUNTED = b"message_delta"
 # As vLLM writes the events that bring tokens.
@@ -119,7 +125,7 @@ class NamedEventStream(StreamReader):
         may_abort: Returns whether the engine was told to give the answer up.
     """
 
-    __slots__ = ("_complete", "_hands_back", "_may_abort", "_said", "_usage")
+    __slots__ = ("_closing", "_complete", "_hands_back", "_may_abort", "_said", "_usage")
 
     def __init__(
         self,
@@ -130,6 +136,7 @@ class NamedEventStream(StreamReader):
         may_abort: Callable[[], bool],
     ) -> None:
         super().__init__(resumes=resumes)
+        self._closing = b""  # What waits.
         self._complete = False
         self._usage = usage
         self._hands_back = hands_back
@@ -149,7 +156,18 @@ class NamedEventStream(StreamReader):
     @property
     def plain(self) -> bool:
         """Whether `take_token` may try."""
-        return self._opening.begun and not self.over
+        return self._opening.begun and not (self.over or self._closing)
+
+    @property
+    def waits(self) -> bool:
+        """Whether what opens the answer, or closes a part of it, waits for what follows."""
+        return bool(self._closing) or super().waits
+
+    def release(self) -> bytes:
+        """Return what waits, as nothing has come behind it for a while."""
+        opening = super().release() if super().waits else b""
+        closing, self._closing = self._closing, b""
+        return opening + closing
 
     def is_progress(self, event: bytes) -> bool:
         """Return whether an event says something of the answer."""
@@ -182,10 +200,14 @@ class NamedEventStream(StreamReader):
             event = self._take_turn(turn, event)
         elif name.endswith(_COUNTED):
             self._events += 1
-        if not event:
+        elif name.endswith(_CLOSING):
+            self._closing += event
+            event = b""
+        if not event and len(self._closing) <= _MOST_CLOSING_BYTES:
             return b""
         self._said = True
-        return event
+        closing, self._closing = self._closing, b""
+        return closing + event
 
     def _take_turn(self, turn: Turn, event: bytes) -> bytes:
         """Note what an event says of the stream; return what of it is the client's."""

@@ -40,7 +40,7 @@ class _Repeating(StreamReader):
         return self._pass(super().read(event))
 
     def release(self) -> bytes:
-        """Return what opens the answer, unless the client has it."""
+        """Return what waits, unless the client has it."""
         return self._pass(super().release())
 
     def flush(self) -> bytes:

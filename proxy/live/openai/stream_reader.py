@@ -62,11 +62,11 @@ class StreamReader:
 
     @property
     def waits(self) -> bool:
-        """Whether what opens the answer waits for what follows."""
+        """Whether something waits for what follows."""
         return self._opening.waits
 
     def release(self) -> bytes:
-        """Return what opens the answer, as nothing has come behind it for a while."""
+        """Return what waits, as nothing has come behind it for a while."""
         return self._opening.release()
 
     @property

@@ -241,8 +241,8 @@ class DecodeAttempt(Attempt):
         if self._rank is not None and self._rank.still and self._may_leave(now_s):
             session.leave_rank(self.engine.target)
             return
-        if stream is not None and not stream.started:
-            stream.release_opening(now_s)
+        if stream is not None and stream.reader.waits:
+            stream.release(now_s)
         if stream is not None and stream.started:
             limit_s = legs.idle_stream_timeout_s
             if self.engine.status is Status.QUARANTINED and (self.continuable or self.complete):

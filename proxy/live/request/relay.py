@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Of an answer to a stream's request that is no stream.
 _ANSWER_BYTES = 64 << 20
-# What fails behind its opening does so at once.
-_OPENING_S = 0.2
+# What fails behind its opening, or behind what closes a part of it, does so at once.
+_WAITS_S = 0.2
 _CUT_SHORT = "the answer is cut short"
 
 
@@ -209,12 +209,12 @@ class Relay:
             self._read(events, [])
         self.takes_lines = self._plain and not self._scanner.tail
 
-    def release_opening(self, now_s: float) -> None:
-        """Send on what opens the answer, if nothing has come behind it for a while."""
-        if self.reader.waits and not self._over and now_s >= self.last_s + _OPENING_S:
-            opening = self.reader.release()
-            if opening:
-                self._send(opening)
+    def release(self, now_s: float) -> None:
+        """Send on what waits for what follows, if nothing has come behind it for a while."""
+        if self.reader.waits and not self._over and now_s >= self.last_s + _WAITS_S:
+            waited = self.reader.release()
+            if waited:
+                self._send(waited)
 
     def on_end(self) -> None:
         """Take the end of the response."""

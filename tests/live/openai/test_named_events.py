@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.live.stream_client import Client
+from tests.live.stream_client import GONE, Client
 
 from balanceroute.proxy.live.openai.named_events import Turn, name_of, read_turn
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -162,14 +162,50 @@ def test_whoever_resumes_has_the_beginning() -> None:
 def test_tokens_are_taken_without_being_read() -> None:
     tokens = [event("content_block_delta", index=i, delta={"text": "a"}) for i in range(4)]
     client = Client(openai=False).answer(BEGIN[MESSAGES], tokens[0])
-    assert client.reader.plain
+    plain = [client.reader.plain]
     client.leg.on_data(b"".join(tokens[1:]))
     stop = event("content_block_stop", index=0)
     client.leg.on_data(tokens[0] + stop)
+    plain.append(client.reader.plain)
+    assert plain == [True, False]  # Nothing overtakes what waits.
+    client.leg.release(client.now_s + 0.3)
     assert (client.tokens, client.received) == (
         6,
         BEGIN[MESSAGES] + b"".join(tokens) + tokens[0] + stop,
     )
+
+
+CLOSING = {
+    MESSAGES: event("content_block_stop", index=0),
+    RESPONSES: event("response.output_text.done", text="a")
+    + event("response.output_item.done", item={}),
+}
+
+
+@pytest.mark.parametrize("path", CLOSING)
+def test_what_closes_a_part_waits_for_what_follows(path: str) -> None:
+    closing, token = CLOSING[path], event("response.output_text.delta", delta="a")
+    begun = Client(openai=False).answer(BEGIN[path], token, closing)
+    assert begun.received == BEGIN[path] + token
+    follows = [token, b": a\n\n" + token, event("error", error={"message": "a"})]
+    for one in follows:
+        client = Client(openai=False).answer(BEGIN[path], token, closing, one, token)
+        passed = client.received.replace(b": a\n\n", b"")
+        assert passed == BEGIN[path] + token + closing + one.replace(b": a\n\n", b"") + token
+    begun.leg.release(begun.now_s + 0.1)
+    assert begun.received == BEGIN[path] + token
+    begun.leg.release(begun.now_s + 0.3)
+    begun.leg.release(begun.now_s + 0.6)
+    assert begun.received == BEGIN[path] + token + closing
+    broken = Client(openai=False).answer(BEGIN[path], token, closing)
+    broken.leg.on_error(GONE)
+    assert (broken.received, broken.turns[-1]) == (BEGIN[path] + token, "broken")
+
+
+def test_what_is_closed_in_many_words_does_not_wait() -> None:
+    large = event("response.output_text.done", text="a" * (5 << 20))
+    client = Client(openai=False).answer(BEGIN[RESPONSES], large)
+    assert client.received == BEGIN[RESPONSES] + large
 
 
 def test_a_rank_hands_a_message_back_by_a_stop_sequence() -> None:

@@ -93,10 +93,10 @@ def test_what_brings_nothing_of_the_answer_waits_for_what_follows(
 )
 def test_what_opens_an_answer_goes_on_if_nothing_follows(opening: bytes) -> None:
     client = Client(sequences=2).answer(opening)
-    client.leg.release_opening(client.now_s + 0.1)
+    client.leg.release(client.now_s + 0.1)
     assert client.turns == []
-    client.leg.release_opening(client.now_s + 0.3)
-    client.leg.release_opening(client.now_s + 0.6)
+    client.leg.release(client.now_s + 0.3)
+    client.leg.release(client.now_s + 0.6)
     assert (client.received, client.turns) == (opening, ["started", "wrote"])
     client.answer(chat(), ERROR)
     assert client.received == opening + chat() + ERROR

@@ -355,12 +355,12 @@ def test_a_stream_of_named_events_is_complete_with_its_final_one() -> None:
 def test_what_opens_a_message_waits_a_moment_for_what_follows() -> None:
     start = b"event: message_start\ndata: {}\n\n"
     client = Client(openai=False).answer(start)
-    client.leg.release_opening(client.now_s + 0.1)
+    client.leg.release(client.now_s + 0.1)
     assert client.turns == []
-    client.leg.release_opening(client.now_s + 0.3)
+    client.leg.release(client.now_s + 0.3)
     assert (client.received, client.turns[0]) == (start, "started")
     created = Client(openai=False).answer(b"event: response.created\ndata: {}\n\n")
-    created.leg.release_opening(created.now_s + 99.0)
+    created.leg.release(created.now_s + 99.0)
     assert created.turns == []  # The engine says that before it has begun.
 
 
