@@ -19,6 +19,7 @@ from balanceroute.proxy.testing.chaos.expectation import (
     told_tokens,
 )
 from balanceroute.proxy.testing.chaos.faults import Act
+from balanceroute.proxy.testing.chaos.meddler import TOO_LARGE
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.orders import ABORTING
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
@@ -181,9 +182,10 @@ class Judge:
 
     def may_draw_seed(self, request: ClientRequest) -> bool:
         """Return whether the proxy may have drawn a seed for a request."""
-        early = self._plan.world.flags.get("first_token") == "prefill"
+        flags = self._plan.world.flags
+        draws = flags.get("first_token") == "prefill" or flags.get("resume") == "valid"
         sampling = request.values.get("sampling_params", request.values)
-        return early and sampling.get("seed") is None
+        return draws and sampling.get("seed") is None
 
     async def _judge_answer(
         self,
@@ -296,9 +298,12 @@ class Judge:
     async def _misshapen(self, request: ClientRequest, received: Received) -> list[str]:
         """Return what is wrong with the form of an error answer."""
         wrong = refusal_is_wrong(request, received)
+        # What is wrong with a body's members vLLM says of messages in OpenAI's shape, and so do servers that
+        # stand before engines: Anthropic's clients read both shapes, and it passes as it is.
         if not wrong or request.path != MESSAGES:
             return wrong
-        # What vLLM finds wrong with a body's members it says of messages in OpenAI's shape, too.
+        if bytes(received.body) == TOO_LARGE:
+            return []
         answer = await self._oracle.answer(request)
         same = (answer.status, answer.body) == (received.status, bytes(received.body))
         return [] if same else wrong
@@ -307,8 +312,8 @@ class Judge:
         self, client: Client, request: ClientRequest, received: Received, expected: Expectation
     ) -> Verdict:
         if request.stream:
-            # A message's stream that an engine fails on ends in good order with the error.
-            ends_well = client.visit.http_1_0 or request.path == MESSAGES
+            # An agent's stream that an engine fails on ends in good order with the error.
+            ends_well = client.visit.http_1_0 or request.path in AGENTS
             return self._judge_stream(client, received, expected, ends_well=ends_well)
         return _judge_whole(client, received, expected)
 

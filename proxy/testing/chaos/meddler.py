@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _HEAD_END = b"\r\n\r\n"
 _SECOND_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nalien!"
-_TOO_LARGE = (
+TOO_LARGE = (
     b'{"error":{"message":"too large","type":"RequestTooLargeError","param":null,"code":413}}'
 )
 # After so many payloads a broken size comes.
@@ -119,7 +119,7 @@ class _FromProxy(asyncio.Protocol):
                 self.transport.write(
                     b"HTTP/1.1 413 Too Large\r\ncontent-type: application/json\r\n"
                     b"connection: close\r\ncontent-length: %d\r\n\r\n%b"
-                    % (len(_TOO_LARGE), _TOO_LARGE)
+                    % (len(TOO_LARGE), TOO_LARGE)
                 )
                 self.transport.close()
                 return
