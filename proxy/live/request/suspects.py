@@ -54,13 +54,15 @@ _DEAD_S = 10.0
 _KEY_BYTES = 32
 _HASH_BYTES = 16
 # Members that change nothing in what an engine computes of the prompt: the form of the answer, who
-# asks, how much is asked for, and how tokens are drawn. All others may matter, also unknown ones.
+# asks, how much is asked for, and how tokens are drawn. All others may matter, also unknown ones. The
+# model does, but a client that falls back on another one has the same prompt try other engines.
 _BESIDE = INTERNAL_FIELDS | {
     "cache_salt",
     "max_completion_tokens",
     "max_output_tokens",
     "max_tokens",
     "metadata",
+    "model",
     "n",
     "prompt_cache_key",
     "prompt_cache_retention",

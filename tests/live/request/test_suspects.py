@@ -224,7 +224,7 @@ def name_of(text: bytes, more: bytes = b"", endpoint: str = "/v1/chat/completion
 
 def test_a_prompt_is_known_whoever_asks_and_however() -> None:
     body = RequestBody(
-        b'{"user": "me", "max_tokens": 7, "messages":  [{"role": "user", "content": "a"}],"model":"m"}'
+        b'{"user": "me", "max_tokens": 7, "messages":  [{"role": "user", "content": "a"}],"model":"f"}'
     )
     assert Suspects(key=b"key").of("/v1/chat/completions", body) == name_of(b"a")
     assert name_of(b"a", b'"temperature": 0.5, "seed": 3, "metadata": {}, "n": 2, ') == name_of(
