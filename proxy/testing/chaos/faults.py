@@ -72,6 +72,10 @@ _OF_PROXY = frozenset(
 )
 
 
+CLIENTS = "127.0.0.1"
+"""The address of all clients."""
+
+
 @dataclass(frozen=True, slots=True)
 class Injection:
     """One fault of one engine.
@@ -105,6 +109,11 @@ class Injection:
     spoiling: Spoiling = Spoiling.EMPTY
     crowd: int = 0
     holding: Holding = Holding.HALF_HEAD
+
+    @property
+    def held_from(self) -> str:
+        """The address of those who hold connections: at times that of all clients, as behind a gateway."""
+        return random.Random(f"holders {self.start_s}").choice([CLIENTS, "127.0.0.9"])
 
     @property
     def usual(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from balanceroute.proxy.testing.chaos.expectation import (
     events_of,
     told_tokens,
 )
-from balanceroute.proxy.testing.chaos.faults import Act
+from balanceroute.proxy.testing.chaos.faults import CLIENTS, Act
 from balanceroute.proxy.testing.chaos.meddler import TOO_LARGE
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.orders import ABORTING
@@ -127,6 +127,10 @@ class Judge:
         self._worded = any("error_form" in one for one in changes)
         if self._worded and self._statuses & {400, 413}:
             self._statuses |= {400, 413}
+        # Of one address nobody tells who holds a connection and whose head is long on its way.
+        self._crowded = any(
+            one.act is Act.HOLD and one.held_from == CLIENTS for one in plan.injections
+        )
         self._aborts = any(one.kind in ABORTING for one in plan.orders)
         # An answer of the Responses API that an engine gives up, or hands back, says that it is complete.
         recomputes = plan.world.engines.preemption is Preemption.STOP
@@ -247,6 +251,9 @@ class Judge:
             return Verdict("shut down", [])
         if client.visit.pauses:
             return Verdict("cut for not reading", [])
+        link = client.visit.link
+        if self._crowded and link is not None and link.split_bytes:
+            return Verdict("gave way to those who hold connections", [])
         before = client.answers[: client.answers.index(received)]
         if before and (
             before[-1].ending is not Ending.COMPLETE or before[-1].header(b"connection") == b"close"

@@ -218,8 +218,7 @@ class Saboteur:
         world = self._world
         fronts = list(dict.fromkeys(front.server.port for front in world.fronts))
         held = (world.plane.config.limits.connection_limit or 0) + _MORE_HOLDERS
-        # At times of the address that all clients have, as behind a gateway.
-        host = random.Random(f"holders {injection.start_s}").choice(["127.0.0.1", "127.0.0.9"])
+        host = injection.held_from
         self._holders.append(Holders(fronts, held, injection.holding, host))
         if world.plane.admin is not None and world.decides:
             ports = [world.plane.admin.port]
