@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from balanceroute.proxy.live.engines.instances import Target
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
+from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api
+from balanceroute.proxy.live.openai.token_shape import SAMPLING
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
@@ -182,7 +184,14 @@ class Suspects:
 
     def of(self, endpoint: str, body: "RequestBody") -> bytes:
         """Return what names a prompt: a hash of all that an engine computes of a request."""
-        told = endpoint.encode() + b"\0\0" + body.told_apart_by(_BESIDE)
+        beside, sampling = _BESIDE, b""
+        if endpoint == Api.GENERATE.value:  # There they stand in a member of their own.
+            beside, given = _BESIDE | {SAMPLING}, body.values.get(SAMPLING)
+            if isinstance(given, dict):
+                rest = sorted(given.keys() - _BESIDE)
+                given = {name: given[name] for name in rest}
+            sampling = dump(given)
+        told = b"\0".join((endpoint.encode(), sampling, body.told_apart_by(beside)))
         return blake2b(told, digest_size=_HASH_BYTES, key=self.key).digest()
 
     def of_bytes(self, endpoint: str, body: bytes, boundary: bytes = b"") -> bytes:

@@ -232,6 +232,21 @@ def test_a_prompt_is_known_whoever_asks_and_however() -> None:
     )
 
 
+def of_ids(ids: str, sampling: str) -> bytes:
+    body = b'{"model": "m", "token_ids": [%b], "sampling_params": %b, "request_id": "r%b"}'
+    told = ids.encode(), sampling.encode(), sampling.encode().hex().encode()
+    return Suspects(key=b"key").of("/inference/v1/generate", RequestBody(body % told))
+
+
+def test_a_prompt_of_ids_is_known_however_its_tokens_are_drawn() -> None:
+    known = of_ids("1, 2", "{}")
+    assert of_ids("1, 2", '{"seed": 3, "max_tokens":9,"n": 2, "temperature": 0.5}') == known
+    kept = of_ids("1, 2", '{"min_tokens": 3, "stop": ["a"]}')
+    assert of_ids("1, 2", '{"seed": 4, "stop":["a"], "min_tokens":3}') == kept
+    others = [of_ids("1, 3", "{}"), of_ids("1, 2", "null"), of_ids("1, 2", '"{}"')]
+    assert len({known, kept, *others}) == 5
+
+
 def test_all_that_is_computed_tells_prompts_apart() -> None:
     system = b"s" * 10_000
     large = b"x" * (2 * SMALL_BYTES)
