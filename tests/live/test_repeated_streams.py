@@ -103,6 +103,34 @@ def test_the_client_sees_one_unbroken_stream(
     play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_a_long_repetition_is_not_silent(play: "Play", path: str) -> None:
+    """All that the client has takes as long as it did the first time."""
+    values = TALK | GREEDY | LONG | {"stream": True, "frequency_penalty": 0.5}
+    sign = b'event: ping\ndata: {"type": "ping"}\n\n' if path == MESSAGES else b": keep-alive\n\n"
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, values)
+        site.fleet.faults.set("decode/0", reset_after_tokens=50)
+        both = [site.send(path, values, headers=ID) for _ in range(2)]  # One of them is there.
+        lengths, since_s, silent_s = [0, 0], [site.loop.time()] * 2, 0.0
+        while not all(one.over for one in both):
+            await asyncio.sleep(0.1)
+            for i, one in enumerate(both):
+                if one.over or len(one.body) > lengths[i]:
+                    lengths[i], since_s[i] = len(one.body), site.loop.time()
+                silent_s = max(silent_s, site.loop.time() - since_s[i])
+        assert 4.0 <= silent_s < 5.0
+        signs = [one.body.count(sign) for one in both]
+        assert sorted(signs) == [0, 2]
+        own = re.compile(rb'"(id|created|system_fingerprint)":("[^"]*"|\d+)')
+        for one in both:
+            told = one.body.replace(sign, b"")
+            assert own.sub(b"", told) == own.sub(b"", right.body)
+
+    play(scenario, flags=EXACT, step_base_ns=200_000_000)
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_every_connector_prefills_it_again(play: "Play", connector: str, relays: int) -> None:
     if relays and connector == "mooncake-layerwise":

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
+# Of a stream that goes on elsewhere: all that its client has may come again before anything new.
+_RESUMED_SILENCE_S = 4.0
 _CRASHED = "internal error; the proxy's log says more"
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _QUEUED, _PREFILLING, _DECODING, _POOLED, _ENDED, _STREAMING = (
@@ -191,6 +193,8 @@ class Session:
         """Act if the leg in flight takes too long, or the client of a stream has heard nothing."""
         self.held.check_deadline(now_s)
         silence_s = self.context.legs.sse_keep_alive_s
+        if silence_s is None and self.record.resumes:
+            silence_s = _RESUMED_SILENCE_S
         if silence_s is not None and self.shape.stream and self.phase is not _ENDED:
             self.answer.keep_alive(now_s, silence_s)
 
