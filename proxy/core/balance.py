@@ -104,7 +104,7 @@ class Balance:
         # None until somebody asks for them.
         self._filled: NDArray[np.float64] | None = None
         self._rounding: float | None = None
-        self._room_weights: NDArray[np.float64] = np.zeros(0)
+        self._room_weights = weights.steps
         # The latest rank's F, which it asks for several times before it admits anything.
         self._curve_of: tuple[int, FCurve] | None = None
 
@@ -203,12 +203,13 @@ class Balance:
         """
         # The reward is the same on every rank, so the least overflow is the best score.
         margins, steps = self._margins_of_all(), self._steps
-        overflow = np.maximum(total - margins, 0.0).dot(steps)
+        overflow = float(total) - margins
+        overflow = np.maximum(overflow, 0.0, out=overflow).dot(steps)
         if self._speeds is not None:
             overflow /= self._speeds[:, 0]
         if worth is not None:
             overflow = self._beta * overflow - worth
-        if np.count_nonzero(open_ranks) < len(open_ranks):
+        if not open_ranks[open_ranks.argmin()]:
             overflow[~open_ranks] = np.inf
         # A list: of a few ranks it takes a fifth of the time, and of hundreds hardly more.
         costs: list[float] = overflow.tolist()

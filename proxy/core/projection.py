@@ -210,12 +210,11 @@ class Projection:
         # A request that still runs counts in full now, but in its deposit only with the probability
         # predicted at the refresh. The scale restores that, per rank.
         present = window[:, 0]
-        known = present > 0
-        if np.count_nonzero(known) == len(known):
+        if present[present.argmin()] > 0:
             scale = loads / present
         else:
             scale = np.ones(len(loads))
-            np.divide(loads, present, out=scale, where=known)
+            np.divide(loads, present, out=scale, where=present > 0)
         ahead = window * scale[:, None]
         ahead[:, 0] = loads
         return ahead
@@ -340,8 +339,8 @@ class Projection:
             [cast("RequestId", request)], np.array([age], np.int64), self._width - 1
         )
         survival = of_one[0]
-        values = self._ahead_tokens * sequences
-        values += min(tokens, _MOST_TOKENS)
+        values = self._ahead_tokens if sequences == 1 else self._ahead_tokens * sequences
+        values = values + float(min(tokens, _MOST_TOKENS))
         if self._form is Form.EXPECTED:
             if survival.item(self._refresh) < 0.5:
                 wait = min(wait, int((survival < 0.5).argmax()))

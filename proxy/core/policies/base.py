@@ -105,13 +105,14 @@ class Fleet(Struct, eq=False):
     def has_room(self, entry: PoolEntry) -> NDArray[np.bool_]:
         """Return bool[G], whether each rank is open, able, and has a slot and memory for an entry.
 
-        One slot is enough: further sequences of the request wait in the engine.
+        One slot is enough: further sequences of the request wait in the engine. Read-only.
         """
-        room = np.asarray(self.free_slots > 0)
-        fits = self.free_kv_tokens >= entry.kv_tokens
-        if np.count_nonzero(fits) < len(fits):
+        slots, memory = self.free_slots, self.free_kv_tokens
+        if slots[slots.argmin()] > 0 and memory[memory.argmin()] >= entry.kv_tokens:
+            room = self.is_open  # All of them are.
+        else:
             # An empty rank takes any request, see `room`.
-            room &= fits | (self.bound == 0)
+            room = (slots > 0) & ((memory >= entry.kv_tokens) | (self.bound == 0))
         return room if entry.ranks is None else room & self.able(entry.ranks)
 
     def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:

@@ -59,7 +59,7 @@ class Progress:
     ) -> None:
         self.started: dict[RequestId, LiveRequest] = {}
         self.steps = StepClock()
-        self._counts = PulledCounts(self.started) if counts is None else counts
+        self._counts: Counts[LiveRequest] = PulledCounts() if counts is None else counts
         self.barrier = BarrierIdle()
         self._scheduler = scheduler
         self._feed = feed

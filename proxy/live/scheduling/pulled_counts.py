@@ -1,9 +1,6 @@
 """How far streams are that are served in this process: each is asked."""
 
-from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
-
-from balanceroute.proxy.core.events import RequestId
 
 
 class Started(Protocol):
@@ -25,29 +22,32 @@ _Request = TypeVar("_Request", bound=Started)
 
 
 class PulledCounts(Generic[_Request]):
-    """Asks every started request how far it is; see `Counts`.
+    """Asks every started stream how far it is; see `Counts`."""
 
-    Args:
-        started: All of them, now and later.
-    """
-
-    def __init__(self, started: Mapping[RequestId, _Request]) -> None:
+    def __init__(self) -> None:
         self.silent = False
-        self._started = started
+        self._streams: dict[int, _Request] = {}  # In the order of their starts.
+        self._others: dict[int, _Request] = {}
         self._leads: list[tuple[int, _Request]] = []
 
     def start(self, request: _Request, place: int) -> None:
         """Note that a request has started; see `Counts`."""
         request.offset = place
+        if request.rounds is None:
+            self._others[id(request)] = request
+        else:
+            self._streams[id(request)] = request
 
     def stop(self, request: _Request) -> None:
-        """Do nothing: the request is not among the started ones any more."""
+        """Note that a request is not started any more; see `Counts`."""
+        for requests in (self._streams, self._others):
+            requests.pop(id(request), None)
 
     def passed(self, steps: int) -> int | None:
         """Return how far ahead of the clock the median is; see `Counts`."""
         leads: list[tuple[int, _Request]] = []
-        self.silent = False
-        for request in self._started.values():
+        self.silent = bool(self._others)
+        for request in self._streams.values():
             rounds = request.rounds
             if rounds is None:
                 self.silent = True

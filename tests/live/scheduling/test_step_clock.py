@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ class Fleet:
         self.now_s = 0.0
         self._started = 0
         self._rows = PushedCounts[Answer]()
-        self._counts: Counts[Answer] = self._rows if pushed else PulledCounts(self.answers)
+        self._counts: Counts[Answer] = self._rows if pushed else PulledCounts()
 
     def start(self, rounds: int | None = 0) -> Answer:
         answer = Answer(rounds, row=self._rows.take(sequences=2))
@@ -58,8 +59,6 @@ class Fleet:
         self._counts.stop(answer)
         self._rows.release(answer.row)
         self.answers = {number: one for number, one in self.answers.items() if one is not answer}
-        if isinstance(self._counts, PulledCounts):
-            self._counts = PulledCounts(self.answers)
 
     def restart(self, answer: Answer) -> None:
         self._counts.stop(answer)
@@ -392,6 +391,33 @@ def test_it_is_the_same_whether_streams_are_asked_or_tell(seed: int) -> None:
             looks.append((look.steps, look.step_s, off, fleet.clock.step_s))
         assert looks[0] == looks[1]
     assert fleets[0].clock.steps > 40
+
+
+class Whole(Answer):
+    """An answer that is not streamed, and says so once."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "rounds":
+            self.asked += 1
+            return None
+        return super().__getattribute__(name)
+
+
+def test_only_streams_are_asked_how_far_they_are() -> None:
+    counts, whole, stream = PulledCounts[Answer](), Whole(), Answer()
+    counts.start(whole, 0)
+    assert counts.passed(0) is None
+    assert counts.silent
+    counts.start(stream, 0)
+    stream.rounds = 3
+    assert counts.passed(0) == 3
+    assert whole.asked == 1
+    counts.stop(whole)
+    counts.stop(stream)
+    assert counts.passed(0) is None
+    assert not counts.silent
 
 
 def test_rows_are_free_again_when_their_request_is_over() -> None:

@@ -45,7 +45,8 @@ class TwoStage:
         self.projection = projection
         self.next_decision_ns: int | None = None
         self._settings = settings
-        self._gamma = settings.gamma  # As lowered last.
+        self._gamma = settings.gamma  # As lowered last, at this turnover.
+        self._per_step = -1.0
         self.reservations = Reservations()
         self._on_stage = on_stage
         self._occupancy = Occupancy()
@@ -85,8 +86,12 @@ class TwoStage:
         if base is None:
             return
         assert self.projection is not None
+        per_step = fleet.turnover.per_step
+        if per_step == self._per_step:
+            return
+        self._per_step = per_step
         # Rounded to hundredths, so most rounds change nothing.
-        gamma = lasting_discount(base, fleet.turnover.per_step / len(fleet.loads))
+        gamma = lasting_discount(base, per_step / len(fleet.loads))
         if gamma != self._gamma:
             self._gamma = gamma
             steps = discounts(self.projection.horizon_steps, gamma)

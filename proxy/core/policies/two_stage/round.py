@@ -209,10 +209,10 @@ class Round:
 
     def _charge(self, entry: PoolEntry, rank: int, *, is_last: bool) -> None:
         """Charge an admission to its rank; `is_last` if nothing waits after it."""
-        self.fleet.bind(rank, entry)
         self.assignments.append(Assignment(entry.request, RankId(rank)))
-        if is_last:
+        if is_last and self.fleet.room_after is None:
             return  # No decision of this round is left to see it.
+        self.fleet.bind(rank, entry)
         full = self.fleet.free_slots.item(rank) == 0
         if self.balance.admit(rank, self._contribution(entry), full=full):
             self._outlooks.clear()
