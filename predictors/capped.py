@@ -36,11 +36,13 @@ class Capped:
         caps = self._caps
         if not caps:
             return survival
+        if len(requests) == 1:  # Every admission asks for one: a slice is cheaper.
+            cap = caps.get(requests[0])
+            if cap is not None:
+                survival[0, max(cap - ages.item(), 1) :] = 0.0
+            return survival
         bounded = [(row, caps[request]) for row, request in enumerate(requests) if request in caps]
-        if len(requests) == 1 and bounded:  # Every admission asks for one: a slice is cheaper.
-            left_of_one = max(bounded[0][1] - ages.item(0), 1)
-            survival[0, left_of_one:] *= 0.0
-        elif bounded:
+        if bounded:
             rows, most = np.array(bounded, np.int64).T
             # Never now: the request runs.
             left = np.maximum(most - ages[rows], 1)

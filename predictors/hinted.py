@@ -88,8 +88,8 @@ class Hinted:
             hint = hints.get(requests[0])
             alike = None if hint is None else self._outputs.get(hint.source)
             if hint is not None and alike is not None:
-                stated = np.array([hint.tokens], np.int64)
-                survival = alike.survival(stated, ages, steps, survival)
+                of_one = alike.survival_of_one(hint.tokens, ages.item(), steps, survival[0])
+                survival = of_one[None]
             return survival
         for source, outputs in self._outputs.items():
             rows = [

@@ -7,6 +7,8 @@ How far they are trusted is measured: where prompts say nothing of outputs, two 
 far apart within a bucket as anywhere, in ranks, and the fallback is left to speak.
 """
 
+from bisect import bisect_left
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,6 +62,7 @@ class LengthBuckets:
         self._unseen = 0
         # The longest prompt of each bucket but the last.
         self._edges: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._edge_list: list[int] = []  # To look one up takes a tenth of the time.
         self._counts = RunningCounts(np.zeros((1, 1)))
         self.fallback_weight = weight
 
@@ -115,6 +118,20 @@ class LengthBuckets:
             counts[ages + steps >= LONGEST] = 0.0
         return shrunk(counts, fallback, self.fallback_weight)
 
+    def survival_of_one(
+        self, prompt: int, age: int, steps: int, fallback: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return what `survival` does for one request, float64[steps + 1], as is `fallback`."""
+        weight = self.fallback_weight
+        survival = weight * fallback
+        if self._counts.longest < LONGEST or age + steps < LONGEST:
+            bucket = bisect_left(self._edge_list, prompt)
+            counts = self._counts.after_one(bucket, age, steps)
+            survival += counts
+            weight += counts.item(0)
+        survival /= weight
+        return survival
+
     def _rebuild(self) -> None:
         self._unseen = 0
         history = self.history()
@@ -122,6 +139,7 @@ class LengthBuckets:
         # Quantiles among the lengths themselves; equal ones leave some buckets empty.
         ranks = np.arange(1, self._buckets) * len(prompts) // self._buckets
         self._edges = np.sort(prompts)[ranks]
+        self._edge_list = self._edges.tolist()
         buckets = np.searchsorted(self._edges, prompts)
         width = int(outputs.max()) + 1
         lengths = np.bincount(

@@ -41,20 +41,30 @@ class RunningCounts:
             ages: int64[n].
             steps: h goes from 0 to it.
         """
+        if len(ages) == 1:
+            return self.after_one(groups.item(), ages.item(), steps)[None].copy()
         if self._stride < self._width + steps:
-            self._stride = self._width + steps
-            line = np.zeros((self._groups, self._stride))
-            line[:, : self._width] = self._longer
-            self._line = line.ravel()
-            self._windows.clear()
-        if len(ages) == 1:  # Every admission asks for one; a slice is a tenth of the cost.
-            start = groups.item(0) * self._stride + min(ages.item(0), self._width - 1)
-            return self._line[None, start : start + steps + 1].copy()
+            self._reach(steps)
         starts = groups * self._stride + np.minimum(ages, self._width - 1)
         windows = self._windows.get(steps)
         if windows is None:
             windows = self._windows[steps] = sliding_window_view(self._line, steps + 1)
         return windows[starts]
+
+    def after_one(self, group: int, age: int, steps: int) -> NDArray[np.float64]:
+        """Return what `after` does for one age, float64[steps + 1], in a tenth of the time. Read-only."""
+        if self._stride < self._width + steps:
+            self._reach(steps)
+        start = group * self._stride + min(age, self._width - 1)
+        return self._line[start : start + steps + 1]
+
+    def _reach(self, steps: int) -> None:
+        """Have as many zeros after each row as windows of so many steps need."""
+        self._stride = self._width + steps
+        line = np.zeros((self._groups, self._stride))
+        line[:, : self._width] = self._longer
+        self._line = line.ravel()
+        self._windows.clear()
 
     def share_longer(self, output_tokens: int) -> float:
         """Return the share of the first group's weight that is longer than an output."""

@@ -79,14 +79,11 @@ class Survival:
     ) -> NDArray[np.float64]:
         """Return the conditional survival of each age; O(n x steps)."""
         del requests
+        if len(ages) == 1:  # Every admission asks for one.
+            of_one = self._counts.after_one(0, ages.item(), steps)
+            alone = of_one.item(0)
+            return (of_one / alone if alone > 0 else np.ones(steps + 1))[None]
         survival = self._counts.after(_ONE_GROUP, ages, steps)
-        if len(survival) == 1:  # Every admission asks for one.
-            alone = survival.item(0)
-            if alone > 0:
-                survival /= alone
-            else:
-                survival.fill(1.0)
-            return survival
         now = survival[:, 0].copy()
         known = now > 0
         now[~known] = 1.0

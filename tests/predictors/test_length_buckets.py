@@ -56,8 +56,10 @@ def test_rows_start_at_one_never_rise_and_are_as_each_alone(pairs: Pairs, asked:
     assert (together[:, 0] == 1.0).all()
     assert (np.diff(together, axis=1) <= 0.0).all()
     for number, row in enumerate(together):
+        prompt, age = asked[number]
         one = slice(number, number + 1)
         assert np.array_equal(lengths.survival(prompts[one], ages[one], 20, stays(1, 20))[0], row)
+        assert np.array_equal(lengths.survival_of_one(prompt, age, 20, stays(1, 20)[0]), row)
 
 
 @given(pairs=pairs_of_lengths, capacity=st.integers(1, 30))
@@ -113,3 +115,4 @@ def test_beyond_the_longest_counted_output_only_the_fallback_is_left() -> None:
     assert ask(edge - 31)[0, 1] < fallback[0, 1]
     for age in (edge - 20, edge - 1, edge, edge + 100):
         assert np.allclose(ask(age), fallback)
+        assert lengths.survival_of_one(10, age, 20, fallback[0]).tolist() == ask(age)[0].tolist()
