@@ -385,7 +385,8 @@ class ProgressVeto:
         now_s = self._clock()
         still = self._ranks.standstill(now_s, self._allowance_s)
         usable = sum(rank.usable for rank in self._instances.ranks)
-        if still < min(2, usable):  # Of one rank alone nobody knows what the others would do.
+        # Of one rank alone nobody knows what the others would do; what is drained takes nothing anyway.
+        if still < min(2, usable) or not usable:
             still = 0
         before, self.still_ranks = self.still_ranks, still
         if still and not before:

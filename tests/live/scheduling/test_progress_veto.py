@@ -317,6 +317,22 @@ def test_a_rank_that_stands_still_is_used_again_if_no_other_is_left(play: "Play"
     play(scenario, flags=OFF, **{**FLEET, "ranks": 2})
 
 
+def test_the_last_streams_of_what_is_drained_are_no_fleet_that_stands_still(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        streams = Streams(site)
+        streams.send(2, 300)
+        await streams.go_on(WARM_S)
+        url = site.fleet.engine("decode/0").url
+        await site.admin("/admin/instances/drain", {"role": "decode", "url": url})
+        freeze(site, 0, "alone")
+        await streams.go_on(4.0)
+        assert not veto(site).standstills
+        thaw(site, 0)
+        await streams.end()
+
+    play(scenario, flags=OFF, **{**FLEET, "ranks": 1})
+
+
 def test_a_rank_that_froze_while_it_was_idle_does_not_get_all_that_comes(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         streams = Streams(site)
