@@ -63,7 +63,7 @@ proxy.live.request: buffered_leg client_answer decode_attempt direct early_token
     holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
     session session_host session_trace short_answer stall_watch stream_looks suspects
-proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress progress_veto pulled_counts pushed_counts session_table
+proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress progress_veto pulled_counts pumped_counts pushed_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery effects engines groups http3
@@ -86,7 +86,7 @@ proxy.validate: barrier errors fit load_log matching mirror plots timeline valid
 proxy.wire: addresses body_budget caller connection_limit http1 http3 messages quic reply reply_state sse tcp_timeout
     turn_writes write_progress
 proxy.wire.http1: chunked client client_connection fetch handshake heads incoming_body
-    incoming_request listener repeated_head reply server server_connection service
+    incoming_request listener pump repeated_head reply server server_connection service
 proxy.wire.http3: client control_frames framing heads leaky_bucket reply server_connection server_stream
     stream_numbers
 proxy.wire.quic: carrier connection endpoint stream_orders

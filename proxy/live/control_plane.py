@@ -72,6 +72,8 @@ class ControlPlane(ABC):
             traces=config.tracing is not None,
             processes=environment.processes,
         )
+        if environment.pump is not None:
+            self.metrics.legs.gaps.beside = environment.pump.new_gaps
         self._traces = trace_export(config, environment, self.metrics.traces)
         if self._traces is not None:
             environment = replace(environment, log=self._traces.behind(environment.log))

@@ -354,6 +354,7 @@ class Deployment:
             max_model_len=self.models.max_model_len,
             suspects=self._suspects,
             counts=self._counts,
+            pump=environment.pump,
         )
 
     def _on_stage(self, stage: str) -> None:

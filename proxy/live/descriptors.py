@@ -14,38 +14,46 @@ from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
-# What vLLM asks for is 65,535; more only lets more clients wait.
+# What vLLM asks for is 65,535; more only lets more clients wait. Twice as many with the native pump.
 _ENOUGH = 65_536
 # Log files, listeners, the event loop's own, probes and scrapes, and newcomers that are rejected.
 _OWN = 64
 _PER_ENGINE = 4
 # A client's, its decode rank's, and its prefiller's, which is kept for the next request.
 _PER_CLIENT = 3
+# Copies of two of them, by which the native pump moves a stream.
+_PER_PUMPED = 2
 # Left for the engines of the clients that are there: so many, or this part of the limit.
 _FEW, _FEW_SHARE = 16, 32
 _WATCH_S = 1.0
 _LOG_INTERVAL_S = 60.0
 
 
-def raise_limit() -> int:
-    """Raise the soft limit of open files as far as it is useful; return the limit now."""
+def raise_limit(*, pumps: bool = False) -> int:
+    """Raise the soft limit of open files as far as it is useful; return the limit now.
+
+    Args:
+        pumps: Whether streams are moved by the native pump.
+    """
+    enough = 2 * _ENOUGH if pumps else _ENOUGH
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ceiling = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    ceiling = enough if hard == resource.RLIM_INFINITY else min(hard, enough)
     if soft == resource.RLIM_INFINITY or soft >= ceiling:
-        return _ENOUGH if soft == resource.RLIM_INFINITY else soft
+        return enough if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (ceiling, hard))
     return ceiling
 
 
-def connections_for(descriptors: int, engines: int) -> int:
+def connections_for(descriptors: int, engines: int, *, pumps: bool = False) -> int:
     """Return how many clients may be connected, so that enough is left for their engines.
 
     Args:
         descriptors: The limit of open files.
         engines: Prefillers and decode ranks.
+        pumps: Whether streams are moved by the native pump.
     """
     reserve = min(descriptors // 2, _OWN + _PER_ENGINE * engines)
-    return max(1, (descriptors - reserve) // _PER_CLIENT)
+    return max(1, (descriptors - reserve) // (_PER_CLIENT + _PER_PUMPED * pumps))
 
 
 def _take() -> int:

@@ -17,6 +17,7 @@ from balanceroute.proxy.live.prediction.predictors import InThread
 from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.settings.config import GroupConfig
 from balanceroute.proxy.live.telemetry.record import Log
+from balanceroute.proxy.wire.http1.pump import Pump
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class Environment:
         subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
         admin_sockets: Listen for administrators already; none to listen at the address of the
             settings.
+        pump: Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
+            no descriptors.
     """
 
     log: Log
@@ -64,6 +67,7 @@ class Environment:
     orders: Keeper | None = None
     subscribe: Subscribe | None = None
     admin_sockets: Sequence[socket.socket] = ()
+    pump: Pump | None = None
 
     def of_group(self, name: str) -> "Environment":
         """Return that of one of several groups: its observer, and its part of the orders."""

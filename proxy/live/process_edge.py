@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import os
 import random
 import signal
 import sys
@@ -14,11 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.telemetry.line_writer import LineWriter
 from balanceroute.proxy.live.telemetry.process_log import set_up_process_log
+from balanceroute.proxy.live.telemetry.registry import TOKEN_GAP_BOUNDS_S
 from balanceroute.proxy.live.telemetry.request_log import RequestLog
+from balanceroute.proxy.wire.http1.pump import LibraryError, Pump, find_library, load_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -34,6 +38,8 @@ _UPTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_KEPT_BYTES = 32 << 20
 _MOST_REUSED_BYTES = 4 << 20
+# Of the native pump, unless the settings say how many, and streams that it may move.
+_MOST_THREADS, _MOST_STREAMS = 8, 65_536
 # Engines to have descriptors for where they are still to be found.
 _FOUND = 64
 
@@ -85,7 +91,7 @@ class Logs:
             one.close(timeout_s=_FLUSH_S)
 
 
-def make_environment(logs: Logs, shortages: "Callable[[], int]") -> Environment:
+def make_environment(logs: Logs, shortages: "Callable[[], int]", pump: Pump | None) -> Environment:
     """Return what a process on a real machine gives the proxy; see `Environment`."""
     return Environment(
         log=logs.requests,
@@ -96,6 +102,7 @@ def make_environment(logs: Logs, shortages: "Callable[[], int]") -> Environment:
         log_lines_dropped=logs.dropped,
         descriptor_shortages=shortages,
         write_loads=logs.write_loads,
+        pump=pump,
     )
 
 
@@ -162,14 +169,33 @@ async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None],
         task.result()
 
 
-def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
+def equip(config: "ProxyConfig", *, moves: bool = True) -> "tuple[ProxyConfig, int, Pump | None]":
+    """Get what a process needs of the machine.
+
+    Args:
+        config: All settings.
+        moves: Whether streams pass through this process.
+
+    Returns:
+        The settings with connections for its descriptors, the number of these, and what moves the ordinary
+        events of streams: None without the library.
+
+    Raises:
+        ConfigError: The library is required, and cannot be used.
+    """
+    library = native_library(config) if moves else None
+    config, descriptors = _with_descriptors(config, pumps=library is not None)
+    return config, descriptors, None if library is None else _make_pump(config, library)
+
+
+def _with_descriptors(config: "ProxyConfig", *, pumps: bool) -> "tuple[ProxyConfig, int]":
     """Get file descriptors; return the settings with connections for them, and their number."""
-    descriptors = raise_limit()
+    descriptors = raise_limit(pumps=pumps)
     engines = 0
     for one in config.deployments:
         named = len(one.prefillers) + sum(max(1, len(server.ranks)) for server in one.decoders)
         engines += max(named, _FOUND) if one.discovery.discover else named
-    enough = connections_for(descriptors, engines)
+    enough = connections_for(descriptors, engines, pumps=pumps)
     limit = config.limits.connection_limit
     if limit is None:
         limits = replace(config.limits, connection_limit=enough)
@@ -181,6 +207,43 @@ def with_descriptors(config: "ProxyConfig") -> "tuple[ProxyConfig, int]":
             extra={"fields": fields},
         )
     return config, descriptors
+
+
+def native_library(config: "ProxyConfig") -> "ctypes.CDLL | None":
+    """Return the library that moves streams; None if it is not to be used, or not needed and not there.
+
+    Raises:
+        ConfigError: It is required, and cannot be used.
+    """
+    if config.listening.native == "off":
+        return None
+    try:
+        return load_library()
+    except LibraryError as error:
+        if config.listening.native == "require":
+            raise ConfigError(f"--native require: {error}") from None
+        if find_library() is not None:  # Whoever installed it expects something.
+            _log.warning("streams are moved without the native library: %s", error)
+        return None
+
+
+def _make_pump(config: "ProxyConfig", library: "ctypes.CDLL") -> Pump | None:
+    limit, listening = config.limits.connection_limit, config.listening
+    assert limit is not None
+    cores = 1 if listening.workers != 1 else len(os.sched_getaffinity(0))
+    try:
+        return Pump(
+            library,
+            threads=listening.native_threads or max(1, min(cores - 1, _MOST_THREADS)),
+            slots=min(limit, _MOST_STREAMS),
+            high=config.limits.write_buffer_bytes,
+            bounds_s=TOKEN_GAP_BOUNDS_S,
+        )
+    except LibraryError as error:
+        if listening.native == "require":
+            raise ConfigError(f"--native require: {error}") from None
+        _log.warning("streams are moved without the native library: %s", error)
+        return None
 
 
 def settle_memory() -> None:

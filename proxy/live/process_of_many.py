@@ -19,10 +19,10 @@ from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
+    equip,
     make_environment,
     serve_until_told,
     settle_memory,
-    with_descriptors,
 )
 from balanceroute.proxy.live.processes.part import (
     orders_beside,
@@ -77,13 +77,13 @@ async def _serve(
             process.stand_in(gone)
 
     orphan = asyncio.create_task(_end_with_supervisor(signals, relays_gone))
-    config, _ = with_descriptors(_share(config, part.relays))
+    config, _, pump = equip(_share(config, part.relays), moves=not is_scheduler)
 
     def processes() -> dict[str, int]:
         return process.processes()
 
     environment = replace(
-        make_environment(logs, lambda: watch.shortages),
+        make_environment(logs, lambda: watch.shortages, pump),
         read_credentials=partial(_read_for_all, read_credentials),
         processes=processes,
         orders=KeepingFile(config.discovery.roster_state)

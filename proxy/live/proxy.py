@@ -74,6 +74,8 @@ class Proxy(ControlPlane):
         self.server.close()
         await self.server.drain()
         self._public.close()
+        if self._environment.pump is not None:
+            self._environment.pump.close()
 
     def servers(self) -> "list[Server]":
         """Return what listens."""
@@ -84,7 +86,8 @@ class Proxy(ControlPlane):
     def _held(self) -> "Held":
         rosters = [one.roster for one in self.deployments.values()]
         endpoints = [endpoint for roster in rosters for endpoint in roster.endpoints.values()]
-        return held_by(self.server, sum(endpoint.connections for endpoint in endpoints))
+        connections = sum(endpoint.connections for endpoint in endpoints)
+        return held_by(self.server, connections, self._environment.pump)
 
     def _load_certificate(self) -> None:
         self._public.load_certificate()

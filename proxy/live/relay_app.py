@@ -66,7 +66,8 @@ class RelayApp:
         self._ends_s = math.inf
         limited = bool(config.credentials.tenants)
         out = Uplink(loop.call_soon, loop.call_later, limited=limited)
-        counts = StreamCounts(out.send, lambda: out.behind)
+        pump = self._pump = environment.pump
+        counts = StreamCounts(out.send, lambda: out.behind, pump)
         self.mirror = Mirror(EngineConnections(config, environment.uptime_s), self._quarantined)
         context = SessionContext(
             make_connector(config.engines.connector, callback=config.engines.metaserver_url),
@@ -81,6 +82,7 @@ class RelayApp:
             max_model_len=self.mirror.models.max_model_len,
             hand_offs={},
             suspects=Suspects(loop.time, key=b""),
+            pump=pump,
         )
         failures = DecisionFailures(RelayFailures(out.send), loop.time)
         self.host = RemoteHost(
@@ -208,6 +210,8 @@ class RelayApp:
         self.public.gateway.refusals.log.report()
         self.public.server.close()
         await self.public.server.drain()
+        if self._pump is not None:
+            self._pump.close()
         self.host.uplink.flush()
 
     def cut(self) -> None:
@@ -244,4 +248,6 @@ class RelayApp:
             sum(endpoint.connections for endpoint in self.mirror.endpoints.values()),
             self.pass_through.in_flight,
             lag_s,
+            0 if self._pump is None else self._pump.streams,
+            0 if self._pump is None else self._pump.events,
         )

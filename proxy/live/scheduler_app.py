@@ -86,6 +86,8 @@ class SchedulerApp(ControlPlane):
             evicted_connections=sum(one.evicted_connections for one in all_of),
             body_bytes=sum(one.body_bytes for one in all_of),
             rejected_bodies=sum(one.rejected_bodies for one in all_of),
+            pumped_streams=sum(one.pumped_streams for one in all_of),
+            pumped_events=sum(one.pumped_events for one in all_of),
         )
 
     async def _listen(self) -> None:

@@ -14,10 +14,10 @@ from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
+    equip,
     make_environment,
     serve_until_told,
     settle_memory,
-    with_descriptors,
 )
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.renewal import renew
@@ -56,10 +56,10 @@ async def _serve(
 ) -> int:
     logs = Logs(config, loads=True)
     signals = Signals(logs.reopen)
-    config, descriptors = with_descriptors(config)
+    config, descriptors, pump = equip(config)
     kept = config.discovery.roster_state
     environment = replace(
-        make_environment(logs, lambda: watch.shortages),
+        make_environment(logs, lambda: watch.shortages, pump),
         read_credentials=read_credentials,
         make_group=make_group,
         orders=None if kept is None else KeepingFile(kept),
@@ -77,7 +77,7 @@ async def _serve(
         # Which would end it.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _stay)
         settle_memory()
-        _announce(proxy, descriptors)
+        _announce(proxy, descriptors, native=pump is not None)
         await serve_until_told(proxy, watch, signals)
     finally:
         logs.close()
@@ -88,7 +88,7 @@ def _stay() -> None:
     _log.warning("SIGUSR2 is of no use with one process: --workers of 2 or more take over")
 
 
-def _announce(proxy: Proxy, descriptors: int) -> None:
+def _announce(proxy: Proxy, descriptors: int, *, native: bool) -> None:
     config = proxy.config
     admin_port = None if proxy.admin is None else proxy.admin.port
     announce(config, proxy.server.port, admin_port)
@@ -103,6 +103,7 @@ def _announce(proxy: Proxy, descriptors: int) -> None:
                 "policy": config.scheduling.policy,
                 "descriptors": descriptors,
                 "connection_limit": config.limits.connection_limit,
+                "native": native,
             }
         },
     )

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from balanceroute.proxy.live.announcement import announce as announce_ports
 from balanceroute.proxy.live.control.standing import make_private
 from balanceroute.proxy.live.listeners import not_bound
-from balanceroute.proxy.live.process_edge import Logs
+from balanceroute.proxy.live.process_edge import Logs, native_library
 from balanceroute.proxy.live.processes.kept_process import INPUT_FAULT, StartError
 from balanceroute.proxy.live.processes.listening import listen
 from balanceroute.proxy.live.processes.supervisor import Commands, Supervisor
@@ -55,6 +55,7 @@ def workers_of(config: "ProxyConfig") -> int:
 
 
 async def _supervise(config: "ProxyConfig", commands: Commands) -> int:
+    native_library(config)  # The relays load it themselves, and each would only say the same.
     logs = Logs(config, loads=False, process="supervisor")
     workers, listening = workers_of(config), config.listening
     try:

@@ -6,7 +6,10 @@ each other.
 """
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # So many connections at most: those that wait longer would notice.
 _MOST_WAITING = 32
@@ -42,6 +45,17 @@ class WriteTurn:
                 one.send(pending)
 
 
+class Borrower(Protocol):
+    """Who uses a socket in place of its transport for a while."""
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the socket has not taken of what was written so."""
+
+    def stop(self) -> None:
+        """Leave it at once, and say so by `TurnTransport.returned`."""
+
+
 class TurnTransport:
     """A transport whose writes wait for the end of the turn, or for whatever else is asked of it.
 
@@ -51,15 +65,53 @@ class TurnTransport:
         send: Writes to the transport itself.
     """
 
-    __slots__ = ("_transport", "_turn", "_waiting", "is_closing", "pending", "send")
+    __slots__ = ("_borrower", "_transport", "_turn", "_waiting", "is_closing", "pending", "send")
 
     def __init__(self, transport: asyncio.Transport, turn: WriteTurn) -> None:
         self.is_closing = transport.is_closing
-        self.send = transport.write
+        self.send: Callable[[bytes], None] = transport.write
         self._transport = transport
         self._turn = turn
         self._waiting = turn.waiting
+        self._borrower: Borrower | None = None
         self.pending = b""
+
+    def lend(self, borrower: Borrower) -> int:
+        """Let somebody else use the socket until `reclaim`; return its descriptor, -1 if nobody can.
+
+        Whatever is written here meanwhile, and whatever closes it, gets it back first.
+        """
+        inner = self._transport
+        if self.is_closing() or self.is_encrypted or self.get_write_buffer_size():
+            return -1
+        socket = inner.get_extra_info("socket")
+        number: int = -1 if socket is None else socket.fileno()
+        if number >= 0:
+            self._borrower = borrower
+            self.send = self._send_back
+        return number
+
+    def returned(self, unsent: bytes) -> None:
+        """Take it back, with what was to be sent before anything else."""
+        self._borrower = None
+        self.send = self._transport.write
+        if unsent and not self.is_closing():
+            self.send(unsent)
+
+    def reclaim(self) -> None:
+        """Get it back if it is lent."""
+        if self._borrower is not None:
+            self._borrower.stop()
+
+    def _send_back(self, data: bytes) -> None:
+        self.reclaim()
+        if not self.is_closing():
+            self.send(data)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it speaks TLS."""
+        return self._transport.get_extra_info("sslcontext") is not None
 
     def write(self, data: bytes) -> None:
         """Send data, behind what waits."""
@@ -83,6 +135,7 @@ class TurnTransport:
     def write_pieces(self, pieces: list[bytes | memoryview]) -> None:
         """Send what is large, behind what waits: at once, and without copying it together."""
         self.flush()
+        self.reclaim()
         if not self._transport.is_closing():
             self._transport.writelines(pieces)
 
@@ -106,7 +159,8 @@ class TurnTransport:
     def get_write_buffer_size(self) -> int:
         """Return the bytes that the socket has not taken."""
         self.flush()
-        return self._transport.get_write_buffer_size()
+        lent = 0 if self._borrower is None else self._borrower.waiting
+        return lent + self._transport.get_write_buffer_size()
 
     def can_write_eof(self) -> bool:
         """Return whether `write_eof` is possible."""
@@ -115,16 +169,19 @@ class TurnTransport:
     def write_eof(self) -> None:
         """Close the sending side."""
         self.flush()
+        self.reclaim()
         self._transport.write_eof()
 
     def close(self) -> None:
         """Close when everything is sent."""
         self.flush()
+        self.reclaim()
         self._transport.close()
 
     def abort(self) -> None:
         """Close at once."""
         self.flush()
+        self.reclaim()
         self._transport.abort()
 
     def get_extra_info(self, name: str) -> Any:

@@ -154,9 +154,9 @@ async def engines(
         await fleet.close()
 
 
-def play(main: Coroutine[Any, Any, None]) -> None:
+def play(main: Coroutine[Any, Any, None], patience_s: float = PATIENCE_S) -> None:
     async def guarded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             await main
 
     asyncio.run(guarded())

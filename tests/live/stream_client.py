@@ -16,12 +16,27 @@ from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.wire.http1.pump import EventForm, Lent
     from balanceroute.proxy.wire.http1.server import Reply
 
 SSE = [(b"content-type", b"text/event-stream; charset=utf-8")]
 DONE = b"data: [DONE]\n\n"
 ALL = {"include_usage": True, "continuous_usage_stats": True}
 TOTAL = {"include_usage": True}
+
+
+class FakeLent:
+    """What stands for a stream that is away."""
+
+    def __init__(self) -> None:
+        self.tokens = self.caught_up = self.stopped = 0
+        self.paused = False
+
+    def catch_up(self) -> None:
+        self.caught_up += 1
+
+    def stop(self) -> None:
+        self.stopped += 1
 
 
 class Client:
@@ -38,6 +53,7 @@ class Client:
         counts: TokenCounts | None = None,
         asks_total: bool = False,
         ids: TokenIds | None = None,
+        lends: bool = False,
     ) -> None:
         self.now_s = 100.0
         self.may_abort = False
@@ -47,6 +63,8 @@ class Client:
         self.refusals: list[tuple[int, Headers, bytes]] = []
         self.errors: list[WireError] = []
         self.first_errors: list[bytes] = []
+        self.forms: list[EventForm] = []
+        self.lent: FakeLent | None = None
         resumes = resumed_tokens > 0
         prompt = None if cached_tokens is None else PromptUsage(cached_tokens)
         self.usage = UsageRewrite(prompt, resumed_tokens)
@@ -76,6 +94,7 @@ class Client:
             observe_gap=self.gaps.append,
             resumes=resumes,
             before=resumed_tokens,
+            lends=lends,
         )
 
     def answer(self, *pieces: bytes, status: int = 200, headers: Headers = SSE) -> "Client":
@@ -164,6 +183,14 @@ class Client:
     def stream_cut(self, error: WireError) -> None:
         self.turns.append("cut")
         self.errors.append(error)
+
+    def stream_waits(self, form: "EventForm") -> "Lent | None":
+        self.forms.append(form)
+        return cast("Lent | None", self.lent)
+
+    def stream_back(self, lent: "Lent") -> None:
+        assert lent is cast("Lent | None", self.lent)
+        self.turns.append("back")
 
 
 def event(**members: Any) -> bytes:

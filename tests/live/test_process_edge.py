@@ -1,10 +1,19 @@
 """What every process of the proxy does at its start."""
 
 import ctypes
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tests.native import needs_native
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.process_edge import native_library
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.wire.http1 import pump
 
 FAULTS = """
 import resource
@@ -27,3 +36,68 @@ def test_what_large_bodies_leave_behind_is_used_again() -> None:
     )
     # Of 20,480 pages of 4 KiB.
     assert int(done.stdout) < 2_000
+
+
+def config_of(native: str) -> ProxyConfig:
+    return make_config(None, {"prefill": ["http://p"], "decode": ["http://d"], "native": native})
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "_PACKAGE", "balanceroute_is_not_installed")
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_native_library_python_does_all_of_it() -> None:
+    for native in ("auto", "off"):
+        assert native_library(config_of(native)) is None
+    with pytest.raises(ConfigError, match=r"--native require: .* is not installed \(pip install"):
+        native_library(config_of("require"))
+
+
+@needs_native
+def test_a_library_is_used_unless_it_is_not_wanted(tmp_path: Path) -> None:
+    assert native_library(config_of("off")) is None
+    for native in ("auto", "require"):
+        assert native_library(config_of(native)) is not None
+
+
+def test_a_library_that_is_none_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = tmp_path / "balanceroute_broken"
+    package.mkdir()
+    (package / "libbalanceroute_native.so").write_bytes(b"no library")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(pump, "_PACKAGE", "balanceroute_broken")
+    assert native_library(config_of("auto")) is None
+    assert "cannot be loaded" in caplog.text
+    with pytest.raises(ConfigError, match=r"--native require: .* cannot be loaded"):
+        native_library(config_of("require"))
+
+
+START = """
+import json, sys
+from balanceroute.proxy.wire.http1 import pump
+pump._PACKAGE = "balanceroute_is_not_installed"
+from balanceroute.proxy.__main__ import main
+sys.argv = ["balanceroute", "serve", "--native", "require", *json.loads(sys.argv[1])]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("processes", [[], ["--workers", "2"]])
+def test_a_library_that_is_required_and_not_there_is_an_error_at_the_start(
+    processes: list[str],
+) -> None:
+    words = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:10", "--port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-c", START, json.dumps([*words, "--admin-port", "0", *processes])],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60.0,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("balanceroute: --native require: the native ")
+    assert "Traceback" not in done.stderr

@@ -1,6 +1,6 @@
 """Taking a snapshot of the running proxy."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import Decision
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.live.telemetry.shadow import PredictorScores
     from balanceroute.proxy.live.telemetry.snapshot import TenantState
+    from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Server
 
 
@@ -80,12 +81,6 @@ def take_snapshot(
         standstills=driver.veto.standstills,
         idle_ratio=progress.barrier.share(now_s),
         idle_ratios=progress.barrier.shares(now_s),
-        client_connections=held.client_connections,
-        rejected_connections=held.rejected_connections,
-        evicted_connections=held.evicted_connections,
-        body_bytes=held.body_bytes,
-        rejected_bodies=held.rejected_bodies,
-        engine_connections=held.engine_connections,
         draining=driver.draining,
         rows_judged=rows_judged,
         predictors=predictors,
@@ -95,11 +90,12 @@ def take_snapshot(
         kept_tokens=0 if memory is None else memory.kept_tokens,
         skill_share=skill_share(scheduler.policy),
         requests=_requests(driver, now_s) if requests else [],
+        **{one.name: getattr(held, one.name) for one in fields(held)},
     )
 
 
-def held_by(server: "Server", engine_connections: int) -> Held:
-    """Return what a public listener holds."""
+def held_by(server: "Server", engine_connections: int, pump: "Pump | None") -> Held:
+    """Return what a public listener holds, and what the native library has done for it."""
     return Held(
         client_connections=server.connections,
         engine_connections=engine_connections,
@@ -107,6 +103,8 @@ def held_by(server: "Server", engine_connections: int) -> Held:
         evicted_connections=server.limit.evicted,
         body_bytes=server.bodies.used,
         rejected_bodies=server.bodies.rejected,
+        pumped_streams=0 if pump is None else pump.streams,
+        pumped_events=0 if pump is None else pump.events,
     )
 
 

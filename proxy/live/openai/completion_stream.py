@@ -27,6 +27,15 @@ from balanceroute.proxy.live.openai.usage import (
     is_total,
     token_count,
 )
+from balanceroute.proxy.wire.http1.pump import (
+    COMPLETIONS,
+    COUNTED,
+    HIDE,
+    NO_USAGE,
+    TEXT,
+    EventForm,
+    Passed,
+)
 from balanceroute.proxy.wire.sse import event_data
 
 # In every vLLM event of a token that is not the last of its sequence. The text of an answer cannot
@@ -138,6 +147,27 @@ class CompletionStream(StreamReader):
         if self._transcript is not None:
             self._transcript.keep(event)
         return event
+
+    @property
+    def form(self) -> EventForm | None:
+        """What others may take for token events in its place; None if they cannot."""
+        if self._ids is not None:
+            return None
+        flags = NO_USAGE if self._shows_each and self._usage.changes else 0
+        if self._counts is not None:
+            flags |= COUNTED | (HIDE if self._counts.asked.hide_each else 0)
+        if self._transcript is not None and self._transcript.text is not None:
+            flags |= TEXT
+        return EventForm(COMPLETIONS, flags, self.read_tokens())
+
+    def take_passed(self, passed: Passed) -> None:
+        """Go on behind token events that others have taken."""
+        if self._counts is None:
+            super().take_passed(passed)
+        else:
+            self._counts.take_passed(passed.tokens, untold=passed.untold > 0)
+        if self._transcript is not None:
+            self._transcript.take_passed(passed.texts, passed.last)
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""

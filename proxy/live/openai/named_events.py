@@ -27,6 +27,7 @@ from balanceroute.proxy.live.openai.engine_error import read_error
 from balanceroute.proxy.live.openai.stream_event import DONE, parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.usage import UsageRewrite, token_count
+from balanceroute.proxy.wire.http1.pump import NAMED, EventForm, Passed
 from balanceroute.proxy.wire.sse import event_data
 
 _NAME = re.compile(rb"event: ?([^\r\n]+)(?:\r\n|\r|\n)data:")
@@ -184,6 +185,16 @@ class NamedEventStream(StreamReader):
         self._events += 1
         self._said = True
         return event + b"\n\n"
+
+    @property
+    def form(self) -> EventForm | None:
+        """What others may take for token events in its place."""
+        return EventForm(NAMED, 0, self._events)
+
+    def take_passed(self, passed: Passed) -> None:
+        """Go on behind token events that others have taken."""
+        super().take_passed(passed)
+        self._said |= passed.events > 0
 
     def _read(self, event: bytes) -> bytes:
         if not self.is_progress(event):

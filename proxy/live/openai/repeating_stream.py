@@ -30,6 +30,10 @@ class _Repeating(StreamReader):
         """Whether only token events are expected, so that `take_token` may try."""
         return not self._told.repeating and super().plain
 
+    @property
+    def form(self) -> None:
+        """Nothing: every event is parsed."""
+
     def take_token(self, event: bytes) -> bytes:
         """Count a token event; nothing if it is none, or comes again."""
         taken = b"" if self._told.repeating else super().take_token(event)

@@ -8,6 +8,8 @@ from balanceroute.proxy.wire.sse import event_data
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from balanceroute.proxy.wire.http1.pump import EventForm, Passed
+
 _MAX_REASON = 200
 
 
@@ -109,6 +111,15 @@ class StreamReader:
         """
         del event
         return b""
+
+    @property
+    def form(self) -> "EventForm | None":
+        """What others may take for token events in its place; None if they cannot."""
+        return None
+
+    def take_passed(self, passed: "Passed") -> None:
+        """Go on behind token events that others have taken."""
+        self._events = passed.tokens
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""

@@ -112,6 +112,11 @@ class TokenCounts:
             self._record_count(behind.partition(b",")[0].partition(b"}")[0])
         return self._tokens
 
+    def take_passed(self, tokens: int, *, untold: bool) -> None:
+        """Go on behind events that others have counted; `untold` says that some of them had no count."""
+        self._counted, self._tokens = b"", tokens
+        self._is_told = self._is_told and not untold
+
     def take(self, event: bytes) -> bytes:
         """Count an event with tokens in it; return what of it is the client's."""
         return self.take_line(event[:-2]) if event[-2:] == b"\n\n" else self._count_slow(event)

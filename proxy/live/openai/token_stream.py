@@ -18,6 +18,10 @@ class TokenStream(CompletionStream):
 
     __slots__ = ()
 
+    @property
+    def form(self) -> None:
+        """Nothing: others do not count ids."""
+
     def take_token(self, event: bytes) -> bytes:
         """Count a token event; nothing if it is none."""
         if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:

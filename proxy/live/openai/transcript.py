@@ -5,6 +5,7 @@ goes on from the prompt and this text. Nothing is kept where the connector's eng
 """
 
 import json
+from struct import Struct
 from typing import Any
 
 from balanceroute.proxy.live.openai.answer import RECOMPUTED
@@ -14,6 +15,9 @@ from balanceroute.proxy.live.openai.told_logprobs import tokens_of
 # Where the text of a token begins, in events that carry nothing else of the answer.
 _CHAT_TEXT = b'"delta":{"content":"'
 _COMPLETION_TEXT = b'"index":0,"text":"'
+# Before each text that others have kept: its length, and whether it is a whole event.
+_LENGTH = Struct("<I")
+_IS_EVENT = 1 << 31
 
 
 def is_handed_back(choice: dict[str, Any]) -> bool:
@@ -78,6 +82,19 @@ class Transcript:
             return
         for choice in choices_of(message):
             self.keep_choice(choice)
+
+    def take_passed(self, texts: bytes, last: bytes) -> None:
+        """Keep what others have kept of token events, the last of which is `last`."""
+        at = 0
+        while at < len(texts) and self.text is not None:
+            (length,) = _LENGTH.unpack_from(texts, at)
+            begin = at + _LENGTH.size
+            at = begin + (length & ~_IS_EVENT)
+            if length & _IS_EVENT:
+                self.keep(texts[begin:at])
+            else:
+                self.text.append(texts[begin:at].decode("utf-8", "replace"))
+        self._last = last or self._last
 
     def keep_choice(self, choice: dict[str, Any]) -> None:
         """Append the text of a parsed choice, or give up keeping it."""

@@ -348,6 +348,8 @@ class Occupancy(Struct, frozen=True, array_like=True, tag=27):
     Attributes:
         passing: Requests that are passed through, the waiting ones included.
         lag_s: The latest that a timer was since the last message, in seconds.
+        pumped_streams: Times a stream was handed to the native library.
+        pumped_events: Events that it moved.
     """
 
     client_connections: int
@@ -358,6 +360,8 @@ class Occupancy(Struct, frozen=True, array_like=True, tag=27):
     engine_connections: int
     passing: int
     lag_s: float
+    pumped_streams: int = 0
+    pumped_events: int = 0
 
 
 class Drained(Struct, frozen=True, array_like=True, tag=28):

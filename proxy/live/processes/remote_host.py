@@ -26,7 +26,12 @@ from balanceroute.proxy.live.processes.relay_tenancy import NO_SCHEDULER, RelayT
 from balanceroute.proxy.live.processes.resumption import resumed
 from balanceroute.proxy.live.processes.stream_counts import StreamCounts
 from balanceroute.proxy.live.request.phases import Phase
-from balanceroute.proxy.live.request.reports import Report, SessionEnded
+from balanceroute.proxy.live.request.reports import (
+    Report,
+    SessionEnded,
+    StreamLent,
+    StreamReturned,
+)
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.stream_looks import StreamLooks
 from balanceroute.proxy.live.request.suspects import EngineDied
@@ -199,6 +204,10 @@ class RemoteHost:
         """Pass a report on."""
         if isinstance(report, SessionEnded):
             self.uplink.send_end(self._forget(report.request).ended(report))
+        elif isinstance(report, StreamLent):
+            self._counts.lent(self._links[report.request].row, report.slot)
+        elif isinstance(report, StreamReturned):
+            self._counts.returned(report.slot)
         else:
             self._reports.tell(report)
 

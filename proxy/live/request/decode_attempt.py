@@ -48,7 +48,13 @@ from balanceroute.proxy.live.request.failures import (
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt, draw_seed
 from balanceroute.proxy.live.request.relay import Relay
-from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, PromptCounted
+from balanceroute.proxy.live.request.reports import (
+    LegFailed,
+    LegSucceeded,
+    PromptCounted,
+    StreamLent,
+    StreamReturned,
+)
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -64,6 +70,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.holding import AttemptOwner
     from balanceroute.proxy.live.request.kv_handle import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
+    from balanceroute.proxy.wire.http1.pump import EventForm, Lent
     from balanceroute.proxy.wire.messages import Headers
 
 _log = logging.getLogger(__name__)
@@ -168,7 +175,7 @@ class DecodeAttempt(Attempt):
     @property
     def tokens(self) -> int | None:
         """What has come of the stream; None if it is none."""
-        return None if self.stream is None else self.stream.reader.read_tokens()
+        return None if self.stream is None else self.stream.read_tokens()
 
     @property
     def continuable(self) -> bool:
@@ -244,6 +251,7 @@ class DecodeAttempt(Attempt):
         if stream is not None and stream.reader.waits:
             stream.release(now_s)
         if stream is not None and stream.started:
+            stream.catch_up()
             limit_s = legs.idle_stream_timeout_s
             if self.engine.status is Status.QUARANTINED and (self.continuable or self.complete):
                 limit_s = min(limit_s, _STILL_S)  # Else it might as well end there.
@@ -275,6 +283,7 @@ class DecodeAttempt(Attempt):
         stream = self.stream
         if stream is None or not stream.started:
             return True
+        stream.catch_up()
         waits = self._session.answer.is_paused or now_s <= stream.last_s + _STILL_S
         return not waits and (self.continuable or self.complete)
 
@@ -283,7 +292,9 @@ class DecodeAttempt(Attempt):
         stream, rank = self.stream, self._rank
         if rank is None or stream is None or not stream.started:
             return None
-        last_s, before_s, session = stream.last_s, self._seen_s, self._session
+        stream.catch_up()
+        session, last_s = self._session, stream.last_s
+        before_s = max(self._seen_s, stream.resumed_s)
         if last_s > before_s:
             self._seen_s = last_s
             self._moves += 1
@@ -339,7 +350,25 @@ class DecodeAttempt(Attempt):
             resumes=session.answer.opened,
             before=session.emitted.tokens,
             silent_since_s=session.emitted.heard_s,
+            lends=session.context.pump is not None,
         )
+
+    # Events that the pump moves.
+
+    def stream_waits(self, form: "EventForm") -> "Lent | None":
+        """Have the pump move the events that follow."""
+        session, call, stream = self._session, self._call, self.stream
+        pump = session.context.pump
+        if pump is None or call is None or stream is None:
+            return None
+        lent = pump.lend(call, session.answer.reply, stream, form)
+        if lent is not None:
+            session.host.report(StreamLent(session.number, lent.slot))
+        return lent
+
+    def stream_back(self, lent: "Lent") -> None:
+        """Tell that they pass here again."""
+        self._session.host.report(StreamReturned(self._session.number, lent.slot))
 
     # The prefill that the rank calls for.
 
@@ -379,6 +408,8 @@ class DecodeAttempt(Attempt):
         record.prompt_tokens, record.cached_tokens = answer.prompt_tokens, answer.cached_tokens
         session.prompt_usage = answer.usage
         if answer.usage is not None and self._usage is not None:
+            if self.stream is not None:
+                self.stream.call_back()  # Its events may be ordinary no more.
             self._usage.correct_prompt(answer.usage)
         session.host.report(PromptCounted(session.number, answer.prompt_tokens))
 

@@ -5,6 +5,7 @@ waits, so that whatever happens next the client has only whole events. What an e
 reader's to say (`openai/completion_stream.py`, `openai/named_events.py`).
 """
 
+from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.openai.answer import is_encoded
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
+    from balanceroute.proxy.wire.http1.pump import EventForm, Lent, Passed
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
@@ -26,6 +28,11 @@ _ANSWER_BYTES = 64 << 20
 # What fails behind its opening, or behind what closes a part of it, does so at once.
 _WAITS_S = 0.2
 _CUT_SHORT = "the answer is cut short"
+# A stream is lent to the pump when it has waited so long before each of so many events in a row, that came
+# alone: to lend it and get it back costs as much as to pass a dozen events on.
+_WAIT_S, _WAITS = 0.002, 3
+# Of those that came back with fewer events than this so many times, none is lent again.
+_WORTH_EVENTS, _MOST_IN_VAIN = 32, 3
 
 
 class StreamEvents(Protocol):
@@ -64,6 +71,15 @@ class StreamEvents(Protocol):
     def stream_cut(self, error: WireError) -> None:
         """The stream broke off behind the answer; what it lacked has been written."""
 
+    def stream_waits(self, form: "EventForm") -> "Lent | None":
+        """The engine waits between ordinary events of this form: return who moves them now, None for nobody.
+
+        Only called of a `Relay` that `lends`.
+        """
+
+    def stream_back(self, lent: "Lent") -> None:
+        """They come here again."""
+
 
 class Relay:
     """Receives one engine stream; see `LineHandler`.
@@ -77,6 +93,7 @@ class Relay:
         resumes: Whether the client's stream began on an earlier binding.
         before: Tokens of earlier bindings.
         silent_since_s: When they brought something last; None if they brought nothing.
+        lends: Whether others may move its ordinary events.
 
     Attributes:
         started: Whether anything of this leg went to the client, or came that it has.
@@ -85,6 +102,7 @@ class Relay:
             nothing to say, and its server sends them whatever has become of the engine.
         gap_max_s: The longest gap between two arrivals of events with data, in seconds, and to the
             last of an earlier binding.
+        resumed_s: When the client's last pause ended while others moved the events; 0.0 for none.
         silent_since_s: As given, until something comes that the client does not have; then None.
     """
 
@@ -93,6 +111,9 @@ class Relay:
         "_clock",
         "_feed",
         "_headers",
+        "_in_vain",
+        "_lends_from_s",
+        "_lent",
         "_observe_gap",
         "_over",
         "_owner",
@@ -101,11 +122,13 @@ class Relay:
         "_scanner",
         "_status",
         "_take_token",
+        "_waits",
         "_whole",
         "_write",
         "gap_max_s",
         "last_s",
         "reader",
+        "resumed_s",
         "second_s",
         "silent_since_s",
         "started",
@@ -123,6 +146,7 @@ class Relay:
         resumes: bool,
         before: int,
         silent_since_s: float | None = None,
+        lends: bool = False,
     ) -> None:
         self._before = before
         self.silent_since_s = silent_since_s
@@ -144,12 +168,27 @@ class Relay:
         self.second_s: float | None = None
         self.started = False
         self.last_s = clock()
-        self.gap_max_s = 0.0
+        self.gap_max_s = self.resumed_s = 0.0
+        self._lends_from_s = _WAIT_S if lends else inf
+        self._waits = self._in_vain = 0
+        self._lent: Lent | None = None
+
+    def read_tokens(self) -> int:
+        """Return the tokens received."""
+        return self.reader.read_tokens() if self._lent is None else self._lent.tokens
 
     def count_tokens(self) -> int:
         """Return the tokens of this leg, by the best count there is."""
         counted = self.reader.usage_tokens
         return self.reader.read_tokens() if counted is None else counted
+
+    def catch_up(self) -> None:
+        """Note what others have moved. A client that reads too slowly for them is served here again."""
+        lent = self._lent
+        if lent is not None:
+            lent.catch_up()
+            if lent.paused:
+                lent.stop()
 
     def on_head(self, status: int, headers: "Headers") -> None:
         """Take the response head."""
@@ -176,6 +215,8 @@ class Relay:
         if gap_s > self.gap_max_s:  # noqa: PLR1730 - as there.
             self.gap_max_s = gap_s
         self._write(passed)
+        if gap_s >= self._lends_from_s:
+            self._lend()
 
     def on_lines(self, lines: list[bytes]) -> None:
         """Take several such events that came together."""
@@ -187,8 +228,42 @@ class Relay:
                 self.takes_lines = self._plain
                 return
             passed.append(kept)
+        self._waits = 0
         self._progressed(self._clock())
         self._write(b"".join(passed))
+
+    def call_back(self) -> None:
+        """Have all that follows come here again."""
+        if self._lent is not None:
+            self._lent.stop()
+
+    def _lend(self) -> None:
+        """Have others move what follows, once the engine has waited a few times."""
+        self._waits += 1
+        if self._waits < _WAITS:
+            return
+        form = self.reader.form
+        if form is not None:
+            self._lent = self._owner.stream_waits(form)
+        if self._lent is None:
+            self._was_in_vain()
+
+    def _was_in_vain(self) -> None:
+        self._waits = 0
+        self._in_vain += 1
+        if self._in_vain >= _MOST_IN_VAIN:
+            self._lends_from_s = inf
+
+    def came_back(self, passed: "Passed") -> None:
+        """Go on where others have left off; see `LentStream`."""
+        lent, self._lent = self._lent, None
+        self.reader.take_passed(passed)
+        self.last_s = min(self.last_s, self._clock())  # Theirs is finer.
+        self._waits = 0
+        if passed.events < _WORTH_EVENTS:
+            self._was_in_vain()
+        if lent is not None:
+            self._owner.stream_back(lent)
 
     def on_data(self, data: bytes) -> None:
         """Take a piece of the body."""
@@ -264,6 +339,7 @@ class Relay:
 
     def complete(self) -> bool:
         """Write what the stream lacks, if all of the answer has come; return whether it has."""
+        self.call_back()
         lacking = self.reader.ending() if self.started and not self._over else None
         if lacking is None:
             return False

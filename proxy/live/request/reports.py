@@ -77,6 +77,20 @@ class RemotePrefillEnded(Struct, frozen=True):
     prefiller: PrefillerId
 
 
+class StreamLent(Struct, frozen=True):
+    """The pump moves a request's stream from now on; `slot` is the stream's number there."""
+
+    request: RequestId
+    slot: int
+
+
+class StreamReturned(Struct, frozen=True):
+    """It does so no more, and the number may become another stream's."""
+
+    request: RequestId
+    slot: int
+
+
 class SessionEnded(Struct, frozen=True):
     """A session is over."""
 
@@ -93,5 +107,7 @@ Report = (
     | PromptCounted
     | KvAbandoned
     | RemotePrefillEnded
+    | StreamLent
+    | StreamReturned
     | SessionEnded
 )

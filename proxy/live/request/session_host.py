@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.request.reports import Report
     from balanceroute.proxy.live.request.stall_watch import StallWatch
+    from balanceroute.proxy.wire.http1.pump import Pump
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class SessionContext:
         max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         hand_offs: Called with what a decode rank posts when it calls for a prefill, by transfer.
         suspects: Prompts under which engines have died.
+        pump: Moves the ordinary events of streams; None if nobody else does.
     """
 
     connector: "Connector"
@@ -53,6 +55,7 @@ class SessionContext:
     max_model_len: Callable[[str], int | None]
     hand_offs: dict[str, Callable[[Mapping[str, Any]], None]]
     suspects: Suspects = field(default_factory=Suspects)
+    pump: "Pump | None" = None
 
 
 class Host(Protocol):

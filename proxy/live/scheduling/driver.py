@@ -43,6 +43,7 @@ from balanceroute.proxy.live.scheduling.feedback import Feedback
 from balanceroute.proxy.live.scheduling.isolation import Isolation
 from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
 from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
+from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
 from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.scheduling.stranded import Stranded
 from balanceroute.proxy.live.scheduling.sweep import Sweep
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import RequestRecord
+    from balanceroute.proxy.wire.http1.pump import Pump
 
 
 _NEVER_BEGUN = Ending(served=False, first_token_ns=None, output_tokens=0, began=False)
@@ -107,6 +109,7 @@ class Driver:
         max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         suspects: Prompts under which engines have died.
         counts: How far streams are; None to ask the sessions.
+        pump: Moves the ordinary events of their streams; None if nobody else does.
 
     Attributes:
         context: What the sessions share.
@@ -142,10 +145,11 @@ class Driver:
         max_model_len: Callable[[str], int | None],
         suspects: Suspects,
         counts: "Counts[LiveRequest] | None" = None,
+        pump: "Pump | None" = None,
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
         context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
-        self.context = replace(context, suspects=suspects)
+        self.context = replace(context, suspects=suspects, pump=pump)
         self.draining, self.uses_keys = False, predictors.uses_keys
         self.changed: Callable[[Iterable[Prefiller | Rank] | None], None] = _nothing
         self._predictors, self._admission, self._settings = predictors, admission, settings
@@ -164,7 +168,7 @@ class Driver:
             settle_s=settings.settle_s,
             began=self._began,
             stopwatch=stopwatch,
-            counts=counts,
+            counts=counts if pump is None else PumpedCounts(pump.tokens),
         )
         self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
         self._feedback = Feedback(
@@ -180,8 +184,7 @@ class Driver:
             log=log,
             now_ns=self._now_ns,
         )
-        self.report = self._feedback.take
-        self.veto = self._make_veto(health)
+        self.report, self.veto = self._feedback.take, self._make_veto(health)
         self._sweep = self._make_sweep(metrics, has_deadlines=counts is None)
 
     def _make_sweep(self, metrics: "Metrics", *, has_deadlines: bool) -> Sweep:

@@ -20,6 +20,8 @@ from balanceroute.proxy.live.request.reports import (
     RemotePrefillEnded,
     Report,
     SessionEnded,
+    StreamLent,
+    StreamReturned,
 )
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord
@@ -87,6 +89,8 @@ class Feedback:
             KvAbandoned: self._kv_abandoned,
             RemotePrefillEnded: self._remote_prefill_ended,
             SessionEnded: self._session_ended,
+            StreamLent: progress.lent,
+            StreamReturned: progress.returned,
         }
 
     def take(self, report: Report) -> None:

@@ -17,6 +17,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.live.scheduling.barrier_idle import BarrierIdle
 from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
+from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
 from balanceroute.proxy.live.scheduling.step_clock import StepClock
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import AdoptedPhase, RankId
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.reports import StreamLent, StreamReturned
     from balanceroute.proxy.live.scheduling.step_clock import Counts
 
 # Tokens of an answer from which its time tells the time of a step.
@@ -112,6 +114,16 @@ class Progress:
             self._tell(TokensEmitted(number, -emitted))
         session.prefill_again()
         return RequestRecomputed(number, elsewhere=True)
+
+    def lent(self, report: "StreamLent") -> None:
+        """Note that a stream is away."""
+        assert isinstance(self._counts, PumpedCounts)
+        self._counts.lent(report.request, report.slot)
+
+    def returned(self, report: "StreamReturned") -> None:
+        """Note that it is back."""
+        assert isinstance(self._counts, PumpedCounts)
+        self._counts.returned(report.slot)
 
     def ended(self, session: "LiveRequest") -> None:
         """Forget a request that is over, and learn from a whole answer how long a step is."""

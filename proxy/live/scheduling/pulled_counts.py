@@ -45,6 +45,11 @@ class PulledCounts(Generic[_Request]):
 
     def passed(self, steps: int) -> int | None:
         """Return how far ahead of the clock the median is; see `Counts`."""
+        places = sorted(self._ask())
+        return max(0, places[len(places) // 2] - steps) if places else None
+
+    def _ask(self) -> list[int]:
+        """Return the leads of all streams."""
         leads: list[tuple[int, _Request]] = []
         self.silent = bool(self._others)
         for request in self._streams.values():
@@ -54,8 +59,7 @@ class PulledCounts(Generic[_Request]):
             else:
                 leads.append((rounds + request.offset, request))
         self._leads = leads
-        places = sorted(lead for lead, _ in leads)
-        return max(0, places[len(places) // 2] - steps) if places else None
+        return [lead for lead, _ in leads]
 
     def corrected(self, steps: int, tolerance: int) -> list[tuple[_Request, int]]:
         """Put streams right that are off; see `Counts`."""

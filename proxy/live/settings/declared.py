@@ -169,6 +169,20 @@ class ListeningSettings:
         256,
         word="auto",
     )
+    native: str = choice(
+        "auto",
+        "whether the native library moves the ordinary events of streams, over http on both sides: require "
+        "refuses to start without it, auto uses it where it is installed",
+        words(("auto", "off", "require")),
+    )
+    native_threads: int | None = integer(
+        None,
+        "its threads in each process that serves clients; auto for one on each core but one, at most 8, and for "
+        "one in each of several relays",
+        1,
+        64,
+        word="auto",
+    )
     public_metrics: bool = switch(
         True, "serve /metrics to clients too, with an API key if they need one"
     )

@@ -184,6 +184,12 @@ _TABLE = (
         "with --no-admin",
         lambda c: not c.listening.admin,
     ),
+    _Idle(("native_threads",), "with --native off", lambda c: c.listening.native == "off"),
+    _Idle(
+        ("native", "native_threads"),
+        "with --tls-cert: streams over TLS are not moved natively",
+        lambda c: c.listening.native != "off" and c.listening.tls_cert is not None,
+    ),
     # Admission.
     _Idle(
         ("aimd_ttft_s", "aimd_tpot_ms", "aimd_min", "aimd_max"),

@@ -145,6 +145,12 @@ _COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         "Requests refused because the bodies in flight left no room for theirs.",
         attrgetter("rejected_bodies"),
     ),
+    (
+        "pumped_streams",
+        "Times a stream was handed to the native library, which moves its ordinary events.",
+        attrgetter("pumped_streams"),
+    ),
+    ("pumped_events", "Events that it moved.", attrgetter("pumped_events")),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (

@@ -1,6 +1,6 @@
 """Where metrics are made and kept until Prometheus asks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -62,9 +62,11 @@ class Histogram:
 
     Attributes:
         bounds: Upper ends of the buckets, inclusive and ascending; a last bucket has none.
+        beside: Returns what was counted elsewhere since the last call, by bucket, and the sum of it; None for
+            nothing.
     """
 
-    __slots__ = ("_counts", "_ends", "_new", "_refused", "_total", "bounds")
+    __slots__ = ("_counts", "_ends", "_new", "_refused", "_total", "beside", "bounds")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         assert list(bounds) == sorted(set(bounds))
@@ -75,6 +77,7 @@ class Histogram:
         # Values left out because they were negative or not finite: they would spoil the sum for ever.
         self._refused = 0
         self._new: list[float] = []
+        self.beside: Callable[[], tuple[list[int], float]] | None = None
 
     def observe(self, value: float) -> None:
         """Count one value."""
@@ -92,6 +95,8 @@ class Histogram:
             self._total += float(taken.sum())
             self._refused += len(values) - len(taken)
             self._new.clear()
+        if self.beside is not None:
+            self.add(*self.beside(), 0)
         return self._counts.tolist(), self._total, self._refused
 
     def add(self, counts: Sequence[int], total: float, refused: int) -> None:

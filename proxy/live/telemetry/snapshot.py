@@ -96,6 +96,10 @@ class Held:
     evicted_connections: int = 0  # For a newcomer.
     body_bytes: int = 0  # Of requests that are being received or not answered yet.
     rejected_bodies: int = 0  # For want of room for them.
+    pumped_streams: int = (
+        0  # How often a stream was moved by the native library, as it may come back.
+    )
+    pumped_events: int = 0  # Events that it moved.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ class Snapshot:
     evicted_connections: int = 0  # For a newcomer.
     body_bytes: int = 0  # Of requests that are being received or not answered yet.
     rejected_bodies: int = 0  # For want of room for them.
+    pumped_streams: int = 0  # As of `Held`.
+    pumped_events: int = 0
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
     tenants: list[TenantState] = field(default_factory=list)
     still_ranks: int = 0  # Ranks that stand still, if none that has streams makes tokens; else 0.

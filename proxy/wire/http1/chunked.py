@@ -97,6 +97,11 @@ class ChunkedDecoder:
         self._held = b""  # The start of a line; never payload.
         self._trailer_bytes = 0
 
+    @property
+    def is_within(self) -> bool:
+        """Whether a chunk has begun that is not complete, or the body has ended."""
+        return self._state is not _SIZE or bool(self._held)
+
     def take_line(self, data: bytes) -> bytes:
         """Return the event in a segment that is one chunk with one event of one line, as most are.
 

@@ -26,7 +26,7 @@ from balanceroute.proxy.wire.http1.heads import (
     parse_response_head,
 )
 from balanceroute.proxy.wire.messages import MalformedError, Payload, Pieces, WireError, WireFault
-from balanceroute.proxy.wire.turn_writes import TurnTransport, WriteTurn
+from balanceroute.proxy.wire.turn_writes import Borrower, TurnTransport, WriteTurn
 
 _VERSION = b"HTTP/1."
 _SWITCHING_PROTOCOLS = 101
@@ -303,11 +303,43 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Stop reading."""
+        self._transport.reclaim()
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Continue reading."""
         self._transport.resume_reading()
+
+    # Called by the pump.
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an exchange is in flight."""
+        return self._call is not None
+
+    def lend(self, borrower: Borrower) -> int:
+        """Let somebody else read the chunks that follow; return the descriptor, -1 if nobody can."""
+        call = self._call
+        if call is None or call.paused or self._stage is not _CHUNKED or self._decoder.is_within:
+            return -1
+        number = self._transport.lend(borrower)
+        if number >= 0:
+            self._transport.pause_reading()
+        return number
+
+    def returned(self) -> None:
+        """Take it back; `go_on` follows."""
+        self._transport.returned(b"")
+
+    def go_on(self, data: bytes) -> None:
+        """Process what was read and not taken, and read on."""
+        call = self._call
+        if call is None:
+            return
+        if not call.paused:
+            self._transport.resume_reading()
+        if data:
+            self.data_received(data)
 
     # Called by the transport.
 

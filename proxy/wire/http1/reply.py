@@ -12,6 +12,7 @@ from balanceroute.proxy.wire.http1.heads import (
 from balanceroute.proxy.wire.messages import Headers
 from balanceroute.proxy.wire.reply import Late
 from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
+from balanceroute.proxy.wire.turn_writes import TurnTransport
 
 _LAST_CHUNK = b"0\r\n\r\n"
 # A larger body is written separately: copying it behind its head would cost more than a second write.
@@ -26,6 +27,10 @@ class ReplyTransport(AnyTransport, Protocol):
     """
 
     closes_after_answer: bool
+
+    @property
+    def carrier(self) -> TurnTransport:
+        """What its bytes go to."""
 
     def answered(self) -> None:
         """Continue with the next request, or close."""
@@ -109,6 +114,11 @@ class Http1Reply(ReplyState[ReplyTransport]):
             head = self._head(status, headers, b"transfer-encoding: chunked\r\n")
             self._chunked = not self._head_only
         self._send(head)
+
+    @property
+    def carrier(self) -> TurnTransport | None:
+        """What takes the chunks of its body at present; None if it has none, or takes no more."""
+        return None if self.closed or not self._chunked or self.paused else self._transport.carrier
 
     def write(self, data: bytes) -> None:
         """Send one piece of a streamed answer, as one chunk."""

@@ -164,7 +164,8 @@ class ServerConnection(asyncio.Protocol):
             self._close()
             return False
         if (
-            self._service.limits.half_close and not self._is_tls  # Which has no half-close.
+            self._service.limits.half_close
+            and not self._transport.is_encrypted  # Which has no half-close.
         ):
             self._eof = True
             return True
@@ -174,6 +175,7 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything that the connection holds."""
         self._stage = _Stage.GONE
+        self._transport.reclaim()
         self._incoming.drop()
         self._service.remove(self, served=self._is_served)
         self._lose_client()
@@ -211,6 +213,11 @@ class ServerConnection(asyncio.Protocol):
         # Not at once: this runs within a call of the application, which must not be re-entered.
         if (self._incoming.buffer or self._eof) and not self._advancing:
             self._service.loop.call_soon(self._advance)
+
+    @property
+    def carrier(self) -> TurnTransport:
+        """See `ReplyTransport`."""
+        return self._transport
 
     def release_body(self) -> None:
         """Release the request's body from the budget."""
@@ -278,7 +285,7 @@ class ServerConnection(asyncio.Protocol):
             head = self._incoming.head
             self._transport.write(self._service.last_answer(GAVE_WAY, head, self._peer))
         # The client's part of closing TLS may never arrive, nor may it read the answer.
-        if self._is_tls or self._transport.get_write_buffer_size():
+        if self._transport.is_encrypted or self._transport.get_write_buffer_size():
             self._abort()
         else:
             self._close()
@@ -450,10 +457,6 @@ class ServerConnection(asyncio.Protocol):
         if reply is not None:
             reply.lose_client()
 
-    @property
-    def _is_tls(self) -> bool:
-        return self._transport.get_extra_info("sslcontext") is not None
-
     def _read_on(self, *, reads: bool) -> None:
         if reads is not self._reading:
             self._reading = reads
@@ -466,8 +469,10 @@ class ServerConnection(asyncio.Protocol):
 
     def _check_stall(self, now_s: float) -> None:
         """Disconnect a client that has read nothing for `write_timeout_s` while data waits."""
-        written = 0 if self._reply is None else self._reply.written
         waiting = self._transport.get_write_buffer_size()
+        written = (
+            0 if self._reply is None else self._reply.written
+        )  # Which that may have brought up to date.
         held = held_by_kernel(self._transport.get_extra_info("socket")) if waiting else 0
         if self._writes.has_stalled(now_s, written=written, waiting=waiting, held=held):
             self.drop()

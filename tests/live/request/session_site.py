@@ -27,6 +27,8 @@ from balanceroute.proxy.live.request.reports import (
     RemotePrefillEnded,
     Report,
     SessionEnded,
+    StreamLent,
+    StreamReturned,
 )
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.session_host import SessionContext
@@ -398,6 +400,8 @@ class Site:
                 self.prefillers[prefiller].without_kv = reason
             case KvAbandoned(how):
                 self.abandoned.append(how)
+            case StreamLent() | StreamReturned():
+                raise AssertionError("there is no pump here")
             case RemotePrefillEnded(prefiller):
                 self.prefillers[prefiller].hand_offs -= 1
             case SessionEnded(_, record):

@@ -17,6 +17,7 @@ from tests.live.stream_client import (
     OPENING,
     TOTAL,
     Client,
+    FakeLent,
     chat,
     chunk,
     counts,
@@ -26,6 +27,17 @@ from tests.live.stream_client import (
     usage,
 )
 
+from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.wire.http1.pump import (
+    COMPLETIONS,
+    COUNTED,
+    HIDE,
+    NAMED,
+    NO_USAGE,
+    TEXT,
+    EventForm,
+    Passed,
+)
 from balanceroute.proxy.wire.messages import WireFault
 
 
@@ -424,3 +436,143 @@ def test_a_trickle_of_bytes_is_no_progress() -> None:
         client.now_s += 1.0
         client.leg.on_data(bytes([byte]))
     assert client.leg.last_s == since_s
+
+
+# Moved by others.
+
+
+def ordinary(count: int) -> list[bytes]:
+    return [chat(f" t{number}") for number in range(count)]
+
+
+def waiting(client: Client, count: int, gap_s: float = 0.02) -> Client:
+    """Let events come alone, each after a while."""
+    for one in ordinary(count):
+        client.now_s += gap_s
+        line = one[:-2]
+        assert client.leg.takes_lines
+        client.leg.on_line(line)
+    return client
+
+
+def lending(**options: Any) -> Client:
+    client = Client(lends=True, **options).answer(OPENING, *ordinary(2))
+    assert client.forms == []
+    return client
+
+
+def passed(events: int, tokens: int, untold: int = 0) -> Passed:
+    return Passed(events, tokens, untold, b"", b"")
+
+
+def test_a_stream_is_lent_once_its_engine_has_waited_a_few_times() -> None:
+    client = waiting(lending(), 2)
+    assert client.forms == []
+    client.lent = FakeLent()
+    waiting(client, 1)
+    assert client.forms == [EventForm(COMPLETIONS, 0, 5)]
+    client.lent.tokens = 50
+    assert client.leg.read_tokens() == 50
+    client.leg.catch_up()
+    assert (client.lent.caught_up, client.lent.stopped) == (1, 0)
+    client.lent.paused = True
+    client.leg.catch_up()
+    assert client.lent.stopped == 1
+    client.leg.last_s = client.now_s + 0.5  # Of a finer clock.
+    client.leg.came_back(passed(45, 50))
+    assert client.leg.last_s == client.now_s
+    assert client.turns[-1] == "back"
+    waiting(client, 1, gap_s=0.0)
+    assert client.tokens == client.leg.count_tokens() == 51
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.001])
+def test_one_whose_engine_does_not_wait_is_not_lent(gap_s: float) -> None:
+    assert waiting(lending(), 50, gap_s).forms == []
+
+
+def test_events_that_come_together_are_no_wait() -> None:
+    client = lending()
+    for _ in range(20):
+        waiting(client, 2)
+        client.now_s += 0.02
+        client.leg.on_lines([one[:-2] for one in ordinary(2)])
+    assert client.forms == []
+
+
+def test_nothing_is_lent_unless_it_is_asked_for() -> None:
+    client = Client().answer(OPENING, *ordinary(2))
+    assert waiting(client, 50).forms == []
+
+
+def test_what_comes_back_in_vain_stays() -> None:
+    client = lending()
+    for _ in range(3):
+        client.lent = FakeLent()
+        waiting(client, 3)
+        client.leg.came_back(passed(1, client.tokens + 1))
+    assert len(client.forms) == 3
+    assert len(waiting(client, 50).forms) == 3
+
+
+def test_what_comes_back_after_much_is_lent_again() -> None:
+    client = lending()
+    for _ in range(20):
+        client.lent = FakeLent()
+        waiting(client, 3)
+        client.leg.came_back(passed(100, client.tokens + 100))
+    assert len(client.forms) == 20
+    assert client.tokens == 2 + 20 * 103
+
+
+def test_what_nobody_can_take_is_offered_a_few_times() -> None:
+    client = waiting(lending(), 100)
+    assert len(client.forms) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({"counts": counts()}, EventForm(COMPLETIONS, COUNTED | HIDE, 1)),
+        ({"counts": counts(ALL)}, EventForm(COMPLETIONS, COUNTED, 1)),
+        (
+            {"counts": counts(ALL), "cached_tokens": 3},
+            EventForm(COMPLETIONS, COUNTED | NO_USAGE, 1),
+        ),
+        ({"counts": counts(TOTAL), "cached_tokens": 3}, EventForm(COMPLETIONS, COUNTED | HIDE, 1)),
+        ({"keep_text": True}, EventForm(COMPLETIONS, TEXT, 1)),
+        ({"ids": TokenIds()}, None),
+    ],
+    ids=str,
+)
+def test_how_events_are_to_be_taken(options: dict[str, Any], form: EventForm | None) -> None:
+    client = Client(**options).answer(OPENING, chunk("a", **usage(1)))
+    assert client.reader.form == form
+
+
+def test_named_events_are_taken_by_name() -> None:
+    client = Client(openai=False)
+    assert client.reader.form == EventForm(NAMED, 0, 0)
+    client.reader.take_passed(passed(3, 3))
+    assert client.tokens == 3
+    assert client.reader.told
+
+
+def test_counts_that_an_engine_left_out_meanwhile_are_not_told() -> None:
+    for untold in (0, 1):
+        kept = counts()
+        client = Client(counts=kept).answer(OPENING, chunk("a", **usage(1)))
+        client.reader.take_passed(passed(4, 7, untold))
+        assert client.tokens == 7
+        assert kept.told == (None if untold else 7)
+        client.answer(chunk("b", **usage(9)))
+        assert client.tokens == 9
+
+
+def test_text_that_passed_elsewhere_is_kept() -> None:
+    client = Client(keep_text=True).answer(OPENING, chat("a"))
+    whole = chat('"')
+    texts = b"\1\0\0\0b" + (len(whole) | 1 << 31).to_bytes(4, "little") + whole + b"\0\0\0\0"
+    client.reader.take_passed(Passed(3, 4, 0, texts, chat("")))
+    assert client.text == ["a", "b", '"', ""]
+    assert not client.transcript.is_whole

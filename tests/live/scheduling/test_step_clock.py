@@ -1,7 +1,8 @@
 """Steps inferred from streams: right in lock step, bounded when not, and proof against nonsense."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
+from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
 from balanceroute.proxy.live.scheduling.pushed_counts import PushedCounts, UnknownRowError
 from balanceroute.proxy.live.scheduling.step_clock import Advance, Counts, StepClock
 
@@ -26,6 +28,9 @@ class Answer:
     mirror: int = 0
     row: int = 0
     emitted_before: int = 0
+    number: int = 0
+    slot: int = -1
+    shape: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(sequences=2))
 
     @property
     def streamed(self) -> bool:
@@ -36,36 +41,62 @@ class Fleet:
     """Answers, and a mirror of them that is brought forward as the driver does it.
 
     Args:
-        pushed: Whether arrays tell how far the answers are, two sequences each; else they are asked.
+        kind: Whether arrays tell how far the answers are, two sequences each ("pushed"), or they are asked
+            ("pulled"), or the pump tells of every other one of those that are streamed ("pumped").
     """
 
-    def __init__(self, *, pushed: bool) -> None:
+    def __init__(self, kind: str) -> None:
         self.clock = StepClock()
         self.answers: dict[RequestId, Answer] = {}
         self.now_s = 0.0
         self._started = 0
         self._rows = PushedCounts[Answer]()
-        self._counts: Counts[Answer] = self._rows if pushed else PulledCounts()
+        self._tokens = np.zeros(1_024, np.uint32)
+        self._slots = list(range(1_024))
+        self._counts: Counts[Any] = PulledCounts()
+        if kind == "pushed":
+            self._counts = self._rows
+        elif kind == "pumped":
+            self._counts = PumpedCounts(self._tokens)
 
     def start(self, rounds: int | None = 0) -> Answer:
-        answer = Answer(rounds, row=self._rows.take(sequences=2))
         self._started += 1
+        answer = Answer(rounds, row=self._rows.take(sequences=2), number=self._started)
         self.answers[RequestId(self._started)] = answer
         self._push(answer)
         self._counts.start(answer, self.clock.steps)
+        self._lend(answer)
         return answer
 
+    def _lend(self, answer: Answer) -> None:
+        """Have the pump move every other stream."""
+        if isinstance(self._counts, PumpedCounts) and answer.streamed and answer.number % 2:
+            answer.slot = self._slots.pop()
+            self._push(answer)
+            self._counts.lent(RequestId(answer.number), answer.slot)
+
+    def _return(self, answer: Answer) -> None:
+        if answer.slot >= 0:
+            assert isinstance(self._counts, PumpedCounts)
+            self._counts.returned(answer.slot)
+            self._tokens[answer.slot] = 4_000_000_000  # Another stream's.
+            self._slots.append(answer.slot)
+            answer.slot = -1
+
     def leave(self, answer: Answer) -> None:
+        self._return(answer)
         self._counts.stop(answer)
         self._rows.release(answer.row)
         self.answers = {number: one for number, one in self.answers.items() if one is not answer}
 
     def restart(self, answer: Answer) -> None:
+        self._return(answer)
         self._counts.stop(answer)
         assert answer.rounds is not None
         answer.emitted_before += 2 * answer.rounds
         answer.rounds = answer.mirror = 0
         self._counts.start(answer, self.clock.steps)
+        self._lend(answer)
 
     def advance(self, after_s: float = 0.02) -> "Advance[Answer]":
         self.now_s += after_s
@@ -83,6 +114,8 @@ class Fleet:
         if answer.rounds is not None:
             emitted = answer.emitted_before + 2 * answer.rounds
             self._rows.update(np.array([answer.row]), np.array([emitted]))
+            if answer.slot >= 0:
+                self._tokens[answer.slot] = 2 * answer.rounds + 1  # Of two sequences.
 
     def emit(self, rounds: int = 1) -> None:
         for answer in self.answers.values():
@@ -96,9 +129,9 @@ class Fleet:
                 assert abs(answer.mirror - answer.rounds) <= TOLERANCE
 
 
-@pytest.fixture(params=[False, True], ids=["pulled", "pushed"])
+@pytest.fixture(params=["pulled", "pushed", "pumped"])
 def fleet(request: pytest.FixtureRequest) -> Fleet:
-    return Fleet(pushed=request.param)
+    return Fleet(request.param)
 
 
 def test_a_step_is_timed_unless_the_fleet_paused(fleet: Fleet) -> None:
@@ -211,7 +244,7 @@ def test_the_fast_half_may_leave_at_any_time(fleet: Fleet) -> None:
         fleet.check()
 
 
-@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("kind", ["pulled", "pushed", "pumped"])
 @given(
     history=st.lists(
         st.tuples(
@@ -223,9 +256,9 @@ def test_the_fast_half_may_leave_at_any_time(fleet: Fleet) -> None:
     )
 )
 def test_whatever_streams_do_the_mirror_stays_within_the_tolerance(
-    pushed: bool, history: list[tuple[list[int], str, float]]
+    kind: str, history: list[tuple[list[int], str, float]]
 ) -> None:
-    fleet = Fleet(pushed=pushed)
+    fleet = Fleet(kind)
     for emitted, change, after_s in history:
         if change == "start" and len(fleet.answers) < 6:
             fleet.start()
@@ -365,7 +398,7 @@ def test_a_round_of_several_sequences_is_one_step(fleet: Fleet) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_it_is_the_same_whether_streams_are_asked_or_tell(seed: int) -> None:
     rng = random.Random(seed)
-    fleets = [Fleet(pushed=False), Fleet(pushed=True)]
+    fleets = [Fleet("pulled"), Fleet("pushed"), Fleet("pumped")]
     # More than there are rows at first, so that the arrays grow.
     for rounds in [rng.choice([None, 0, 3]) for _ in range(1_500)]:
         for fleet in fleets:
@@ -389,7 +422,7 @@ def test_it_is_the_same_whether_streams_are_asked_or_tell(seed: int) -> None:
             look = fleet.advance(after_s)
             off = sorted((answer.row, by) for answer, by in look.corrections)
             looks.append((look.steps, look.step_s, off, fleet.clock.step_s))
-        assert looks[0] == looks[1]
+        assert looks[0] == looks[1] == looks[2]
     assert fleets[0].clock.steps > 40
 
 

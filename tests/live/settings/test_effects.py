@@ -37,6 +37,7 @@ CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
     ({"http3_order": "edf"}, {}, {"http3": True}),
     ({"http3_hard_deadlines": True}, {"http3_order": "edf"}, {"http3": True}),
     ({"http3_streams": 7}, {}, {"http3": True}),
+    ({"native_threads": 2}, {"native": "off"}, {"native": "auto"}),
     ({"http3_handshakes": 7}, {}, {"http3": True}),
     ({"admin_port": 7}, {"admin": False}, {"admin": True}),
     ({"admin_host": "127.0.0.3"}, {"admin": False}, {"admin": True}),
@@ -112,6 +113,7 @@ OF_FILES = {
         "tenants",
     ),
     "fair_queue",
+    "native",
 }
 # They do something whatever else is set, or are refused where they would not.
 ALWAYS = {
@@ -203,6 +205,14 @@ def test_what_ships_has_no_setting_without_effect(path: Path) -> None:
     if topology.emulation is not None:
         engines = {"prefill": ["http://p"], "decode": ["http://d"]}
     assert idle(make_config(topology, engines)) == []
+
+
+def test_the_native_library_moves_nothing_over_tls(tmp_path: Path) -> None:
+    tls = flags({"http3": True}, tmp_path)
+    (told,) = idle(of_flags(**tls, native="require"))
+    assert told.startswith("--native has no effect with --tls-cert")
+    assert idle(of_flags(**tls, native="off")) == []
+    assert idle(of_flags(native="require")) == []
 
 
 def test_a_setting_of_a_file_that_needs_files(tmp_path: Path) -> None:

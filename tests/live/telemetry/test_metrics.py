@@ -305,6 +305,17 @@ def test_the_histogram_counts_as_the_library_does(values: list[float], times: in
     )
 
 
+def test_what_is_counted_elsewhere_is_added_once() -> None:
+    histogram = Histograms("h", "Doc.", (1.0, 2.0)).of()
+    elsewhere = [([0, 3, 1], 9.5), ([1, 0, 0], 0.5)]
+    histogram.beside = lambda: elsewhere.pop(0) if elsewhere else ([0, 0, 0], 0.0)
+    histogram.observe(1.5)
+    assert histogram.counted() == ([0, 4, 1], 11.0, 0)
+    assert histogram.counted() == ([1, 4, 1], 11.5, 0)
+    assert histogram.take() == ([1, 4, 1], 11.5, 0)
+    assert histogram.counted() == ([0, 0, 0], 0.0, 0)
+
+
 def test_an_endpoint_that_is_not_ours_is_other() -> None:
     subject = metrics()
     for number in range(100):

@@ -1,0 +1,403 @@
+"""Moves the ordinary events of streams outside Python, by the library that is built from `proxy/pump`.
+
+A stream is **lent** to it with copies of both descriptors, while nothing of it is half read or unsent.
+As long as it is away, nobody here reads its engine or writes to its client: who wants to gets it back
+first (`TurnTransport.reclaim`). With the first bytes that are no ordinary event it comes back by itself,
+and those bytes are processed as if they had been read here.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64
+from ctypes import c_void_p as pointer
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
+from balanceroute.proxy.wire.http1.reply import Http1Reply
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.turn_writes import TurnTransport
+
+_LOG = logging.getLogger(__name__)
+
+_ABI = 1
+_PACKAGE, _FILE = "balanceroute_native", "libbalanceroute_native.so"
+# What a stream's events are, and what is asked of the pump: `br_stream` of the library.
+COMPLETIONS, NAMED = 0, 1
+COUNTED, HIDE, NO_USAGE, _CHUNKED, TEXT = 1, 2, 4, 8, 64
+# Why a stream came back, where that matters here.
+_CLIENT, _FAULT = 5, 9
+_PAUSED = 1
+# Words of a slot: of 4 bytes, and of 8.
+_SLOT_BYTES = 64
+_TOKENS, _EVENTS, _WAITING, _FLAGS, _UNTOLD = 0, 1, 8, 9, 14
+_LAST, _GAP, _WRITTEN, _RESUMED = 1, 2, 3, 6
+_BYTES_PER_EVENT = 8
+
+
+class LibraryError(BalanceRouteError):
+    """The library is not there, or is not one for this version."""
+
+
+class _Options(Structure):
+    _fields_ = (
+        *((name, c_uint32) for name in ("threads", "slots", "max_fd", "n_bounds")),
+        ("bounds_ns", POINTER(c_uint64)),
+    )
+
+
+class _Stream(Structure):
+    _fields_ = (
+        *(("engine", c_int32), ("client", c_int32)),
+        *((name, c_uint32) for name in ("kind", "flags", "tokens", "high", "low", "reserved")),
+        *(("last_ns", c_uint64), ("gap_max_ns", c_uint64)),
+    )
+
+
+class _Bytes(Structure):
+    _fields_ = (("data", pointer), ("size", c_size_t))
+
+    def copied(self) -> bytes:
+        copy: bytes = ctypes.string_at(self.data, self.size) if self.size else b""
+        return copy
+
+
+class _Returned(Structure):
+    _fields_ = (
+        *(("slot", c_uint32), ("reason", c_uint32), ("error", c_int32), ("reserved", c_uint32)),
+        *((name, _Bytes) for name in ("engine", "client", "ids", "new_ids", "behind")),
+        *((name, _Bytes) for name in ("texts", "last")),
+    )
+
+
+class EventForm(NamedTuple):
+    """What ordinary events of a stream are, in the library's terms.
+
+    Attributes:
+        kind: `COMPLETIONS` or `NAMED`.
+        flags: Of `COUNTED` (the engine's counts are read), `HIDE` (and cut out), `NO_USAGE` (an event
+            with usage is not ordinary) and `TEXT` (what a `Transcript` keeps is kept).
+        tokens: Those so far.
+    """
+
+    kind: int
+    flags: int
+    tokens: int
+
+
+class Passed(NamedTuple):
+    """What passed while a stream was away.
+
+    Attributes:
+        events: Their number.
+        tokens: Those of the stream so far, its earlier ones included.
+        untold: Events that had no count of the engine's, though others have.
+        texts: The texts of the events, in the library's form.
+        last: The last of the events that has any; empty for none.
+    """
+
+    events: int
+    tokens: int
+    untold: int
+    texts: bytes
+    last: bytes
+
+
+class LentStream(Protocol):
+    """Who goes on with a stream.
+
+    Attributes:
+        last_s: When its last events came, by the loop's clock.
+        gap_max_s: The longest gap between two arrivals of events.
+        resumed_s: When the client's last pause ended while it was away.
+    """
+
+    last_s: float
+    gap_max_s: float
+    resumed_s: float
+
+    def came_back(self, passed: Passed) -> None:
+        """Go on: what follows is called here again."""
+
+
+class Lent:
+    """A stream that is away.
+
+    Attributes:
+        slot: Its number at the pump, which another one has later.
+    """
+
+    __slots__ = (
+        "_pump",
+        "_seen_ns",
+        "_written",
+        "carrier",
+        "connection",
+        "reply",
+        "slot",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        pump: "Pump",
+        connection: ClientConnection,
+        reply: Http1Reply,
+        carrier: "TurnTransport",
+        stream: LentStream,
+    ) -> None:
+        self._pump = pump
+        self._seen_ns = 0
+        self._written = reply.written
+        self.connection = connection
+        self.reply = reply
+        self.carrier = carrier
+        self.stream = stream
+        self.slot = -1
+
+    @property
+    def tokens(self) -> int:
+        """The stream's tokens so far."""
+        return self._pump.words[16 * self.slot + _TOKENS]
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the client's socket has not taken; see `Borrower`."""
+        self.catch_up()
+        return self._pump.words[16 * self.slot + _WAITING]
+
+    def catch_up(self) -> None:
+        """Note how far the stream is, as if its events had passed here."""
+        longs, at = self._pump.longs, 8 * self.slot
+        last_ns = longs[at + _LAST]
+        if last_ns != self._seen_ns:
+            self._seen_ns = last_ns
+            stream = self.stream
+            stream.last_s = last_ns * 1e-9
+            stream.gap_max_s = longs[at + _GAP] * 1e-9
+            stream.resumed_s = longs[at + _RESUMED] * 1e-9
+            self.reply.written = self._written + longs[at + _WRITTEN]
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads too slowly."""
+        return bool(self._pump.words[16 * self.slot + _FLAGS] & _PAUSED)
+
+    def stop(self) -> None:
+        """Get it back at once; see `Borrower`."""
+        self._pump.stop(self)
+
+
+class Pump:
+    """The library at work: threads that move what was lent to them.
+
+    Args:
+        library: See `load_library`.
+        threads: How many.
+        slots: Streams that may be away at the same time, each of which has two descriptors more.
+        high: Bytes that may wait for a client before its engine is not read any more.
+        bounds_s: Upper ends of the buckets in which gaps between events are counted.
+
+    Attributes:
+        streams: How often a stream was lent.
+        tokens: uint32[slots], those of each stream that is away.
+        words: The slots by 4 bytes; `longs` by 8.
+        longs: The slots by 8 bytes.
+
+    Raises:
+        LibraryError: There are no descriptors or no threads for it.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        *,
+        threads: int,
+        slots: int,
+        high: int,
+        bounds_s: Sequence[float],
+    ) -> None:
+        self._library = library
+        self._high = high
+        self._lent: dict[int, Lent] = {}
+        self._returned = _Returned()
+        self._loop = asyncio.get_running_loop()
+        bounds = (c_uint64 * len(bounds_s))(*(round(one * 1e9) for one in bounds_s))
+        made = pointer()
+        options = _Options(threads, slots, 0, len(bounds), bounds)
+        error = library.br_pump_new(byref(options), byref(made))
+        if error:
+            raise LibraryError(f"the native library cannot start: {os.strerror(-error)}")
+        self._made = made
+        view = _view(library.br_pump_slots(made), slots * _SLOT_BYTES)
+        self.words, self.longs = view.cast("I"), view.cast("Q")
+        by_slot = np.frombuffer(view, np.uint32).reshape(slots, -1)
+        self.tokens: NDArray[np.uint32] = by_slot[:, _TOKENS]
+        self._events_of: NDArray[np.uint32] = by_slot[:, _EVENTS]
+        size = 8 * threads * (len(bounds) + 2)
+        counted = np.frombuffer(_view(library.br_pump_gaps(made), size), np.uint64)
+        self._gaps: NDArray[np.uint64] = counted.reshape(threads, -1)
+        self._told = self._gaps.sum(0)
+        self.streams = self._events = 0
+        self._number = library.br_pump_fd(made)
+        self._loop.add_reader(self._number, self._on_returned)
+
+    @property
+    def away(self) -> int:
+        """Streams that are away."""
+        return len(self._lent)
+
+    @property
+    def events(self) -> int:
+        """Events that were moved so far."""
+        return self._events + int(self._events_of[list(self._lent)].sum())
+
+    def new_gaps(self) -> tuple[list[int], float]:
+        """Return the gaps between events since the last call: by bucket, and their sum in seconds."""
+        counted = self._gaps.sum(0)
+        new = (counted - self._told).tolist()
+        self._told = counted
+        return new[:-1], new[-1] / 1e9
+
+    def lend(self, call: Call, reply: "Reply", stream: LentStream, form: EventForm) -> Lent | None:
+        """Have the events that follow moved, if that is possible now; None if not.
+
+        Only within the stream's own `on_line`.
+        """
+        connection = call.connection
+        carrier = reply.carrier if isinstance(reply, Http1Reply) else None
+        if connection is None or carrier is None:
+            return None
+        assert isinstance(reply, Http1Reply)
+        lent = Lent(self, connection, reply, carrier, stream)
+        engine, client = connection.lend(lent), -1
+        if engine >= 0:
+            client = carrier.lend(lent)
+        if client >= 0:
+            made = _Stream(
+                *(engine, client, form.kind, form.flags | _CHUNKED, form.tokens),
+                *(self._high, self._high // 4, 0),  # As an event loop has it.
+                *(round(stream.last_s * 1e9), round(stream.gap_max_s * 1e9)),
+            )
+            lent.slot = self._library.br_add(self._made, byref(made))
+            if lent.slot >= 0:
+                self.streams += 1
+                self._lent[lent.slot] = lent
+                return lent
+            carrier.returned(b"")
+        if engine >= 0:
+            connection.returned()
+            connection.go_on(b"")
+        return None
+
+    def stop(self, lent: Lent) -> None:
+        """Get a stream back; what of it was read is processed behind what is under way."""
+        self._library.br_stop(self._made, lent.slot, byref(self._returned))
+        connection, left = lent.connection, self._bring_back(lent)
+        if connection.in_use:
+            # Before anything is read.
+            self._loop.call_soon(connection.go_on, left)
+
+    def close(self) -> None:
+        """Get all streams back, and end the threads."""
+        self._loop.remove_reader(self._number)
+        for lent in list(self._lent.values()):
+            self.stop(lent)
+        self.words.release()
+        self.longs.release()
+        self._library.br_pump_free(self._made)
+
+    def _on_returned(self) -> None:
+        os.read(self._number, _BYTES_PER_EVENT)
+        self._take()
+
+    def _take(self) -> None:
+        returned = self._returned
+        try:
+            while not self._library.br_take(self._made, byref(returned)):
+                lent = self._lent[returned.slot]
+                connection, carrier = lent.connection, lent.carrier
+                gone = returned.reason == _CLIENT
+                left = self._bring_back(lent)
+                if gone:
+                    carrier.abort()  # As the loop does if it cannot write.
+                connection.go_on(left)
+        except BaseException:
+            self._loop.call_soon(self._take)  # The others must not wait for ever.
+            raise
+
+    def _bring_back(self, lent: Lent) -> bytes:
+        """Undo the loan; return what was read of the engine and not taken."""
+        slot, returned, words = lent.slot, self._returned, self.words
+        lent.catch_up()
+        at = 16 * slot
+        passed = Passed(
+            words[at + _EVENTS],
+            words[at + _TOKENS],
+            words[at + _UNTOLD],
+            returned.texts.copied(),
+            returned.last.copied(),
+        )
+        left: bytes = returned.engine.copied()
+        unsent: bytes = returned.client.copied()
+        if returned.reason == _CLIENT:
+            unsent = b""
+        if returned.reason == _FAULT:
+            _LOG.error("the native pump has failed, and its streams go on without it")
+        self._library.br_release(self._made, slot)
+        del self._lent[slot]
+        self._events += passed.events
+        lent.stream.came_back(passed)
+        lent.connection.returned()
+        lent.carrier.returned(unsent)
+        return left
+
+
+def _view(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+def find_library() -> Path | None:
+    """Return where the library is; None if it is not installed."""
+    spec = find_spec(_PACKAGE)
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return next((path for place in places if (path := Path(place) / _FILE).is_file()), None)
+
+
+def load_library() -> ctypes.CDLL:
+    """Return the library. Raises LibraryError."""
+    path = find_library()
+    if path is None:
+        raise LibraryError("the native library is not installed (pip install balanceroute[native])")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryError(f"{path} cannot be loaded: {error}") from None
+    found = library.br_abi()
+    if found != _ABI:
+        raise LibraryError(f"{path} is of another version: {found} instead of {_ABI}")
+    for name, result, *arguments in (
+        ("br_pump_new", c_int, POINTER(_Options), POINTER(pointer)),
+        ("br_pump_free", None, pointer),
+        ("br_pump_fd", c_int, pointer),
+        ("br_pump_slots", pointer, pointer),
+        ("br_pump_gaps", pointer, pointer),
+        ("br_add", c_int64, pointer, POINTER(_Stream)),
+        ("br_stop", c_int, pointer, c_uint32, POINTER(_Returned)),
+        ("br_take", c_int, pointer, POINTER(_Returned)),
+        ("br_release", c_int, pointer, c_uint32),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

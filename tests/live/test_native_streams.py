@@ -1,0 +1,269 @@
+"""`balanceroute serve` with the native library: its streams are those that it sends without."""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.live.served import Served, engines, play, serving
+from tests.native import needs_native
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, MakeExchanged
+
+    from balanceroute.proxy.emulate.fleet import EmulatedFleet
+
+pytestmark = needs_native
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TALK = [{"role": "user", "content": "t1 t2 t3"}]
+TOKENS = 80
+# Two proxies one after the other; only ever waited for by a test that fails.
+PATIENCE_S = 180.0
+# Of one engine step: long enough that a busy machine seldom gathers several.
+STEP_NS = 10_000_000
+PROCESSES = pytest.mark.parametrize("processes", [(), ("--workers", "2")], ids=["one", "relays"])
+# What differs from run to run.
+IDS = re.compile(rb'"((?:item_|response_)?id)":"[^"]*"')
+TIMES = re.compile(rb'"((?:created|completed)(?:_at)?)":[\d.]+')
+# Of a line of the request log.
+TOLD = ("endpoint", "outcome", "status", "prompt_tokens", "output_tokens", "cached_tokens")
+
+
+def asking(path: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    values: dict[str, Any] = {"model": "tiny", "stream": True, "ignore_eos": True}
+    if path == RESPONSES:
+        values |= {"input": "t1 t2 t3", "max_output_tokens": TOKENS}
+    else:
+        values |= {"max_tokens": TOKENS}
+        values |= {"prompt": "t1 t2 t3"} if path == COMPLETIONS else {"messages": TALK}
+    return path, values | more
+
+
+ASKED = [
+    asking(CHAT),
+    asking(CHAT, stream_options={"include_usage": True}),
+    asking(CHAT, stream_options={"include_usage": True, "continuous_usage_stats": True}),
+    asking(CHAT, logprobs=True, top_logprobs=2),
+    asking(COMPLETIONS),
+    asking(COMPLETIONS, n=2),
+    asking(COMPLETIONS, return_token_ids=True),
+    asking(MESSAGES),
+    asking(RESPONSES),
+]
+
+
+def shown(events: list[bytes]) -> list[bytes]:
+    return [TIMES.sub(rb'"\1":0', IDS.sub(rb'"\1":""', one)) for one in events]
+
+
+async def metric(served: Served, name: str) -> float:
+    page = (await served.admin.get("/metrics")).body.decode()
+    (found,) = re.findall(rf"^balanceroute_{name} (\S+)$", page, re.MULTILINE)
+    return float(found)
+
+
+Play = Callable[["EmulatedFleet", Served], Coroutine[Any, Any, Any]]
+
+
+async def both_ways(
+    make: "MakeExchanged", folder: Path, processes: tuple[str, ...], main: Play, *flags: str
+) -> tuple[list[Any], list[list[dict[str, Any]]]]:
+    """Play the same without and with the library; return what came of it, and the request logs."""
+    results, logs = [], []
+    for native in ("off", "require"):
+        log = folder / f"{native}.log"
+        async with (
+            engines(ranks=1, step_base_ns=STEP_NS) as fleet,
+            serving(
+                make,
+                fleet.prefill_urls,
+                fleet.decode_urls,
+                *("--native", native, *processes, "--log", str(log), *flags),
+            ) as served,
+        ):
+            results.append(await main(fleet, served))
+            if native == "off":
+                assert await metric(served, "pumped_events_total") == 0
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        ended = [line for line in lines if line.get("event") == "request_ended"]
+        logs.append([{name: line.get(name) for name in TOLD} for line in ended])
+    return results, logs
+
+
+@PROCESSES
+def test_every_stream_is_the_same(
+    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> Any:
+        sent = [served.client.send(b"POST", *one) for one in ASKED]
+        for one in sent:
+            await one.end()
+            assert (one.status, one.error) == (200, None)
+        return [shown(one.events) for one in sent]
+
+    async def guarded() -> None:
+        (off, native), logs = await both_ways(make_exchanged, tmp_path, processes, main)
+        for without, with_it in zip(off, native, strict=True):
+            assert with_it == without
+            assert len(without) > 20
+        off_log, native_log = (sorted(map(str, one)) for one in logs)
+        assert len(off_log) == len(ASKED)
+        assert native_log == off_log
+
+    play(guarded(), PATIENCE_S)
+
+
+@PROCESSES
+def test_nearly_all_of_it_is_moved_natively(
+    make_exchanged: "MakeExchanged", processes: tuple[str, ...]
+) -> None:
+    async def guarded() -> None:
+        async with (
+            engines(step_base_ns=STEP_NS) as fleet,
+            serving(
+                make_exchanged,
+                fleet.prefill_urls,
+                fleet.decode_urls,
+                *("--native", "require", "--native-threads", "2", *processes),
+            ) as served,
+        ):
+            asked = [asking(path, max_tokens=200) for path in (CHAT, COMPLETIONS, CHAT)]
+            sent = [served.client.send(b"POST", *one) for one in asked]
+            await asyncio.gather(*(one.until_events(100) for one in sent))
+            state = (await served.admin.get("/admin/state?requests=1")).json["state"]
+            assert len(state["requests"]) == 3
+            assert all(row["emitted_tokens"] > 50 for row in state["requests"])
+            assert state["steps"] > 50
+            for one in sent:
+                await one.end()
+            while await metric(served, "pumped_events_total") < 0.8 * 600:
+                pass  # Relays tell it now and then.
+            assert await metric(served, "pumped_streams_total") >= 3
+            page = (await served.admin.get("/metrics")).body.decode()
+            gaps = re.search(r"inter_token_latency_seconds_count (\S+)", page)
+            assert gaps is not None
+            # One for each event that came alone, but for the first.
+            assert 0.8 * 600 < float(gaps[1]) <= 620
+
+    play(guarded(), PATIENCE_S)
+
+
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"reset_after_tokens": 50}, "upstream_error"),
+    ({"end_after_tokens": 50}, "upstream_error"),
+    ({"error_event_after_tokens": 50}, "upstream_error"),
+    ({"stall_after_tokens": 50}, "upstream_error"),
+    ({"lose_end": True}, "ok"),
+    ({"keep_alive_s": 0.03}, "ok"),
+    ({"malformed": "comments"}, "ok"),
+    ({"malformed": "crlf"}, "ok"),
+    ({"malformed": "joined"}, "ok"),
+]
+
+
+@PROCESSES
+def test_engines_that_fail_are_told_as_ever(
+    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> Any:
+        told = []
+        for number, (fault, _) in enumerate(FAULTS):
+            fleet.faults.set("decode", **fault)
+            # Two engines must not die under the same.
+            talk = [{"role": "user", "content": f"t{number}"}]
+            sent = served.client.send(b"POST", *asking(CHAT, messages=talk))
+            await sent.end()
+            comments = [one for one in sent.events if one[:1] != b":"]
+            told.append((shown(comments), sent.error is None))
+            fleet.faults.clear("decode")
+        return told
+
+    async def guarded() -> None:
+        flags = ("--idle-stream-timeout-s", "1", "--quarantine-failures", "100")
+        (off, native), logs = await both_ways(make_exchanged, tmp_path, processes, main, *flags)
+        for without, with_it in zip(off, native, strict=True):
+            assert with_it == without
+        for log in logs:
+            assert [line["outcome"] for line in log] == [outcome for _, outcome in FAULTS]
+        assert logs[0] == logs[1]
+
+    play(guarded(), PATIENCE_S)
+
+
+@PROCESSES
+def test_a_client_that_leaves_is_noticed(
+    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> Any:
+        sent = served.client.send(b"POST", *asking(CHAT, max_tokens=100_000))
+        await sent.until_events(40)
+        sent.call.abort()
+        while any(fleet.stats()["running"]):  # Else its engine would go on for minutes.
+            await served.admin.get("/health")
+
+    async def guarded() -> None:
+        _, logs = await both_ways(make_exchanged, tmp_path, processes, main)
+        for (line,) in logs:
+            assert line["outcome"] == "cancelled"
+            assert line["output_tokens"] >= 30
+
+    play(guarded(), PATIENCE_S)
+
+
+@PROCESSES
+def test_a_drain_ends_what_is_under_way(
+    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> "Exchanged":
+        sent = served.client.send(b"POST", *asking(CHAT))
+        await sent.until_events(30)
+        served.process.send_signal(signal.SIGTERM)
+        await sent.end()
+        assert sent.done
+        return sent
+
+    async def guarded() -> None:
+        async with (
+            engines(step_base_ns=STEP_NS) as fleet,
+            serving(
+                make_exchanged,
+                fleet.prefill_urls,
+                fleet.decode_urls,
+                *("--native", "require", *processes),
+            ) as served,
+        ):
+            await main(fleet, served)
+            assert (await served.exit())[0] == 0
+
+    play(guarded(), PATIENCE_S)
+
+
+@PROCESSES
+def test_a_client_hears_that_its_engine_is_silent(
+    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> Any:
+        sent = served.client.send(b"POST", *asking(CHAT))
+        await sent.until_events(30)
+        fleet.faults.set("decode", frozen="alone")
+        while b": keep-alive\n\n" not in sent.events:
+            await served.admin.get("/health")
+        fleet.faults.clear("decode")
+        await sent.end()
+        assert sent.done
+        return shown([one for one in sent.events if one[:1] != b":"])
+
+    async def guarded() -> None:
+        flags = ("--sse-keep-alive-s", "1")
+        (off, native), _ = await both_ways(make_exchanged, tmp_path, processes, main, *flags)
+        assert native == off
+
+    play(guarded(), PATIENCE_S)
