@@ -29,7 +29,7 @@ PATIENCE_S = 180.0
 STEP_NS = 10_000_000
 PROCESSES = pytest.mark.parametrize("processes", [(), ("--workers", "2")], ids=["one", "relays"])
 # What differs from run to run.
-IDS = re.compile(rb'"((?:item_|response_)?id)":"[^"]*"')
+IDS = re.compile(rb'"((?:item_|response_|request_)?id)":"[^"]*"')
 TIMES = re.compile(rb'"((?:created|completed)(?:_at)?)":[\d.]+')
 # Of a line of the request log.
 TOLD = ("endpoint", "outcome", "status", "prompt_tokens", "output_tokens", "cached_tokens")
@@ -72,14 +72,19 @@ Play = Callable[["EmulatedFleet", Served], Coroutine[Any, Any, Any]]
 
 
 async def both_ways(
-    make: "MakeExchanged", folder: Path, processes: tuple[str, ...], main: Play, *flags: str
+    make: "MakeExchanged",
+    folder: Path,
+    processes: tuple[str, ...],
+    main: Play,
+    *flags: str,
+    ranks: int = 1,
 ) -> tuple[list[Any], list[list[dict[str, Any]]]]:
     """Play the same without and with the library; return what came of it, and the request logs."""
     results, logs = [], []
     for native in ("off", "require"):
         log = folder / f"{native}.log"
         async with (
-            engines(ranks=1, step_base_ns=STEP_NS) as fleet,
+            engines(ranks=ranks, step_base_ns=STEP_NS) as fleet,
             serving(
                 make,
                 fleet.prefill_urls,
@@ -88,8 +93,9 @@ async def both_ways(
             ) as served,
         ):
             results.append(await main(fleet, served))
-            if native == "off":
-                assert await metric(served, "pumped_events_total") == 0
+            if not processes:  # Relays tell it now and then.
+                moved = await metric(served, "pumped_events_total")
+                assert bool(moved) is (native == "require")
             served.process.send_signal(signal.SIGTERM)
             assert await served.exit() == (0, "")
         lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -117,6 +123,38 @@ def test_every_stream_is_the_same(
         off_log, native_log = (sorted(map(str, one)) for one in logs)
         assert len(off_log) == len(ASKED)
         assert native_log == off_log
+
+    play(guarded(), PATIENCE_S)
+
+
+GENERATE = (
+    "/inference/v1/generate",
+    {"model": "tiny", "stream": True, "token_ids": [1, 2, 3]}
+    | {"sampling_params": {"max_tokens": TOKENS, "ignore_eos": True}},
+)
+
+
+@pytest.mark.parametrize("fault", ["reset_after_tokens", "stall_after_tokens"])
+def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
+    make_exchanged: "MakeExchanged", tmp_path: Path, fault: str
+) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> Any:
+        told = []
+        for asked in (asking(CHAT), asking(COMPLETIONS), GENERATE):
+            fleet.faults.set("decode/0", **{fault: 50})
+            sent = served.client.send(b"POST", *asked)
+            await sent.until_events(50)
+            fleet.faults.clear("decode")
+            await sent.end()
+            assert (sent.status, sent.error) == (200, None)
+            told.append(shown(sent.events))
+        return told
+
+    async def guarded() -> None:
+        flags = ("--resume", "valid", "--idle-stream-timeout-s", "1", "--policy", "round-robin")
+        (off, native), logs = await both_ways(make_exchanged, tmp_path, (), main, *flags, ranks=2)
+        assert native == off
+        assert logs[0] == logs[1]
 
     play(guarded(), PATIENCE_S)
 

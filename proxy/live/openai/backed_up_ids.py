@@ -110,6 +110,10 @@ class BackedUpIds(TokenIds):
         """The offset in this leg's text of the first token behind them."""
         return self._end
 
+    @property
+    def form(self) -> None:
+        """Nothing: every event is parsed."""
+
     def take_text(self, event: bytes) -> bytes:
         """Leave every event to be read."""
         del event

@@ -151,14 +151,19 @@ class CompletionStream(StreamReader):
     @property
     def form(self) -> EventForm | None:
         """What others may take for token events in its place; None if they cannot."""
-        if self._ids is not None:
-            return None
         flags = NO_USAGE if self._shows_each and self._usage.changes else 0
         if self._counts is not None:
             flags |= COUNTED | (HIDE if self._counts.asked.hide_each else 0)
+        return self._form(COMPLETIONS, flags)
+
+    def _form(self, kind: int, flags: int) -> EventForm | None:
+        """Return what others may take, with what is to be kept of it."""
+        kept = 0 if self._ids is None else self._ids.form
+        if kept is None:
+            return None
         if self._transcript is not None and self._transcript.text is not None:
-            flags |= TEXT
-        return EventForm(COMPLETIONS, flags, self.read_tokens())
+            kept |= TEXT
+        return EventForm(kind, flags | kept, self.read_tokens())
 
     def take_passed(self, passed: Passed) -> None:
         """Go on behind token events that others have taken."""
@@ -168,6 +173,8 @@ class CompletionStream(StreamReader):
             self._counts.take_passed(passed.tokens, untold=passed.untold > 0)
         if self._transcript is not None:
             self._transcript.take_passed(passed.texts, passed.last)
+        if self._ids is not None:
+            self._ids.take_passed(passed)
 
     def read(self, event: bytes) -> bytes:
         """Return what of any event is the client's; empty if nothing is."""

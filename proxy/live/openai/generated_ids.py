@@ -8,6 +8,7 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.stream_event import choices_of
 from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.wire.http1.pump import IDS
 
 # The quote before it tells it from `prompt_token_ids`.
 _IDS = b'"token_ids":['
@@ -31,6 +32,11 @@ class GeneratedIds(TokenIds):
     def begun(self) -> bool:
         """Whether any id came, or something that is none."""
         return self.lost or bool(self._kept)
+
+    @property
+    def form(self) -> int | None:
+        """How others are to keep them."""
+        return None if self.lost else IDS
 
     def is_plain(self, event: bytes) -> bool:
         """Take any token event that goes on."""

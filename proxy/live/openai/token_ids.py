@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+from balanceroute.proxy.wire.http1.pump import IDS, IDS_OF_COMPLETION, IDS_WAIT
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.token_counts import TokenCounts
+    from balanceroute.proxy.wire.http1.pump import Passed
 
 # As vLLM writes them.
 _IDS = b'"token_ids":['
@@ -129,6 +131,24 @@ class TokenIds:
             return False  # One of the two is wrong.
         kept = self.kept
         return not kept or _LIST.fullmatch(kept) is not None
+
+    @property
+    def form(self) -> int | None:
+        """How others are to keep them, in the terms of `EventForm.flags`; None if they cannot."""
+        if self.lost or not self.prompt:
+            return None
+        place = IDS_OF_COMPLETION if self._before == _COMPLETION else 0
+        return IDS | place | (IDS_WAIT if self._new else 0)
+
+    def take_passed(self, passed: "Passed") -> None:
+        """Keep what others have kept."""
+        if passed.ids:
+            self._kept += b"".join(b"," + ids for ids in self._new if ids) + passed.ids
+            self._new.clear()
+            self._behind.clear()
+        if passed.new_ids is not None:
+            self._new.append(passed.new_ids)
+        self._behind += [event + b"\n\n" for event in passed.behind.split(b"\n\n")[:-1]]
 
     def take_text(self, event: bytes) -> bytes:
         """Keep the id of an event with text and one id, as most are; return the event without it.

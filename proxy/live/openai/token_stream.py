@@ -7,6 +7,7 @@ Its events name every member, `"usage":null` too.
 from typing import Any
 
 from balanceroute.proxy.live.openai.completion_stream import GOING_ON, CompletionStream
+from balanceroute.proxy.wire.http1.pump import GENERATE, EventForm
 
 # The quote before it tells it from `prompt_token_ids`. Text is escaped, so it cannot hold this.
 _IDS = b'"token_ids":['
@@ -19,8 +20,9 @@ class TokenStream(CompletionStream):
     __slots__ = ()
 
     @property
-    def form(self) -> None:
-        """Nothing: others do not count ids."""
+    def form(self) -> EventForm | None:
+        """What others may take for token events in its place; None if they cannot."""
+        return self._form(GENERATE, 0)
 
     def take_token(self, event: bytes) -> bytes:
         """Count a token event; nothing if it is none."""

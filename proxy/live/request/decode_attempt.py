@@ -182,7 +182,11 @@ class DecodeAttempt(Attempt):
         """Whether another engine could go on with the stream, from the ids of its tokens or by beginning again."""
         if self._told is not None:
             return not self._told.lost
-        return self._ids is not None and self._session.emitted.takes(self._ids, self._session.shape)
+        if self._ids is None:
+            return False
+        if self.stream is not None:
+            self.stream.call_back()  # With the ids that others have kept.
+        return self._session.emitted.takes(self._ids, self._session.shape)
 
     @property
     def complete(self) -> bool:

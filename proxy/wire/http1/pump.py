@@ -34,11 +34,13 @@ _LOG = logging.getLogger(__name__)
 _ABI = 1
 _PACKAGE, _FILE = "balanceroute_native", "libbalanceroute_native.so"
 # What a stream's events are, and what is asked of the pump: `br_stream` of the library.
-COMPLETIONS, NAMED = 0, 1
-COUNTED, HIDE, NO_USAGE, _CHUNKED, TEXT = 1, 2, 4, 8, 64
+COMPLETIONS, NAMED, GENERATE = 0, 1, 2
+COUNTED, HIDE, NO_USAGE, _CHUNKED, IDS, IDS_OF_COMPLETION, TEXT, IDS_WAIT = (
+    1 << n for n in range(8)
+)
 # Why a stream came back, where that matters here.
 _CLIENT, _FAULT = 5, 9
-_PAUSED = 1
+_PAUSED = _NEW = 1
 # Words of a slot: of 4 bytes, and of 8.
 _SLOT_BYTES = 64
 _TOKENS, _EVENTS, _WAITING, _FLAGS, _UNTOLD = 0, 1, 8, 9, 14
@@ -75,7 +77,7 @@ class _Bytes(Structure):
 
 class _Returned(Structure):
     _fields_ = (
-        *(("slot", c_uint32), ("reason", c_uint32), ("error", c_int32), ("reserved", c_uint32)),
+        *(("slot", c_uint32), ("reason", c_uint32), ("error", c_int32), ("flags", c_uint32)),
         *((name, _Bytes) for name in ("engine", "client", "ids", "new_ids", "behind")),
         *((name, _Bytes) for name in ("texts", "last")),
     )
@@ -85,9 +87,10 @@ class EventForm(NamedTuple):
     """What ordinary events of a stream are, in the library's terms.
 
     Attributes:
-        kind: `COMPLETIONS` or `NAMED`.
+        kind: `COMPLETIONS`, `NAMED` or `GENERATE`.
         flags: Of `COUNTED` (the engine's counts are read), `HIDE` (and cut out), `NO_USAGE` (an event
-            with usage is not ordinary) and `TEXT` (what a `Transcript` keeps is kept).
+            with usage is not ordinary), `TEXT` (what a `Transcript` keeps is kept) and `IDS` (what a
+            `TokenIds` keeps is kept, and cut out; `IDS_OF_COMPLETION` and `IDS_WAIT` say where it stands).
         tokens: Those so far.
     """
 
@@ -105,13 +108,19 @@ class Passed(NamedTuple):
         untold: Events that had no count of the engine's, though others have.
         texts: The texts of the events, in the library's form.
         last: The last of the events that has any; empty for none.
+        ids: Those that count, each with a comma before it.
+        new_ids: Of the events with ids behind the last that counts; None for no such events.
+        behind: Those of them that have text.
     """
 
     events: int
     tokens: int
     untold: int
-    texts: bytes
-    last: bytes
+    texts: bytes = b""
+    last: bytes = b""
+    ids: bytes = b""
+    new_ids: bytes | None = None
+    behind: bytes = b""
 
 
 class LentStream(Protocol):
@@ -328,10 +337,11 @@ class Pump:
             while not self._library.br_take(self._made, byref(returned)):
                 lent = self._lent[returned.slot]
                 connection, carrier = lent.connection, lent.carrier
-                gone = returned.reason == _CLIENT
+                # As the loop does if it cannot write; or else a part of what the client has is missing.
+                gone = returned.error and returned.reason in (_CLIENT, _FAULT)
                 left = self._bring_back(lent)
                 if gone:
-                    carrier.abort()  # As the loop does if it cannot write.
+                    carrier.abort()
                 connection.go_on(left)
         except BaseException:
             self._loop.call_soon(self._take)  # The others must not wait for ever.
@@ -348,6 +358,9 @@ class Pump:
             words[at + _UNTOLD],
             returned.texts.copied(),
             returned.last.copied(),
+            returned.ids.copied(),
+            returned.new_ids.copied() if returned.flags & _NEW else None,
+            returned.behind.copied(),
         )
         left: bytes = returned.engine.copied()
         unsent: bytes = returned.client.copied()

@@ -27,11 +27,18 @@ from tests.live.stream_client import (
     usage,
 )
 
+from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, Care
+from balanceroute.proxy.live.openai.generated_ids import GeneratedIds
 from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.wire.http1.pump import (
     COMPLETIONS,
     COUNTED,
+    GENERATE,
     HIDE,
+    IDS,
+    IDS_OF_COMPLETION,
+    IDS_WAIT,
     NAMED,
     NO_USAGE,
     TEXT,
@@ -462,7 +469,7 @@ def lending(**options: Any) -> Client:
 
 
 def passed(events: int, tokens: int, untold: int = 0) -> Passed:
-    return Passed(events, tokens, untold, b"", b"")
+    return Passed(events, tokens, untold)
 
 
 def test_a_stream_is_lent_once_its_engine_has_waited_a_few_times() -> None:
@@ -542,12 +549,34 @@ def test_what_nobody_can_take_is_offered_a_few_times() -> None:
         ({"counts": counts(TOTAL), "cached_tokens": 3}, EventForm(COMPLETIONS, COUNTED | HIDE, 1)),
         ({"keep_text": True}, EventForm(COMPLETIONS, TEXT, 1)),
         ({"ids": TokenIds()}, None),
+        ({"ids": BackedUpIds(Care(again=3))}, None),
     ],
     ids=str,
 )
 def test_how_events_are_to_be_taken(options: dict[str, Any], form: EventForm | None) -> None:
     client = Client(**options).answer(OPENING, chunk("a", **usage(1)))
     assert client.reader.form == form
+
+
+def test_events_of_generate_are_taken_by_their_ids() -> None:
+    ids = GeneratedIds(b"[1]")
+    usage_of = Client(cached_tokens=3).usage
+    reader = TokenStream(
+        1,
+        resumes=False,
+        usage=usage_of,
+        asks_total=False,
+        counts=None,
+        transcript=None,
+        ids=ids,
+        expensive=lambda: None,
+        may_abort=lambda: False,
+    )
+    assert reader.form == EventForm(GENERATE, IDS, 0)
+    reader.take_passed(Passed(2, 3, 0, ids=b",4,5,6"))
+    assert (reader.read_tokens(), ids.kept) == (3, b"4,5,6")
+    ids.lost = True
+    assert reader.form is None
 
 
 def test_named_events_are_taken_by_name() -> None:
@@ -576,3 +605,25 @@ def test_text_that_passed_elsewhere_is_kept() -> None:
     client.reader.take_passed(Passed(3, 4, 0, texts, chat("")))
     assert client.text == ["a", "b", '"', ""]
     assert not client.transcript.is_whole
+
+
+def test_ids_that_passed_elsewhere_are_kept() -> None:
+    ids = TokenIds()
+    client = Client(ids=ids)
+
+    def one(text: str, *told: int, **more: Any) -> bytes:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+        choice |= {"stop_reason": None} | more | {"token_ids": list(told)}
+        return event(object="text_completion", choices=[choice])
+
+    client.answer(one("a", 5, prompt_token_ids=[1, 2]), one("", 6, prompt_token_ids=None))
+    flags = IDS | IDS_OF_COMPLETION | IDS_WAIT
+    assert client.reader.form == EventForm(COMPLETIONS, flags, 2)
+    behind = one("b", 8, 9)
+    client.reader.take_passed(Passed(3, 5, 0, ids=b",7", new_ids=b"8,9", behind=behind))
+    assert (ids.kept, ids.told, ids.behind) == (b"5,6,7", 5, "b")
+    client.reader.take_passed(Passed(1, 6, 0, new_ids=b""))
+    client.reader.take_passed(Passed(1, 7, 0, ids=b",10"))
+    assert (ids.kept, ids.told, ids.behind) == (b"5,6,7,8,9,10", 6, "")
+    ids.lost = True
+    assert client.reader.form is None
