@@ -133,6 +133,12 @@ class RemoteHost:
             to_relay.Drain: self._drain,
         }
         self._takers = defaultdict(lambda: orders.other, takers)
+        reporters: dict[type[Report], Callable[[Any], None]] = {
+            SessionEnded: self._session_ended,
+            StreamLent: self._stream_lent,
+            StreamReturned: self._stream_returned,
+        }
+        self._reporters = defaultdict(lambda: self._reports.tell, reporters)
 
     def take(self, messages: Sequence[to_relay.ToRelay]) -> None:
         """Take the messages of a frame, in order."""
@@ -201,15 +207,17 @@ class RemoteHost:
         self.uplink.send(message)
 
     def report(self, report: Report) -> None:
-        """Pass a report on."""
-        if isinstance(report, SessionEnded):
-            self.uplink.send_end(self._forget(report.request).ended(report))
-        elif isinstance(report, StreamLent):
-            self._counts.lent(self._links[report.request].row, report.slot)
-        elif isinstance(report, StreamReturned):
-            self._counts.returned(report.slot)
-        else:
-            self._reports.tell(report)
+        """Pass a report on, or take it."""
+        self._reporters[type(report)](report)
+
+    def _session_ended(self, report: SessionEnded) -> None:
+        self.uplink.send_end(self._forget(report.request).ended(report))
+
+    def _stream_lent(self, report: StreamLent) -> None:
+        self._counts.lent(self._links[report.request].row, report.slot)
+
+    def _stream_returned(self, report: StreamReturned) -> None:
+        self._counts.returned(report.slot)
 
     def _engine_died(self, died: EngineDied) -> None:
         name, target = died.request_id, died.target

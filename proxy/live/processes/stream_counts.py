@@ -54,7 +54,7 @@ class StreamCounts:
     @property
     def idle(self) -> bool:
         """Whether no stream is followed."""
-        return not self._started and (self._away is None or not self._away.sessions)
+        return not (self._started or self._away)
 
     def started(self, row: int, session: "Session") -> None:
         """Follow a stream; what it has emitted before is told otherwise."""
@@ -100,9 +100,9 @@ class StreamCounts:
         self._ticks += 1
         if not self._behind():
             self._tell_progress()
-            if self._ticks % _TICKS_PER_GAPS == 0 or self.idle:
+            if self._ticks % _TICKS_PER_GAPS == 0 or not (self._started or self._away):
                 self._tell_gaps()
-        if not self.idle:
+        if self._started or self._away:
             self._wait()
 
     def _tell_progress(self) -> None:
@@ -113,12 +113,12 @@ class StreamCounts:
                 self._started[row] = session, tokens
                 rows.append(row)
                 emitted.append(tokens)
-        all_rows, all_emitted = _packed(rows), _packed(emitted)
-        if self._away is not None:
-            moved_rows, moved = self._away.moved()
-            all_rows, all_emitted = all_rows + moved_rows, all_emitted + moved
-        if all_rows:
-            self._send(from_relay.Progress(all_rows, all_emitted))
+        if rows:
+            self._send(from_relay.Progress(_packed(rows), _packed(emitted)))
+        if self._away:
+            moved = self._away.moved()
+            if moved.rows:
+                self._send(moved)
 
     def _tell_gaps(self) -> None:
         counts, total_s, refused = self._gaps.take()
@@ -144,6 +144,9 @@ class _Away:
         self._before = np.zeros(len(tokens), np.uint32)  # Tokens of earlier bindings.
         self._told = np.zeros(len(tokens), np.uint32)
 
+    def __len__(self) -> int:
+        return len(self.sessions)
+
     def lent(self, row: int, slot: int, session: "Session", told: int) -> None:
         """Read how far a stream is in a slot."""
         self.sessions[slot] = session
@@ -161,14 +164,15 @@ class _Away:
         self.sessions.clear()
         self._is_away[:] = False
 
-    def moved(self) -> tuple[bytes, bytes]:
-        """Return rows and tokens of those that have moved since they were told last, packed."""
+    def moved(self) -> from_relay.Progress:
+        """Return how far those are that have moved since they were told last."""
         slots = np.flatnonzero(self._is_away)
         emitted = self._before[slots] + self._tokens[slots]
         moved = emitted != self._told[slots]
         slots, emitted = slots[moved], emitted[moved]
         self._told[slots] = emitted
-        return self._rows[slots].astype("<u4").tobytes(), emitted.astype("<u4").tobytes()
+        rows = self._rows[slots].astype("<u4").tobytes()
+        return from_relay.Progress(rows, emitted.astype("<u4").tobytes())
 
 
 def _packed(values: "array[int]") -> bytes:

@@ -325,6 +325,7 @@ class Pump:
             self.stop(lent)
         self.words.release()
         self.longs.release()
+        self._gaps = self._gaps.copy()  # Of which somebody may yet ask.
         self._library.br_pump_free(self._made)
 
     def _on_returned(self) -> None:
