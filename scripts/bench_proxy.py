@@ -71,6 +71,7 @@ def main() -> int:
             routers=routers,
             workers=arguments.workers,
             apart=arguments.apart,
+            without_native=arguments.without_native,
             traces=arguments.traces,
             pythons=arguments.python,
         ) as all_targets,
@@ -142,6 +143,11 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="N balanceroutes of one process each too, which share the load and nothing else: what N "
         "processes cost that exchange no message; may be given more than once",
+    )
+    parser.add_argument(
+        "--without-native",
+        action="store_true",
+        help="balanceroute with --native off too: all others use the native library, if it is installed",
     )
     parser.add_argument(
         "--traces", action="store_true", help="balanceroute with a trace of every request too"

@@ -193,6 +193,7 @@ def test_the_scheduler_bench_holds_its_streams_and_counts_what_passes() -> None:
         ),
         (("--no-router", "--apart", "2"), "2 apart"),
         (("--no-router", "--workers", "2"), "2 relays"),
+        (("--no-router", "--without-native"), "native off"),
     ],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(

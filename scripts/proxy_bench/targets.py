@@ -184,6 +184,7 @@ def targets(
     routers: list[Router],
     workers: Sequence[int] = (),
     apart: Sequence[int] = (),
+    without_native: bool = False,
     traces: bool = False,
     pythons: Sequence[Interpreter] = (),
 ) -> Iterator[list[Target]]:
@@ -197,6 +198,7 @@ def targets(
         routers: Other routers.
         workers: This proxy again as several processes, with so many relays each time.
         apart: This proxy again so many times, which share the load and nothing else.
+        without_native: Whether to run this proxy again, without the native library.
         traces: Whether to run this proxy again, with a trace of every request.
         pythons: This proxy again, run by each of these interpreters.
     """
@@ -207,6 +209,10 @@ def targets(
             name = f"proxy of {against.parent.name}"
             other = balanceroute(name, engine, flags, against, logs / "other")
             found.append(stack.enter_context(other))
+        if without_native:
+            plain = [*flags, "--native", "off"]
+            proxy = balanceroute("native off", engine, plain, ROOT / ".src", logs / "plain")
+            found.append(stack.enter_context(proxy))
         for count in workers:
             name = f"{count} relays"
             several = [*flags, "--workers", str(count)]
