@@ -15,6 +15,7 @@ fn once(settings: Settings, data: &[u8]) -> (Vec<u8>, Vec<u8>, Option<Reason>, P
 }
 
 #[test]
+#[cfg_attr(miri, ignore)] // It takes minutes there.
 fn a_stream_is_the_same_wherever_it_is_cut() {
     let events = [token("a"), token("b \\\"c\\\""), [token("d"), token("e")].concat(), token("f"), last()];
     let data: Vec<u8> = events.iter().flat_map(|event| chunk(event)).collect();
@@ -137,6 +138,7 @@ fn ids_are_kept_as_far_as_they_count() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore)] // It takes minutes there.
 fn no_more_is_kept_than_the_bound() {
     let settings = Settings { text: true, ..PLAIN };
     let event = token(&"\\n".repeat(15_000)); // Escaped: kept as a whole event.
