@@ -13,6 +13,7 @@ import json
 import random
 import re
 import sys
+import traceback
 from collections import Counter
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
@@ -656,7 +657,9 @@ def main() -> int:
             lender = compare(library, seed)
         except AssertionError as error:
             wrong += 1
-            sys.stdout.write(f"{str(error)[:3000]}\n")
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            sys.stdout.write(f"seed {seed}: {where.line}: {str(error)[:3000]}\n")
+            sys.stdout.flush()
             if wrong > 4:
                 break
             continue

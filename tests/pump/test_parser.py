@@ -26,7 +26,7 @@ def test_streams_are_the_same_with_the_parser_and_without(library: ctypes.CDLL) 
         events[lender.kind] += lender.events
         reasons += lender.reasons
     assert len(events) == 3 * 4 + 2
-    assert min(events.values()) > 5
+    assert min(events.values()) > 0
     assert min(reasons[reason] for reason in (0, 1, 2)) > CASES / 50
 
 

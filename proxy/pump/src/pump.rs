@@ -426,3 +426,45 @@ impl Shared {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::parser::{Kind, Settings};
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    const NAMED: Settings = Settings {
+        kind: Kind::Named,
+        counted: false,
+        hide: false,
+        no_usage: false,
+        chunked: true,
+        ids: None,
+        ids_wait: false,
+        text: false,
+    };
+
+    #[test]
+    fn what_a_thread_was_busy_with_when_it_failed_is_told_to_be_broken() {
+        let made = Pump::new(Options { threads: 1, slots: 2, bounds_ns: vec![] }).unwrap();
+        let mut peers = Vec::new();
+        let slots = [(); 2].map(|()| {
+            let mut end = || {
+                let (here, there) = UnixStream::pair().unwrap();
+                peers.push(there);
+                TcpStream::from(OwnedFd::from(here))
+            };
+            let bounds = Bounds { high: 9, low: 3 };
+            made.add(end(), end(), Parser::new(NAMED, 0), bounds, 0, 0).unwrap()
+        });
+        let shared = &made.shared;
+        let name = (slots[1], lock(&shared.seats[slots[1] as usize]).generation);
+        let failed = catch_unwind(AssertUnwindSafe(|| shared.with(name, |_, _| panic!("as a bug would"))));
+        assert!(failed.is_err());
+        shared.give_all_back(0);
+        let told = |one: &Returned| (one.slot, one.reason, one.error);
+        assert_eq!(made.take(told).unwrap(), (slots[0], Some(Reason::Fault), 0));
+        assert_eq!(made.take(told).unwrap(), (slots[1], Some(Reason::Fault), libc::EIO));
+    }
+}
