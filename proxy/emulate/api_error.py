@@ -50,7 +50,7 @@ def written(value: Mapping[str, Any], form: ErrorForm | None) -> Mapping[str, An
     match form:
         case ErrorForm.WORDS:
             kind = "invalid_request_error" if client else "server_error"
-            code = "model_not_found" if error["code"] == 404 else kind
+            code = {404: "model_not_found", 429: "rate_limit_exceeded"}.get(error["code"], kind)
             return {"error": error | {"type": kind, "code": code}}
         case ErrorForm.DIGITS:
             return {"error": error | {"code": str(error["code"])}}
@@ -60,6 +60,7 @@ def written(value: Mapping[str, Any], form: ErrorForm | None) -> Mapping[str, An
             return {"object": "error", **error}
         case ErrorForm.TYPED:
             kind = "invalid_request_error" if client else "api_error"
+            kind = {429: "rate_limit_error"}.get(error["code"], kind)
             return {"type": "error", "error": {"type": kind, "message": error["message"]}}
         case None:
             return value
