@@ -88,13 +88,12 @@ class RemoteHost:
         self.context = context
         self.sessions: dict[RequestId, Session] = {}
         self.draining = self.ready = False
-        self.refused = ""
+        self._arrived, self.refused = 0, ""
         self._said = to_relay.Welcome(0, "", 0, uses_keys=False)
         self.uplink = uplink
         self._links: dict[RequestId, Link] = {}
         self._mirror = mirror
         self._counts = counts
-        self._arrived = 0
         self._reports = Reports(uplink)
         context.suspects.heard = self._engine_died
         self.questions = Questions(uplink.send)
@@ -133,12 +132,7 @@ class RemoteHost:
             to_relay.Drain: self._drain,
         }
         self._takers = defaultdict(lambda: orders.other, takers)
-        reporters: dict[type[Report], Callable[[Any], None]] = {
-            SessionEnded: self._session_ended,
-            StreamLent: self._stream_lent,
-            StreamReturned: self._stream_returned,
-        }
-        self._reporters = defaultdict(lambda: self._reports.tell, reporters)
+        self._reporters = self._make_reporters()
 
     def take(self, messages: Sequence[to_relay.ToRelay]) -> None:
         """Take the messages of a frame, in order."""
@@ -209,6 +203,14 @@ class RemoteHost:
     def report(self, report: Report) -> None:
         """Pass a report on, or take it."""
         self._reporters[type(report)](report)
+
+    def _make_reporters(self) -> defaultdict[type[Report], Callable[[Any], None]]:
+        reporters: dict[type[Report], Callable[[Any], None]] = {
+            SessionEnded: self._session_ended,
+            StreamLent: self._stream_lent,
+            StreamReturned: self._stream_returned,
+        }
+        return defaultdict(lambda: self._reports.tell, reporters)
 
     def _session_ended(self, report: SessionEnded) -> None:
         self.uplink.send_end(self._forget(report.request).ended(report))
