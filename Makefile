@@ -3,12 +3,14 @@ WORKERS ?= 1
 BIN := .venv/bin
 UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
+# Of tests that begin real proxies, all others are the same with the native library and without it.
+STREAMING := tests/live/test_serve.py tests/live/processes/test_workers.py
 CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/cargo))
 CRATE := proxy/pump
 export CARGO_TARGET_DIR := $(CURDIR)/build/native
 
 .DEFAULT_GOAL := check
-.PHONY: check install native check-native lint types test test-vllm test-deploy demo qos simulate bench fmt clean help
+.PHONY: check install native check-native lint types test test-without-native test-vllm test-deploy demo qos simulate bench fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -55,8 +57,11 @@ types: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy tests
 	@$(BIN)/mypy scripts
 
-test: $(INSTALLED) ## the tests
+test: $(INSTALLED) ## the tests; real processes use the native library if it is built
 	@$(BIN)/pytest
+
+test-without-native: $(INSTALLED) ## those that stream through real processes again, in Python alone
+	@TEST_NATIVE=off $(BIN)/pytest $(STREAMING)
 
 test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 20 minutes, and 6 GB once)
 	@$(BIN)/python scripts/check_engines

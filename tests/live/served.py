@@ -97,7 +97,10 @@ class Served:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "balanceroute.proxy", "serve", *words]
+    """Return what starts a proxy: with the native library as TEST_NATIVE says, unless a word does."""
+    native = os.environ.get("TEST_NATIVE", "")
+    chosen = ["--native", native] if native and "--native" not in words else []
+    return [sys.executable, "-m", "balanceroute.proxy", "serve", *words, *chosen]
 
 
 def plain_environment() -> dict[str, str]:
