@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.live.opcodes import counted
+from tests.live.stream_client import Client
 
 from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, Care
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
@@ -287,3 +288,14 @@ def test_an_event_costs_no_more_behind_many_others(care: Care, ids: list[int]) -
         costs.append(opcodes.total())
     assert costs[0] == costs[1] == costs[2]
     assert kept.behind == "ab" * 6_000
+
+
+def test_tokens_that_the_client_does_not_see_leave_its_opening_waiting() -> None:
+    client = Client(ids=TokenIds())
+    client.answer(ROLE, chat("", b"[7]"), chat("", b"[8]"))
+    # Who takes token events in the reader's place would send the first without what opens the answer.
+    assert not client.reader.plain
+    assert client.turns == []
+    client.answer(chat(" b", b"[9]"))
+    assert client.received == ROLE.replace(b"[1,22,333]", b"null") + chat(" b", b"null")
+    assert client.reader.plain
