@@ -469,7 +469,9 @@ class Writer:
                     ["ping", "content_block_stop", "response.reasoning_text.delta", "x"]
                 )
             )
-            events.append(self._event(name, {"delta": {"text": rng.choice(TEXTS)}}))
+            kind = rng.choices(_DELTAS, (6, 3, 3, 1))[0]
+            delta = {"type": kind} if name == "content_block_delta" else {}
+            events.append(self._event(name, {"delta": {**delta, "text": rng.choice(TEXTS)}}))
         if rng.random() < 0.9:
             usage = {"output_tokens": count, "input_tokens": 3}
             delta = {"stop_reason": rng.choice(["end_turn", None])}
@@ -482,6 +484,9 @@ class Writer:
     def _event(self, name: str, members: dict[str, Any]) -> bytes:
         data = _dumps({"type": name, **members}, self._rng)
         return f"event: {name}\ndata: {data}\n\n".encode("utf-8", "replace")
+
+
+_DELTAS = ("text_delta", "thinking_delta", "input_json_delta", "signature_delta")
 
 
 def _recorded() -> list[tuple[str, list[bytes]]]:

@@ -45,10 +45,16 @@ _CLOSING = (b"content_block_stop", b".done")
 # The last ones of a response repeat all of its text.
 _MOST_CLOSING_BYTES = 4 << 20
 _COUNTED = b"delta"
+_BLOCK_DELTA = b"content_block_delta"
 _NOT_COUNTED = b"message_delta"
+# The last delta of a thought, which engines that give the answer up write as well.
+_SIGNATURE = b'"signature_delta"'
 # As vLLM writes the events that bring tokens.
+_BLOCK = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":'
 _TOKENS = (
-    b"event: content_block_delta\ndata: ",
+    _BLOCK + b'"text_delta"',
+    _BLOCK + b'"thinking_delta"',
+    _BLOCK + b'"input_json_delta"',
     b"event: response.output_text.delta\ndata: ",
     b"event: response.reasoning_text.delta\ndata: ",
     b"event: response.function_call_arguments.delta\ndata: ",
@@ -209,11 +215,11 @@ class NamedEventStream(StreamReader):
         turn = read_turn(event, name)
         if turn is not None:
             event = self._take_turn(turn, event)
-        elif name.endswith(_COUNTED):
-            self._events += 1
-        elif name.endswith(_CLOSING):
+        elif name.endswith(_CLOSING) or (name == _BLOCK_DELTA and _SIGNATURE in event):
             self._closing += event
             event = b""
+        elif name.endswith(_COUNTED):
+            self._events += 1
         if not event and len(self._closing) <= _MOST_CLOSING_BYTES:
             return b""
         self._said = True

@@ -17,8 +17,10 @@ pub const MOST_KEPT: usize = 1 << 20;
 const LONGEST_SIZE: usize = 4;
 const BLANK_LINE: &[u8] = b"\n\n";
 // As vLLM writes the events that bring tokens.
-const TOKENS: [&[u8]; 4] = [
-    b"event: content_block_delta\ndata: ",
+const TOKENS: [&[u8]; 6] = [
+    b"event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\"",
+    b"event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"delta\":{\"type\":\"thinking_delta\"",
+    b"event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"delta\":{\"type\":\"input_json_delta\"",
     b"event: response.output_text.delta\ndata: ",
     b"event: response.reasoning_text.delta\ndata: ",
     b"event: response.function_call_arguments.delta\ndata: ",

@@ -175,8 +175,10 @@ def test_tokens_are_taken_without_being_read() -> None:
     )
 
 
+SIGNATURE = {"type": "signature_delta", "signature": "a"}
 CLOSING = {
-    MESSAGES: event("content_block_stop", index=0),
+    MESSAGES: event("content_block_delta", delta=SIGNATURE, index=0)
+    + event("content_block_stop", index=0),
     RESPONSES: event("response.output_text.done", text="a")
     + event("response.output_item.done", item={}),
 }
@@ -200,6 +202,16 @@ def test_what_closes_a_part_waits_for_what_follows(path: str) -> None:
     broken = Client(openai=False).answer(BEGIN[path], token, closing)
     broken.leg.on_error(GONE)
     assert (broken.received, broken.turns[-1]) == (BEGIN[path] + token, "broken")
+
+
+@pytest.mark.parametrize("kind", ["text", "thinking", "input_json", "signature"])
+def test_what_brings_tokens_is_taken_without_being_read_as_vllm_writes_it(kind: str) -> None:
+    delta = {"type": "content_block_delta", "delta": {"type": f"{kind}_delta"}, "index": 0}
+    data = json.dumps(delta, separators=(",", ":"))
+    token = f"event: content_block_delta\ndata: {data}\n\n".encode()
+    client = Client(openai=False).answer(BEGIN[MESSAGES])
+    taken = client.reader.take_token(token[:-2])
+    assert taken == (b"" if kind == "signature" else token)
 
 
 def test_what_is_closed_in_many_words_does_not_wait() -> None:

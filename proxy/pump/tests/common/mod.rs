@@ -53,7 +53,9 @@ pub fn counted_token(text: &str, tokens: usize, ids: &str) -> Vec<u8> {
 }
 
 pub fn named(text: &str) -> Vec<u8> {
-    format!("event: content_block_delta\ndata: {{\"delta\":\"{text}\"}}\n\n").into_bytes()
+    let delta = format!("{{\"type\":\"text_delta\",\"text\":\"{text}\"}}");
+    let data = format!("{{\"type\":\"content_block_delta\",\"delta\":{delta},\"index\":0}}");
+    format!("event: content_block_delta\ndata: {data}\n\n").into_bytes()
 }
 
 pub fn last() -> Vec<u8> {
