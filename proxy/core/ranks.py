@@ -214,7 +214,8 @@ class Ranks:
             slots = np.minimum(slots, self.others.limits)
         if beyond_batch:
             slots = slots + beyond_batch
-        return np.asarray(np.maximum(slots - ledger.bound, _NONE))
+        slots = slots - ledger.bound
+        return np.maximum(slots, _NONE, out=slots)
 
     def _check_known(self, rank: RankId) -> None:
         if not 0 <= rank < len(self.is_open):

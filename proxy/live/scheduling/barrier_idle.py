@@ -29,7 +29,8 @@ class BarrierIdle:
 
     def add(self, steps: int, loads: "NDArray[np.int64]", now_s: float) -> None:
         """Note `steps` steps that had these loads, int64[G]."""
-        idle, capacity = steps * idle_tokens(loads), steps * len(loads) * int(loads.max())
+        tokens: list[int] = loads.tolist()
+        idle, capacity = steps * idle_tokens(tokens), steps * len(tokens) * max(tokens)
         self.idle_tokens += idle
         self.capacity_tokens += capacity
         place = int(now_s // BUCKET_S)

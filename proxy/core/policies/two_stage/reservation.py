@@ -62,6 +62,8 @@ class Reservations:
 
     def prune(self, work: Round) -> None:
         """End the reservations whose entry has left the pool, or whose rank is closed."""
+        if not self.of_rank:
+            return
         is_open = work.fleet.is_open
         self.of_rank = {
             rank: request
