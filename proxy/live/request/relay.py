@@ -28,9 +28,10 @@ _ANSWER_BYTES = 64 << 20
 # What fails behind its opening, or behind what closes a part of it, does so at once.
 _WAITS_S = 0.2
 _CUT_SHORT = "the answer is cut short"
-# A stream is lent to the pump when it has waited so long before each of so many events in a row, that came
-# alone: to lend it and get it back costs as much as to pass a dozen events on.
-_WAIT_S, _WAITS = 0.002, 3
+# A stream is lent to the pump when it has waited so long before each of so many arrivals in a row, none of
+# which brought more events than a busy process gathers: to lend it and get it back costs as much as to pass
+# a dozen events on.
+_WAIT_S, _WAITS, _MOST_EVENTS = 0.002, 3, 4
 # Of those that came back with fewer events than this so many times, none is lent again.
 _WORTH_EVENTS, _MOST_IN_VAIN = 32, 3
 
@@ -228,9 +229,14 @@ class Relay:
                 self.takes_lines = self._plain
                 return
             passed.append(kept)
-        self._waits = 0
-        self._progressed(self._clock())
+        now_s = self._clock()
+        gap_s = now_s - self.last_s
+        self._progressed(now_s)
         self._write(b"".join(passed))
+        if len(lines) > _MOST_EVENTS:
+            self._waits = 0
+        elif gap_s >= self._lends_from_s and not self._scanner.tail:
+            self._lend()
 
     def call_back(self) -> None:
         """Have all that follows come here again."""

@@ -498,13 +498,45 @@ def test_one_whose_engine_does_not_wait_is_not_lent(gap_s: float) -> None:
     assert waiting(lending(), 50, gap_s).forms == []
 
 
-def test_events_that_come_together_are_no_wait() -> None:
+@pytest.mark.parametrize(("together", "lent"), [(2, True), (4, True), (5, False), (40, False)])
+def test_an_engine_that_says_much_at_a_time_does_not_wait(together: int, lent: bool) -> None:
     client = lending()
+    for _ in range(3):
+        client.now_s += 0.02
+        client.leg.on_lines([one[:-2] for one in ordinary(together)])
+    assert bool(client.forms) is lent
     for _ in range(20):
         waiting(client, 2)
         client.now_s += 0.02
-        client.leg.on_lines([one[:-2] for one in ordinary(2)])
+        client.leg.on_lines([one[:-2] for one in ordinary(5)])
+    assert bool(client.forms) is lent
+
+
+def test_events_that_share_a_chunk_are_lent_too_but_for_half_ones() -> None:
+    client = lending()
+    one, other, *_ = ordinary(2)
+    for _ in range(4):
+        client.now_s += 0.02
+        client.leg.on_data(one + other + other[:9])
+        client.now_s += 0.02
+        client.leg.on_data(other[9:])
+    assert client.forms  # Those that end an event.
+    client = lending()
+    client.leg.on_data(one + other[:9])
+    for _ in range(20):
+        client.now_s += 0.02
+        client.leg.on_data(other[9:] + other[:9])
     assert client.forms == []
+
+
+def test_named_events_are_lent_too() -> None:
+    client = Client(openai=False, lends=True)
+    said = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{}}\n\n'
+    client.answer(b'event: message_start\ndata: {"type":"message_start"}\n\n', said, said)
+    for _ in range(3):
+        client.now_s += 0.02
+        client.leg.on_data(said)
+    assert client.forms == [EventForm(NAMED, 0, 5)]
 
 
 def test_nothing_is_lent_unless_it_is_asked_for() -> None:
