@@ -259,6 +259,7 @@ class Pump:
         self._gaps: NDArray[np.uint64] = counted.reshape(threads, -1)
         self._told = self._gaps.sum(0)
         self.streams = self._events = 0
+        self._has_failed = False
         self._number = library.br_pump_fd(made)
         self._loop.add_reader(self._number, self._on_returned)
 
@@ -337,13 +338,7 @@ class Pump:
         try:
             while not self._library.br_take(self._made, byref(returned)):
                 lent = self._lent[returned.slot]
-                connection, carrier = lent.connection, lent.carrier
-                # As the loop does if it cannot write; or else a part of what the client has is missing.
-                gone = returned.error and returned.reason in (_CLIENT, _FAULT)
-                left = self._bring_back(lent)
-                if gone:
-                    carrier.abort()
-                connection.go_on(left)
+                lent.connection.go_on(self._bring_back(lent))
         except BaseException:
             self._loop.call_soon(self._take)  # The others must not wait for ever.
             raise
@@ -365,16 +360,18 @@ class Pump:
         )
         left: bytes = returned.engine.copied()
         unsent: bytes = returned.client.copied()
-        if returned.reason == _CLIENT:
-            unsent = b""
-        if returned.reason == _FAULT:
+        is_lost = returned.error != 0 and returned.reason in (_CLIENT, _FAULT)
+        if returned.reason == _FAULT and not self._has_failed:
+            self._has_failed = True  # Each of its streams says so.
             _LOG.error("the native pump has failed, and its streams go on without it")
         self._library.br_release(self._made, slot)
         del self._lent[slot]
         self._events += passed.events
         lent.stream.came_back(passed)
         lent.connection.returned()
-        lent.carrier.returned(unsent)
+        lent.carrier.returned(b"" if is_lost else unsent)
+        if is_lost:  # It cannot be written to, or a part of what it should have is missing.
+            lent.carrier.abort()
         return left
 
 
