@@ -47,6 +47,7 @@ from balanceroute.proxy.wire.messages import Response
 
 _HOST: ContextVar[str] = ContextVar("host", default="")
 _PROXY = "proxy"
+_MOMENT_S = 1e-6
 _STILL_S = 0.3  # Too short to be noticed as a standstill.
 EPOCH_S = 1_795_000_000.0
 # An engine that is silent takes two minutes to be told to sleep.
@@ -209,7 +210,8 @@ class World:
         Its loop's clock does not count the time; its uptime and the leases do. Before that it stands still
         for a moment, in which the engines get what was on its way.
         """
-        self.loop.call_later(_STILL_S, self._let_pass, seconds)
+        # Before anything else happens here: what it sent just before would still be on its way.
+        self.loop.call_later(_STILL_S - _MOMENT_S, self._let_pass, seconds)
         self.stand_still(_STILL_S)
 
     def _let_pass(self, seconds: float) -> None:
