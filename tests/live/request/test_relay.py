@@ -531,7 +531,8 @@ def test_events_that_share_a_chunk_are_lent_too_but_for_half_ones() -> None:
 
 def test_named_events_are_lent_too() -> None:
     client = Client(openai=False, lends=True)
-    said = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{}}\n\n'
+    data = b'{"type":"content_block_delta","delta":{"type":"text_delta","text":"a"},"index":0}'
+    said = b"event: content_block_delta\ndata: " + data + b"\n\n"
     client.answer(b'event: message_start\ndata: {"type":"message_start"}\n\n', said, said)
     for _ in range(3):
         client.now_s += 0.02
