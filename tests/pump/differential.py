@@ -474,8 +474,8 @@ class Writer:
             events.append(self._event(name, {"delta": {**delta, "text": rng.choice(TEXTS)}}))
         if rng.random() < 0.9:
             usage = {"output_tokens": count, "input_tokens": 3}
-            delta = {"stop_reason": rng.choice(["end_turn", None])}
-            events.append(self._event(names[2], {"usage": usage, "delta": delta}))
+            ending = {"stop_reason": rng.choice(["end_turn", None])}
+            events.append(self._event(names[2], {"usage": usage, "delta": ending}))
             events.append(
                 self._event(names[3], {"response": {"usage": usage, "status": "completed"}})
             )
