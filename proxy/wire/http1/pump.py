@@ -390,7 +390,7 @@ def load_library() -> ctypes.CDLL:
     """Return the library. Raises LibraryError."""
     path = find_library()
     if path is None:
-        raise LibraryError("the native library is not installed (pip install balanceroute[native])")
+        raise LibraryError("the native library is not installed (see docs/deployment.md)")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -275,7 +275,8 @@ def test_a_stream_that_breaks_before_its_first_token_is_told_of(play: "Play") ->
         del engine, request
         reply.start(200, [(b"content-type", b"text/event-stream")])
         reply.write(b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n')
-        asyncio.get_running_loop().call_later(0.1, reply.abort)
+        # Later than what opens an answer waits for what follows.
+        asyncio.get_running_loop().call_later(1.0, reply.abort)
 
     async def scenario(site: "Site") -> None:
         site.handlers[b"/v1/chat/completions"] = answer
