@@ -7,6 +7,7 @@ INSTALLED := .venv/.installed
 STREAMING := tests/live/test_serve.py tests/live/processes/test_workers.py
 CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/cargo))
 CRATE := proxy/pump
+NATIVE := .venv/.native
 export CARGO_TARGET_DIR := $(CURDIR)/build/native
 
 .DEFAULT_GOAL := check
@@ -27,14 +28,17 @@ else
 endif
 	@touch $@
 
-native: $(INSTALLED) ## the native pump of streams into .venv, where cargo is (half a minute)
+native: $(NATIVE) ## the native pump of streams into .venv, where cargo is (half a minute)
+
+$(NATIVE): $(INSTALLED) $(wildcard $(CRATE)/src/*.rs $(CRATE)/Cargo.* $(CRATE)/setup.py)
 ifdef CARGO
 ifdef UV
 	@uv pip install -q --python $(BIN)/python --no-build-isolation --no-deps --reinstall ./$(CRATE)
 else
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps ./$(CRATE)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall ./$(CRATE)
 endif
 	@rm -rf $(CRATE)/build $(CRATE)/*.egg-info
+	@touch $@
 else
 	@echo "no cargo here (see https://rustup.rs): streams stay in Python"
 endif
@@ -57,7 +61,7 @@ types: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy tests
 	@$(BIN)/mypy scripts
 
-test: $(INSTALLED) ## the tests; real processes use the native library if it is built
+test: $(NATIVE) ## the tests; real processes use the native library, where cargo is
 	@$(BIN)/pytest
 
 test-without-native: $(INSTALLED) ## those that stream through real processes again, in Python alone
