@@ -140,13 +140,16 @@ def perform(fleet: Fleet, number: int, operation: Operation, prompts: dict[Reque
             pass
 
 
-@given(
+OF_ANY_EVENTS = given(
     form=st.sampled_from(Form),
     name=st.sampled_from(["oracle", "survival", "none"]),
     refresh=st.sampled_from(REFRESHES),
     horizon=st.integers(1, 12),
     operations=OPERATIONS,
 )
+
+
+@OF_ANY_EVENTS
 def test_rows_equal_a_recount_in_every_order_of_events(
     form: Form, name: str, refresh: int, horizon: int, operations: list[Operation]
 ) -> None:
@@ -174,13 +177,7 @@ class InBatches(Projection):
         self._make_deposits(places, instead_of)
 
 
-@given(
-    form=st.sampled_from(Form),
-    name=st.sampled_from(["oracle", "survival", "none"]),
-    refresh=st.sampled_from(REFRESHES),
-    horizon=st.integers(1, 12),
-    operations=OPERATIONS,
-)
+@OF_ANY_EVENTS
 def test_a_deposit_alone_is_that_of_a_batch(
     form: Form, name: str, refresh: int, horizon: int, operations: list[Operation]
 ) -> None:

@@ -118,10 +118,9 @@ class CompletionStream(StreamReader):
         """Whether only token events are expected, so that `take_token` may try."""
         if not self._has_begun or self.over or self.handed_back:
             return False
+        # What opens it may still wait, behind tokens that the client does not see.
         if not self._opening.begun:
-            return (
-                False  # Tokens that the client does not see, for example: its opening still waits.
-            )
+            return False
         return self._counts is None or not self.finished  # It may be held: nothing overtakes it.
 
     def read_tokens(self) -> int:

@@ -163,10 +163,8 @@ class ServerConnection(asyncio.Protocol):
         if self._stage not in (_ANSWER, _WAITING):
             self._close()
             return False
-        if (
-            self._service.limits.half_close
-            and not self._transport.is_encrypted  # Which has no half-close.
-        ):
+        # TLS has no half-close.
+        if self._service.limits.half_close and not self._transport.is_encrypted:
             self._eof = True
             return True
         self.drop()
@@ -470,9 +468,8 @@ class ServerConnection(asyncio.Protocol):
     def _check_stall(self, now_s: float) -> None:
         """Disconnect a client that has read nothing for `write_timeout_s` while data waits."""
         waiting = self._transport.get_write_buffer_size()
-        written = (
-            0 if self._reply is None else self._reply.written
-        )  # Which that may have brought up to date.
+        # That may have brought this up to date.
+        written = 0 if self._reply is None else self._reply.written
         held = held_by_kernel(self._transport.get_extra_info("socket")) if waiting else 0
         if self._writes.has_stalled(now_s, written=written, waiting=waiting, held=held):
             self.drop()
