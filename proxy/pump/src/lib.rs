@@ -296,16 +296,6 @@ pub unsafe extern "C" fn br_take(pump: *const BrPump, returned: *mut BrReturned)
 }
 
 /// # Safety
-/// `returned` is writable.
-#[no_mangle]
-pub unsafe extern "C" fn br_drain(pump: *const BrPump, slot: u32, returned: *mut BrReturned) -> i32 {
-    status(|| {
-        let told = unsafe { borrowed(pump) }?.pump.drain(slot, BrReturned::of)?;
-        unsafe { write(returned, told) }
-    })
-}
-
-/// # Safety
 /// Nothing that was returned for the slot is used any more.
 #[no_mangle]
 pub unsafe extern "C" fn br_release(pump: *const BrPump, slot: u32) -> i32 {

@@ -61,8 +61,6 @@ struct Seat {
     generation: u32,
     thread: usize,
     held: Held,
-    /// What was taken out of a stream that goes on.
-    drained: Option<Box<Returned>>,
 }
 
 struct Thread {
@@ -112,7 +110,7 @@ impl Pump {
                 Ok(thread)
             })
             .collect::<io::Result<Vec<_>>>()?;
-        let seat = || Mutex::new(Seat { generation: 0, thread: 0, held: Held::Nothing, drained: None });
+        let seat = || Mutex::new(Seat { generation: 0, thread: 0, held: Held::Nothing });
         let shared = Arc::new(Shared {
             slots: (0..options.slots).map(|_| Slot::default()).collect(),
             seats: (0..options.slots).map(|_| seat()).collect(),
@@ -208,24 +206,6 @@ impl Pump {
         }
     }
 
-    /// Takes out what was kept of a stream that goes on.
-    pub fn drain<T>(&self, slot: u32, read: impl FnOnce(&Returned) -> T) -> io::Result<T> {
-        let mut seat = self.seat(slot)?;
-        let Held::Live(stream) = &mut seat.held else {
-            return Err(system(libc::ESTALE));
-        };
-        let drained = Returned {
-            slot,
-            reason: None,
-            error: 0,
-            engine: Vec::new(),
-            client: Vec::new(),
-            ids: stream.parser.ids.take(),
-            transcript: stream.parser.transcript.take(),
-        };
-        Ok(read(seat.drained.insert(Box::new(drained))))
-    }
-
     /// Frees the slot of a stream that was taken back.
     pub fn release(&self, slot: u32) -> io::Result<()> {
         let mut seat = self.seat(slot)?;
@@ -233,7 +213,6 @@ impl Pump {
             return Err(system(libc::EINVAL));
         }
         seat.held = Held::Nothing;
-        seat.drained = None;
         drop(seat);
         lock(&self.shared.free).push(slot);
         Ok(())

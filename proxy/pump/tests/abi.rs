@@ -93,7 +93,6 @@ fn what_is_wrong_is_refused() {
         assert!(br_pump_slots(null()).is_null() && br_pump_gaps(null()).is_null());
         assert_eq!(br_stop(null(), 0, null_mut()), -libc::EINVAL);
         assert_eq!(br_take(null(), null_mut()), -libc::EINVAL);
-        assert_eq!(br_drain(null(), 0, null_mut()), -libc::EINVAL);
         assert_eq!(br_release(null(), 0), -libc::EINVAL);
         assert_eq!(br_parser_feed(null_mut(), null(), 0, null_mut()), -libc::EINVAL);
         assert_eq!(br_parser_end(null_mut(), null_mut()), -libc::EINVAL);
@@ -139,7 +138,7 @@ fn the_parser_is_fed_and_asked() {
 
 #[test]
 #[cfg_attr(miri, ignore)] // It knows no such threads.
-fn a_stream_is_lent_drained_stopped_and_released() {
+fn a_stream_is_lent_stopped_and_released() {
     let (mut engine, of_engine) = UnixStream::pair().unwrap();
     let (mut client, of_client) = UnixStream::pair().unwrap();
     let pump = made(1, 2);
@@ -153,12 +152,11 @@ fn a_stream_is_lent_drained_stopped_and_released() {
         client.read_exact(&mut found).unwrap();
         assert_eq!(found, chunk(&token("a")));
         let mut told = returned();
-        assert_eq!(br_drain(pump, slot, &mut told), 0);
-        assert_eq!((told.reason, copied(&told.ids)), (0, b",7".to_vec()));
         assert_eq!(br_take(pump, &mut told), -libc::EAGAIN);
         assert_eq!(br_release(pump, slot), -libc::EINVAL);
         assert_eq!(br_stop(pump, slot, &mut told), 0);
         assert_eq!((told.slot, told.reason, told.error, told.flags), (slot, 7, 0, 0));
+        assert_eq!(copied(&told.ids), b",7".to_vec());
         let counts = br_pump_slots(pump).add(slot as usize);
         assert_eq!((*counts).tokens.load(std::sync::atomic::Ordering::Relaxed), 3);
         assert_eq!(br_release(pump, slot), 0);
