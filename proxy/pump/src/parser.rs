@@ -78,6 +78,22 @@ pub struct Settings {
     pub text: bool,
 }
 
+impl Settings {
+    /// Chunks of events whose tokens are not counted, of which nothing is cut and nothing kept.
+    pub const fn plain(kind: Kind) -> Self {
+        Self {
+            kind,
+            counted: false,
+            hide: false,
+            no_usage: false,
+            chunked: true,
+            ids: None,
+            ids_wait: false,
+            text: false,
+        }
+    }
+}
+
 /// What came of one piece.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fed {

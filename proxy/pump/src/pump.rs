@@ -413,17 +413,6 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
-    const NAMED: Settings = Settings {
-        kind: Kind::Named,
-        counted: false,
-        hide: false,
-        no_usage: false,
-        chunked: true,
-        ids: None,
-        ids_wait: false,
-        text: false,
-    };
-
     #[test]
     fn what_a_thread_was_busy_with_when_it_failed_is_told_to_be_broken() {
         let made = Pump::new(Options { threads: 1, slots: 2, bounds_ns: vec![] }).unwrap();
@@ -435,7 +424,7 @@ mod tests {
                 TcpStream::from(OwnedFd::from(here))
             };
             let bounds = Bounds { high: 9, low: 3 };
-            made.add(end(), end(), Parser::new(NAMED, 0), bounds, 0, 0).unwrap()
+            made.add(end(), end(), Parser::new(Settings::plain(Kind::Named), 0), bounds, 0, 0).unwrap()
         });
         let shared = &made.shared;
         let name = (slots[1], lock(&shared.seats[slots[1] as usize]).generation);

@@ -28,16 +28,7 @@ impl Draw {
     }
 }
 
-pub const PLAIN: Settings = Settings {
-    kind: Kind::Completion,
-    counted: false,
-    hide: false,
-    no_usage: false,
-    chunked: true,
-    ids: None,
-    ids_wait: false,
-    text: false,
-};
+pub const PLAIN: Settings = Settings::plain(Kind::Completion);
 pub const COUNTED: Settings = Settings { counted: true, hide: true, ..PLAIN };
 pub const WITH_IDS: Settings = Settings { ids: Some(Form::Chat), ..COUNTED };
 
