@@ -1,10 +1,9 @@
 PYTHON ?= python3
-WORKERS ?= 1
 BIN := .venv/bin
 UV := $(shell command -v uv)
 INSTALLED := .venv/.installed
 # Of tests that begin real proxies, all others are the same with the native library and without it.
-STREAMING := tests/live/test_serve.py tests/live/processes/test_workers.py
+STREAMING := tests/live/test_serve.py tests/live/test_hand_over.py
 CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/cargo))
 CRATE := proxy/pump
 NATIVE := .venv/.native
@@ -77,7 +76,7 @@ test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernete
 	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
-	@$(BIN)/python scripts/demo.py --workers $(WORKERS)
+	@$(BIN)/python scripts/demo.py
 
 qos: $(INSTALLED) ## two tenants live before emulated engines, by phases: shares, refusals (3 minutes); picture in build/qos
 	@$(BIN)/python scripts/qos.py

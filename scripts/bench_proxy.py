@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from balanceroute.proxy.testing.arguments import positive, several
+from balanceroute.proxy.testing.arguments import positive
 
 # Its parts stand in a folder.
 sys.path.insert(0, str(Path(__file__).parent / "proxy_bench"))
@@ -69,8 +69,6 @@ def main() -> int:
             Path(logs),
             against=arguments.against,
             routers=routers,
-            workers=arguments.workers,
-            apart=arguments.apart,
             without_native=arguments.without_native,
             traces=arguments.traces,
             pythons=arguments.python,
@@ -127,23 +125,6 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         "is repeated for each rank; may be given more than once (default: vllm-router)",
     )
     parser.add_argument("--no-router", action="store_true", help="without any other router")
-    parser.add_argument(
-        "--workers",
-        type=several,
-        action="append",
-        default=[],
-        metavar="N",
-        help="balanceroute with N relays too, 2 or more; may be given more than once",
-    )
-    parser.add_argument(
-        "--apart",
-        type=several,
-        action="append",
-        default=[],
-        metavar="N",
-        help="N balanceroutes of one process each too, which share the load and nothing else: what N "
-        "processes cost that exchange no message; may be given more than once",
-    )
     parser.add_argument(
         "--without-native",
         action="store_true",

@@ -2,7 +2,7 @@
 
 Prints the resident memory before and at its peak. Streams are opened one after the
 other and are all open in the end. Each takes two descriptors of its process, so 10,000 need a hard limit
-of 22,000 open files (`ulimit -Hn`), or the right to raise it; with `--workers 2` one of 13,000.
+of 22,000 open files (`ulimit -Hn`), or the right to raise it.
 """
 
 import argparse
@@ -26,8 +26,6 @@ _STEP_S = 5.0
 _POLL_S = 0.2
 # The client's connection and the decode rank's.
 _PER_STREAM = 2
-# The kernel spreads connections over relays by a hash.
-_UNEVEN = 1.1
 # The prefillers', kept for other streams: up to 1,024 of them, more for moments. And its own.
 _SPARE_DESCRIPTORS = 2_000
 _OPENED_PER_S = 250
@@ -38,7 +36,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=positive, default=10_000, metavar="N")
     parser.add_argument("--policy", default="br-h", help="of balanceroute (default: br-h)")
-    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="of balanceroute")
     parser.add_argument(
         "--router",
         type=router,
@@ -49,14 +46,11 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     count = arguments.streams
-    workers = arguments.workers
-    of_one = count if workers == 1 else round(_UNEVEN * count / workers)
-    # The client and the engine have one for each stream.
-    needed = allow_descriptors(count, max(_PER_STREAM * of_one, count) + _SPARE_DESCRIPTORS)
+    needed = allow_descriptors(count, _PER_STREAM * count + _SPARE_DESCRIPTORS)
     if needed:
         parser.error(needed)
-    flags = ["--policy", arguments.policy, "--workers", str(workers)]
-    flags += ["--connection-limit", str(workers * (of_one + _SPARE_DESCRIPTORS))]
+    flags = ["--policy", arguments.policy]
+    flags += ["--connection-limit", str(count + _SPARE_DESCRIPTORS)]
     for limit in ("--batch", "--queue-limit", "--pool-limit"):
         flags += [limit, str(2 * count)]
     with (

@@ -44,10 +44,6 @@ def main() -> int:
     parser.add_argument("--requests", type=positive, default=100, metavar="N", help="of each seed")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes")
     parser.add_argument(
-        "--relays", type=int, default=0, metavar="N", help="as N relays and a scheduler process"
-    )
-    parser.add_argument("--kills", action="store_true", help="kill processes too")
-    parser.add_argument(
         "--force",
         choices=["locality"],
         help="in every seed: prefix-aware choice, ranks that compute prompts, conversations, two versions",
@@ -59,8 +55,7 @@ def main() -> int:
     if arguments.log is not None and arguments.seed is None:
         parser.error("--log goes with --seed")
     alone = [flag for flag in ("groups", "http3") if getattr(arguments, flag)]
-    others = arguments.relays or arguments.kills or arguments.force
-    if alone and (others or len(alone) > 1):
+    if alone and (arguments.force or len(alone) > 1):
         parser.error(f"--{alone[0]} goes with none of the other kinds of runs")
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.seed is not None:
@@ -75,8 +70,6 @@ def main() -> int:
         run: Callable[[int], Report] = partial(
             run_seed,
             requests=arguments.requests,
-            relays=arguments.relays,
-            kills=arguments.kills,
             near=arguments.force == "locality",
         )
         if arguments.groups:

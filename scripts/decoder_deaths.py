@@ -40,7 +40,6 @@ def main() -> int:
     )
     parser.add_argument("--resume", choices=[one.value for one in Resume], default="exact")
     parser.add_argument("--freeze", type=positive, metavar="S", help="for so many virtual seconds")
-    parser.add_argument("--relays", type=int, default=0, metavar="N", help="with --freeze")
     arguments = parser.parse_args()
     if arguments.freeze is not None:
         return _freeze(arguments)
@@ -66,12 +65,7 @@ def main() -> int:
 
 
 def _freeze(arguments: argparse.Namespace) -> int:
-    found = freeze_ranks(
-        arguments.seed,
-        seconds=arguments.freeze,
-        resume=arguments.resume,
-        relays=arguments.relays,
-    )
+    found = freeze_ranks(arguments.seed, seconds=arguments.freeze, resume=arguments.resume)
     print(
         f"{found.requests} requests in {arguments.freeze} s; {found.frozen} ranks frozen under streams, "
         f"{found.paused} pauses of a rank, {found.held} standstills of all ({found.told} told), "

@@ -76,7 +76,6 @@ class Setup:
         prefill_us_per_token: Speed of the prefillers, in emulated time.
         simulations: Simulated runs of each policy.
         predictor: BR-H's, in the proxy and in the simulator.
-        workers: The proxy's relays; 1 for a single process.
         first_token: Whose first token clients get, the prefiller's or the rank's.
         out: Where to write.
     """
@@ -90,7 +89,6 @@ class Setup:
     prefill_us_per_token: float
     simulations: int
     predictor: str
-    workers: int
     first_token: str
     out: Path
 
@@ -119,7 +117,6 @@ class Setup:
         return {
             "policy": policy,
             "predictor": self.predictor,
-            "workers": self.workers,
             "first_token": self.first_token,
             "port": 0,
             "admin_port": 0,
@@ -409,7 +406,6 @@ def read_flags() -> tuple[Setup, list[str]]:
     parser.add_argument(
         "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
     )
-    parser.add_argument("--workers", type=positive, default=1, help="the proxy's relay processes")
     parser.add_argument(
         "--first-token", choices=("prefill", "decode"), default="decode", help="as of serve"
     )

@@ -101,10 +101,6 @@ class Witness:
         """Pass on."""
         self._within.began(ticket, now_ns)
 
-    def adopted(self, ticket: Ticket, now_ns: int, *, began: bool) -> None:
-        """Pass on."""
-        self._within.adopted(ticket, now_ns, began=began)
-
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Note what came."""
         (expected_ns,) = self._expected.pop(ticket)

@@ -84,13 +84,6 @@ MAY_IMPORT = {
         *("proxy.live.control", "proxy.live.engines", "proxy.live.security"),
         "proxy.live.settings",
     },
-    "proxy.live.processes": {
-        *("proxy.core", "proxy.wire", "__version__"),
-        *("proxy.live.connectors", "proxy.live.control", "proxy.live.engines"),
-        *("proxy.live.frontend", "proxy.live.openai", "proxy.live.prediction"),
-        *("proxy.live.request", "proxy.live.scheduling", "proxy.live.security"),
-        *("proxy.live.settings", "proxy.live.telemetry"),
-    },
     "proxy.live": {"proxy.core", "proxy.live", "proxy.wire", "predictors"},
     "proxy.sim": {
         *("proxy.core", "proxy.pictures", "proxy.service_levels"),

@@ -1,14 +1,14 @@
 """Measures what clients notice while a discovery source tells many engines at once.
 
     scripts/mass_discovery.py --engines 320 2000
-    scripts/mass_discovery.py --state dead --workers 2
+    scripts/mass_discovery.py --state dead
     scripts/mass_discovery.py --against ../before    # the proxy of another checkout too
 
 A file tells one prefiller and two ranks, and clients send requests. Then it tells N engines more, half
 of them prefillers: living ones, dead ones, which refuse connections, or silent ones, which take them and
 answer nothing. After a while they are gone again. All engines are one process that listens on addresses
 of 127.0.0.0/8. Prints the slowest answer of each phase, with the most that the proxy computed within one
-(on a machine that others use, this is the figure to look at), and what its processes took.
+(on a machine that others use, this is the figure to look at), and what it took.
 """
 
 import argparse
@@ -350,9 +350,7 @@ async def _pages(admin: Endpoint) -> tuple[dict[str, float], int]:
     return pages_s, registered
 
 
-def measure(
-    count: int, state: str, *, workers: int, tree: Path | None, times: tuple[float, ...]
-) -> Figures:
+def measure(count: int, state: str, *, tree: Path | None, times: tuple[float, ...]) -> Figures:
     """Return what a run with `count` engines shows."""
     with tempfile.TemporaryDirectory() as name:
         told = Path(name) / "engines.toml"
@@ -363,7 +361,7 @@ def measure(
             port = int(engines.stdout.readline())
             _write(told, port, range(0))
             command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port", "0"]
-            command += ["--admin-port", "0", "--workers", str(workers), "--batch", "64"]
+            command += ["--admin-port", "0", "--batch", "64"]
             command += ["--discover", f"file:{told}", "--discover-interval-s", "0.5"]
             command += ["--discover-hold-s", "1", "--log", str(Path(name) / "log")]
             with _process(command, env=env) as proxy:
@@ -383,7 +381,6 @@ def main() -> int:
     )
     parser.add_argument("--engines", type=positive, nargs="+", default=[320, 640, 1000, 2000])
     parser.add_argument("--state", choices=STATES, nargs="+", default=["alive", "dead"])
-    parser.add_argument("--workers", type=positive, nargs="+", default=[1])
     parser.add_argument("--against", type=Path, help="another checkout, measured too")
     parser.add_argument(
         "--seconds",
@@ -398,26 +395,23 @@ def main() -> int:
         serve_engines(3, int(arguments.serve[0]), arguments.serve[1])
         return 0
     print(
-        "| engines | proxy | processes | slowest s: before | told | steady | pages | gone | failed "
+        "| engines | proxy | slowest s: before | told | steady | pages | gone | failed "
         "| CPU s | steady CPU/s | peak MiB | engines there, then left | pages s |"
     )
-    print(f"|{' --- |' * 14}")
+    print(f"|{' --- |' * 13}")
     trees = [None] if arguments.against is None else [arguments.against, None]
     for state in arguments.state:
         for count in arguments.engines:
-            for workers in arguments.workers:
-                for tree in trees:
-                    found = measure(
-                        count, state, workers=workers, tree=tree, times=tuple(arguments.seconds)
-                    )
-                    _print(f"{count} {state}", tree, workers, found)
+            for tree in trees:
+                found = measure(count, state, tree=tree, times=tuple(arguments.seconds))
+                _print(f"{count} {state}", tree, found)
     return 0
 
 
-def _print(engines: str, tree: Path | None, workers: int, found: Figures) -> None:
+def _print(engines: str, tree: Path | None, found: Figures) -> None:
     phases = [f"{one.wait_s:.2f} ({one.busy_s:.2f})" for one in found.slowest.values()]
     pages = ", ".join(f"{path} {wait_s:.2f}" for path, wait_s in found.pages_s.items())
-    cells = [engines, "this" if tree is None else str(tree), str(workers), *phases]
+    cells = [engines, "this" if tree is None else str(tree), *phases]
     cells += [str(found.failed), f"{found.cpu_s:.1f}", f"{found.steady:.2f}", str(found.peak_mib)]
     print(f"| {' | '.join([*cells, f'{found.registered}, {found.left}', pages])} |", flush=True)
 

@@ -19,9 +19,9 @@ predictors.gbdt: Gbdt KIND
 proxy: __main__ advise audit cli core emulate live model_choice page_client pictures replay service_levels sim validate wire
 proxy.cli: advise audit command_line drain emulate engine_flags engine_parser evaluate evaluation_plots goodput_flags hash_key judgement_report machine_flags
     model_router online_check outputs parser past_flags replay serve simulate stage_bar topology trace_flags train up validate watched_fleet
-proxy.core: admission adoption avoidance balance config curves decision deposits errors events fscore holdings
+proxy.core: admission avoidance balance config curves decision deposits errors events fscore holdings
     intake kv_peak leases ledger lifecycle local_prefill losses others outside pace placement policies pool prediction prefill
-    prefill_queue projection queueing rank_memory rank_progress rank_prompts rank_speeds rank_trajectories ranks recount scheduler skill standing
+    prefill_queue projection queueing rank_memory rank_progress rank_prompts rank_speeds rank_trajectories ranks recount scheduler skill
     step_model subset switching time_limits timers trajectories triples turnover warm_up
 proxy.core.admission: ADMISSIONS Admission Aimd AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
@@ -34,9 +34,9 @@ proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemption
-proxy.live: announcement connectors control control_plane deployment deployment_state descriptors discovery
-    engine_connections engines environment following_kv_events frontend group_orders http3_listener kept_groups kept_orders listeners openai prediction process_edge process_of_many processes proxy relay_app relay_process
-    renewal request scheduler_app scheduler_process scheduling security serve settings supervise telemetry
+proxy.live: announcement connectors control deployment deployment_state descriptors discovery
+    engine_connections engines environment following_kv_events frontend group_orders hand_over http3_listener kept_groups kept_orders listeners openai prediction process_edge proxy
+    renewal request scheduling security serve settings telemetry
     trace_export tracing
 proxy.live.connectors: BootstrapIdentity Connector MissingKv MissingKvError make_connector
 proxy.live.control: admin answers drain_deadlines engine_orders errors group_pages live_view load_log memory orders page pause_pages pausing rank_slots readiness roster silent_decoders sleepers standing state view
@@ -56,21 +56,18 @@ proxy.live.openai: answer answer_events api_error backed_up_ids body completion_
     stream_opening stream_reader token_continuation token_continuation_stream token_counts token_estimate token_events token_ids token_shape token_stream told told_logprobs transcript urgency
     usage
 proxy.live.prediction: predictor_set predictors
-proxy.live.processes: adoption alone_requests channel frames from_relay gathering generation hub kept_process links listening
-    mirror orders outbox part patience questions relay_desk relay_records relay_reports relay_sweep relay_tenancy
-    remote_host remote_request resumption stream_counts supervisor to_relay uplink
 proxy.live.request: buffered_leg client_answer decode_attempt direct early_token emitted failures hand_off
-    holding kv_handle leg_settings live_request lost_engines phases prefill_attempt recovery relay reports
+    holding kv_handle leg_settings lost_engines phases prefill_attempt recovery relay reports
     resume retry_budget
     session session_host session_trace short_answer stall_watch stream_looks suspects
-proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress progress_veto pulled_counts pumped_counts pushed_counts session_table
+proxy.live.scheduling: apart arrival barrier_idle decisions driver feedback forecast isolation open_instances others_on_ranks prefiller_loads progress progress_veto pulled_counts pumped_counts session_table
     step_clock stranded sweep sweep_timer tick_timer unique_tokens
 proxy.live.security: credentials host_check tls
 proxy.live.settings: admission aimd_options aliases checks config configure declared discovery effects engines groups http3
     policy_options reader scheduling score_options
     setting tenant_file tracing
 proxy.live.telemetry: alias_metrics decision_failures decision_metrics engine_metrics engine_requests exposition group_metrics handshake_metrics json_line
-    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log process_metrics recent_requests record
+    leg_metrics line_writer metrics metrics_of_state predictor_metrics process_log recent_requests record
     registry request_log request_metrics shadow snapshot stages
     tenant_metrics trace trace_context trace_metrics
 proxy.model_choice: arrival_rate base double_dqn environment greedy group_sim judgement plots q_network recent scenario

@@ -105,14 +105,11 @@ class Topology:
         )
 
 
-def read_topology(
-    path: str | PathLike[str], *, copy: str | PathLike[str] | None = None
-) -> Topology:
+def read_topology(path: str | PathLike[str]) -> Topology:
     """Read a topology.
 
     Args:
         path: A TOML file, or the name of a shipped topology, such as `emulated-2p8d`.
-        copy: What is read in its place; errors name the file all the same.
 
     Raises:
         TopologyError: The content is not a topology, or no file and no shipped topology has the
@@ -120,7 +117,7 @@ def read_topology(
         OSError: The file cannot be read.
     """
     place = _locate(path)
-    return _topology(place, _document(place, Path(copy or place)))
+    return _topology(place, _document(place))
 
 
 def read_engine_list(path: Path) -> tuple[tuple[PrefillEntry, ...], tuple[DecodeEntry, ...]]:
@@ -130,7 +127,7 @@ def read_engine_list(path: Path) -> tuple[tuple[PrefillEntry, ...], tuple[Decode
         TopologyError: It has something else, or an entry is wrong.
         OSError: The file cannot be read.
     """
-    table = Table(path, "", _document(path, path), ("prefill", "decode"))
+    table = Table(path, "", _document(path), ("prefill", "decode"))
     return prefill_entries(table), decode_entries(table)
 
 
@@ -139,9 +136,9 @@ def shipped_topologies() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
-def _document(place: Path, file: Path) -> dict[str, object]:
-    """Return the content of a file; errors name `place`."""
-    with file.open("rb") as opened:
+def _document(place: Path) -> dict[str, object]:
+    """Return the content of a file."""
+    with place.open("rb") as opened:
         content = opened.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise TopologyError(place, "", f"is larger than {MAX_FILE_BYTES} bytes")

@@ -3,7 +3,6 @@
 import argparse
 import os
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
@@ -13,7 +12,6 @@ from balanceroute.topologies import read_topology
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from balanceroute.proxy.live.processes.part import Part
     from balanceroute.topologies import Topology
 
 
@@ -31,7 +29,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "file.",
     )
     parser.set_defaults(run=run)
-    add_process_flag(parser)
     parser.add_argument(
         "--topology",
         metavar="FILE",
@@ -44,11 +41,6 @@ def add_serve_flags(parser: argparse.ArgumentParser, *, without: "Collection[str
     """Add the flag of every setting but those named."""
     for heading, sections in HEADINGS.items():
         add_flags(parser.add_argument_group(heading), *sections, without=without)
-
-
-def add_process_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag by which one process of several is told what it is; users have no need of it."""
-    parser.add_argument("--process", metavar="PART", help=argparse.SUPPRESS)
 
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, object]:
@@ -64,43 +56,33 @@ def run(arguments: argparse.Namespace) -> int:
         TopologyError: The topology cannot be used.
         OSError: A file cannot be read, or an address cannot be bound.
     """
-    part = part_of(arguments)
     topology = None
     if arguments.topology is not None:
-        topology = read_topology(arguments.topology, copy=None if part is None else part.topology)
-    return configure_and_serve(topology, flags_given(arguments), arguments, part)
-
-
-def part_of(arguments: argparse.Namespace) -> "Part | None":
-    """Return what one process of several is; None for the command itself. Raises ConfigError."""
-    if arguments.process is None:
-        return None
-    from balanceroute.proxy.live.processes.part import Part  # noqa: PLC0415
-
-    return Part.read(arguments.process)
+        topology = read_topology(arguments.topology)
+    return configure_and_serve(topology, flags_given(arguments), arguments)
 
 
 def configure_and_serve(
     topology: "Topology | None",
     given: "Mapping[str, object]",
     arguments: argparse.Namespace,
-    part: "Part | None" = None,
-    engines: "Mapping[str, object]" = MappingProxyType({}),
+    *,
+    owns_engines: bool = False,
 ) -> int:
     """Serve until a signal ends it; return the exit status.
 
     Args:
         topology: The file, if there is one.
         given: The values of the settings' flags by name.
-        arguments: Of the command; its further processes are started by the same words.
-        part: What this process is, if it is one of those.
-        engines: The URLs of the engines that this command has started, by flag.
+        arguments: Of the command; a new version is started by the same words.
+        owns_engines: Whether this command has started the engines.
 
     Raises:
         ConfigError: A setting cannot be served.
         OSError: A file cannot be read, or an address cannot be bound.
     """
     # Here, so that the other subcommands start without them.
+    from balanceroute.proxy.live.serve import Command, serve  # noqa: PLC0415
     from balanceroute.proxy.live.settings.configure import (  # noqa: PLC0415
         make_config,
         make_group,
@@ -109,18 +91,7 @@ def configure_and_serve(
 
     config = make_config(topology, given, environment=os.environ)
     renew = partial(read_credentials, topology, given, environment=os.environ)
-    if part is not None:
-        from balanceroute.proxy.live.process_of_many import serve_part  # noqa: PLC0415
-
-        return serve_part(config, renew, part)
-    if config.listening.workers != 1:
-        from balanceroute.proxy.live.supervise import supervise  # noqa: PLC0415
-
-        file = None if topology is None else topology.path
-        return supervise(config, arguments.words, file, engines)
-    from balanceroute.proxy.live.serve import serve  # noqa: PLC0415
-
     added = None
     if topology is not None and topology.groups:
         added = partial(make_group, topology, given, environment=os.environ)
-    return serve(config, renew, added)
+    return serve(config, Command(arguments.words, owns_engines, renew, added))

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.serve import (
-    add_process_flag,
     add_serve_flags,
     configure_and_serve,
     flags_given,
-    part_of,
 )
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate.process import (
@@ -45,7 +43,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "topology", metavar="TOPOLOGY", help="a TOML file, or the name of a shipped one"
     )
-    add_process_flag(parser)
     add_serve_flags(
         parser,
         without=("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector", "model"),
@@ -60,16 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         TopologyError: The topology cannot be used.
         EngineProcessError: The engines did not start, or ended.
     """
-    part = part_of(arguments)
-    topology = read_topology(arguments.topology, copy=None if part is None else part.topology)
+    topology = read_topology(arguments.topology)
     given = flags_given(arguments)
-    if part is not None:
-        return configure_and_serve(topology, given | part.engines, arguments, part)
     with engine_process(emulate_command(topology)) as process:
         engines = addresses(ready_line(process))
         _greet(engines)
         with _watched(process) as ended:
-            status = configure_and_serve(topology, given | engines, arguments, None, engines)
+            status = configure_and_serve(topology, given | engines, arguments, owns_engines=True)
         if ended:
             raise EngineProcessError(f"the emulated engines ended {ended[0]}")
         return status

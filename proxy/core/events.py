@@ -96,89 +96,6 @@ class RequestArrived(Struct, frozen=True):
     ticket: Ticket
 
 
-class KvOnPrefiller(Struct, frozen=True):
-    """A prompt's KV cache, which a prefiller has computed; `lease_expires_ns` as in `PrefillDone`."""
-
-    prefiller: PrefillerId
-    prefilled_ns: int
-    lease_expires_ns: int | None = None
-
-
-class InQueue(Struct, frozen=True):
-    """It waits for a prefiller."""
-
-
-class OnPrefiller(Struct, frozen=True):
-    """Since `since_ns` its prefill runs there; the whole request if no rank decodes it."""
-
-    prefiller: PrefillerId
-    since_ns: int
-
-
-class InPool(Struct, frozen=True):
-    """It waits for a rank; `kv` is None if it needs no prefill."""
-
-    kv: KvOnPrefiller | None
-
-
-class OnRank(Struct, frozen=True):
-    """It was sent to `rank` and has not joined the batch; `kv` is None if it needs no prefill."""
-
-    rank: RankId
-    kv: KvOnPrefiller | None
-
-
-class InBatch(Struct, frozen=True):
-    """It decodes on `rank`, where its sequences have emitted `tokens` in all.
-
-    `pulled_from` is the prefiller whose KV cache the rank pulled; None if it pulled none.
-    """
-
-    rank: RankId
-    tokens: int
-    pulled_from: PrefillerId | None = None
-
-
-AdoptedPhase = InQueue | OnPrefiller | InPool | OnRank | InBatch
-
-
-class RequestAdopted(Struct, frozen=True):
-    """A request that an earlier scheduler accepted goes on with this one.
-
-    The driver describes where the request stands and what it has been through. `request` is above
-    the numbers of the requests that arrived earlier, but need not be above all numbers that were
-    fed before. Adopt every request first, then feed a `Tick`.
-
-    Attributes:
-        phase: Where it stands, and so what it holds.
-        prompt_tokens: Tokens of the prompt and of what a sequence emitted before; as the engine
-            counted them once it was prefilled.
-        waiting_since_ns: When it arrived, or was queued again after its client had a token.
-        decode: Whether a rank decodes it; False also if a loss left it to a prefiller.
-        emitted_before: Tokens that each sequence emitted in earlier bindings.
-        pooled_ns: When it first entered the pool since then; None if it has not.
-        served: Whether a rank took it before, so that its first token is not due any more.
-        lapses: Leases that ended since it was last served, while it was in the pool.
-        lost_on_prefillers: Prefillers to avoid, the earliest loss first.
-        lost_on_ranks: Ranks to avoid, the earliest loss first.
-        answered: Whether its client has its first token already.
-    """
-
-    request: RequestId
-    ticket: Ticket
-    phase: AdoptedPhase
-    prompt_tokens: int
-    waiting_since_ns: int
-    decode: bool = True
-    emitted_before: int = 0
-    pooled_ns: int | None = None
-    served: bool = False
-    lapses: int = 0
-    lost_on_prefillers: tuple[PrefillerId, ...] = ()
-    lost_on_ranks: tuple[RankId, ...] = ()
-    answered: bool = False
-
-
 class FirstToken(Struct, frozen=True):
     """The client got the first token of a request while a prefiller has it.
 
@@ -368,7 +285,6 @@ class Tick(Struct, frozen=True):
 
 Event = (
     RequestArrived
-    | RequestAdopted
     | FirstToken
     | PrefillDone
     | PrefillLost

@@ -8,7 +8,6 @@ charged until the KV cache has left it.
 from collections.abc import Collection, Iterable
 from math import inf
 
-from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, RankId, ReleasePrefill
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
@@ -18,7 +17,6 @@ from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import KvMeter
 from balanceroute.proxy.core.recount import check_holdings
-from balanceroute.proxy.core.time_limits import pool_entry, queue_end_ns
 
 
 class Holdings:
@@ -44,38 +42,6 @@ class Holdings:
         self._prefill_queue = prefill_queue
         self._prefillers = prefillers
         self._pool = pool
-
-    def take(self, request: Request, config: SchedulerConfig, *, emitted: int = 0) -> None:
-        """Take everything that an adopted request holds in its state.
-
-        Args:
-            request: Its `prefiller` and `rank` name what it holds.
-            config: Sets the ends of its waits.
-            emitted: Tokens that its sequences have emitted on its rank.
-        """
-        if request.prefiller is not None:
-            if request.decode:
-                self._prefillers.begin_prefill(request.prefiller, request.held_tokens())
-                request.prefilling = True
-            else:
-                slots = request.ticket.slots
-                self._prefillers.begin_direct(request.prefiller, request.held_tokens(), slots)
-        match request.state:
-            case State.QUEUED:
-                self._prefill_queue.add(request, queue_end_ns(request, config))
-            case State.POOLED:
-                self._pool.add(pool_entry(request, config, self._prefillers.pairs))
-            case State.DECODING:
-                assert request.rank is not None
-                _bind(self.ledger, request, request.rank, emitted=emitted)
-                if self._meter is not None and request.started:
-                    # What it held under the earlier scheduler is not known.
-                    tokens = self.ledger.kv_tokens(request.request)
-                    self._meter.begin(request.request, request.ticket, tokens)
-            case _:
-                return
-        if request.prefiller is not None:
-            self.end_prefill(request)
 
     def release(self, request: Request, state: State, *, gone: bool) -> list[Action]:
         """Release everything that `request` held in `state`; return what the driver has to do.

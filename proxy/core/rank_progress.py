@@ -16,7 +16,7 @@ is never silent because nobody read its streams. Times are float seconds.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
 
 from msgspec import Struct
@@ -81,23 +81,8 @@ class Stepping:
         return next((gap_s for gap_s, other in self._shortest if other != rank), None)
 
 
-@dataclass(slots=True)
-class _Observer:
-    """One who looks.
-
-    Attributes:
-        silent_s: For how long each rank was silent.
-        still_s: For how long nothing moved that it sees.
-        looked_s: When it looked last.
-    """
-
-    silent_s: dict[RankId, float] = field(default_factory=dict)
-    still_s: float = 0.0
-    looked_s: float = float("-inf")
-
-
 class RankProgress:
-    """The ranks of one fleet, seen by one or several observers.
+    """The ranks of one fleet.
 
     Attributes:
         quiet: Whether no rank is silent, as is usual.
@@ -106,18 +91,18 @@ class RankProgress:
     def __init__(self) -> None:
         self.quiet = True
         self._paces: dict[RankId, _Pace] = {}
-        self._observers: dict[int, _Observer] = {}
+        # For how long each rank was silent, for how long nothing moved at all, and the last look.
+        self._silent_s: dict[RankId, float] = {}
+        self._still_s = 0.0
+        self._looked_s = float("-inf")
 
-    def look(
-        self, observer: int, now_s: float, elapsed_s: float, sightings: Iterable[Sighting]
-    ) -> None:
-        """Take in what an observer sees now.
+    def look(self, now_s: float, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
+        """Take in what is seen now.
 
         Args:
-            observer: Who looks.
-            now_s: The time, the same clock for all observers.
-            elapsed_s: Since his last look; 0 if he was not there to see what came meanwhile.
-            sightings: One for each rank of which he has a stream.
+            now_s: The time.
+            elapsed_s: Since the last look; 0 if nobody was there to see what came meanwhile.
+            sightings: One for each rank that has a stream.
         """
         still: list[RankId] = []
         moved = False
@@ -129,17 +114,16 @@ class RankProgress:
                 still.append(one.rank)
         if not still and self.quiet:
             return
-        seen = self._observers.setdefault(observer, _Observer())
-        before, seen.silent_s, seen.looked_s = seen.silent_s, {}, now_s
+        before, self._silent_s, self._looked_s = self._silent_s, {}, now_s
         stepping = self.stepping(now_s)
         for rank in still:
             counts = stepping.gap_beside_s(rank) is not None
-            seen.silent_s[rank] = before.get(rank, 0.0) + elapsed_s * counts
+            self._silent_s[rank] = before.get(rank, 0.0) + elapsed_s * counts
         if not still:
-            seen.still_s = 0.0
+            self._still_s = 0.0
         elif not moved:
-            seen.still_s += elapsed_s
-        self.quiet = not any(one.silent_s for one in self._observers.values())
+            self._still_s += elapsed_s
+        self.quiet = not self._silent_s
 
     def _moved(self, rank: RankId, gap_s: float, now_s: float) -> None:
         pace = self._paces.get(rank)
@@ -151,25 +135,18 @@ class RankProgress:
             pace.gap_s *= _KEPT
             pace.gap_s = max(pace.gap_s, gap_s)
         if not self.quiet:
-            for observer in self._observers.values():
-                observer.silent_s.pop(rank, None)
-                observer.still_s = 0.0
-
-    def forget_observer(self, observer: int) -> None:
-        """Forget one who looks no more."""
-        self._observers.pop(observer, None)
+            self._silent_s.pop(rank, None)
+            self._still_s = 0.0
 
     def begin_anew(self, rank: RankId) -> None:
         """Judge a rank again once it has shown its pace: it was away, or is another engine now."""
         self._paces.pop(rank, None)
-        for observer in self._observers.values():
-            observer.silent_s.pop(rank, None)
+        self._silent_s.pop(rank, None)
 
     def excuse(self) -> None:
         """Let the silence of all ranks begin now: somebody told the engines to wait."""
-        for observer in self._observers.values():
-            observer.silent_s.clear()
-            observer.still_s = 0.0
+        self._silent_s.clear()
+        self._still_s = 0.0
 
     def moved_s(self, rank: RankId) -> float:
         """Return when a rank's streams moved last; minus infinity for never."""
@@ -178,7 +155,7 @@ class RankProgress:
 
     def silent_s(self, rank: RankId) -> float:
         """Return for how long a rank has been silent."""
-        return max((one.silent_s.get(rank, 0.0) for one in self._observers.values()), default=0.0)
+        return self._silent_s.get(rank, 0.0)
 
     def limit_s(self, rank: RankId, now_s: float) -> float | None:
         """Return for how long it may be silent; None if that cannot be told.
@@ -217,7 +194,7 @@ class RankProgress:
         """
         found: list[tuple[float, RankId]] = []
         stepping = self.stepping(now_s)
-        for rank in {rank for one in self._fresh(now_s) for rank in one.silent_s}:
+        for rank in self._fresh(now_s):
             limit_s, silent_s = self._limit_s(rank, stepping), self.silent_s(rank)
             if limit_s is None or silent_s < limit_s:
                 continue
@@ -230,11 +207,10 @@ class RankProgress:
 
         All have to be longer silent than the slowest of them may.
         """
-        fresh = self._fresh(now_s)
-        ranks = {rank for one in fresh for rank in one.silent_s}
+        ranks = self._fresh(now_s)
         if not ranks or any(pace.steps(now_s) for pace in self._paces.values()):
             return 0
-        still_s = max(one.still_s for one in fresh)
+        still_s = self._still_s
         gaps = [self._gap_s(rank) for rank in ranks]
         known = [gap_s for gap_s in gaps if gap_s is not None]
         if len(known) < len(gaps):
@@ -244,5 +220,6 @@ class RankProgress:
             return 0
         return len(ranks)
 
-    def _fresh(self, now_s: float) -> list[_Observer]:
-        return [one for one in self._observers.values() if now_s - one.looked_s <= _STALE_S]
+    def _fresh(self, now_s: float) -> set[RankId]:
+        """Return the ranks that are silent, as far as somebody has just looked."""
+        return set(self._silent_s) if now_s - self._looked_s <= _STALE_S else set()

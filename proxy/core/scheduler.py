@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
-from balanceroute.proxy.core.adoption import adopted
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.decision import OnFailure, decide
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError
@@ -25,14 +24,11 @@ from balanceroute.proxy.core.events import (
     Event,
     Expire,
     FirstToken,
-    InBatch,
     InstanceEvent,
     Observer,
-    OnPrefiller,
     PrefillDone,
     PrefillLost,
     RankClosed,
-    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -244,18 +240,6 @@ class Scheduler:
         request = self.requests[number] = Request(number, event.ticket, waiting_since_ns=now_ns)
         self._queue(request, now_ns)
         return self._start_prefills(now_ns)
-
-    def _adopt(self, event: RequestAdopted, now_ns: int) -> list[Action]:
-        self._check_new(event.request)
-        request = self.requests[event.request] = adopted(event, self.config)
-        emitted = event.phase.tokens if isinstance(event.phase, InBatch) else 0
-        self._holdings.take(request, self.config, emitted=emitted)
-        if isinstance(event.phase, OnPrefiller):
-            self.leases.prefill_began(request, now_ns, event.phase.since_ns)
-        if self.intake.memory is not None and request.rank is not None:
-            self.intake.memory.add(request.ticket, request.rank)
-        # Others may be adopted yet: nothing starts before the next tick.
-        return []
 
     def _check_new(self, number: RequestId) -> None:
         # Ids break every tie, so none may be used twice.
@@ -516,7 +500,6 @@ def _handlers_of(scheduler: Scheduler) -> dict[type[Event], Callable[[Any, int],
         PrefillLost: scheduler._prefill_lost,
         DecodeLost: scheduler._lose_decode,
         RequestRecomputed: scheduler._recompute,
-        RequestAdopted: scheduler._adopt,
         **dict.fromkeys(get_args(InstanceEvent), scheduler._switch),
     }
 

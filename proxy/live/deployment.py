@@ -71,8 +71,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.discovery.found import Found
     from balanceroute.proxy.live.discovery.reconciler import Reconciler
     from balanceroute.proxy.live.environment import Environment
-    from balanceroute.proxy.live.request.live_request import LiveRequest
-    from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
@@ -113,7 +111,6 @@ class Deployment:
         environment: "Environment",
         metrics: "Metrics",
         failures: "DecisionFailures",
-        counts: "Counts[LiveRequest] | None" = None,
         *,
         suspects: Suspects,
         beside: Tenancy | None = None,
@@ -122,7 +119,7 @@ class Deployment:
         self._environment = environment
         self.orders = KeptOrders(environment.orders, config)
         self._suspects = suspects
-        self._metrics, self._failures, self._counts = metrics, failures, counts
+        self._metrics, self._failures = metrics, failures
         connect = EngineConnections(config, environment.uptime_s)
         key = config.credentials.engine_key
         self.fetcher = Fetcher(
@@ -266,6 +263,13 @@ class Deployment:
         self.roster.close()
         self.fetcher.close()
 
+    async def hand_over(self) -> None:
+        """Leave to another process what is kept: the orders, and the predictors' state."""
+        self.orders.hand_over()
+        if self._keeper is not None:
+            await self._keeper.close()
+            self._keeper = None
+
     def quarantines(self) -> dict[Target, Quarantine]:
         """Return the last quarantine of every engine."""
         return self.health.quarantines(self._environment.unix_s())
@@ -353,7 +357,6 @@ class Deployment:
             uptime_s=environment.uptime_s,
             max_model_len=self.models.max_model_len,
             suspects=self._suspects,
-            counts=self._counts,
             pump=environment.pump,
         )
 

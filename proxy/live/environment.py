@@ -40,11 +40,10 @@ class Environment:
             None where there are none.
         make_group: Returns the settings of a group that is to be added. Raises ConfigError. None where
             there are no groups.
-        processes: Returns the numbers of the proxy's processes, by name; None if it is one.
         orders: Keeps what was ordered and found for the process that is started next; None to forget it.
         subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
-        admin_sockets: Listen for administrators already; none to listen at the address of the
-            settings.
+        public_sockets: Listen for clients already; none to listen at the address of the settings.
+        admin_sockets: Listen for administrators likewise.
         pump: Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
             no descriptors.
     """
@@ -63,9 +62,9 @@ class Environment:
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None
-    processes: Callable[[], Mapping[str, int]] | None = None
     orders: Keeper | None = None
     subscribe: Subscribe | None = None
+    public_sockets: Sequence[socket.socket] = ()
     admin_sockets: Sequence[socket.socket] = ()
     pump: Pump | None = None
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.http1.listener import Listener
     from balanceroute.proxy.wire.http1.service import Common
     from balanceroute.proxy.wire.messages import Headers, Rejection
 
@@ -127,10 +126,6 @@ class PublicListener:
         """Close the sockets of HTTP/3, behind the server's."""
         if self.http3 is not None:
             self.http3.close()
-
-    async def accept_too(self, one: socket.socket) -> "Listener":
-        """Accept on one more socket; see `Server.accept_too`."""
-        return await self.server.accept_too(one, ssl=self._context)
 
     def load_certificate(self) -> None:
         """Serve with the newest certificate, if with any.

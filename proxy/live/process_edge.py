@@ -1,4 +1,4 @@
-"""What every process of the proxy has: its logs, its signals, its descriptors, and its end."""
+"""What the process of a proxy has: its logs, its signals, its descriptors, and its end."""
 
 import asyncio
 import ctypes
@@ -54,24 +54,22 @@ class Logs:
 
     Args:
         config: Where to log.
-        loads: Whether this process samples the ranks' loads, if that is asked for.
-        process: Names one of several processes in the process log.
 
     Attributes:
         requests: The request log.
         write_loads: Takes a line per sample of the ranks' loads; None for no samples.
     """
 
-    def __init__(self, config: "ProxyConfig", *, loads: bool, process: str = "") -> None:
+    def __init__(self, config: "ProxyConfig") -> None:
         log = config.log
         writer = _make_writer(log.log)
         # Without a sink too: Python itself would write warnings to standard error.
         write = _discard if writer is None else writer.write
         secrets = config.credentials.secrets
-        set_up_process_log(write, level=log.log_level, secrets=secrets, process=process)
+        set_up_process_log(write, level=log.log_level, secrets=secrets)
         self.requests: Log = _NoLog() if writer is None else RequestLog(writer.write)
         of_loads = None
-        if loads and log.load_log is not None:
+        if log.load_log is not None:
             of_loads = LineWriter(log.load_log, complain=_complain)
         self.write_loads = None if of_loads is None else of_loads.write
         self._writers = [one for one in (writer, of_loads) if one is not None]
@@ -125,24 +123,23 @@ class Signals:
     Attributes:
         stop: Set by the first.
         now: Set by the second.
+        told: Called with each of them.
     """
 
     def __init__(self, on_hangup: "Callable[[], None]") -> None:
         self.stop, self.now = asyncio.Event(), asyncio.Event()
+        self.told: Callable[[signal.Signals], None] = lambda number: None
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._on_signal)
+            self._loop.add_signal_handler(number, self._on_signal, number)
         self.on_hangup(on_hangup)
 
     def on_hangup(self, call: "Callable[[], None]") -> None:
         """Call this on SIGHUP from now on."""
         self._loop.add_signal_handler(signal.SIGHUP, call)
 
-    def ignore_interrupts(self) -> None:
-        """Leave a terminal's interrupts to the supervisor, which gets them too."""
-        self._loop.add_signal_handler(signal.SIGINT, lambda: None)
-
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
+        self.told(number)
         (self.now if self.stop.is_set() else self.stop).set()
 
 
@@ -169,12 +166,11 @@ async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None],
         task.result()
 
 
-def equip(config: "ProxyConfig", *, moves: bool = True) -> "tuple[ProxyConfig, int, Pump | None]":
+def equip(config: "ProxyConfig") -> "tuple[ProxyConfig, int, Pump | None]":
     """Get what a process needs of the machine.
 
     Args:
         config: All settings.
-        moves: Whether streams pass through this process.
 
     Returns:
         The settings with connections for its descriptors, the number of these, and what moves the ordinary
@@ -183,7 +179,7 @@ def equip(config: "ProxyConfig", *, moves: bool = True) -> "tuple[ProxyConfig, i
     Raises:
         ConfigError: The library is required, and cannot be used.
     """
-    library = native_library(config) if moves else None
+    library = _native_library(config)
     config, descriptors = _with_descriptors(config, pumps=library is not None)
     return config, descriptors, None if library is None else _make_pump(config, library)
 
@@ -209,7 +205,7 @@ def _with_descriptors(config: "ProxyConfig", *, pumps: bool) -> "tuple[ProxyConf
     return config, descriptors
 
 
-def native_library(config: "ProxyConfig") -> "ctypes.CDLL | None":
+def _native_library(config: "ProxyConfig") -> "ctypes.CDLL | None":
     """Return the library that moves streams; None if it is not to be used, or not needed and not there.
 
     Raises:
@@ -230,7 +226,7 @@ def native_library(config: "ProxyConfig") -> "ctypes.CDLL | None":
 def _make_pump(config: "ProxyConfig", library: "ctypes.CDLL") -> Pump | None:
     limit, listening = config.limits.connection_limit, config.listening
     assert limit is not None
-    cores = 1 if listening.workers != 1 else len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     try:
         return Pump(
             library,

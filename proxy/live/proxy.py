@@ -1,62 +1,249 @@
-"""The whole proxy in one process, put together from its configuration: what tests drive."""
+"""The whole proxy, put together from its configuration: what tests drive."""
 
 import asyncio
 import logging
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.control.state import held_by
-from balanceroute.proxy.live.control_plane import ControlPlane
+from balanceroute.proxy.live.control.engine_orders import EngineOrders, named
+from balanceroute.proxy.live.control.load_log import LoadLog
+from balanceroute.proxy.live.control.pausing import Pausing
+from balanceroute.proxy.live.control.standing import keep_trying
+from balanceroute.proxy.live.control.state import ended_rows, held_by, instance_rows, request_rows
+from balanceroute.proxy.live.control.view import view_of
+from balanceroute.proxy.live.deployment import Deployment
+from balanceroute.proxy.live.deployment_state import snapshot_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.frontend.own_pages import OwnPages
 from balanceroute.proxy.live.group_orders import GroupOrders
 from balanceroute.proxy.live.kept_groups import KeptGroups
-from balanceroute.proxy.live.listeners import PublicListener
+from balanceroute.proxy.live.listeners import AdminListener, PublicListener
+from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
+from balanceroute.proxy.live.settings.effects import without_effect
+from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
+from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
+from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
+from balanceroute.proxy.live.trace_export import trace_export
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.deployment import Deployment
-    from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
+    from balanceroute.proxy.live.request.suspects import Death
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
-    from balanceroute.proxy.live.telemetry.snapshot import Held
+    from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.wire.http1.server import Server
 
 _log = logging.getLogger(__name__)
+# Until a task that failed is begun again.
+_RESTART_S = 1.0
+# So long a client may take to use a connection that it believes to be open, once it is handed over.
+_IDLE_S = 2.0
+# The name of the only deployment.
+DEFAULT = ""
 
 
-class Proxy(ControlPlane):
+class Proxy:
     """One proxy. `start` it, then `drain` and `close` it.
 
+    Args:
+        config: All settings.
+        environment: See `Environment`.
+
     Attributes:
-        gateway: The application behind the public listener.
+        server: The public listener; there after `start`, like the next.
+        gateway: The application behind it.
+        pages: The application behind the admin listener; None without that.
     """
 
-    def __init__(self, config: "ProxyConfig", environment: "Environment") -> None:
+    def __init__(
+        self,
+        config: "ProxyConfig",
+        environment: Environment,
+    ) -> None:
         self._kept: KeptGroups | None = None
         if config.groups and environment.make_group is not None:
             make = environment.make_group
             self._kept = KeptGroups(environment.orders, config.groups, make)
             config = replace(config, groups=self._kept.load())
-        super().__init__(config, environment)
         self.server: Server
         self.gateway: Gateway
         self._public: PublicListener
         self._groups: Groups
+        self.config = config
+        self.metrics = Metrics(
+            lambda: list(self.snapshots(requests=False).values()),
+            log_lines_dropped=environment.log_lines_dropped,
+            descriptor_shortages=environment.descriptor_shortages,
+            traces=config.tracing is not None,
+        )
+        if environment.pump is not None:
+            self.metrics.legs.gaps.beside = environment.pump.new_gaps
+        self._traces = trace_export(config, environment, self.metrics.traces)
+        if self._traces is not None:
+            environment = replace(environment, log=self._traces.behind(environment.log))
+        self._recent: RecentRequests | None = None
+        if config.listening.admin:
+            self._recent = RecentRequests(environment.log)
+            environment = replace(environment, log=self._recent)
+        self._environment = environment
+        self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
+        self.metrics.aliases.worth = {one.name: one.worth for one in config.aliases}
+        loop = asyncio.get_running_loop()
+        self.suspects = Suspects(loop.time, loop.call_later)
+        self.suspects.condemned = self._condemned
+        self.deployments: dict[str, Deployment]
+        if config.groups:
+            self.deployments = {}
+            for group in config.groups:
+                self.deployments[group.name] = self._make_group(group)
+        else:
+            alone = Deployment(
+                *(config, environment, self.metrics, self.failures), suspects=self.suspects
+            )
+            self.deployments = {DEFAULT: alone}
+        self.pausing = Pausing(self.deployments.values)
+        # Of each deployment by its name, and of the whole proxy.
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._own_tasks: list[asyncio.Task[None]] = []
+        self._keeping: asyncio.Task[None] | None = None
+        self._credentials = config.credentials
+        self._idle: list[str] = []
+        self._ends_s = math.inf
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.admin: Server | None = None
+        self.pages: Admin | None = None
+        self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
+
+    @property
+    def deployment(self) -> Deployment:
+        """The first deployment, which is the only one unless there are groups."""
+        return next(iter(self.deployments.values()))
+
+    @property
+    def called_back(self) -> bool:
+        """Whether decode ranks call the process back that has their requests."""
+        return any(
+            one.driver.context.connector.facts.decode_first for one in self.deployments.values()
+        )
+
+    async def start(self) -> None:
+        """Find the engines and listen.
+
+        Raises:
+            ConfigError: A decode server answers, but does not tell its ranks, or an address cannot be bound.
+        """
+        self._tell_idle()
+        for deployment in self.deployments.values():
+            await deployment.start()
+        # Before any task is begun, which would have to be ended if it fails.
+        await self._listen()
+        for name in self.deployments:
+            self._begin(name)
+        if self._traces is not None:
+            self._own_tasks.append(self._task("traces", self._traces.run))
+        if (keeper := self._environment.orders) is not None:
+            self._keeping = self._task("orders", partial(keep_trying, keeper))
+            self._own_tasks.append(self._keeping)
+
+    def _tell_idle(self) -> None:
+        """Warn of settings that do nothing, of which the log does not tell yet."""
+        configs = [
+            replace(one.config, credentials=self._credentials) for one in self.deployments.values()
+        ]
+        idle = without_effect(self.config.given, configs)
+        for message in idle:
+            if message not in self._idle:
+                _log.warning(message)
+        self._idle = idle
+
+    def _make_group(self, group: "GroupConfig") -> Deployment:
+        """Return the deployment of a group. What tenants have in one counts in all."""
+        environment = self._environment.of_group(group.name)
+        # One whose decisions fail makes none of the others unready.
+        failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
+        beside = self.deployment.tenancy if self.deployments else None
+        return Deployment(
+            *(group.config, environment, self.metrics, failures),
+            suspects=self.suspects,
+            beside=beside,
+        )
+
+    def _condemned(self, death: "Death", count: int) -> None:
+        """Count and log prompts that are refused from now on."""
+        self.metrics.legs.suspected_poison.inc(count)
+        fields = {"count": count, "requests": death.ids, "engine": death.target.url}
+        _log.warning(
+            "two engines died under a prompt, which is refused now", extra={"fields": fields}
+        )
+
+    def _begin(self, name: str) -> None:
+        """Begin what runs in the background for a deployment."""
+        deployment = self.deployments[name]
+        works = list(deployment.tasks())
+        if self._environment.write_loads is not None:
+            loads = LoadLog(
+                deployment.driver,
+                interval_s=self.config.log.load_log_interval_s,
+                unix_s=self._environment.unix_s,
+                write=self._environment.write_loads,
+            )
+            works.append(("load log", loads.run))
+        self._tasks[name] = [self._task(what, run) for what, run in works]
+
+    def _task(self, what: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Return a task that runs something to its end, if it has one, however often it fails."""
+
+        async def go_on() -> None:
+            while True:
+                try:
+                    await run()
+                except Exception as error:
+                    self.failures.report(what, error)
+                    await asyncio.sleep(_RESTART_S)
+                else:
+                    return
+
+        task = asyncio.create_task(go_on())
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Have the proxy end if one of its tasks failed."""
+        if not task.cancelled() and not self._over.done() and (error := task.exception()):
+            self._over.set_exception(error)
+
+    async def watch(self) -> None:
+        """Wait until the proxy is closed. Its own tasks go on after an exception; see `_task`."""
+        await asyncio.wait([self._over])
+        self._over.result()
+
+    def servers(self) -> "list[Server]":
+        """Return what listens."""
+        return [self.server] if self.admin is None else [self.server, self.admin]
 
     async def drain(self) -> None:
         """Take nothing new, and wait until everything that runs has ended or time is up."""
         drivers = [one.driver for one in self.deployments.values()]
         for driver in drivers:
             driver.draining = True
-        if not any(one.context.connector.facts.decode_first for one in drivers):
+        if not self.called_back:
             self.server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
+        ends_s = asyncio.get_running_loop().time() + self.config.times.drain_timeout_s
         try:
-            async with asyncio.timeout(self.config.times.drain_timeout_s):
+            async with asyncio.timeout_at(min(ends_s, self._ends_s)):
                 for driver in drivers:
                     await driver.drained()
                 self.server.stop_accepting()
@@ -67,9 +254,42 @@ class Proxy(ControlPlane):
             fields = {"count": count, "connections": self.server.connections}
             _log.warning("cut at shutdown", extra={"fields": fields})
 
+    async def hand_over(self) -> None:
+        """Leave what is new to another process; return when every open connection has ended, or time is up.
+
+        Which is then up for `drain` too.
+        """
+        self._ends_s = asyncio.get_running_loop().time() + self.config.times.drain_timeout_s
+        for deployment in self.deployments.values():
+            await deployment.hand_over()
+        if self._keeping is not None:
+            self._keeping.cancel()
+        if self.admin is not None:
+            self.admin.stop_accepting()
+        self.server.hand_over(idle_s=_IDLE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._ends_s):
+                # Not at once: who has just connected is not counted yet.
+                await asyncio.sleep(_IDLE_S)
+                await self.server.drain()
+
     async def close(self) -> None:
         """End what is left and close every socket."""
-        await super().close()
+        tasks = [*chain.from_iterable(self._tasks.values()), *self._own_tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self._over.done():
+            self._over.set_result(None)
+        if self.pages is not None:
+            self.pages.close()
+        for deployment in self.deployments.values():
+            await deployment.close()
+        if self.admin is not None:
+            self.admin.close()
+            await self.admin.drain()
+        if self._traces is not None:
+            await self._traces.close()
         self.gateway.refusals.log.report()
         self.server.close()
         await self.server.drain()
@@ -77,9 +297,101 @@ class Proxy(ControlPlane):
         if self._environment.pump is not None:
             self._environment.pump.close()
 
-    def servers(self) -> "list[Server]":
-        """Return what listens."""
-        return [self.server] if self.admin is None else [self.server, self.admin]
+    def snapshots(self, *, requests: bool, scores: bool = True) -> "dict[str, Snapshot]":
+        """Return the state of each deployment by its name.
+
+        With each live request if asked, and with the predictors' scores.
+        """
+        held = self._held()
+        return {
+            name: snapshot_of(
+                deployment, name, held, self.config.limits, requests=requests, scores=scores
+            )
+            for name, deployment in self.deployments.items()
+        }
+
+    def state(self, *, requests: bool) -> dict[str, object]:
+        """Return the state for people, with each live request if asked."""
+        states = self.snapshots(requests=requests)
+        return {"state": states[DEFAULT]} if DEFAULT in states else {"groups": states}
+
+    def view(self) -> dict[str, object]:
+        """Return what the page shows."""
+        # Scores are expensive, and the page has none.
+        states, latencies = self.snapshots(requests=False, scores=False), self.metrics.latencies()
+        views: dict[str, dict[str, object]] = {
+            name: view_of(state, latencies, ready=self.deployments[name].driver.ready)
+            for name, state in states.items()
+        }
+        return views.get(DEFAULT, {"groups": views})
+
+    def request_rows(self, request_id: str) -> list[dict[str, object]]:
+        """Return the requests that have an id, of those that live and the latest that ended."""
+        ended = [] if self._recent is None else self._recent.find(request_id)
+        return [
+            *ended_rows(ended),
+            *(
+                row
+                for one in self.deployments.values()
+                for row in request_rows(one.driver, request_id)
+            ),
+        ]
+
+    def instance_rows(self) -> list[dict[str, object]]:
+        """Return every instance, with what is in flight on it."""
+        return [
+            ({"group": name} if name else {}) | row
+            for name, one in self.deployments.items()
+            for row in instance_rows(one.roster, one.quarantines())
+        ]
+
+    def set_policy(self, name: str, group: str | None = None) -> None:
+        """Decide by another policy from now on, in one of several groups.
+
+        Raises:
+            ConfigError: No policy has that name, or there are groups and none is named.
+            UnknownInstanceError: There is no such group.
+        """
+        self.deployments[named(self.deployments, group)].set_policy(name)
+
+    def set_log_level(self, level: str) -> None:
+        """Change how much is logged.
+
+        Raises:
+            ConfigError: No level has that name.
+        """
+        set_log_level(level)
+        for deployment in self.deployments.values():
+            deployment.ordered()
+
+    def renew(self, read: Callable[[], "Credentials"]) -> dict[str, object]:
+        """Read keys, certificates and tenants again and use them; return how many there are.
+
+        All files are read and checked before any of them takes effect. Connections that are open, and
+        requests that run, are not touched.
+
+        Raises:
+            ConfigError: One of them is bad; then everything stays.
+        """
+        credentials = read()
+        self._public.load_certificate()
+        redact_too(credentials.secrets)
+        self._use(credentials)
+        self._credentials = credentials
+        self._tell_idle()
+        return {"api_keys": len(credentials.api_keys), "tenants": len(credentials.tenants)}
+
+    def reload(self) -> dict[str, object]:
+        """Do so by an administrator's order; see `renew`."""
+        read = self._environment.read_credentials
+        if read is None:
+            raise ConfigError("no file has keys, certificates or tenants")
+        return self.renew(read)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be taken now."""
+        return any(one.driver.ready for one in self.deployments.values())
 
     # Parts.
 
@@ -89,32 +401,20 @@ class Proxy(ControlPlane):
         connections = sum(endpoint.connections for endpoint in endpoints)
         return held_by(self.server, connections, self._environment.pump)
 
-    def _load_certificate(self) -> None:
-        self._public.load_certificate()
-
     def _use(self, credentials: "Credentials") -> None:
-        super()._use(credentials)
+        """Take newer keys and tenants."""
+        self._use_tenants(credentials)
+        if self.pages is not None:
+            self.pages.token = credentials.admin_token
+        if credentials.engine_key is not None:
+            for deployment in self.deployments.values():
+                deployment.fetcher.use_key(credentials.engine_key.value)
         self._public.use(credentials)
 
-    async def _listen(self) -> None:
-        config = self.config
-        self._groups = Groups(_group(*one) for one in self.deployments.items())
-        public = self._public = PublicListener(
-            config,
-            self._groups,
-            metrics=self.metrics.requests,
-            pages=OwnPages(self.page_of_metrics, self._live_requests),
-            log=self._environment.log,
-            unix_s=self._environment.unix_s,
-            random_bits=self._environment.rng.getrandbits,
-        )
-        self.gateway, self.server = public.gateway, public.server
-        if public.http3 is not None:
-            self.metrics.follow_handshakes(public.http3.handshakes)
-        await public.start()
+    def _use_tenants(self, credentials: "Credentials") -> None:
         for deployment in self.deployments.values():
-            self._connect_back(deployment)
-        await super()._listen()
+            deployment.tenancy.change(credentials.tenants)
+        self.metrics.tenants.names = {one.name for one in credentials.tenants}
 
     def _group_orders(self) -> GroupOrders | None:
         make = self._environment.make_group
@@ -160,6 +460,36 @@ class Proxy(ControlPlane):
 
     def _live_requests(self) -> int:
         return sum(len(one.driver.sessions) for one in self.deployments.values())
+
+    async def _listen(self) -> None:
+        """Open the listeners."""
+        config = self.config
+        self._groups = Groups(_group(*one) for one in self.deployments.items())
+        public = self._public = PublicListener(
+            config,
+            self._groups,
+            metrics=self.metrics.requests,
+            pages=OwnPages(self.page_of_metrics, self._live_requests),
+            log=self._environment.log,
+            unix_s=self._environment.unix_s,
+            random_bits=self._environment.rng.getrandbits,
+        )
+        self.gateway, self.server = public.gateway, public.server
+        if public.http3 is not None:
+            self.metrics.follow_handshakes(public.http3.handshakes)
+        await public.start(self._environment.public_sockets)
+        for deployment in self.deployments.values():
+            self._connect_back(deployment)
+        self._use_tenants(config.credentials)
+        if config.listening.admin:
+            await self._listen_for_administrators()
+
+    async def _listen_for_administrators(self) -> None:
+        orders = EngineOrders(lambda: {name: one.roster for name, one in self.deployments.items()})
+        groups = self._group_orders()
+        admin = AdminListener(self.config, self, orders, self.page_of_metrics, groups)
+        self.pages, self.admin = admin.pages, admin.server
+        await admin.start(self._environment.admin_sockets)
 
 
 def _group(name: str, deployment: "Deployment") -> Group:

@@ -18,7 +18,7 @@ class Renewable(Protocol):
 
 
 def renew(one: Renewable, read: Callable[[], Credentials]) -> None:
-    """Read them again, and use them unless one of them is bad; see `ControlPlane.renew`."""
+    """Read them again, and use them unless one of them is bad; see `Proxy.renew`."""
     try:
         fields = one.renew(read)
     except ConfigError as error:

@@ -1,16 +1,25 @@
-"""Running the proxy as one process."""
+"""Running the proxy: what the process does from its start to its end."""
 
 import asyncio
 import logging
+import os
 import signal
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from balanceroute.proxy.live.announcement import announce
-from balanceroute.proxy.live.control.standing import KeepingFile
+from balanceroute.proxy.live.control.standing import KeepingFile, KeptHere
 from balanceroute.proxy.live.descriptors import DescriptorWatch
+from balanceroute.proxy.live.hand_over import (
+    Inherited,
+    Successor,
+    hold_signals,
+    wait_in_place,
+)
 from balanceroute.proxy.live.process_edge import (
     Logs,
     Signals,
@@ -23,69 +32,112 @@ from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.renewal import renew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import subprocess
+    from collections.abc import Callable, Mapping, Sequence
 
+    from balanceroute.proxy.live.control.standing import Keeper
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 
 _log = logging.getLogger(__name__)
 
 
-def serve(
-    config: "ProxyConfig",
-    read_credentials: "Callable[[], Credentials]",
-    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What was called, as far as the process needs it again.
+
+    Attributes:
+        words: The command line, the command first.
+        owns_engines: Whether it has started engines, which end with this process.
+        read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
+        make_group: See `Environment`.
+    """
+
+    words: "Sequence[str]"
+    owns_engines: bool
+    read_credentials: "Callable[[], Credentials]"
+    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None
+
+
+def serve(config: "ProxyConfig", command: Command) -> int:
     """Serve until SIGINT or SIGTERM; return the exit status.
 
     The first signal drains: nothing new is taken, what runs may end. A second one ends it at once.
-    SIGHUP opens the logs again, and reads keys, certificates and tenants again.
-
-    Args:
-        config: All settings.
-        read_credentials: Reads its files of keys, certificates and tenants again. Raises ConfigError.
-        make_group: See `Environment`.
+    SIGHUP opens the logs again, and reads keys, certificates and tenants again. SIGUSR2 has a new version
+    take over; see `hand_over`.
     """
-    return uvloop.run(_serve(config, read_credentials, make_group))
+    successor = uvloop.run(_serve(config, command))
+    return 0 if successor is None else wait_in_place(successor)
 
 
-async def _serve(
-    config: "ProxyConfig",
-    read_credentials: "Callable[[], Credentials]",
-    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None",
-) -> int:
-    logs = Logs(config, loads=True)
+async def _serve(config: "ProxyConfig", command: Command) -> "subprocess.Popen[bytes] | None":
+    inherited = Inherited(os.environ)
+    logs = Logs(config)
     signals = Signals(logs.reopen)
     config, descriptors, pump = equip(config)
     kept = config.discovery.roster_state
+    orders: Keeper = KeptHere(inherited.orders) if kept is None else KeepingFile(kept)
     environment = replace(
         make_environment(logs, lambda: watch.shortages, pump),
-        read_credentials=read_credentials,
-        make_group=make_group,
-        orders=None if kept is None else KeepingFile(kept),
+        read_credentials=command.read_credentials,
+        make_group=command.make_group,
+        orders=orders,
+        public_sockets=inherited.public,
+        admin_sockets=inherited.admin,
     )
     proxy = Proxy(config, environment)
+    leaving: list[asyncio.Task[None]] = []
+
+    async def leave() -> None:
+        await proxy.hand_over()
+        signals.stop.set()
+
+    successor = Successor(
+        [sys.executable, "-m", "balanceroute.proxy", *command.words],
+        public=lambda: proxy.server.listening,
+        admin=lambda: [] if proxy.admin is None else proxy.admin.listening,
+        orders=orders.read,
+        serves=lambda: leaving.append(asyncio.create_task(leave())),
+    )
 
     def on_hangup() -> None:
         logs.reopen()
-        renew(proxy, read_credentials)
+        renew(proxy, command.read_credentials)
+        successor.send(signal.SIGHUP)
 
     watch = DescriptorWatch(proxy.servers)
     try:
         await proxy.start()
         signals.on_hangup(on_hangup)
-        # Which would end it.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _stay)
+        signals.told = successor.send
+        alone = _why_alone(proxy, command)
+        take_over = successor.begin if alone is None else partial(_stay, alone)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, take_over)
         settle_memory()
         _announce(proxy, descriptors, native=pump is not None)
+        inherited.serves()
         await serve_until_told(proxy, watch, signals)
+        successor.stop()
+        if successor.took_over is not None:
+            hold_signals()
     finally:
         logs.close()
-    return 0
+    return successor.took_over
 
 
-def _stay() -> None:
-    _log.warning("SIGUSR2 is of no use with one process: --workers of 2 or more take over")
+def _why_alone(proxy: Proxy, command: Command) -> str | None:
+    """Return why no new version can take over from this process; None if one can."""
+    if command.owns_engines:
+        return "it has started the engines, which end with it"
+    if proxy.config.http3.http3:
+        return "connections of HTTP/3 stay with the process that has them (--http3)"
+    if proxy.called_back:
+        return "decode ranks call the process back that has their requests"
+    return None
+
+
+def _stay(reason: str) -> None:
+    _log.warning("no new version can take over", extra={"fields": {"reason": reason}})
 
 
 def _announce(proxy: Proxy, descriptors: int, *, native: bool) -> None:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from processes import cpu_s, rss_mb, scheduler_of
+from processes import cpu_s, rss_mb
 from targets import ROOT, Engine, Target
 
 _CLIENT_S = 300.0
@@ -49,7 +49,7 @@ def loads(*, quick: bool) -> list[Load]:
         streams(256, 200),
         streams(1024, 100),
         requests("1 token", 16, 6000 // part),
-        # What relays cost where it matters: with many in flight their wake-ups are shared.
+        # With many in flight their wake-ups are shared.
         requests("1 token, 64 in flight", 64, 6000 // part),
         requests("1 token, streamed", 1, 2000 // part, tokens=1),
         # Streams end and begin with every step, as in a fleet that is in use.
@@ -61,20 +61,15 @@ def loads(*, quick: bool) -> list[Load]:
 
 def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
     """Send one load to one target; return its figures."""
-    processes = {"engine": [engine.process.pid]}
-    if target.processes:
-        processes["proxy"] = [one.pid for one in target.processes]
-        schedulers = set(map(scheduler_of, target.processes)).difference(processes["proxy"])
-        if schedulers:
-            processes["scheduler"] = list(schedulers)
-    before_s = {name: sum(map(cpu_s, several)) for name, several in processes.items()}
+    processes = {"engine": engine.process}
+    if target.process is not None:
+        processes["proxy"] = target.process
+    before_s = {name: cpu_s(one.pid) for name, one in processes.items()}
     client = [sys.executable, str(ROOT / "scripts" / "bench_client.py")]
-    client += ["--port", *map(str, target.ports), *load.flags]
+    client += ["--port", str(target.port), *map(str, target.others), *load.flags]
     result = subprocess.run(client, capture_output=True, text=True, check=True, timeout=_CLIENT_S)
     figures = json.loads(result.stdout)
-    spent_s = {
-        name: sum(map(cpu_s, several)) - before_s[name] for name, several in processes.items()
-    }
+    spent_s = {name: cpu_s(one.pid) - before_s[name] for name, one in processes.items()}
     spent_s["client"] = figures["cpu_s"]
     row = {
         "load": load.name,
@@ -87,6 +82,6 @@ def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
     }
     for name, seconds in spent_s.items():
         row[f"{name}_us"] = seconds / figures[load.unit] * 1e6
-    if target.processes:
-        row["rss_mb"] = sum(map(rss_mb, target.processes))
+    if target.process is not None:
+        row["rss_mb"] = rss_mb(target.process)
     return row

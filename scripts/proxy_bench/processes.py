@@ -94,14 +94,6 @@ def _rss_mb(pid: int) -> float:
     return 0.0
 
 
-def scheduler_of(process: Process) -> int:
-    """Return the number of a proxy's scheduler process; its own if it is one process."""
-    for pid in family(process.pid):
-        if b'"role":"scheduler"' in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    return process.pid
-
-
 def family(pid: int) -> list[int]:
     """Return a process and all that came of it."""
     children: list[int] = []

@@ -11,8 +11,7 @@ from targets import DIRECT, OURS
 
 Rows = list[dict[str, Any]]
 _HEADINGS = (
-    *("proxy\nCPU µs", "of it\nscheduler", "balanceroute /\nthis"),
-    *("engine\nCPU µs", "client\nCPU µs"),
+    *("proxy\nCPU µs", "balanceroute /\nthis", "engine\nCPU µs", "client\nCPU µs"),
     *("p50 ms", "p99 ms", "balanceroute /\nthis", "events/s", "of direct", "RSS MB", "errors"),
 )
 
@@ -51,7 +50,6 @@ def _cells(rows: Rows, load: Load, name: str) -> list[str]:
     other = name not in (OURS, DIRECT)
     return [
         _median(mine, "proxy_us", 1),
-        _median(mine, "scheduler_us", 1),
         _ratios(rows, "proxy_us", OURS, name) if other else "",
         _median(mine, "engine_us", 1),
         _median(mine, "client_us", 1),

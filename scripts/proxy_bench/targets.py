@@ -30,23 +30,13 @@ class Target:
         name: For the table.
         port: Where it listens.
         process: None for the engine itself.
-        beside: Others that have their shares of the load.
+        others: Ports that have equal shares of the load with the first.
     """
 
     name: str
     port: int
     process: Process | None
-    beside: "tuple[Target, ...]" = ()
-
-    @property
-    def ports(self) -> list[int]:
-        """Where all of them listen."""
-        return [self.port, *(one.port for one in self.beside)]
-
-    @property
-    def processes(self) -> list[Process]:
-        """The processes of all of them."""
-        return [one.process for one in (self, *self.beside) if one.process is not None]
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +66,8 @@ class Engine:
     @property
     def direct(self) -> "Target":
         """Its ranks as a target, with equal shares of the load."""
-        first, *others = (Target(DIRECT, port, None) for port in self.decode)
-        return Target(DIRECT, first.port, None, tuple(others))
+        first, *others = self.decode
+        return Target(DIRECT, first, None, tuple(others))
 
 
 def _url(port: int) -> str:
@@ -182,8 +172,6 @@ def targets(
     *,
     against: Path | None,
     routers: list[Router],
-    workers: Sequence[int] = (),
-    apart: Sequence[int] = (),
     without_native: bool = False,
     traces: bool = False,
     pythons: Sequence[Interpreter] = (),
@@ -196,8 +184,6 @@ def targets(
         logs: A folder for the logs.
         against: Another checkout's package.
         routers: Other routers.
-        workers: This proxy again as several processes, with so many relays each time.
-        apart: This proxy again so many times, which share the load and nothing else.
         without_native: Whether to run this proxy again, without the native library.
         traces: Whether to run this proxy again, with a trace of every request.
         pythons: This proxy again, run by each of these interpreters.
@@ -213,19 +199,6 @@ def targets(
             plain = [*flags, "--native", "off"]
             proxy = balanceroute("native off", engine, plain, ROOT / ".src", logs / "plain")
             found.append(stack.enter_context(proxy))
-        for count in workers:
-            name = f"{count} relays"
-            several = [*flags, "--workers", str(count)]
-            proxy = balanceroute(name, engine, several, ROOT / ".src", logs / name)
-            found.append(stack.enter_context(proxy))
-        for count in apart:
-            first, *others = [
-                stack.enter_context(
-                    balanceroute("", engine, flags, ROOT / ".src", logs / f"{count} apart {number}")
-                )
-                for number in range(count)
-            ]
-            found.append(Target(f"{count} apart", first.port, first.process, tuple(others)))
         for name, python in by_name(pythons).items():
             log = logs / f"python {len(found)}"
             again = balanceroute(name, engine, flags, ROOT / ".src", log, python=python.path)

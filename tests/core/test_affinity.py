@@ -14,12 +14,10 @@ from balanceroute.proxy.core.events import (
     Admit,
     DecodeStarted,
     Event,
-    InBatch,
     PrefillDone,
     RankClosed,
     RankId,
     RankOpened,
-    RequestAdopted,
     RequestArrived,
     RequestFinished,
     RequestId,
@@ -244,10 +242,6 @@ def test_the_scheduler_tells_what_ranks_get_and_lose() -> None:
     grown = SchedulerConfig(ranks=3, batch_limit=2)
     scheduler.reconfigure(grown, make_policy("br-0", inputs))
     assert {one.rank for one in feed(Tick()) if isinstance(one, Admit)} == {2}
-    # One that an earlier scheduler sent to a rank is there, too.
-    on_rank = InBatch(RankId(2), tokens=1)
-    feed(RequestAdopted(RequestId(50), replace(ticket, blocks=(8,)), on_rank, 205, 0))
-    assert memory.kept(Ticket(300, blocks=(8, 9), block_tokens=100)) == {2: 100}
 
 
 @pytest.mark.parametrize("policy", BALANCED)

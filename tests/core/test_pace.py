@@ -7,11 +7,9 @@ import pytest
 
 from balanceroute.proxy.core.events import (
     Event,
-    OnPrefiller,
     PrefillDone,
     PrefillerId,
     PrefillLost,
-    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -95,20 +93,9 @@ def test_the_scheduler_tells_of_prefills_that_begin_and_end(event: Event, tokens
     assert pace.prefill_ns == (300.0 if isinstance(event, PrefillDone) else 0.0)
 
 
-def test_the_scheduler_tells_of_an_adopted_prefill_since_when_it_runs() -> None:
-    scheduler, pace = scheduler_with_leases()
-    adopted = RequestAdopted(A, Ticket(100), OnPrefiller(FIRST, 200), 100, 0)
-    scheduler.handle(adopted, now_ns=500)
-    assert pace.prefilling_tokens == 100
-    scheduler.handle(PrefillDone(A, 100), now_ns=600)
-    assert pace.prefill_ns == 400.0
-
-
 def test_a_direct_request_is_no_prefill() -> None:
     scheduler, pace = scheduler_with_leases()
     scheduler.handle(RequestArrived(A, Ticket(100, decode=False)), now_ns=0)
-    phase = OnPrefiller(FIRST, 0)
-    scheduler.handle(RequestAdopted(B, Ticket(100), phase, 100, 0, decode=False), now_ns=0)
     assert pace.prefilling_tokens == 0
 
 

@@ -33,20 +33,19 @@ class Fleet:
     now_s: float = 0.0
     told_s: dict[RankId, float] = field(default_factory=dict)
 
-    def look(self, observer: int = 0, elapsed_s: float = LOOK_S) -> list[RankId]:
+    def look(self, elapsed_s: float = LOOK_S) -> list[RankId]:
         """Let a quarter of a second pass, look, and return who stands still."""
-        if observer == 0:
-            self.now_s += LOOK_S
+        self.now_s += LOOK_S
         seen = []
         for rank, gap_s in self.gaps_s.items():
             before = self.told_s.get(rank, 0.0)
             last = before if gap_s is None else self.now_s // gap_s * gap_s
             moved = last > before
-            if moved and observer == 0:
+            if moved:
                 self.told_s[rank] = last
             still = 0 if moved or rank in self.unread else 1
             seen.append(Sighting(rank, moved, still, last - before if moved and before else 0.0))
-        self.watch.look(observer, self.now_s, elapsed_s, seen)
+        self.watch.look(self.now_s, elapsed_s, seen)
         return self.watch.standing_still(self.now_s, nothing)
 
     def looks(self, count: int) -> list[RankId]:
@@ -155,21 +154,11 @@ def test_time_in_which_the_observer_stood_still_does_not_count() -> None:
         assert fleet.look(elapsed_s=0.0) == []
 
 
-def test_a_token_that_another_observer_sees_ends_the_silence() -> None:
-    fleet = warm(0.05, 0.05)
-    fleet.gaps_s[R1] = None
-    for _ in range(100):
-        assert fleet.look() == []
-        fleet.watch.look(1, fleet.now_s, LOOK_S, [Sighting(R1, True, 0)])
-
-
-def test_an_observer_that_is_gone_or_looks_no_more_does_not_judge() -> None:
+def test_nobody_is_judged_by_what_was_seen_long_ago() -> None:
     fleet = warm(0.05, 0.05)
     fleet.gaps_s[R1] = None
     fleet.until_still()
     assert fleet.watch.standing_still(fleet.now_s + 10.0, nothing) == []
-    fleet.watch.forget_observer(0)
-    assert fleet.watch.standing_still(fleet.now_s, nothing) == []
 
 
 def test_a_rank_may_take_longer_for_what_it_computes() -> None:
@@ -194,7 +183,7 @@ def test_an_excuse_begins_anew_for_all_and_a_return_for_one() -> None:
 
 def test_a_single_long_gap_is_forgotten() -> None:
     fleet = warm(0.05, 0.05)
-    fleet.watch.look(0, fleet.now_s, 0.0, [Sighting(R1, True, 0, 8.0)])
+    fleet.watch.look(fleet.now_s, 0.0, [Sighting(R1, True, 0, 8.0)])
     limit_s = fleet.watch.limit_s(R1, fleet.now_s)
     assert limit_s == STEPS * 8.0
     fleet.looks(300)

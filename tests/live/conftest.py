@@ -16,7 +16,6 @@ from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
-from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -250,7 +249,7 @@ class Site:
             await asyncio.sleep(0.001)
 
     async def ended(self, count: int = 1) -> list[RequestRecord]:
-        """Return the requests that have ended, in order, once there are so many: relays tell it late."""
+        """Return the requests that have ended, in order, once there are so many."""
         await self.until(lambda: len(self.world.ended) >= count)
         return self.world.ended
 
@@ -320,22 +319,14 @@ async def play_in(
 
 
 @pytest.fixture
-def relays() -> int:
-    """Return how many relays there are unless a test says so; a module may have several numbers."""
-    return 0
-
-
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch, relays: int) -> Play:
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """Play a scenario in virtual time, before a small fleet; then nothing may be held anywhere."""
-    usual = relays
 
     def play_with(
         scenario: Scenario,
         *,
         flags: Mapping[str, object] | None = None,
         at_rest: bool = True,
-        relays: int = usual,
         tenants: str = "",
         **changes: Any,
     ) -> None:
@@ -352,12 +343,7 @@ def play(monkeypatch: pytest.MonkeyPatch, relays: int) -> Play:
                 {"admin": True, "admin_port": 0, **(flags or {})},
                 tenants,
             )
-            rng = random.Random(7)
-            world = (
-                SplitWorld(settings, loop, rng, relays=relays)
-                if relays
-                else World(settings, loop, rng)
-            )
+            world = World(settings, loop, random.Random(7))
             await play_in(world, scenario, monkeypatch, at_rest=at_rest)
 
         run(main, seed=1, limit_s=10_000.0)

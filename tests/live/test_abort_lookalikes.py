@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.reply import Reply
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 TALK: dict[str, Any] = {

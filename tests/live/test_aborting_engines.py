@@ -11,7 +11,6 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"

@@ -31,12 +31,6 @@ ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"
 FAST = {"prefill_base_ns": 5_000_000}
 
 
-@pytest.fixture(params=[0, 2], ids=["one process", "two relays"])
-def relays(request: pytest.FixtureRequest) -> int:
-    number: int = request.param
-    return number
-
-
 def engines(site: "Site") -> list[str]:
     return [seen.engine for seen in site.seen]
 
@@ -431,7 +425,7 @@ def test_each_delta_of_a_stream_is_progress(play: "Play", path: str) -> None:
         )
         await exchange.end()
 
-    play(scenario, relays=0, mean_output_tokens=1e5)
+    play(scenario, mean_output_tokens=1e5)
 
 
 @paths

@@ -70,9 +70,8 @@ def say(reply: "Reply", *texts: str, finish: str | None = None) -> None:
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
-@pytest.mark.parametrize("relays", [0, 2])
 def test_the_first_token_comes_before_there_is_a_rank(
-    play: "Play", path: str, more: dict[str, Any], relays: int
+    play: "Play", path: str, more: dict[str, Any]
 ) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, path, STREAMS[path] | more)
@@ -99,7 +98,7 @@ def test_the_first_token_comes_before_there_is_a_rank(
         (leg,) = site.received("decode")
         assert "return_token_ids" not in leg.values
 
-    play(scenario, flags=EARLY, relays=relays)
+    play(scenario, flags=EARLY)
 
 
 def test_metrics_tell_both_tokens(play: "Play") -> None:
@@ -323,10 +322,7 @@ def test_what_only_a_rank_refuses_has_no_early_token(play: "Play", path: str) ->
 
 
 @pytest.mark.parametrize("path", STREAMS)
-@pytest.mark.parametrize("relays", [0, 2])
-def test_an_answer_that_may_exceed_the_context_has_no_early_token(
-    play: "Play", path: str, relays: int
-) -> None:
+def test_an_answer_that_may_exceed_the_context_has_no_early_token(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         await asyncio.sleep(2.0)  # By then the length of the context is known.
         longest = site.fleet.settings.max_model_len
@@ -335,7 +331,7 @@ def test_an_answer_that_may_exceed_the_context_has_no_early_token(
         assert "maximum context length" in exchange.json["error"]["message"]
         assert site.received("prefill")
 
-    play(scenario, flags=EARLY, relays=relays)
+    play(scenario, flags=EARLY)
 
 
 @pytest.mark.parametrize("path", STREAMS)
@@ -481,10 +477,9 @@ def test_ids_of_an_answer_that_the_prefiller_ended_are_told_to_who_asked(
     play(scenario, flags={"first_token": first_token})
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("by_tenant", [False, True])
 def test_no_stream_is_cut_by_a_deadline_that_its_first_token_kept(
-    play: "Play", relays: int, *, by_tenant: bool
+    play: "Play", *, by_tenant: bool
 ) -> None:
     async def scenario(site: "Site") -> None:
         # They take 2 s each, 4 at a time, and their first token is due after 2 s.
@@ -500,7 +495,7 @@ def test_no_stream_is_cut_by_a_deadline_that_its_first_token_kept(
     tenants = '[[tenant]]\nname = "a"\ndefault = true\ndeadline_s = 2.0\n' if by_tenant else ""
     flags = EARLY | {"batch": 2, "pool_limit": 100, "client_deadline": True, "lease_s": 1000.0}
     engines = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
-    play(scenario, flags=flags, relays=relays, tenants=tenants, **engines)
+    play(scenario, flags=flags, tenants=tenants, **engines)
 
 
 def first_token_s(record: "RequestRecord") -> float:
@@ -508,8 +503,7 @@ def first_token_s(record: "RequestRecord") -> float:
     return (record.first_token_ns - record.arrived_ns) / 1e9
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_the_limit_in_flight_is_moved_by_what_clients_got(play: "Play", relays: int) -> None:
+def test_the_limit_in_flight_is_moved_by_what_clients_got(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         asked = [site.send(COMPLETIONS, STREAMS[COMPLETIONS]) for _ in range(40)]
         await site.until(lambda: len(site.received("prefill")) == 40)
@@ -526,7 +520,7 @@ def test_the_limit_in_flight_is_moved_by_what_clients_got(play: "Play", relays: 
 
     flags = EARLY | {"batch": 2, "pool_limit": 100, "aimd": "post5", "lease_s": 1000.0}
     engines = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
-    play(scenario, flags=flags | {"queue_ttl_s": 100.0}, relays=relays, **engines)
+    play(scenario, flags=flags | {"queue_ttl_s": 100.0}, **engines)
 
 
 def test_a_first_token_that_comes_after_it_was_due_is_not_begun_with(play: "Play") -> None:
@@ -543,11 +537,8 @@ def test_a_first_token_that_comes_after_it_was_due_is_not_begun_with(play: "Play
     play(scenario, flags=EARLY | {"client_deadline": True}, prefill_base_ns=1_000_000_000)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("fault", ["status_503", "reset_before_headers", "reset_after_tokens"])
-def test_what_is_repeated_behind_its_first_token_is_not_due(
-    play: "Play", fault: str, relays: int
-) -> None:
+def test_what_is_repeated_behind_its_first_token_is_not_due(play: "Play", fault: str) -> None:
     async def scenario(site: "Site") -> None:
         right = await alone(site, COMPLETIONS, STREAMS[COMPLETIONS])
         site.fleet.faults.set("decode", **{fault: 1.0 if fault != "reset_after_tokens" else 0})
@@ -563,7 +554,7 @@ def test_what_is_repeated_behind_its_first_token_is_not_due(
 
     # The wait before the second try is longer than both limits of a first token.
     flags = EARLY | {"client_deadline": True, "retry_backoff_s": 1.5, "retry_backoff_limit_s": 1.5}
-    play(scenario, flags=flags | {"queue_ttl_s": 1.0}, relays=relays)
+    play(scenario, flags=flags | {"queue_ttl_s": 1.0})
 
 
 def test_a_request_that_waits_for_its_ranks_token_is_due_as_ever(play: "Play") -> None:

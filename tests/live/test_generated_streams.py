@@ -55,7 +55,6 @@ def _without(chunk: dict[str, Any]) -> dict[str, Any]:
     return chunk | {"choices": choices}
 
 
-@pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
 @pytest.mark.parametrize(
     "more",
@@ -68,7 +67,7 @@ def _without(chunk: dict[str, Any]) -> dict[str, Any]:
     ids=["usage", "each", "prompt ids", "logprobs"],
 )
 def test_the_client_sees_one_unbroken_stream(
-    play: "Play", fault: dict[str, int], more: dict[str, Any], relays: int
+    play: "Play", fault: dict[str, int], more: dict[str, Any]
 ) -> None:
     async def scenario(site: "Site") -> None:
         values = STREAMED | more
@@ -87,7 +86,7 @@ def test_the_client_sees_one_unbroken_stream(
         assert "return_token_ids" not in second.values
         assert site.received("prefill")[-1].values["token_ids"] == second.values["token_ids"]
 
-    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0}, relays=relays)
+    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
 
 
 @pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}, {"partial_utf8": 0.4}], ids=str)
@@ -219,7 +218,6 @@ def test_the_request_that_goes_on_asks_for_the_rest() -> None:
     }
 
 
-@pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -230,9 +228,7 @@ def test_the_request_that_goes_on_asks_for_the_rest() -> None:
     ],
     ids=["greedy", "prompt ids", "seeded", "least"],
 )
-def test_the_first_id_comes_before_there_is_a_rank(
-    play: "Play", more: dict[str, Any], relays: int
-) -> None:
+def test_the_first_id_comes_before_there_is_a_rank(play: "Play", more: dict[str, Any]) -> None:
     async def scenario(site: "Site") -> None:
         values = STREAMED | more
         right = await alone(site, GENERATE, values)
@@ -246,7 +242,7 @@ def test_the_first_id_comes_before_there_is_a_rank(
         assert record.early_first_token
         assert (record.outcome, record.output_tokens) == (Outcome.OK, 12)
 
-    play(scenario, flags=EARLY, relays=relays)
+    play(scenario, flags=EARLY)
 
 
 def test_both_legs_of_a_sampled_stream_have_one_seed(play: "Play") -> None:

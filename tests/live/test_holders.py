@@ -20,11 +20,6 @@ UPLOAD = HALF + b"y\r\nContent-Length: 10000000\r\n\r\n"
 LIMIT = 24
 
 
-@pytest.fixture(params=[0, 2])
-def relays(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @asynccontextmanager
 async def held(ports: list[int], begun: bytes, count: int) -> AsyncIterator[list[int]]:
     """Hold so many connections to each port with what was begun; whatever is closed is opened again."""

@@ -143,19 +143,15 @@ async def until_known(served: Served, blocks: list[int]) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_proxy_finds_what_others_had_computed(
-    make_exchanged: "MakeExchanged", workers: int
-) -> None:
+def test_a_proxy_finds_what_others_had_computed(make_exchanged: "MakeExchanged") -> None:
     async def main() -> None:
         async with engines() as fleet:
             for place, seed in ((0, 1), (1, 2)):
                 engine = Client(fleet.engines[place].port, make_exchanged)
                 assert (await engine.post(COMPLETIONS, request(prompt(seed, 8)))).status == 200
                 engine.close()
-            words = [*flags(fleet), "--workers", str(workers)]
             async with serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *words
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags(fleet)
             ) as served:
                 await until_known(served, [8, 8])
                 for seed, place in ((2, 1), (1, 0), (2, 1), (1, 0)):
@@ -181,10 +177,9 @@ def said(seed: int, turns: int) -> list[dict[str, str]]:
     return messages
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
 def test_a_text_goes_where_its_tokens_are_by_now(
-    make_exchanged: "MakeExchanged", workers: int, path: str
+    make_exchanged: "MakeExchanged", path: str
 ) -> None:
     def body(turns: int, **more: object) -> dict[str, object]:
         messages = said(1, turns)
@@ -207,9 +202,8 @@ def test_a_text_goes_where_its_tokens_are_by_now(
                 1,
             ):  # An engine that begins now would count as one that lost its cache.
                 await compute(place, COMPLETIONS, request(prompt(9, 1)))
-            words = [*flags(fleet), "--workers", str(workers)]
             async with serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *words
+                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags(fleet)
             ) as served:
                 await until_known(served, [1, 1])
                 client = {"session_id": "of the client's"}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 COMPLETIONS = "/v1/completions"
 STREAM = [(b"content-type", b"text/event-stream")]
 JSON = [(b"content-type", b"application/json")]

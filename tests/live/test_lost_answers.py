@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 
 CHAT = "/v1/chat/completions"
 

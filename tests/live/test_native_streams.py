@@ -27,7 +27,6 @@ TOKENS = 80
 PATIENCE_S = 180.0
 # Of one engine step: long enough that a busy machine seldom gathers several.
 STEP_NS = 10_000_000
-PROCESSES = pytest.mark.parametrize("processes", [(), ("--workers", "2")], ids=["one", "relays"])
 # What differs from run to run.
 IDS = re.compile(rb'"((?:item_|response_|request_)?id)":"[^"]*"')
 TIMES = re.compile(rb'"((?:created|completed)(?:_at)?)":[\d.]+')
@@ -74,7 +73,6 @@ Play = Callable[["EmulatedFleet", Served], Coroutine[Any, Any, Any]]
 async def both_ways(
     make: "MakeExchanged",
     folder: Path,
-    processes: tuple[str, ...],
     main: Play,
     *flags: str,
     ranks: int = 1,
@@ -89,13 +87,12 @@ async def both_ways(
                 make,
                 fleet.prefill_urls,
                 fleet.decode_urls,
-                *("--native", native, *processes, "--log", str(log), *flags),
+                *("--native", native, "--log", str(log), *flags),
             ) as served,
         ):
             results.append(await main(fleet, served))
-            if not processes:  # Relays tell it now and then.
-                moved = await metric(served, "pumped_events_total")
-                assert bool(moved) is (native == "require")
+            moved = await metric(served, "pumped_events_total")
+            assert bool(moved) is (native == "require")
             served.process.send_signal(signal.SIGTERM)
             assert await served.exit() == (0, "")
         lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -104,10 +101,7 @@ async def both_ways(
     return results, logs
 
 
-@PROCESSES
-def test_every_stream_is_the_same(
-    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
-) -> None:
+def test_every_stream_is_the_same(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = [served.client.send(b"POST", *one) for one in ASKED]
         for one in sent:
@@ -116,7 +110,7 @@ def test_every_stream_is_the_same(
         return [shown(one.events) for one in sent]
 
     async def guarded() -> None:
-        (off, native), logs = await both_ways(make_exchanged, tmp_path, processes, main)
+        (off, native), logs = await both_ways(make_exchanged, tmp_path, main)
         for without, with_it in zip(off, native, strict=True):
             assert with_it == without
             assert len(without) > 20
@@ -152,17 +146,14 @@ def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
 
     async def guarded() -> None:
         flags = ("--resume", "valid", "--idle-stream-timeout-s", "1", "--policy", "round-robin")
-        (off, native), logs = await both_ways(make_exchanged, tmp_path, (), main, *flags, ranks=2)
+        (off, native), logs = await both_ways(make_exchanged, tmp_path, main, *flags, ranks=2)
         assert native == off
         assert logs[0] == logs[1]
 
     play(guarded(), PATIENCE_S)
 
 
-@PROCESSES
-def test_nearly_all_of_it_is_moved_natively(
-    make_exchanged: "MakeExchanged", processes: tuple[str, ...]
-) -> None:
+def test_nearly_all_of_it_is_moved_natively(make_exchanged: "MakeExchanged") -> None:
     async def guarded() -> None:
         async with (
             engines(step_base_ns=STEP_NS) as fleet,
@@ -170,7 +161,7 @@ def test_nearly_all_of_it_is_moved_natively(
                 make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
-                *("--native", "require", "--native-threads", "2", *processes),
+                *("--native", "require", "--native-threads", "2"),
             ) as served,
         ):
             asked = [asking(path, max_tokens=200) for path in (CHAT, COMPLETIONS, CHAT)]
@@ -183,7 +174,7 @@ def test_nearly_all_of_it_is_moved_natively(
             for one in sent:
                 await one.end()
             while await metric(served, "pumped_events_total") < 0.8 * 600:
-                pass  # Relays tell it now and then.
+                pass  # It is counted now and then.
             assert await metric(served, "pumped_streams_total") >= 3
             page = (await served.admin.get("/metrics")).body.decode()
             gaps = re.search(r"inter_token_latency_seconds_count (\S+)", page)
@@ -207,9 +198,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@PROCESSES
 def test_engines_that_fail_are_told_as_ever(
-    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+    make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         told = []
@@ -226,7 +216,7 @@ def test_engines_that_fail_are_told_as_ever(
 
     async def guarded() -> None:
         flags = ("--idle-stream-timeout-s", "1", "--quarantine-failures", "100")
-        (off, native), logs = await both_ways(make_exchanged, tmp_path, processes, main, *flags)
+        (off, native), logs = await both_ways(make_exchanged, tmp_path, main, *flags)
         for without, with_it in zip(off, native, strict=True):
             assert with_it == without
         for log in logs:
@@ -236,10 +226,7 @@ def test_engines_that_fail_are_told_as_ever(
     play(guarded(), PATIENCE_S)
 
 
-@PROCESSES
-def test_a_client_that_leaves_is_noticed(
-    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
-) -> None:
+def test_a_client_that_leaves_is_noticed(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = served.client.send(b"POST", *asking(CHAT, max_tokens=100_000))
         await sent.until_events(40)
@@ -248,7 +235,7 @@ def test_a_client_that_leaves_is_noticed(
             await served.admin.get("/health")
 
     async def guarded() -> None:
-        _, logs = await both_ways(make_exchanged, tmp_path, processes, main)
+        _, logs = await both_ways(make_exchanged, tmp_path, main)
         for (line,) in logs:
             assert line["outcome"] == "cancelled"
             assert line["output_tokens"] >= 30
@@ -256,10 +243,7 @@ def test_a_client_that_leaves_is_noticed(
     play(guarded(), PATIENCE_S)
 
 
-@PROCESSES
-def test_a_drain_ends_what_is_under_way(
-    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
-) -> None:
+def test_a_drain_ends_what_is_under_way(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> "Exchanged":
         sent = served.client.send(b"POST", *asking(CHAT))
         await sent.until_events(30)
@@ -275,7 +259,7 @@ def test_a_drain_ends_what_is_under_way(
                 make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
-                *("--native", "require", *processes),
+                *("--native", "require"),
             ) as served,
         ):
             await main(fleet, served)
@@ -284,9 +268,8 @@ def test_a_drain_ends_what_is_under_way(
     play(guarded(), PATIENCE_S)
 
 
-@PROCESSES
 def test_a_client_hears_that_its_engine_is_silent(
-    make_exchanged: "MakeExchanged", tmp_path: Path, processes: tuple[str, ...]
+    make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = served.client.send(b"POST", *asking(CHAT))
@@ -301,7 +284,7 @@ def test_a_client_hears_that_its_engine_is_silent(
 
     async def guarded() -> None:
         flags = ("--sse-keep-alive-s", "1")
-        (off, native), _ = await both_ways(make_exchanged, tmp_path, processes, main, *flags)
+        (off, native), _ = await both_ways(make_exchanged, tmp_path, main, *flags)
         assert native == off
 
     play(guarded(), PATIENCE_S)

@@ -10,12 +10,6 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
 
-@pytest.fixture(params=[0, 2], ids=["one process", "two relays"])
-def relays(request: pytest.FixtureRequest) -> int:
-    number: int = request.param
-    return number
-
-
 def test_an_engine_that_fails_is_quarantined_and_comes_back(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("decode/0", status_500=1.0)

@@ -12,7 +12,6 @@ import pytest
 from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
-from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -27,7 +26,6 @@ RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 POISON = [(b"x-request-id", b"poison")]
 FLEET: dict[str, Any] = {"prefillers": 6, "ranks": 6, "prefill_base_ns": 20_000_000}
-WORKERS = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 BODIES: dict[str, dict[str, object]] = {
     CHAT: {"messages": [{"role": "user", "content": "die"}], "max_tokens": 20, "ignore_eos": True},
     COMPLETIONS: {"prompt": "die", "max_tokens": 20, "ignore_eos": True},
@@ -86,7 +84,6 @@ def spoilt(exchanged: "Exchanged") -> bool:
     return exchanged.error is not None or any("error" in one for one in exchanged.chunks)
 
 
-@WORKERS
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
 @pytest.mark.parametrize("resume", ["off", "exact", "valid"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -102,7 +99,6 @@ def test_two_engines_die_of_a_request_and_all_its_repetitions(
     stream: bool,
     resume: str,
     first_token: str,
-    relays: int,
 ) -> None:
     body = BODIES[CHAT] | {"max_tokens": 60, "stream": stream, "temperature": 0}
 
@@ -119,12 +115,11 @@ def test_two_engines_die_of_a_request_and_all_its_repetitions(
         assert len(poisoned.dead) == 2
 
     flags = {"resume": resume, "first_token": first_token}
-    play(scenario, flags=flags, relays=relays, at_rest=False, **FLEET)
+    play(scenario, flags=flags, at_rest=False, **FLEET)
 
 
-@WORKERS
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS])
-def test_the_bound_holds_on_every_route(play: "Play", path: str, relays: int) -> None:
+def test_the_bound_holds_on_every_route(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         poisoned = Poisoned(site, "")
         for _ in range(2):
@@ -136,14 +131,11 @@ def test_the_bound_holds_on_every_route(play: "Play", path: str, relays: int) ->
         assert error["type"] == ("api_error" if path == MESSAGES else "BadGatewayError")
         assert len(poisoned.dead) == 2
 
-    play(scenario, relays=relays, at_rest=False, **FLEET)
+    play(scenario, at_rest=False, **FLEET)
 
 
-@WORKERS
 @pytest.mark.parametrize("direct", ["prefill", "decode"])
-def test_the_bound_holds_where_one_engine_does_it_all(
-    play: "Play", direct: str, relays: int
-) -> None:
+def test_the_bound_holds_where_one_engine_does_it_all(play: "Play", direct: str) -> None:
     async def scenario(site: "Site") -> None:
         poisoned = Poisoned(site, direct)
         for _ in range(3):
@@ -151,21 +143,19 @@ def test_the_bound_holds_where_one_engine_does_it_all(
             assert refused(await site.post(COMPLETIONS, body, POISON))
         assert len(poisoned.dead) == 2
 
-    play(scenario, flags={"direct": direct}, relays=relays, at_rest=False, **FLEET)
+    play(scenario, flags={"direct": direct}, at_rest=False, **FLEET)
 
 
-@WORKERS
-def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(play: "Play", relays: int) -> None:
+def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         poisoned = Poisoned(site, "prefill")
         for _ in range(3):
             assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
         assert len(poisoned.dead) == 2
 
-    play(scenario, relays=relays, at_rest=False, connector="mooncake-layerwise", **FLEET)
+    play(scenario, at_rest=False, connector="mooncake-layerwise", **FLEET)
 
 
-@WORKERS
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("role", "after_s"),
@@ -173,7 +163,7 @@ def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(play: "Play", relay
     ids=["prefill", "in the prefill", "decode", "at the first token"],
 )
 def test_who_is_on_the_same_engines_gets_its_answer(
-    play: "Play", role: str, after_s: float, seed: int, relays: int
+    play: "Play", role: str, after_s: float, seed: int
 ) -> None:
     async def scenario(site: "Site") -> None:
         rng = random.Random(seed)
@@ -194,14 +184,11 @@ def test_who_is_on_the_same_engines_gets_its_answer(
         assert [(await one.end()).status for one in sent] == [200] * 24
         assert b"suspected_poison_total 1.0" in (await site.get("/metrics")).body
 
-    play(scenario, relays=relays, at_rest=False, **FLEET)
+    play(scenario, at_rest=False, **FLEET)
 
 
-@WORKERS
 @pytest.mark.parametrize("direct", ["prefill", "decode"])
-def test_who_is_served_by_one_engine_gets_its_answer_too(
-    play: "Play", direct: str, relays: int
-) -> None:
+def test_who_is_served_by_one_engine_gets_its_answer_too(play: "Play", direct: str) -> None:
     async def scenario(site: "Site") -> None:
         # Several at a time on each engine, so that some have to wait for one to themselves.
         body = BODIES[COMPLETIONS] | {"echo": True, "max_tokens": 40}
@@ -212,10 +199,9 @@ def test_who_is_served_by_one_engine_gets_its_answer_too(
         assert answered == [200] * len(sent)
 
     fleet = FLEET | {"prefillers": 2, "ranks": 2}
-    play(scenario, flags={"direct": direct}, relays=relays, at_rest=False, **fleet)
+    play(scenario, flags={"direct": direct}, at_rest=False, **fleet)
 
 
-@WORKERS
 @pytest.mark.parametrize(
     ("role", "more"),
     [("prefill", {}), ("decode", {}), ("prefill", {"n": 2})],
@@ -223,7 +209,7 @@ def test_who_is_served_by_one_engine_gets_its_answer_too(
 )
 @pytest.mark.parametrize("order", ["drain", "remove", "nothing"])
 def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
-    play: "Play", order: str, role: str, more: dict[str, object], relays: int
+    play: "Play", order: str, role: str, more: dict[str, object]
 ) -> None:
     async def scenario(site: "Site") -> None:
         first, second = f"{role}/0", f"{role}/1"
@@ -268,19 +254,18 @@ def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
         assert here(second) == 1
 
     flags = {"direct": "prefill"}
-    play(scenario, relays=relays, flags=flags, prefillers=2, ranks=2, dp_mode=DpMode.PORTS)
+    play(scenario, flags=flags, prefillers=2, ranks=2, dp_mode=DpMode.PORTS)
 
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 RUST = "failed to submit chat request: engine core reported fatal failure"
 
 
-@WORKERS
 @pytest.mark.parametrize("words", [DEAD, RUST], ids=["python", "rust"])
 @pytest.mark.parametrize("status", [500, 503, 200], ids=["answer", "unavailable", "event"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_that_says_that_it_has_died_is_one_that_died(
-    play: "Play", role: str, status: int, words: str, relays: int
+    play: "Play", role: str, status: int, words: str
 ) -> None:
     error = {"message": words, "type": "InternalServerError", "param": None, "code": 500}
     said = json.dumps({"error": error}).encode()
@@ -307,23 +292,7 @@ def test_an_engine_that_says_that_it_has_died_is_one_that_died(
             assert refused(await site.post(CHAT, BODIES[CHAT] | {"stream": True}, POISON))
         assert len(asked) == len(set(asked)) == 2
 
-    play(scenario, relays=relays, at_rest=False, **FLEET)
-
-
-def test_a_new_scheduler_process_knows_what_is_refused(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        world = site.world
-        assert isinstance(world, SplitWorld)
-        poisoned = Poisoned(site, "prefill")
-        assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
-        await asyncio.sleep(1.0)
-        assert world.kill_scheduler(0.5)
-        await asyncio.sleep(5.0)
-        for _ in range(4):  # At either relay.
-            assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
-        assert len(poisoned.dead) == 2
-
-    play(scenario, relays=2, at_rest=False, **FLEET)
+    play(scenario, at_rest=False, **FLEET)
 
 
 def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None:
@@ -356,9 +325,8 @@ def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None
     play_groups(scenario, groups=groups, more=chain, at_rest=False)
 
 
-@WORKERS
 def test_who_is_refused_is_counted_and_logged_and_forgotten(
-    play: "Play", relays: int, caplog: pytest.LogCaptureFixture
+    play: "Play", caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(site: "Site") -> None:
         page = (await site.get("/metrics")).body
@@ -378,4 +346,4 @@ def test_who_is_refused_is_counted_and_logged_and_forgotten(
         assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
         assert len(poisoned.dead) == 2 * MOST_DEATHS
 
-    play(scenario, relays=relays, at_rest=False, **FLEET)
+    play(scenario, at_rest=False, **FLEET)

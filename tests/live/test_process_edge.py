@@ -14,7 +14,7 @@ from tests.native import needs_native
 from tests.script import script
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.process_edge import native_library
+from balanceroute.proxy.live.process_edge import _native_library
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.wire.http1 import pump
@@ -57,18 +57,18 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_the_native_library_python_does_all_of_it() -> None:
+def test_without_the__native_library_python_does_all_of_it() -> None:
     for native in ("auto", "off"):
-        assert native_library(config_of(native)) is None
+        assert _native_library(config_of(native)) is None
     with pytest.raises(ConfigError, match=r"--native require: .* is not installed"):
-        native_library(config_of("require"))
+        _native_library(config_of("require"))
 
 
 @needs_native
 def test_a_library_is_used_unless_it_is_not_wanted(tmp_path: Path) -> None:
-    assert native_library(config_of("off")) is None
+    assert _native_library(config_of("off")) is None
     for native in ("auto", "require"):
-        assert native_library(config_of(native)) is not None
+        assert _native_library(config_of(native)) is not None
 
 
 def test_a_library_that_is_none_is_told(
@@ -79,10 +79,10 @@ def test_a_library_that_is_none_is_told(
     (package / "libbalanceroute_native.so").write_bytes(b"no library")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(pump, "_PACKAGE", "balanceroute_broken")
-    assert native_library(config_of("auto")) is None
+    assert _native_library(config_of("auto")) is None
     assert "cannot be loaded" in caplog.text
     with pytest.raises(ConfigError, match=r"--native require: .* cannot be loaded"):
-        native_library(config_of("require"))
+        _native_library(config_of("require"))
 
 
 START = """
@@ -95,13 +95,10 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["--workers", "2"]])
-def test_a_library_that_is_required_and_not_there_is_an_error_at_the_start(
-    processes: list[str],
-) -> None:
+def test_a_library_that_is_required_and_not_there_is_an_error_at_the_start() -> None:
     words = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:10", "--port", "0"]
     done = subprocess.run(
-        [sys.executable, "-c", START, json.dumps([*words, "--admin-port", "0", *processes])],
+        [sys.executable, "-c", START, json.dumps([*words, "--admin-port", "0"])],
         capture_output=True,
         text=True,
         check=False,
@@ -112,8 +109,7 @@ def test_a_library_that_is_required_and_not_there_is_an_error_at_the_start(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_in_virtual_time_nothing_is_moved_natively(play: "Play", relays: int) -> None:
+def test_in_virtual_time_nothing_is_moved_natively(play: "Play") -> None:
     """It has no descriptors: only the edge of a real process makes a pump, whatever is installed."""
     makers = [
         house.module(path)
@@ -127,4 +123,4 @@ def test_in_virtual_time_nothing_is_moved_natively(play: "Play", relays: int) ->
         assert answer.done
         assert b"balanceroute_pumped_streams_total 0" in (await site.get("/metrics")).body
 
-    play(scenario, relays=relays)
+    play(scenario)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Request
 
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}
 WORDS = {"type": "string"}
@@ -132,9 +131,7 @@ def test_a_long_repetition_is_not_silent(play: "Play", path: str) -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_every_connector_prefills_it_again(play: "Play", connector: str, relays: int) -> None:
-    if relays and connector == "mooncake-layerwise":
-        pytest.skip("one process takes the calls of its ranks")
+def test_every_connector_prefills_it_again(play: "Play", connector: str) -> None:
     path, more = KINDS["required"]
 
     async def scenario(site: "Site") -> None:

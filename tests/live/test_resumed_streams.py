@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 EXACT = {"resume": "exact"}
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
 STREAMS = {COMPLETIONS: BODY | GREEDY, CHAT: TALK | GREEDY}

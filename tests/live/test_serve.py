@@ -68,9 +68,8 @@ def test_it_says_when_it_is_ready_and_serves(make_exchanged: "MakeExchanged") ->
     play(main())
 
 
-@pytest.mark.parametrize("flags", [[], ["--workers", "2"]])
 def test_it_is_not_ready_before_an_engine_of_each_role_was_probed(
-    make_exchanged: "MakeExchanged", flags: list[str]
+    make_exchanged: "MakeExchanged",
 ) -> None:
     async def main() -> None:
         with socket.create_server((HOST, 0)) as silent:  # It takes connections and says nothing.
@@ -81,7 +80,7 @@ def test_it_is_not_ready_before_an_engine_of_each_role_was_probed(
                     make_exchanged,
                     [url],
                     fleet.decode_urls,
-                    *("--health-timeout-s", "60", "--no-check-pairs", *flags),
+                    *("--health-timeout-s", "60", "--no-check-pairs"),
                 ) as served,
             ):
                 for client in (served.client, served.admin):
@@ -118,7 +117,6 @@ async def answers(host: str, port: int, context: ssl.SSLContext | None = None) -
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
-@pytest.mark.parametrize("workers", [[], ["--workers", "2"]])
 @pytest.mark.parametrize(
     ("host", "shown", "ipv4", "ipv6"),
     [
@@ -131,7 +129,6 @@ async def answers(host: str, port: int, context: ssl.SSLContext | None = None) -
 def test_every_interface_is_that_of_both_families(
     make_exchanged: "MakeExchanged",
     tmp_path: Path,
-    workers: list[str],
     host: str,
     shown: str,
     ipv4: bool,
@@ -140,7 +137,7 @@ def test_every_interface_is_that_of_both_families(
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
-    flags = ["--host", host, "--admin-host", host, "--admin-token-file", str(token), *workers]
+    flags = ["--host", host, "--admin-host", host, "--admin-token-file", str(token)]
 
     async def main() -> None:
         async with (
@@ -162,13 +159,12 @@ def test_every_interface_is_that_of_both_families(
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_port_that_one_family_has_already_is_refused(workers: str) -> None:
+def test_a_port_that_one_family_has_already_is_refused() -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:  # noqa: S104 - what is tried.
         port = str(taken.getsockname()[1])
         words = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
         ran = subprocess.run(
-            command(*words, "--host", "::", "--port", port, "--workers", workers, "--no-admin"),
+            command(*words, "--host", "::", "--port", port, "--no-admin"),
             capture_output=True,
             text=True,
             env=plain_environment(),
@@ -181,18 +177,24 @@ def test_a_port_that_one_family_has_already_is_refused(workers: str) -> None:
     )
 
 
-def test_one_process_stays_when_it_is_told_to_hand_over(make_exchanged: "MakeExchanged") -> None:
+def test_a_process_that_its_engines_call_back_stays_and_says_why(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    flags = ("--connector", "mooncake-layerwise", "--log", "-")
+
     async def main() -> None:
         async with (
-            engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", "-") as served,
+            engines(connector="mooncake-layerwise") as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             served.process.send_signal(signal.SIGUSR2)
             assert (await served.client.post(COMPLETIONS, STREAM)).done
             served.process.send_signal(signal.SIGTERM)
             status, said = await served.exit()
             assert status == 0
-            assert "SIGUSR2 is of no use with one process" in said
+            assert "no new version can take over" in said
+            assert "decode ranks call the process back" in said
+            assert said.count('"event":"serving"') == 1
 
     play(main())
 

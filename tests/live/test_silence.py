@@ -90,9 +90,8 @@ def is_error(path: str, event: bytes) -> int:
 # Comments of engines.
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", ASKED)
-def test_an_engines_comments_reach_the_client_at_once(play: "Play", path: str, relays: int) -> None:
+def test_an_engines_comments_reach_the_client_at_once(play: "Play", path: str) -> None:
     signs = [COMMENT, b": a\r\n: b\r\n\r\n", PING if path == MESSAGES else COMMENT]
 
     async def scenario(site: "Site") -> None:
@@ -112,14 +111,11 @@ def test_an_engines_comments_reach_the_client_at_once(play: "Play", path: str, r
         assert record.first_token_ns is not None
         assert record.first_token_ns / 1e9 >= begin_s + 3  # A comment is no token.
 
-    play(scenario, relays=relays)
+    play(scenario)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_behind_a_comment_a_failure_is_still_mended_elsewhere(
-    play: "Play", path: str, relays: int
-) -> None:
+def test_behind_a_comment_a_failure_is_still_mended_elsewhere(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         alone = await site.post(path, ASKED[path] | {"seed": 1})
         for error in (b"", b'data: {"error":{"message":"no KV","code":500}}\n\n'):
@@ -130,14 +126,11 @@ def test_behind_a_comment_a_failure_is_still_mended_elsewhere(
             assert answer.text == alone.text
         assert [record.retries for record in await site.ended(3)] == [0, 1, 1]
 
-    play(scenario, relays=relays)
+    play(scenario)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", ASKED)
-def test_behind_a_comment_what_nothing_mends_is_an_error_event(
-    play: "Play", path: str, relays: int
-) -> None:
+def test_behind_a_comment_what_nothing_mends_is_an_error_event(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         silent(site, path, [COMMENT], breaks)
         answer = await asyncio.wait_for(site.send(path, ASKED[path]).end(), 100)
@@ -150,7 +143,7 @@ def test_behind_a_comment_what_nothing_mends_is_an_error_event(
         assert record.output_tokens == 0
         assert record.first_token_ns is None
 
-    play(scenario, relays=relays, flags={"retry_attempts": 1})
+    play(scenario, flags={"retry_attempts": 1})
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
@@ -237,9 +230,8 @@ def own_signs(answer: "Exchanged") -> int:
     return answer.body.count(COMMENT) + answer.body.count(PING)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
-def test_who_waits_for_a_rank_gets_signs_of_life(play: "Play", path: str, relays: int) -> None:
+def test_who_waits_for_a_rank_gets_signs_of_life(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         # Nobody has a free slot for six seconds.
         silent(site, COMPLETIONS, [b""] * 6, answers(TOKENS[COMPLETIONS]))
@@ -266,7 +258,7 @@ def test_who_waits_for_a_rank_gets_signs_of_life(play: "Play", path: str, relays
                 assert record.first_token_ns is not None
                 assert record.first_token_ns - record.arrived_ns > 5e9
 
-    play(scenario, flags={"sse_keep_alive_s": 1.5, "batch": 1}, relays=relays, ranks=1)
+    play(scenario, flags={"sse_keep_alive_s": 1.5, "batch": 1}, ranks=1)
 
 
 def test_nothing_is_sent_unless_it_is_asked_for(play: "Play") -> None:
@@ -278,8 +270,7 @@ def test_nothing_is_sent_unless_it_is_asked_for(play: "Play") -> None:
     play(scenario, flags={"first_token_timeout_s": 200.0})
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_who_expires_behind_a_sign_of_life_gets_an_error_event(play: "Play", relays: int) -> None:
+def test_who_expires_behind_a_sign_of_life_gets_an_error_event(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         silent(site, COMPLETIONS, [b""] * 20, answers(TOKENS[COMPLETIONS]))
         blocked = site.send(COMPLETIONS, BODY)
@@ -293,11 +284,10 @@ def test_who_expires_behind_a_sign_of_life_gets_an_error_event(play: "Play", rel
         await blocked.end()
 
     flags = {"sse_keep_alive_s": 1.0, "batch": 1, "queue_ttl_s": 5.0, "pool_ttl_s": 5.0}
-    play(scenario, flags=flags, relays=relays, ranks=1)
+    play(scenario, flags=flags, ranks=1)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_who_leaves_behind_a_sign_of_life_holds_nothing(play: "Play", relays: int) -> None:
+def test_who_leaves_behind_a_sign_of_life_holds_nothing(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         silent(site, COMPLETIONS, [b""] * 6, answers(TOKENS[COMPLETIONS]))
         blocked = site.send(COMPLETIONS, BODY)
@@ -309,7 +299,7 @@ def test_who_leaves_behind_a_sign_of_life_holds_nothing(play: "Play", relays: in
         assert (record.outcome, record.status) == (Outcome.CANCELLED, 200)
         await blocked.end()
 
-    play(scenario, flags={"sse_keep_alive_s": 1.0, "batch": 1}, relays=relays, ranks=1)
+    play(scenario, flags={"sse_keep_alive_s": 1.0, "batch": 1}, ranks=1)
 
 
 def test_who_waits_for_a_prefill_gets_signs_of_life_and_a_retry(play: "Play") -> None:

@@ -79,10 +79,6 @@ class Admission(Protocol):
         """Note that an accepted request was given to an engine; called once at most for each."""
         ...
 
-    def adopted(self, ticket: Ticket, now_ns: int, *, began: bool) -> None:
-        """Note a request that an earlier scheduler accepted, and whether an engine has begun it."""
-        ...
-
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Note how an accepted request ended; called once for each."""
         ...

@@ -34,8 +34,5 @@ class BoundedQueue:
     def began(self, ticket: Ticket, now_ns: int) -> None:
         """Do nothing."""
 
-    def adopted(self, ticket: Ticket, now_ns: int, *, began: bool) -> None:
-        """Do nothing."""
-
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Do nothing: the rule depends on the present load only."""

@@ -45,10 +45,6 @@ class EarlyRefusal:
         """Pass on."""
         self._within.began(ticket, now_ns)
 
-    def adopted(self, ticket: Ticket, now_ns: int, *, began: bool) -> None:
-        """Pass on."""
-        self._within.adopted(ticket, now_ns, began=began)
-
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Pass on."""
         self._within.ended(ticket, ending, now_ns)

@@ -194,12 +194,6 @@ class Tenants:
         self.accounts[ticket.tenant].waiting.leave(now_ns)
         self._within.began(ticket, now_ns)
 
-    def adopted(self, ticket: Ticket, now_ns: int, *, began: bool) -> None:
-        """Take what a request may have that an earlier scheduler accepted, whatever the limits."""
-        account = self.accounts.setdefault(ticket.tenant, Account(TenantLimits(), now_ns))
-        account.accept(stated_tokens(ticket), now_ns, waits=not began)
-        self._within.adopted(ticket, now_ns, began=began)
-
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
         """Take the tokens that the request really had, and forget it."""
         if not ending.began:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from balanceroute.proxy.live.engines.instances import Target
 
-# A process that takes over has the requests by then; see `processes/hub.py`.
+# A process that takes over has its engines by then.
 _TAKEN_OVER_S = 1.0
 _LONGEST_S = 86_400.0
 

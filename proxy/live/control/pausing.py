@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.engines.fetcher import Fetcher
     from balanceroute.proxy.live.engines.instances import Target
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
 
 MODES = ("abort", "wait")
@@ -174,7 +174,7 @@ class Pausing:
 
     async def _abort(self, path: str, *, timeout_s: float | None = None) -> dict[str, object]:
         """End every request that there is now; `path` is what engines are asked for."""
-        asked: list[tuple[Driver, RequestId, LiveRequest]] = [
+        asked: list[tuple[Driver, RequestId, Session]] = [
             (site.driver, number, one)
             for site in self._sites()
             for number, one in site.driver.sessions.items()
@@ -250,7 +250,7 @@ def _check(mode: str) -> None:
         raise ConfigError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
 
 
-def _lives(driver: "Driver", number: "RequestId", one: "LiveRequest") -> bool:
+def _lives(driver: "Driver", number: "RequestId", one: "Session") -> bool:
     return driver.sessions.get(number) is one
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.pairing import Pairing
     from balanceroute.proxy.live.engines.scrape import Scraper
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
     from balanceroute.proxy.wire.http1.client import Endpoint
@@ -416,7 +416,7 @@ class Roster:
             self.endpoints.pop(target.url).close()
             self._left(target.url)
 
-    def sessions_on(self, target: Target) -> "list[LiveRequest]":
+    def sessions_on(self, target: Target) -> "list[Session]":
         """Return the requests in flight on an instance."""
         return sessions_on(self._driver.sessions, target)
 

@@ -1,13 +1,11 @@
 """What administrators and discovery have made of the settings, kept for the process started next.
 
-A scheduler process that dies is replaced by one that reads the settings; what was ordered and found
-since then is in none of them. With --roster-state it outlives the whole proxy.
+A process that takes over reads the settings; what was ordered and found since then is in none of them.
+With --roster-state it outlives the proxy.
 """
 
 import asyncio
 import logging
-import os
-import stat
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -54,7 +52,7 @@ class Standing(Struct, frozen=True):
 
 
 class Keeper(Protocol):
-    """Outlives a scheduler process."""
+    """Outlives a process."""
 
     def read(self) -> bytes:
         """Return what was written last; empty for nothing. Raises OSError."""
@@ -66,17 +64,23 @@ class Keeper(Protocol):
         """Keep what could not be kept; return whether there was something. Raises OSError."""
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder that is this user's alone, unless it is there: others clean temporary folders.
+class KeptHere:
+    """Keeps it in this process, which tells its successor."""
 
-    Raises:
-        OSError: It cannot be made, or somebody else may write there.
-    """
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read(self) -> bytes:
+        """Return what was written last."""
+        return self._data
+
+    def write(self, data: bytes) -> None:
+        """Keep this."""
+        self._data = data
+
+    def retry(self) -> bool:
+        """Do nothing: it is kept."""
+        return False
 
 
 class KeepingFile:
@@ -84,31 +88,23 @@ class KeepingFile:
 
     Args:
         path: The file.
-        is_temporary: It is in a private folder that others may clean: what they remove is written again.
     """
 
-    def __init__(self, path: Path, *, is_temporary: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_temporary = is_temporary
         self._unwritten: bytes | None = None
-        self._written = b""
 
     def read(self) -> bytes:
         """Return the file's content, or what is to be it; empty if there is none."""
         if self._unwritten is not None:
             return self._unwritten
-        if self._path.exists():
-            self._written = self._path.read_bytes()
-            return self._written
-        return self._written if self._is_temporary else b""
+        return self._path.read_bytes() if self._path.exists() else b""
 
     def write(self, data: bytes) -> None:
         """Write the file, whole or not at all."""
         self._unwritten = data
         new = self._path.with_name(f"{self._path.name}.new")
         try:
-            if self._is_temporary:
-                make_private(self._path.parent)
             new.write_bytes(data)
             new.replace(self._path)
         except OSError:
@@ -116,12 +112,9 @@ class KeepingFile:
                 new.unlink()
             raise
         self._unwritten = None
-        self._written = data
 
     def retry(self) -> bool:
-        """Write what could not be written, or what was removed."""
-        if self._is_temporary and self._written and not self._path.exists():
-            self._unwritten = self._unwritten or self._written
+        """Write what could not be written."""
         if self._unwritten is None:
             return False
         self.write(self._unwritten)

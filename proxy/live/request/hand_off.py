@@ -7,7 +7,6 @@ address is good for one leg and cannot be guessed, so no client can hand anythin
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from balanceroute.proxy.live.engines.faults import Fault, fault_of
@@ -70,7 +69,6 @@ class HandOff:
         "_prefiller",
         "_refused",
         "_tries",
-        "_turn",
     )
 
     def __init__(
@@ -105,7 +103,6 @@ class HandOff:
         self._call: Call | None = None
         self._asked_s = 0.0
         self._tries = 0
-        self._turn = 0  # Of an answer that comes when another prefill was begun meanwhile.
 
     @property
     def prefiller(self) -> "Prefiller | None":
@@ -136,18 +133,11 @@ class HandOff:
 
     def abort(self) -> None:
         """Stop the prefill."""
-        self._turn += 1
         self._done()
 
     def _send(self) -> None:
         before = None if self._prefiller is None else self._prefiller.id
-        self._host.ask_prefiller(self._number, before, partial(self._send_to, self._turn))
-
-    def _send_to(self, turn: int, prefiller: "Prefiller | None") -> None:
-        if turn != self._turn:
-            if prefiller is not None:
-                self._host.report(RemotePrefillEnded(prefiller.id))
-            return
+        prefiller = self._host.choose_prefiller(self._number, before)
         if prefiller is None:
             self._failed(Fault.CONNECT)
             return
@@ -216,15 +206,8 @@ class HandOff:
             self._again(fault)
 
     def _again(self, fault: Fault) -> None:
-        if self._tries < self._host.context.legs.retry_attempts:
-            self._host.ask_retry("prefill", fault, partial(self._try_again, self._turn, fault))
-        else:
-            self._failed(fault)
-
-    def _try_again(self, turn: int, fault: Fault, may_retry: bool) -> None:
-        if turn != self._turn:
-            return
-        if may_retry:
+        tries_left = self._tries < self._host.context.legs.retry_attempts
+        if tries_left and self._host.may_retry("prefill", fault):
             self._send()
         else:
             self._failed(fault)

@@ -8,11 +8,9 @@ from balanceroute.proxy.live.request.session_trace import trace_failure
 from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Mapping
 
     from balanceroute.proxy.core.events import RequestId, Ticket
-    from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Shape
@@ -293,44 +291,15 @@ class Backoff(Holding):
         failed: The attempt, closed.
         delay_s: How long to wait.
         again: Begins what comes next.
-        give_up: Called if the retry budget allows no further attempt.
     """
 
-    __slots__ = ("_again", "_closed", "_delay_s", "_failed", "_give_up", "_session", "_timer")
+    __slots__ = ("_failed", "_timer")
 
     def __init__(
-        self,
-        session: "AttemptOwner",
-        failed: Attempt,
-        delay_s: float,
-        *,
-        again: "Callable[[], None]",
-        give_up: "Callable[[], None]",
+        self, session: "AttemptOwner", failed: Attempt, delay_s: float, again: "Callable[[], None]"
     ) -> None:
-        self._session = session
         self._failed = failed
-        self._delay_s = delay_s
-        self._again = again
-        self._give_up = give_up
-        self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
-
-    def ask(self, fault: "Fault") -> None:
-        """Ask for one more attempt, and wait if it is granted."""
-        failed = self._failed
-        pulled_from = None if failed.pair is None else failed.pair[0].id
-        self._session.host.ask_retry(
-            failed.leg.value, fault, self._answered, pulled_from=pulled_from
-        )
-
-    def _answered(self, may_retry: bool) -> None:
-        if self._closed:
-            return  # The answer came too late.
-        if not may_retry:
-            self._give_up()
-            return
-        self._session.record.retries += 1
-        self._timer = self._session.context.call_later(self._delay_s, self._again)
+        self._timer = session.context.call_later(delay_s, again)
 
     @property
     def bound(self) -> bool:
@@ -353,6 +322,4 @@ class Backoff(Holding):
 
     def close(self) -> None:
         """Stop the timer."""
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()

@@ -16,17 +16,15 @@ from balanceroute.proxy.live.engines.instances import process_of
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
 
 
-def sessions_on(
-    sessions: "Mapping[RequestId, LiveRequest]", target: "Target"
-) -> "list[LiveRequest]":
+def sessions_on(sessions: "Mapping[RequestId, Session]", target: "Target") -> "list[Session]":
     """Return the requests in flight on an instance, of all live ones."""
     return [session for session in sessions.values() if session.is_on(target)]
 
 
-def in_flight(sessions: "Mapping[RequestId, LiveRequest]") -> "Counter[Target]":
+def in_flight(sessions: "Mapping[RequestId, Session]") -> "Counter[Target]":
     """Return how many requests are in flight on each instance that has some."""
     return Counter(target for session in sessions.values() for target in {*session.targets})
 
@@ -42,7 +40,7 @@ class LostEngines:
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, LiveRequest]",
+        sessions: "Mapping[RequestId, Session]",
         call_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self._sessions = sessions

@@ -72,7 +72,7 @@ class KvAbandoned(Struct, frozen=True):
 
 
 class RemotePrefillEnded(Struct, frozen=True):
-    """A prefiller that was chosen by `Host.ask_prefiller` is done, whatever came of it."""
+    """A prefiller that was chosen by `Host.choose_prefiller` is done, whatever came of it."""
 
     prefiller: PrefillerId
 

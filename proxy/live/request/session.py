@@ -331,12 +331,9 @@ class Session:
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
         # For its next attempt, or for word of its connection: so it leaves anyway.
         waits = self.phase is Phase.BACKOFF or self.held.lost
-        if leg is not None and not begun and not waits and self._recovery.may_try_again(leg):
-            leave = partial(self._leave, target, (self.phase, self.held))
-            self.host.ask_retry(leg.value, Fault.CONNECT, leave)
-
-    def _leave(self, target: Target, asked_in: tuple[Phase, Holding], may_retry: bool) -> None:
-        if may_retry and asked_in == (self.phase, self.held):
+        if leg is None or begun or waits or not self._recovery.may_try_again(leg):
+            return
+        if self.host.may_retry(leg.value, Fault.CONNECT):
             self.instance_removed(target)
 
     def leave_rank(self, target: Target) -> None:
@@ -455,11 +452,13 @@ class Session:
             self.record.retries += 1
             self._go_on(retry)
         else:
+            pulled_from = None if attempt.pair is None else attempt.pair[0].id
+            if not self.host.may_retry(attempt.leg.value, failure.fault, pulled_from=pulled_from):
+                self._give_up(attempt, failure)
+                return
+            self.record.retries += 1
             again = partial(_run, self, "backoff", partial(self._go_on, retry))
-            give_up = partial(self._give_up, attempt, failure)
-            backoff = Backoff(self, attempt, retry.delay_s, again=again, give_up=give_up)
-            self._enter(Phase.BACKOFF, backoff)
-            backoff.ask(failure.fault)
+            self._enter(Phase.BACKOFF, Backoff(self, attempt, retry.delay_s, again))
 
     def _passes_over(self, attempt: Attempt) -> bool:
         """Go on without an engine that is known to lack the route; return whether it is one."""

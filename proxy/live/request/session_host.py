@@ -1,8 +1,4 @@
-"""The seam between one request and the driver: a context to read, and data that goes either way.
-
-Nothing that a session passes to its host refers to the session itself, apart from the callback for an
-answer. So the two need not be in one process.
-"""
+"""The seam between one request and the driver: a context to read, and data that goes either way."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,7 +55,7 @@ class SessionContext:
 
 
 class Host(Protocol):
-    """What a session needs of the driver. Answers come at once or later."""
+    """What a session needs of the driver."""
 
     @property
     def context(self) -> SessionContext: ...  # noqa: D102
@@ -75,31 +71,22 @@ class Host(Protocol):
     def report(self, report: "Report") -> None:
         """Take note of something."""
 
-    def ask_retry(
-        self,
-        leg: str,
-        fault: "Fault",
-        answer: Callable[[bool], None],
-        *,
-        pulled_from: "PrefillerId | None" = None,
-    ) -> None:
-        """Answer whether the retry budget allows one more attempt, and count it.
+    def may_retry(
+        self, leg: str, fault: "Fault", *, pulled_from: "PrefillerId | None" = None
+    ) -> bool:
+        """Return whether the retry budget allows one more attempt, and count it.
 
         Args:
             leg: What failed.
             fault: How.
-            answer: Called with the verdict.
             pulled_from: Whose KV cache a rank was to pull: while that prefiller is on trial, the
                 attempt takes nothing from the budget.
         """
 
-    def ask_prefiller(
-        self,
-        number: "RequestId",
-        other_than: "PrefillerId | None",
-        answer: "Callable[[Prefiller | None], None]",
-    ) -> None:
-        """Answer who takes a prefill that a decode rank called for; None if nobody can.
+    def choose_prefiller(
+        self, number: "RequestId", other_than: "PrefillerId | None"
+    ) -> "Prefiller | None":
+        """Return who takes a prefill that a decode rank called for; None if nobody can.
 
         Whoever it is counts as busy until a `RemotePrefillEnded`.
         """

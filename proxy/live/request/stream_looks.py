@@ -1,4 +1,4 @@
-"""Looks at the streams that this process relays: which ranks make tokens, and which do not."""
+"""Looks at the streams: which ranks make tokens, and which do not."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class StreamLooks:
-    """What one process sees of the ranks; see `core.rank_progress`.
+    """What is seen of the ranks; see `core.rank_progress`.
 
     Args:
-        sessions: Those of this process.
+        sessions: All live requests.
         clock: The loop's time.
         late_s: Between two looks; after more than that this process may have stood still.
     """

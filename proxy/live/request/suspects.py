@@ -6,13 +6,12 @@ are suspects as well, until the prompt that explains that death is found. Where 
 have died twice with one engine, or only after a long time, none of them is refused: then the engines are the
 likelier cause. See docs/failures.md.
 
-Prompts are known by keyed hashes. All processes of a proxy share the key, and the scheduler process has
-the memory that counts: relays judge by what it told them last, and by what they have seen since.
+Prompts are known by hashes with a key of this process.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -101,20 +100,6 @@ class EngineDied(Struct, frozen=True):
     said: bool
 
 
-class Suspicion(Struct, frozen=True, array_like=True):
-    """What another process is told of a prompt.
-
-    Attributes:
-        refused: Whether it is not to be tried any more.
-        until_s: When it is forgotten, by the machine's monotonic clock.
-    """
-
-    fingerprint: bytes
-    deaths: int
-    refused: bool
-    until_s: float
-
-
 class Death(Struct, eq=False):
     """One engine's death.
 
@@ -134,16 +119,15 @@ class Death(Struct, eq=False):
 
 
 class _Suspect(Struct, eq=False):
-    """One prompt; `told` deaths were seen by other processes."""
+    """One prompt."""
 
     until_s: float
     deaths: list[Death] = []
-    told: int = 0
     refused: bool = False
 
     @property
     def count(self) -> int:
-        return self.told + sum(not death.explained for death in self.deaths)
+        return sum(not death.explained for death in self.deaths)
 
     @property
     def is_judged(self) -> bool:
@@ -155,12 +139,9 @@ class Suspects:
 
     Args:
         clock: The loop's time, in seconds.
-        call_later: The loop's; None in a process that is told who is refused.
-        key: Of the hashes; None to draw one.
+        call_later: The loop's.
 
     Attributes:
-        heard: Called with every death that is reported here.
-        changed: Called when there is something to tell other processes.
         condemned: Called with a death and the number of prompts that are refused for it.
         prompts: The suspects, by fingerprint; who was hit longest ago first. While there is none it does
             not matter which prompt a request has.
@@ -170,12 +151,8 @@ class Suspects:
         self,
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
-        *,
-        key: bytes | None = None,
     ) -> None:
-        self.key = secrets.token_bytes(_KEY_BYTES) if key is None else key
-        self.heard: Callable[[EngineDied], None] = lambda report: None
-        self.changed: Callable[[], None] = _nothing
+        self._key = secrets.token_bytes(_KEY_BYTES)
         self.condemned: Callable[[Death, int], None] = lambda death, count: None
         self._clock = clock
         self._call_later = call_later
@@ -192,11 +169,11 @@ class Suspects:
                 given = {name: given[name] for name in rest}
             sampling = dump(given)
         told = b"\0".join((endpoint.encode(), sampling, body.told_apart_by(beside)))
-        return blake2b(told, digest_size=_HASH_BYTES, key=self.key).digest()
+        return blake2b(told, digest_size=_HASH_BYTES, key=self._key).digest()
 
     def of_bytes(self, endpoint: str, body: bytes, boundary: bytes = b"") -> bytes:
         """Return what names a request that is not read; a form's boundary is another one each time."""
-        told = blake2b(endpoint.encode() + b"\0", digest_size=_HASH_BYTES, key=self.key)
+        told = blake2b(endpoint.encode() + b"\0", digest_size=_HASH_BYTES, key=self._key)
         told.update(body.replace(boundary, b"") if boundary else body)
         return told.digest()
 
@@ -217,7 +194,6 @@ class Suspects:
 
     def died(self, report: EngineDied) -> None:
         """Take note of an engine that died under a prompt."""
-        self.heard(report)
         self._forget()
         death = self._death(report)
         if death is None or report.fingerprint in death.hit:
@@ -232,29 +208,6 @@ class Suspects:
         self._judge_soon(death)
         if len(self.prompts) > MOST_PROMPTS:
             del self.prompts[next(iter(self.prompts))]
-        self.changed()
-
-    def tell(self) -> tuple[Suspicion, ...]:
-        """Return what other processes are to know."""
-        self._forget()
-        return tuple(
-            Suspicion(name, one.count, self.refuses(name), one.until_s)
-            for name, one in list(self.prompts.items())
-            if one.refused or one.count or not one.is_judged
-        )
-
-    def take(self, told: Iterable[Suspicion]) -> None:
-        """Know from now on what another process knows."""
-        self.prompts = {
-            one.fingerprint: _Suspect(one.until_s, told=one.deaths, refused=one.refused)
-            for one in told
-        }
-
-    def adopt(self, key: bytes, told: Iterable[Suspicion]) -> None:
-        """Know what an earlier process knew, by its key, unless something is known by now."""
-        if key and not self.prompts:
-            self.key = key
-            self.take(told)
 
     def _death(self, report: EngineDied) -> Death | None:
         """Return which death it was; None if the engine was dead before it was sent this prompt."""
@@ -289,7 +242,6 @@ class Suspects:
                 for one in suspect.deaths:
                     one.explained = True
             self.condemned(death, len(guilty))
-        self.changed()
 
     def _twice(self, death: Death) -> list[_Suspect]:
         """Return the prompts on a dead engine under which another one had died.
@@ -299,7 +251,7 @@ class Suspects:
         """
         there = [one for name in death.hit if (one := self._find(name)) is not None]
         twice = [one for one in there if one.count >= MOST_DEATHS]
-        return twice or [one for one in there if one.told + len(one.deaths) >= MOST_DEATHS]
+        return twice or [one for one in there if len(one.deaths) >= MOST_DEATHS]
 
     def _find(self, fingerprint: bytes) -> _Suspect | None:
         self._forget()
@@ -312,7 +264,3 @@ class Suspects:
             del suspects[first]
         for target in [t for t, one in self._latest.items() if one.at_s + KEPT_S <= now_s]:
             del self._latest[target]
-
-
-def _nothing() -> None:
-    """Stand for one who wants to know of changes."""

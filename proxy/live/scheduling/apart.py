@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.suspects import Suspects
     from balanceroute.proxy.live.scheduling.isolation import Isolation
 
@@ -54,11 +54,11 @@ class Apart:
         self,
         suspects: "Suspects",
         scheduler: "Scheduler",
-        sessions: Mapping[RequestId, "LiveRequest"],
+        sessions: Mapping[RequestId, "Session"],
         instances: "Instances",
         isolation: "Isolation",
         *,
-        start: "Callable[[LiveRequest, StartPrefill | Admit], None]",
+        start: "Callable[[Session, StartPrefill | Admit], None]",
         feed: "Callable[[Event], None]",
     ) -> None:
         self.on: dict[RequestId, Target | None] = {}

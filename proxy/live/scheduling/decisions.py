@@ -26,7 +26,6 @@ from balanceroute.proxy.core.events import (
     RankClosed,
     RankOpened,
     ReleasePrefill,
-    RequestAdopted,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -41,13 +40,15 @@ from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.instances import Instances
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.suspects import Suspects
     from balanceroute.proxy.live.scheduling.isolation import Isolation
     from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
-    from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
 # After these a slot may be free for a request that waits.
@@ -69,7 +70,7 @@ _POOLING = frozenset({PrefillDone, RequestArrived, DecodeLost})
 # With these a request leaves the rank that it is bound to.
 _LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
 # Of these the progress is told, too.
-_FOLLOWED = frozenset({*_LEAVING, DecodeStarted, RequestAdopted})
+_FOLLOWED = frozenset({*_LEAVING, DecodeStarted})
 
 
 class Decisions:
@@ -80,13 +81,13 @@ class Decisions:
         settle_s: How long a tick waits for further requests to end with the same step.
         began: Told of a request whenever it is given to an engine.
         stopwatch: Real seconds, for the cost of decisions.
-        counts: How far streams are; None to ask the sessions.
+        pumped: Tokens of the streams that the pump moves, by slot; None if nobody moves any.
     """
 
     def __init__(
         self,
         scheduler: "Scheduler",
-        sessions: "Mapping[RequestId, LiveRequest]",
+        sessions: "Mapping[RequestId, Session]",
         instances: "Instances",
         open_instances: "OpenInstances",
         isolation: "Isolation",
@@ -94,12 +95,12 @@ class Decisions:
         metrics: "Metrics",
         suspects: "Suspects",
         settle_s: float,
-        began: "Callable[[LiveRequest], None]",
+        began: "Callable[[Session], None]",
         stopwatch: Callable[[], float],
-        counts: "Counts[LiveRequest] | None" = None,
+        pumped: "NDArray[np.uint32] | None" = None,
     ) -> None:
         loop = asyncio.get_running_loop()
-        self.progress = Progress(scheduler, self._handle, loop.time, counts)
+        self.progress = Progress(scheduler, self._handle, loop.time, pumped)
         self._scheduler = scheduler
         self._sessions = sessions
         self._instances = instances
@@ -137,9 +138,6 @@ class Decisions:
             self._apart.lost(event)
             event = self.progress.left(event)
         self._handle(event)
-        if isinstance(event, RequestAdopted):
-            self.progress.adopted(self._sessions[event.request], event.phase)
-            self._ticks.wake(0.0)  # Nothing has started for it.
 
     def follow(self) -> None:
         """Bring the scheduler's mirror of the ranks up to date, as before every decision."""
@@ -219,7 +217,7 @@ class Decisions:
         finally:
             self._performing = False
 
-    def _start(self, session: "LiveRequest", action: StartPrefill | Admit) -> None:
+    def _start(self, session: "Session", action: StartPrefill | Admit) -> None:
         """Give a request to an engine."""
         self._began(session)
         if type(action) is StartPrefill:
@@ -229,7 +227,7 @@ class Decisions:
             self.progress.admitted(session)
             session.start_decode(self._instances.ranks[action.rank])
 
-    def _act(self, session: "LiveRequest", action: Action) -> None:
+    def _act(self, session: "Session", action: Action) -> None:
         # Ordered by frequency. The two of every request are not found by `isinstance` or `match`: a struct's
         # class is asked for its instances by a call.
         if type(action) is StartPrefill or type(action) is Admit:

@@ -15,7 +15,6 @@ from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import (
     Event,
     PrefillerId,
-    RequestAdopted,
     RequestArrived,
     RequestId,
     Ticket,
@@ -30,7 +29,6 @@ from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.prediction.predictor_set import ticket_features
 from balanceroute.proxy.live.request.leg_settings import LegSettings
-from balanceroute.proxy.live.request.live_request import LiveRequest
 from balanceroute.proxy.live.request.lost_engines import LostEngines
 from balanceroute.proxy.live.request.reports import Report
 from balanceroute.proxy.live.request.session import Session
@@ -43,7 +41,6 @@ from balanceroute.proxy.live.scheduling.feedback import Feedback
 from balanceroute.proxy.live.scheduling.isolation import Isolation
 from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
 from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
-from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
 from balanceroute.proxy.live.scheduling.session_table import SessionTable
 from balanceroute.proxy.live.scheduling.stranded import Stranded
 from balanceroute.proxy.live.scheduling.sweep import Sweep
@@ -56,7 +53,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
-    from balanceroute.proxy.live.scheduling.step_clock import Counts
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -108,7 +104,6 @@ class Driver:
         uptime_s: What leases are measured by; see `Environment`.
         max_model_len: Returns a context that no engine exceeds for a model; None if one may.
         suspects: Prompts under which engines have died.
-        counts: How far streams are; None to ask the sessions.
         pump: Moves the ordinary events of their streams; None if nobody else does.
 
     Attributes:
@@ -121,8 +116,6 @@ class Driver:
         isolation: Ends alone what failed.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
-        changed: Called with the instances that changed, or with None after any of them did, or what
-            else other processes are told.
         report: Takes note of something; see `Feedback.take`.
     """
 
@@ -144,14 +137,12 @@ class Driver:
         uptime_s: Callable[[], float],
         max_model_len: Callable[[str], int | None],
         suspects: Suspects,
-        counts: "Counts[LiveRequest] | None" = None,
         pump: "Pump | None" = None,
     ) -> None:
         self.scheduler, self.instances = scheduler, instances
         context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
         self.context = replace(context, suspects=suspects, pump=pump)
         self.draining, self.uses_keys = False, predictors.uses_keys
-        self.changed: Callable[[Iterable[Prefiller | Rank] | None], None] = _nothing
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)
         self.sessions = self.table.live
@@ -168,7 +159,7 @@ class Driver:
             settle_s=settings.settle_s,
             began=self._began,
             stopwatch=stopwatch,
-            counts=counts if pump is None else PumpedCounts(pump.tokens),
+            pumped=None if pump is None else pump.tokens,
         )
         self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
         self._feedback = Feedback(
@@ -185,9 +176,9 @@ class Driver:
             now_ns=self._now_ns,
         )
         self.report, self.veto = self._feedback.take, self._make_veto(health)
-        self._sweep = self._make_sweep(metrics, has_deadlines=counts is None)
+        self._sweep = self._make_sweep(metrics)
 
-    def _make_sweep(self, metrics: "Metrics", *, has_deadlines: bool) -> Sweep:
+    def _make_sweep(self, metrics: "Metrics") -> Sweep:
         after_s = self._settings.stranded_s
         return Sweep(
             self.sessions,
@@ -199,7 +190,6 @@ class Driver:
             stranded=Stranded(self.scheduler, self.instances, after_s=after_s),
             isolation=self.isolation,
             clock=self.context.clock,
-            has_deadlines=has_deadlines,
         )
 
     def _make_veto(self, health: "Health") -> ProgressVeto:
@@ -312,38 +302,24 @@ class Driver:
         record.local_prefill = ticket.prefill and not result.prefill
         return result
 
-    def take(self, session: LiveRequest) -> None:
+    def take(self, session: Session) -> None:
         """Take a request that was not refused."""
         self._feedback.retries.earn()
         self.table.add(session)
         self._sweep.begin()
         self.isolation.run_for(session, "arrival", self._take, session)
 
-    def _began(self, session: LiveRequest) -> None:
+    def _began(self, session: Session) -> None:
         if self.table.begin(session.number) and self._admission.follows:
             self._admission.began(session.ticket, self._now_ns())
 
-    def adopt(self, session: LiveRequest, event: Callable[[Ticket], RequestAdopted]) -> None:
-        """Take a request that an earlier scheduler accepted; `event` tells where it stands."""
-        began = session.record.begun_ns is not None
-        self._admission.adopted(session.ticket, self._now_ns(), began=began)
-        self.table.add(session)
-        if began:
-            self.table.begin(session.number)
-        self._sweep.begin()
-        self.isolation.run_for(session, "adoption", self._adopt, session, event)
-
-    def _take(self, session: LiveRequest) -> None:
+    def _take(self, session: Session) -> None:
         self._predict(session, session.ticket.prompt_tokens)
         if not session.ticket.prefill:
             session.pooled()
         self.feed(RequestArrived(session.number, session.ticket))
 
-    def _adopt(self, session: LiveRequest, event: Callable[[Ticket], RequestAdopted]) -> None:
-        self._predict(session, session.record.prompt_tokens or session.ticket.prompt_tokens)
-        self.feed(event(session.ticket))
-
-    def _predict(self, session: LiveRequest, prompt_tokens: int) -> None:
+    def _predict(self, session: Session, prompt_tokens: int) -> None:
         """Have its output predicted from now on."""
         number, ticket = session.number, session.ticket
         self._predictors.begin(number, ticket_features(ticket, prompt_tokens))
@@ -390,7 +366,6 @@ class Driver:
     def reopen(self, changed: "Iterable[Prefiller | Rank] | None" = None) -> None:
         """Tell the scheduler which instances are open now, after some of them changed; None for any."""
         self._open_instances.update(changed)
-        self.changed(changed)
         self.veto.spare()
 
     def grown(self) -> None:
@@ -406,35 +381,21 @@ class Driver:
             self.report(report)
         self.decisions.feed(event)
 
-    def ask_retry(
-        self,
-        leg: str,
-        fault: Fault,
-        answer: Callable[[bool], None],
-        *,
-        pulled_from: PrefillerId | None = None,
-    ) -> None:
-        """Answer at once whether one more attempt is allowed; see `Feedback.may_retry`."""
-        answer(self._feedback.may_retry(leg, fault, pulled_from))
+    def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
+        """Return whether one more attempt is allowed; see `Feedback.may_retry`."""
+        return self._feedback.may_retry(leg, fault, pulled_from)
 
-    def ask_prefiller(
-        self,
-        number: RequestId,
-        other_than: PrefillerId | None,
-        answer: Callable[[Prefiller | None], None],
-    ) -> None:
-        """Answer at once who prefills; see `Feedback.choose_prefiller`."""
+    def choose_prefiller(
+        self, number: RequestId, other_than: PrefillerId | None
+    ) -> Prefiller | None:
+        """Return who prefills; see `Feedback.choose_prefiller`."""
         request = self.scheduler.requests.get(number)
         rank = None if request is None else request.rank
-        answer(self._feedback.choose_prefiller(number, rank, other_than))
+        return self._feedback.choose_prefiller(number, rank, other_than)
 
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""
         self.isolation.crashed(number, request_id, what, error)
-
-
-def _nothing(_: object = None) -> None:
-    """Stand for one who wants to know of changes."""
 
 
 def _context(

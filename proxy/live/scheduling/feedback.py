@@ -98,7 +98,7 @@ class Feedback:
         self._takers[type(report)](report)
 
     def may_retry(self, leg: str, fault: Fault, pulled_from: PrefillerId | None) -> bool:
-        """Take one retry from the budget, if there is one; see `Host.ask_retry`."""
+        """Take one retry from the budget, if there is one; see `Host.may_retry`."""
         # A trial is the proxy's own doing, and what follows a verdict goes to those who are able.
         free = pulled_from is not None and self._instances.prefillers[pulled_from].kv_trial
         if not (free or self.retries.spend()):

@@ -1,12 +1,12 @@
 """What happens to one request ends that request alone: exceptions of its handling stop here."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from collections.abc import Callable, Container, Mapping
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from balanceroute.proxy.core.events import RequestFailed, RequestId
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.session_host import Host
     from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
 
@@ -28,7 +28,7 @@ class Isolation:
         self,
         host: "Host",
         requests: Container[RequestId],
-        sessions: "Mapping[RequestId, LiveRequest]",
+        sessions: "Mapping[RequestId, Session]",
         failures: "DecisionFailures",
     ) -> None:
         self.failures = failures
@@ -46,22 +46,9 @@ class Isolation:
             return False
         return True
 
-    def run_each(
-        self,
-        what: str,
-        takers: Mapping[type[_Message], Callable[[Any], None]],
-        messages: Iterable[_Message],
-    ) -> None:
-        """Pass each message to the one who takes its kind; what fails stops none of the others."""
-        for message in messages:
-            try:
-                takers[type(message)](message)
-            except Exception as error:
-                self.failures.report(what, error)
-
     def run_for(
         self,
-        session: "LiveRequest",
+        session: "Session",
         what: str,
         do: Callable[[*_Arguments], object],
         *args: *_Arguments,
@@ -90,7 +77,7 @@ class Isolation:
             self.end(session, what)
         self._ending.discard(number)
 
-    def end(self, session: "LiveRequest", what: str) -> None:
+    def end(self, session: "Session", what: str) -> None:
         """End a request whose handling failed, unless it is over. The scheduler knows."""
         for do in (session.crash, session.abandon):
             if session.number in self._sessions:

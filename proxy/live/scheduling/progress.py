@@ -7,8 +7,6 @@ from balanceroute.proxy.core.events import (
     DecodeLost,
     DecodeStarted,
     Event,
-    InBatch,
-    OnRank,
     PrefillLost,
     RequestId,
     RequestRecomputed,
@@ -24,11 +22,13 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from balanceroute.proxy.core.events import AdoptedPhase, RankId
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.request.reports import StreamLent, StreamReturned
-    from balanceroute.proxy.live.scheduling.step_clock import Counts
+    from balanceroute.proxy.live.request.session import Session
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
@@ -43,7 +43,7 @@ class Progress:
         scheduler: Its ledger is updated.
         feed: Tells it that one has joined its rank's batch, and performs what follows.
         clock: The loop's time.
-        counts: How far streams are; None to ask the sessions.
+        pumped: Tokens of the streams that the pump moves, by slot; None if nobody moves any.
 
     Attributes:
         started: The requests in their rank's batch.
@@ -57,17 +57,17 @@ class Progress:
         scheduler: "Scheduler",
         feed: Callable[[Event], None],
         clock: Callable[[], float],
-        counts: "Counts[LiveRequest] | None" = None,
+        pumped: "NDArray[np.uint32] | None" = None,
     ) -> None:
-        self.started: dict[RequestId, LiveRequest] = {}
+        self.started: dict[RequestId, Session] = {}
         self.steps = StepClock()
-        self._counts: Counts[LiveRequest] = PulledCounts() if counts is None else counts
+        self._counts = PulledCounts() if pumped is None else PumpedCounts(pumped)
         self.barrier = BarrierIdle()
         self._scheduler = scheduler
         self._feed = feed
         self._clock = clock
         # Since when those were admitted that have no stream to tell when they join the batch.
-        self._unheard: dict[RequestId, tuple[LiveRequest, float]] = {}
+        self._unheard: dict[RequestId, tuple[Session, float]] = {}
         self.transfer_s = 0.0
 
     @property
@@ -75,22 +75,12 @@ class Progress:
         """Whether nothing is kept for any request."""
         return not self.started and not self._unheard
 
-    def admitted(self, session: "LiveRequest") -> None:
+    def admitted(self, session: "Session") -> None:
         """Note that a request is on its way to its rank."""
         if not session.shape.stream:
             self._unheard[session.number] = session, self._clock()
 
-    def adopted(self, session: "LiveRequest", phase: "AdoptedPhase") -> None:
-        """Note where a request is that an earlier scheduler accepted."""
-        match phase:
-            case OnRank():
-                self.admitted(session)
-            case InBatch(_, tokens):
-                self._join(session, rounds=tokens // session.shape.sequences)
-            case _:
-                pass
-
-    def began(self, session: "LiveRequest") -> None:
+    def began(self, session: "Session") -> None:
         """Note that a stream began: its request is in its rank's batch."""
         self._join(session)
         assert session.record.admitted_ns is not None
@@ -125,7 +115,7 @@ class Progress:
         assert isinstance(self._counts, PumpedCounts)
         self._counts.returned(report.slot)
 
-    def ended(self, session: "LiveRequest") -> None:
+    def ended(self, session: "Session") -> None:
         """Forget a request that is over, and learn from a whole answer how long a step is."""
         number, record = session.number, session.record
         self._leave(number)
@@ -162,13 +152,13 @@ class Progress:
         # As far as the step clock tells.
         return self._scheduler.emitted(number) // session.shape.sequences
 
-    def _join(self, session: "LiveRequest", *, rounds: int = 0) -> None:
+    def _join(self, session: "Session", *, rounds: int = 0) -> None:
         """Follow a request of which each sequence has emitted `rounds` tokens in the batch."""
         self._unheard.pop(session.number, None)
         self.started[session.number] = session
         self._counts.start(session, self.steps.steps - rounds)
 
-    def _leave(self, number: RequestId) -> "LiveRequest | None":
+    def _leave(self, number: RequestId) -> "Session | None":
         session = self.started.pop(number, None)
         if session is not None:
             self._counts.stop(session)

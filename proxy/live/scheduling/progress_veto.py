@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.instances import Instances, Rank
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.progress import Progress
 
 _log = logging.getLogger(__name__)
@@ -92,9 +92,9 @@ class _Here:
     """
 
     def __init__(
-        self, requests: "Mapping[RequestId, Request]", sessions: "Mapping[RequestId, LiveRequest]"
+        self, requests: "Mapping[RequestId, Request]", sessions: "Mapping[RequestId, Session]"
     ) -> None:
-        self.on: defaultdict[RankId, list[tuple[Request, LiveRequest]]] = defaultdict(list)
+        self.on: defaultdict[RankId, list[tuple[Request, Session]]] = defaultdict(list)
         self.computing: Counter[RankId] = Counter()
         self.prefilling: Counter[PrefillerId] = Counter()
         for number, request in requests.items():
@@ -108,7 +108,7 @@ class _Here:
             if not request.started and _computes(session):
                 self.computing[rank] += request.prompt_tokens
 
-    def waiting(self, rank: "RankId") -> "Iterator[tuple[LiveRequest, int]]":
+    def waiting(self, rank: "RankId") -> "Iterator[tuple[Session, int]]":
         """Yield the streams that a rank has yet to begin, and the lengths of their prompts.
 
         Not those whose prompts are still computed by a prefiller that the rank called.
@@ -120,7 +120,7 @@ class _Here:
                 yield session, request.prompt_tokens
 
 
-def _computes(session: "LiveRequest") -> bool:
+def _computes(session: "Session") -> bool:
     """Return whether the rank that has a request computes its prompt."""
     return session.record.local_prefill or bool(session.shape.direct)
 
@@ -129,7 +129,7 @@ class ProgressVeto:
     """Leaves ranks out, and tries them again.
 
     Args:
-        reopen: Tells the scheduler, and other processes, of ranks that opened or closed.
+        reopen: Tells the scheduler of ranks that opened or closed.
         clock: The loop's time.
         call_later: The loop's.
         active: Whether ranks are left out. That all stand still is told in any case.
@@ -143,7 +143,7 @@ class ProgressVeto:
     def __init__(
         self,
         scheduler: "Scheduler",
-        sessions: "Mapping[RequestId, LiveRequest]",
+        sessions: "Mapping[RequestId, Session]",
         instances: "Instances",
         progress: "Progress",
         *,
@@ -170,13 +170,9 @@ class ProgressVeto:
         self._reviews = 0
         self._here: _Here | None = None
 
-    def look(self, observer: int, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
-        """Take in what a process sees of the ranks; see `RankProgress.look`."""
-        self._ranks.look(observer, self._clock(), elapsed_s, sightings)
-
-    def forget_observer(self, observer: int) -> None:
-        """Forget a process that is gone."""
-        self._ranks.forget_observer(observer)
+    def look(self, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
+        """Take in what is seen of the ranks; see `RankProgress.look`."""
+        self._ranks.look(self._clock(), elapsed_s, sightings)
 
     def limit_s(self, rank: "RankId") -> float | None:
         """Return for how long a rank may be silent; None while its pace is not known."""

@@ -1,4 +1,4 @@
-"""How far streams are that are served in this process: each is asked."""
+"""How far streams are: each is asked. The **lead** of a stream is its place on the step clock."""
 
 from typing import Generic, Protocol, TypeVar
 
@@ -22,7 +22,11 @@ _Request = TypeVar("_Request", bound=Started)
 
 
 class PulledCounts(Generic[_Request]):
-    """Asks every started stream how far it is; see `Counts`."""
+    """Asks every started stream how far it is.
+
+    Attributes:
+        silent: Whether there is a request without a stream to tell how far it is.
+    """
 
     def __init__(self) -> None:
         self.silent = False
@@ -31,7 +35,7 @@ class PulledCounts(Generic[_Request]):
         self._leads: list[tuple[int, _Request]] = []
 
     def start(self, request: _Request, place: int) -> None:
-        """Note that a request has started; see `Counts`."""
+        """Note that a request has started; a stream without a token has the lead `place`."""
         request.offset = place
         if request.rounds is None:
             self._others[id(request)] = request
@@ -39,12 +43,15 @@ class PulledCounts(Generic[_Request]):
             self._streams[id(request)] = request
 
     def stop(self, request: _Request) -> None:
-        """Note that a request is not started any more; see `Counts`."""
+        """Note that a request which had started is over, or on no rank any more."""
         for requests in (self._streams, self._others):
             requests.pop(id(request), None)
 
     def passed(self, steps: int) -> int | None:
-        """Return how far ahead of the clock the median is; see `Counts`."""
+        """Return by how much the median lead, of two the larger, exceeds `steps`; 0 if it is less.
+
+        None if there is no stream.
+        """
         places = sorted(self._ask())
         return max(0, places[len(places) // 2] - steps) if places else None
 
@@ -62,7 +69,10 @@ class PulledCounts(Generic[_Request]):
         return [lead for lead, _ in leads]
 
     def corrected(self, steps: int, tolerance: int) -> list[tuple[_Request, int]]:
-        """Put streams right that are off; see `Counts`."""
+        """Put streams whose lead is more than `tolerance` off at `steps`; return each and by how much.
+
+        The leads are those that `passed` has just looked at.
+        """
         corrections: list[tuple[_Request, int]] = []
         for lead, request in self._leads:
             off = lead - steps

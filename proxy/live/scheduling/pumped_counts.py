@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
 
 
-class PumpedCounts(PulledCounts["LiveRequest"]):
-    """Asks the started requests that are here, and reads the counts of those that are away; see `Counts`.
+class PumpedCounts(PulledCounts["Session"]):
+    """Asks the started requests that are here, and reads the counts of those that are away.
 
     Args:
         tokens: int[slots], of each stream that is away; the pump writes it.
@@ -22,9 +22,9 @@ class PumpedCounts(PulledCounts["LiveRequest"]):
 
     def __init__(self, tokens: "NDArray[np.uint32]") -> None:
         super().__init__()
-        self._started: dict[RequestId, LiveRequest] = {}
+        self._started: dict[RequestId, Session] = {}
         self._tokens = tokens
-        self._away: dict[int, LiveRequest] = {}  # By slot, like the arrays.
+        self._away: dict[int, Session] = {}  # By slot, like the arrays.
         self._is_away = np.zeros(len(tokens), np.bool_)
         self._sequences = np.ones(len(tokens), np.int64)
         self._offset = np.zeros(len(tokens), np.int64)
@@ -33,12 +33,12 @@ class PumpedCounts(PulledCounts["LiveRequest"]):
         self._slots = np.zeros(0, np.int64)
         self._places = np.zeros(0, np.int64)
 
-    def start(self, request: "LiveRequest", place: int) -> None:
-        """Note that a request has started; see `Counts`."""
+    def start(self, request: "Session", place: int) -> None:
+        """Note that a request has started; see `PulledCounts`."""
         super().start(request, place)
         self._started[request.number] = request
 
-    def stop(self, request: "LiveRequest") -> None:
+    def stop(self, request: "Session") -> None:
         """Note that a request is not started any more; its stream, of which nothing comes, is here."""
         super().stop(request)
         self._started.pop(request.number, None)
@@ -62,7 +62,7 @@ class PumpedCounts(PulledCounts["LiveRequest"]):
             request.offset = self._offset.item(slot)
 
     def passed(self, steps: int) -> int | None:
-        """Return how far ahead of the clock the median is; see `Counts`."""
+        """Return how far ahead of the clock the median is; see `PulledCounts`."""
         if self._changed:
             self._changed = False
             self._slots = np.flatnonzero(self._is_away)
@@ -74,8 +74,8 @@ class PumpedCounts(PulledCounts["LiveRequest"]):
         middle = len(places) // 2
         return max(0, int(np.partition(places, middle)[middle]) - steps)
 
-    def corrected(self, steps: int, tolerance: int) -> "list[tuple[LiveRequest, int]]":
-        """Put streams right that are off; see `Counts`."""
+    def corrected(self, steps: int, tolerance: int) -> "list[tuple[Session, int]]":
+        """Put streams right that are off; see `PulledCounts`."""
         corrections = super().corrected(steps, tolerance)
         off = self._places - steps
         (which,) = (np.abs(off) > tolerance).nonzero()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import RequestId
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.live_request import LiveRequest
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 
@@ -15,7 +15,7 @@ class SessionTable:
     """Adds requests and forgets them; `live` has them in order of arrival."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.live: dict[RequestId, LiveRequest] = {}
+        self.live: dict[RequestId, Session] = {}
         self._rng = rng
         self._arrived = 0
         self._ids: dict[str, int] = {}  # Client request ids in use, and by how many.
@@ -29,7 +29,7 @@ class SessionTable:
         self._arrived += 1
         return number
 
-    def add(self, session: "LiveRequest") -> None:
+    def add(self, session: "Session") -> None:
         """Take in a request."""
         self.live[session.number] = session
         self._waiting.add(session.number)

@@ -11,7 +11,10 @@ While no stream runs, answers that are not streamed progress by the running mean
 """
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts, Started
 
 # Tokens that a request may be off before it is corrected.
 _TOLERANCE = 4
@@ -27,38 +30,7 @@ _SHORTEST_STEP_S = 1e-4
 _MOST_SILENT_STEPS = 1_000
 
 
-_Request = TypeVar("_Request")
-
-
-class Counts(Protocol[_Request]):
-    """How far the started requests are. The **lead** of a stream is its place on the clock."""
-
-    @property
-    def silent(self) -> bool:
-        """Whether there is a request without a stream to tell how far it is."""
-        ...
-
-    def start(self, request: _Request, place: int) -> None:
-        """Note that a request has started; a stream without a token has the lead `place`."""
-        ...
-
-    def stop(self, request: _Request) -> None:
-        """Note that a request which had started is over, or on no rank any more."""
-        ...
-
-    def passed(self, steps: int) -> int | None:
-        """Return by how much the median lead, of two the larger, exceeds `steps`; 0 if it is less.
-
-        None if there is no stream.
-        """
-        ...
-
-    def corrected(self, steps: int, tolerance: int) -> list[tuple[_Request, int]]:
-        """Put streams whose lead is more than `tolerance` off at `steps`; return each and by how much.
-
-        The leads are those that `passed` has just looked at.
-        """
-        ...
+_Request = TypeVar("_Request", bound="Started")
 
 
 @dataclass(slots=True)
@@ -90,7 +62,7 @@ class StepClock:
         self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
         self._heard = False  # Whether streams told the progress the last time.
 
-    def advance(self, counts: Counts[_Request], now_s: float) -> Advance[_Request]:
+    def advance(self, counts: "PulledCounts[_Request]", now_s: float) -> Advance[_Request]:
         """Compare every started request with the clock and move the clock on."""
         steps = counts.passed(self.steps)
         self._heard = steps is not None

@@ -1,6 +1,6 @@
 """What is looked at four times a second while there are requests."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.request.stream_looks import StreamLooks
 from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S, SweepTimer
@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
-    from balanceroute.proxy.live.request.live_request import LiveRequest
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.stall_watch import StallWatch
     from balanceroute.proxy.live.scheduling.decisions import Decisions
@@ -25,12 +24,11 @@ class Sweep:
 
     Args:
         clock: The loop's time.
-        has_deadlines: Whether sessions are to check their deadlines; other processes' do so there.
     """
 
     def __init__(
         self,
-        sessions: "Mapping[RequestId, LiveRequest]",
+        sessions: "Mapping[RequestId, Session]",
         decisions: "Decisions",
         predictors: "PredictorSet",
         metrics: "DecisionMetrics",
@@ -40,7 +38,6 @@ class Sweep:
         stranded: "Stranded",
         isolation: "Isolation",
         clock: "Callable[[], float]",
-        has_deadlines: bool,
     ) -> None:
         self._sessions = sessions
         self._decisions = decisions
@@ -48,13 +45,9 @@ class Sweep:
         self._metrics = metrics
         self._stalls = stalls
         self._veto = veto
-        self._looks: StreamLooks | None = None
-        if has_deadlines:  # Else other processes look at their streams.
-            own = cast("Mapping[RequestId, Session]", sessions)
-            self._looks = StreamLooks(own, clock, late_s=2 * SWEEP_S)
+        self._looks = StreamLooks(sessions, clock, late_s=2 * SWEEP_S)
         self._stranded = stranded
         self._isolation = isolation
-        self._has_deadlines = has_deadlines
         self._timer = SweepTimer(sessions, self._sweep)
 
     def begin(self) -> None:
@@ -72,7 +65,7 @@ class Sweep:
         isolation, progress = self._isolation, self._decisions.progress
         isolation.run("timer", self._look_after, late_s)
         isolation.run("timer", self._review_ranks)
-        if self._has_deadlines and not self._stalls.woke:
+        if not self._stalls.woke:
             isolation.check_deadlines(now_s)
         isolation.run("predictor", self._predictors.score, progress.started, progress.age)
         isolation.run("timer", self._give_up_stranded, now_s)
@@ -83,8 +76,7 @@ class Sweep:
         self._decisions.look_after()
 
     def _review_ranks(self) -> None:
-        if self._looks is not None:
-            self._veto.look(0, *self._looks.look())
+        self._veto.look(*self._looks.look())
         if not self._stalls.woke:
             self._veto.review()
 

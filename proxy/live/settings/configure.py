@@ -146,7 +146,6 @@ def _configured(
     _check_engines(given, engines)
     listening = given.read(ListeningSettings)
     _check_metaserver(given, engines, listening)
-    _check_workers(given, engines, listening)
     credentials = _credentials(given, listening, environment)
     limits = _limits(given)
     _check_admin(given, listening, credentials.admin_token)
@@ -264,12 +263,6 @@ def _discovery(given: Given, environment: Mapping[str, str]) -> DiscoverySetting
     return replace(settings, kubernetes_api=base_address(f"https://{bracketed(host)}:{port}"))
 
 
-def _check_workers(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:
-    if listening.workers != 1 and CONNECTORS[engines.connector].decode_first:
-        reason = f"{engines.connector} calls one process back, and not any of several"
-        raise ConfigError(f"{given.where('workers')}: {reason}")
-
-
 def _check_metaserver(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:
     is_called = CONNECTORS[engines.connector].decode_first
     if engines.metaserver_url and not is_called:
@@ -348,9 +341,6 @@ def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:
     if http3.http3_hard_deadlines and http3.http3_order != "edf":
         raise ConfigError(f"{given.where('http3_hard_deadlines')}: needs --http3-order edf")
     place = given.where("http3")
-    if listening.workers != 1:
-        reason = "is served by one process: the kernel would give a client that moves to another"
-        raise ConfigError(f"{place}: {reason}, so it needs --workers 1")
     if listening.tls_cert is None:
         raise ConfigError(f"{place}: needs --tls-cert and --tls-key, as HTTP/3 is always encrypted")
     if find_spec("aioquic") is None:

@@ -161,14 +161,6 @@ class ListeningSettings:
         metavar="ORIGIN",
         at_top=False,
     )
-    workers: int | None = integer(
-        1,
-        "relay processes that serve clients, beside a scheduler process that decides; 1 for one "
-        "process that does all, auto for a relay on each core but one",
-        1,
-        256,
-        word="auto",
-    )
     native: str = choice(
         "auto",
         "whether the native library moves the ordinary events of streams, over http on both sides: require "
@@ -177,8 +169,7 @@ class ListeningSettings:
     )
     native_threads: int | None = integer(
         None,
-        "its threads in each process that serves clients; auto for one on each core but one, at most 8, and for "
-        "one in each of several relays",
+        "its threads; auto for one on each core but one, at most 8",
         1,
         64,
         word="auto",

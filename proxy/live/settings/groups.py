@@ -46,11 +46,6 @@ def check_groups(topology: "Topology", flags: Mapping[str, object], whole: "Prox
         raise ConfigError(
             f"{topology.path}: discover: each [[model]] table finds its own engines, by [model.proxy]"
         )
-    if whole.listening.workers != 1:
-        raise ConfigError(
-            "--workers: [[model]] groups are served by one process; leave it out, or start a proxy "
-            "for each model"
-        )
     for group in topology.groups:
         check_own(topology, group)
 

@@ -10,7 +10,7 @@ Rules:
   pushed by the driver when it happens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from balanceroute.proxy.live.telemetry import exposition
 from balanceroute.proxy.live.telemetry.alias_metrics import AliasMetrics
@@ -21,7 +21,6 @@ from balanceroute.proxy.live.telemetry.handshake_metrics import HandshakeMetrics
 from balanceroute.proxy.live.telemetry.leg_metrics import LegMetrics
 from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
 from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
-from balanceroute.proxy.live.telemetry.process_metrics import ProcessesCollector
 from balanceroute.proxy.live.telemetry.registry import Histogram, Registry
 from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 from balanceroute.proxy.live.telemetry.snapshot import Snapshot
@@ -45,7 +44,6 @@ class Metrics:
         descriptor_shortages: Callable[[], int] = lambda: 0,
         traces: bool = False,
         process: bool = True,
-        processes: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         """Start at zero.
 
@@ -55,7 +53,6 @@ class Metrics:
             descriptor_shortages: How often no file descriptor was left.
             traces: Whether requests are traced.
             process: Whether to export the process's own CPU time, memory and open files too.
-            processes: Returns the processes of which to export them, by name; None for this one.
         """
         self._registry = registry = Registry()
         self.tenants = TenantMetrics()
@@ -79,9 +76,7 @@ class Metrics:
                 descriptor_shortages=descriptor_shortages,
             )
         )
-        if processes is not None:
-            registry.collect_from(ProcessesCollector(processes))
-        elif process:
+        if process:
             registry.collect_process()
 
     def follow_handshakes(self, count: Callable[[], Handshakes]) -> None:

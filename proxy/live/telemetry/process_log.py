@@ -35,10 +35,8 @@ _NO_NAME = re.compile(r"[^a-z0-9]+")
 class JsonFormatter(logging.Formatter):
     """Formats a record as a line of JSON, without the secrets that it knows."""
 
-    def __init__(self, secrets: Iterable[Secret] = (), *, process: str = "") -> None:
-        """Format lines, with the name of one of several processes."""
+    def __init__(self, secrets: Iterable[Secret] = ()) -> None:
         super().__init__()
-        self._process = {"process": process} if process else {}
         self._secrets: list[str] = []
         self.redact_too(secrets)
 
@@ -57,7 +55,6 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": message,
-            **self._process,
         }
         if record.exc_info:
             fields["exception"] = self._clean(self.formatException(record.exc_info))
@@ -104,7 +101,6 @@ def set_up_process_log(
     *,
     level: str,
     secrets: Iterable[Secret] = (),
-    process: str = "",
 ) -> None:
     """Send the package's log to a sink, as JSON, and nowhere else.
 
@@ -112,14 +108,13 @@ def set_up_process_log(
         write: Takes one line with its newline, and does not block.
         level: One of `LEVELS`.
         secrets: Keys to black out wherever they appear.
-        process: Names one of several processes.
 
     Raises:
         ConfigError: The level is unknown.
     """
     set_log_level(level)
     handler = LineHandler(write)
-    handler.setFormatter(JsonFormatter(secrets, process=process))
+    handler.setFormatter(JsonFormatter(secrets))
     logger = logging.getLogger(LOGGER)
     logger.handlers = [handler]
     logger.propagate = False

@@ -32,7 +32,7 @@ def stages_of(record: RequestRecord) -> list[Step]:
         if first_ns is not None and record.stream:
             steps.append(Step("decode", first_ns, engine))
     elif first_ns is not None and first_ns < admitted_ns:
-        # It came on an earlier binding; a scheduler process that took over knows nothing of that one.
+        # It came on an earlier binding.
         steps.append(Step("decode", admitted_ns, engine))
     else:
         steps.append(Step("transfer" if record.stream else "decode", admitted_ns, engine))

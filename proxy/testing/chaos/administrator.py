@@ -121,7 +121,7 @@ class Administrator:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._world.decides and self._part.is_there and not self.closing:
+            if self._part.is_there and not self.closing:
                 self.promises.look()
 
     # Orders as planned.
@@ -318,7 +318,7 @@ class Administrator:
         if not path.startswith("/workers"):
             path = f"/admin/instances{path}"
             order = {"role": target.role.value, "url": target.url, **(order or {})}
-        if then is not Said.PRESENT and self._world.decides:
+        if then is not Said.PRESENT:
             self.moved += len(self.promises.on(target))
         answer = await self._say(method, path, order, None)
         if not orders.end(begun) or answer is None:
@@ -329,7 +329,7 @@ class Administrator:
             self.promises.broken(words)
         elif status in (200, 504):
             orders.said = then
-            orders.sessions = self.promises.on(target) if self._world.decides else None
+            orders.sessions = self.promises.on(target)
         else:
             orders.said = before
 
@@ -354,11 +354,10 @@ class Administrator:
         `fits` are the statuses that it may have; None for whatever the caller makes of it.
         """
         world = self._world
-        lives = world.lives
         try:
             answer = await world.ask(method, path, order)
         except (WireError, OSError) as error:
-            if world.decides and lives == world.lives and not self.closing:
+            if not self.closing:
                 self.promises.broken(f"{method} {path} got no answer: {error}")
             return None
         world.journal.write("answer", method, path, answer.status)

@@ -319,11 +319,10 @@ async def audit_answers(
                 sent_in_part = departure is not None and departure.phase is Phase.SENDING
                 if told and sent_in_part and not any(map(_ends_before_its_body, told)):
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
-                if not client.unlogged:
-                    wrongs = contradictions(told, received, verdict)
-                    if told and judge.tenants is not None and received.status:
-                        wrongs += judge.tenants.contradictions(request, told[0], received)
-                    found += [f"{request.request_id}: {wrong}" for wrong in wrongs]
+                wrongs = contradictions(told, received, verdict)
+                if told and judge.tenants is not None and received.status:
+                    wrongs += judge.tenants.contradictions(request, told[0], received)
+                found += [f"{request.request_id}: {wrong}" for wrong in wrongs]
     strangers = records.keys() - names.keys()
     found += [f"log: {name} was never sent" for name in sorted(strangers)]
     found += [

@@ -102,8 +102,7 @@ class Client(asyncio.Protocol):
 
     Attributes:
         over: Set when nothing more can come.
-        left: Whether it has left, or has lost the process that served it.
-        unlogged: Whether that process may have ended before it had told of the answers.
+        left: Whether it has left.
     """
 
     def __init__(self, visit: Visit, *, on_left: "Callable[[Client], None]") -> None:
@@ -111,7 +110,7 @@ class Client(asyncio.Protocol):
         self.answers = [Received() for _ in visit.requests]
         self.sent = 0
         self.over = asyncio.Event()
-        self.left = self.unlogged = False
+        self.left = False
         self._on_left = on_left
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -181,12 +180,6 @@ class Client(asyncio.Protocol):
         departure = self.visit.departure
         if departure is not None and departure.phase is phase:
             self.leave_soon()
-
-    def bereave(self) -> None:
-        """Note that the process that serves it ends now: its answer may break off anywhere."""
-        self.unlogged = True
-        if not self.over.is_set():
-            self.left = True
 
     def leave_soon(self, delay_s: float | None = None) -> None:
         """Leave as planned; after `delay_s` also without a plan."""
@@ -310,7 +303,7 @@ class Holders:
 
     async def _hold(self, port: int) -> None:
         while True:
-            with suppress(OSError):  # A relay may be gone, and a proxy that ends takes nobody.
+            with suppress(OSError):  # A proxy that ends takes nobody.
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, local_addr=(self._host, 0)
                 )

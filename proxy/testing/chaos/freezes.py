@@ -19,7 +19,6 @@ from balanceroute.proxy.testing.chaos.clients import Client, Visit
 from balanceroute.proxy.testing.chaos.expectation import Expectation
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.requests import CHAT, ClientRequest
-from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.link import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -79,14 +78,13 @@ class Freezes:
     left: int = 0
 
 
-def freeze_ranks(seed: int, *, seconds: float, resume: str = "exact", relays: int = 0) -> Freezes:
+def freeze_ranks(seed: int, *, seconds: float, resume: str = "exact") -> Freezes:
     """Serve greedy requests while decode ranks freeze, pause, and change their pace.
 
     Args:
         seed: Draws everything.
         seconds: For how long, in virtual time.
         resume: The proxy's setting.
-        relays: Of the proxy; 0 for one process.
     """
     engines = EmulationSettings(
         ranks=_RANKS,
@@ -98,7 +96,7 @@ def freeze_ranks(seed: int, *, seconds: float, resume: str = "exact", relays: in
     )
     settings = WorldSettings(engines, {"batch": _BATCH_LIMIT, "resume": resume})
     trial = _Trial(seed, settings, seconds)
-    return run(lambda loop: trial.run(loop, relays), seed=seed, limit_s=2 * seconds + 1_000.0)
+    return run(trial.run, seed=seed, limit_s=2 * seconds + 1_000.0)
 
 
 class _Trial:
@@ -114,13 +112,9 @@ class _Trial:
         self._world: World
         self._end_s = 0.0
 
-    async def run(self, loop: VirtualLoop, relays: int) -> Freezes:
+    async def run(self, loop: VirtualLoop) -> Freezes:
         self._loop = loop
-        self._world = world = (
-            SplitWorld(self._settings, loop, self._rng, relays=relays)
-            if relays
-            else World(self._settings, loop, self._rng)
-        )
+        self._world = world = World(self._settings, loop, self._rng)
         await world.start()
         oracle = Oracle(self._settings.engines)
         await oracle.start()

@@ -32,10 +32,9 @@ class GroupTrial(Trial):
         self._group_plan = plan
         self._ordered: list[asyncio.Task[None]] = []
         self._one = asyncio.Lock()
-        super().__init__(plan.whole, loop, report, log, relays=0, kills=False)
+        super().__init__(plan.whole, loop, report, log)
 
-    def _make_world(self, relays: int) -> World:
-        del relays
+    def _make_world(self) -> World:
         plan = self._group_plan
         return GroupWorld(
             plan.settings(),

@@ -152,11 +152,6 @@ class GroupWorld(World):
             if engine.url == url
         )
 
-    async def restart(self) -> None:
-        """End the proxy, and start another one in its place."""
-        await self.close_proxy()
-        await self.start(self._front)
-
     async def begin_group(self, name: str) -> Response:
         """Add a group that was removed, by an administrator's order; return the answer."""
         tables: list[dict[str, Any]] = tomllib.loads(self.topology())["model"]

@@ -70,7 +70,7 @@ class Http3Trial(Trial):
         cert: Path,
         key: Path,
     ) -> None:
-        super().__init__(plan, loop, report, log, relays=0, kills=False)
+        super().__init__(plan, loop, report, log)
         rng = self._links = random.Random(f"HTTP/3 {plan.seed}")
         link = ThinLinkSettings(
             bits_per_s=rng.choice([2e6, 20e6]),

@@ -42,8 +42,6 @@ _GIVEN_UP = b"the engine dropped the request"
 _EXPIRED = b"waited longer than it may"
 # What one engine would have to do, where none may.
 COMPLETE = "the prefill answer is complete"
-# What nobody can decide about while the scheduler process is killed.
-_ALONE = b"the scheduler process is not there"
 _ABORTED = b'"finish_reason":"%b"' % ABORT.encode()
 # What one engine would have to do whole, where none is to.
 _TOO_LATE = b"the first token is expected in"
@@ -295,7 +293,7 @@ class Judge:
             ):
                 verdict.wrong.append(f"it got {bytes(received.body)!r}, not {answer.body!r}")
         true = _EXPIRED in received.body or _GIVEN_UP in received.body
-        true |= _ALONE in received.body or (self._refuses and COMPLETE.encode() in received.body)
+        true |= self._refuses and COMPLETE.encode() in received.body
         true |= self.tenants is not None and OVERLOADED in received.body
         true |= self._plan.world.flags.get("admission") == "early" and _TOO_LATE in received.body
         if status >= 500 and self._plan.weather is Weather.CALM and not true:

@@ -6,13 +6,11 @@ import socket
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from shutil import rmtree
 from typing import TYPE_CHECKING
 
 from msgspec import DecodeError
 from msgspec.json import decode
 
-from balanceroute.proxy.live.control.standing import make_private
 from balanceroute.proxy.testing.virtual.link import Connect, Link
 
 if TYPE_CHECKING:
@@ -158,13 +156,8 @@ class Disk:
 
     def fill(self) -> None:
         """Take nothing from now on: where the file is to be written first, there is a folder."""
-        make_private(self._folder)
         self._obstacle.mkdir(exist_ok=True)
         self._failed = True
-
-    def clean(self) -> None:
-        """Remove all there is, as others do with temporary folders."""
-        rmtree(self._folder, ignore_errors=True)
 
     def free(self) -> None:
         """Take everything again."""

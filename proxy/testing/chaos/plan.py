@@ -125,24 +125,21 @@ class Plan:
         return [request for visit in self.visits for request in visit.requests]
 
 
-def draw_plan(seed: int, *, requests: int, long: bool = False, near: bool = False) -> Plan:
+def draw_plan(seed: int, *, requests: int, near: bool = False) -> Plan:
     """Return the plan of a seed.
 
     Args:
         seed: Decides everything.
         requests: How many.
-        long: Whether answers take so long that streams outlive a process.
         near: Whether all that decides by where KV caches are is on, see `locality`.
     """
-    plan = with_orders(_draw_plan(seed, requests, long=long, near=near))
+    plan = with_orders(_draw_plan(seed, requests, near=near))
     tenants = draw_tenants(seed, plan.visits[-1].start_s)
-    # A process that is started again reads all files, and does not start with a bad one.
-    plan = with_holders(with_machine(plan, keys=tenants is None and not long))
+    plan = with_holders(with_machine(plan, keys=tenants is None))
     if collector := draw_collector(seed):
         world = replace(plan.world, flags={**plan.world.flags, **TRACING})
         plan = replace(plan, world=world, collector=collector)
-    if not long:
-        plan = with_poisons(plan)
+    plan = with_poisons(plan)
     if tenants is None:
         return plan
     world = replace(
@@ -272,7 +269,6 @@ def _draw_plan(
     seed: int,
     requests: int,
     *,
-    long: bool = False,
     near: bool = False,
     weather: Weather | None = None,
     span_s: float | None = None,
@@ -280,7 +276,7 @@ def _draw_plan(
     rng = random.Random(seed)
     drawn = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     weather = weather or drawn
-    engines = _engines(rng, long=long)
+    engines = _engines(rng)
     if near:
         engines = with_near_engines(engines)
     flags = _flags(rng, engines) | _direct(random.Random(f"direct {seed}"))
@@ -305,8 +301,7 @@ def _draw_plan(
     span_s = span_s or due_s
     injections, storm_s = _injections(rng, seed, weather, engines, span_s, near=near)
     mix = RequestMix(MODEL, big=0.01 if rng.random() < 0.3 else 0.0, big_bytes=(20_000, 150_000))
-    longest = rng.choice([10, 40, 100])
-    mix = replace(mix, max_tokens=100 if long else longest)
+    mix = replace(mix, max_tokens=rng.choice([10, 40, 100]))
     leaving = 0.3 if weather is Weather.CALM else rng.choice([0.0, 0.15, 0.5])
     visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
     if near:
@@ -374,10 +369,10 @@ def _injections(
     return injections, storm_s
 
 
-def _engines(rng: random.Random, *, long: bool) -> EmulationSettings:
+def _engines(rng: random.Random) -> EmulationSettings:
     connector = rng.choices(list(CONNECTORS), [_CONNECTOR_WEIGHTS[one] for one in CONNECTORS])[0]
     recomputes = CONNECTORS[connector].recomputes
-    engines = EmulationSettings(
+    return EmulationSettings(
         prefillers=rng.randint(1, 3),
         ranks=rng.randint(1, 4),
         batch_limit=rng.choice(_BATCH_LIMITS),
@@ -397,7 +392,6 @@ def _engines(rng: random.Random, *, long: bool) -> EmulationSettings:
         partial_utf8=rng.choice([0.0, 0.0, 0.2]),
         merged_outputs=rng.choice([0.0, 0.0, 0.3]),
     )
-    return replace(engines, mean_output_tokens=50.0, step_base_ns=50_000_000) if long else engines
 
 
 def _with_prefixes(

@@ -220,7 +220,7 @@ class Saboteur:
         held = (world.plane.config.limits.connection_limit or 0) + _MORE_HOLDERS
         host = injection.held_from
         self._holders.append(Holders(fronts, held, injection.holding, host))
-        if world.plane.admin is not None and world.decides:
+        if world.plane.admin is not None:
             ports = [world.plane.admin.port]
             self._holders.append(
                 Holders(ports, CONNECTIONS + _MORE_HOLDERS, injection.holding, host)

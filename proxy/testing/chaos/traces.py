@@ -61,13 +61,12 @@ class SpanCollector:
             self.spans += scope["spans"]
         reply.send(status, [(b"content-type", b"application/json")], b"{}")
 
-    def audit(self, ended: Sequence[RequestRecord], page: bytes, *, counted_all: bool) -> list[str]:
+    def audit(self, ended: Sequence[RequestRecord], page: bytes) -> list[str]:
         """Return what is wrong with what it got.
 
         Args:
             ended: All requests that ended.
             page: The proxy's metrics at its end.
-            counted_all: Whether one process counted from the beginning to the end.
         """
         traced = {record.trace.span_id: record for record in ended if record.trace is not None}
         roots = {span["spanId"]: span for span in self.spans if span["kind"] == _SERVER}
@@ -77,12 +76,11 @@ class SpanCollector:
         for span in self.spans:
             if span["kind"] != _SERVER:
                 found += _misplaced(span, roots.get(span["parentSpanId"]))
-        if counted_all:
-            dropped = sum(_dropped(page, reason) for reason in DROPS)
-            if len(roots) + dropped != len(traced):
-                found.append(
-                    f"traces: {len(traced)} ended, {len(roots)} came and {dropped} were dropped"
-                )
+        dropped = sum(_dropped(page, reason) for reason in DROPS)
+        if len(roots) + dropped != len(traced):
+            found.append(
+                f"traces: {len(traced)} ended, {len(roots)} came and {dropped} were dropped"
+            )
         return found
 
 

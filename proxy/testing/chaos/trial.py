@@ -39,15 +39,12 @@ from balanceroute.proxy.testing.chaos.census import Census, audit_census, take_c
 from balanceroute.proxy.testing.chaos.client_faults import client_faults, is_shared
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging
-from balanceroute.proxy.testing.chaos.kills import Kill, draw_clean_ups, draw_kills
-from balanceroute.proxy.testing.chaos.ledger_watch import LedgerWatch
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
 from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.poison import Poisoner
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
-from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 from balanceroute.proxy.testing.chaos.traces import SpanCollector
 from balanceroute.proxy.testing.chaos.world import Part, World
 from balanceroute.proxy.testing.virtual.link import Link
@@ -67,8 +64,6 @@ _WARM_UP_S = 2.5
 # An engine stops work for a client that left within this time.
 _ABORT_S = 0.1
 _STORM_SPAN_S = 0.5
-# What a relay has to tell it has told after this time.
-_UNTOLD_S = 2.0
 
 
 @dataclass(slots=True)
@@ -99,26 +94,14 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(
-    seed: int, *, requests: int, relays: int = 0, kills: bool = False, near: bool = False
-) -> Report:
+def run_seed(seed: int, *, requests: int, near: bool = False) -> Report:
     """Carry a seed's plan out and return what came of it."""
-    plan = draw_plan(seed, requests=requests, long=kills, near=near)
-    return run_plan(plan, relays=relays, kills=kills)
+    return run_plan(draw_plan(seed, requests=requests, near=near))
 
 
-def run_plan(plan: Plan, *, relays: int = 0, kills: bool = False) -> Report:
-    """Carry a plan out and return what came of it.
-
-    Args:
-        plan: What happens.
-        relays: How many, see `SplitWorld`; 0 for one process.
-        kills: Whether processes are killed.
-    """
-    return run_trial(
-        plan,
-        lambda loop, report, log: Trial(plan, loop, report, log, relays=relays, kills=kills),
-    )
+def run_plan(plan: Plan) -> Report:
+    """Carry a plan out and return what came of it."""
+    return run_trial(plan, lambda loop, report, log: Trial(plan, loop, report, log))
 
 
 def run_trial(plan: Plan, make: Callable[[VirtualLoop, Report, LogKeeper], "Trial"]) -> Report:
@@ -134,21 +117,12 @@ def run_trial(plan: Plan, make: Callable[[VirtualLoop, Report, LogKeeper], "Tria
 class Trial:
     """One run."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        loop: VirtualLoop,
-        report: Report,
-        log: LogKeeper,
-        *,
-        relays: int,
-        kills: bool,
-    ) -> None:
+    def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
         self._plan = plan
         self._loop = loop
         self._report = report
         self._rng = random.Random(f"trial {plan.seed}")
-        self._world = self._make_world(relays)
+        self._world = self._make_world()
         log.journal = self._world.journal
         log.explains = self._world.explains
         self._saboteurs = [
@@ -162,16 +136,12 @@ class Trial:
         self._administrator = Administrator(self._world, parts[0], plan.orders, clean=clean)
         self._clients: list[Client] = []
         self._by_id: dict[str, Client] = {}
-        self._ports: dict[Client, int] = {}
-        self._kills = kills
         self._next_link: Link | None = None
         self._begin_s = 0.0
 
-    def _make_world(self, relays: int) -> World:
+    def _make_world(self) -> World:
         plan = self._plan
         settings = replace(plan.world, engine_key=plan.spoils_keys, finds=plan.finds_engines)
-        if relays:
-            return SplitWorld(settings, self._loop, self._rng, relays=relays, watch=self._saw)
         return World(settings, self._loop, self._rng, watch=self._saw)
 
     def _plan_of(self, part: Part) -> Plan:
@@ -212,8 +182,6 @@ class Trial:
         self._begin_faults()
         self._begin_more()
         self._report.faults += client_faults(plan)
-        self._plan_kills()
-        self._watch_ledger()
         visits = [self._loop.create_task(self._visit(visit)) for visit in plan.visits]
         if plan.storm_s is not None:
             self._loop.call_at(self._begin_s + plan.storm_s, self._storm)
@@ -230,13 +198,10 @@ class Trial:
         world.journal.write("calm")
         await self._await_end(visits)
         await asyncio.sleep(_QUIET_S)
-        self._ledger_watched()
         report.violations += audit_proxy(world)
-        if not (isinstance(world, SplitWorld) and world.scheduler_kills):
-            # Else they count since the last of them.
-            report.violations += audit_metrics(world.ended, world.plane.metrics.render())
-            report.violations += audit_decisions(world)
-            report.violations += audit_retries(plan, world, moved=self._administrator.moved)
+        report.violations += audit_metrics(world.ended, world.plane.metrics.render())
+        report.violations += audit_decisions(world)
+        report.violations += audit_retries(plan, world, moved=self._administrator.moved)
         report.violations += audit_lapses(world.ended)
         report.violations += audit_pairs(plan, world)
         await self._look_at_the_rest(before)
@@ -281,8 +246,7 @@ class Trial:
         await collector.close()
         report.faults["proxy: traces its requests"] += 1
         report.counters["spans"] += len(collector.spans)
-        page, counted_all = world.plane.metrics.render(), not self._kills
-        report.violations += collector.audit(world.ended, page, counted_all=counted_all)
+        report.violations += collector.audit(world.ended, world.plane.metrics.render())
 
     async def _until(self, planned_s: float) -> None:
         await asyncio.sleep(max(0.0, self._begin_s + planned_s - self._loop.time()))
@@ -328,10 +292,7 @@ class Trial:
         for request in visit.requests:
             self._by_id.setdefault(request.request_id, client)
         self._next_link = visit.link
-        port = self._ports[client] = self._world.port
-        if isinstance(self._world, SplitWorld) and not self._world.is_up(port):
-            client.bereave()
-        await client.run("127.0.0.1", port)
+        await client.run("127.0.0.1", self._world.port)
 
     def _link(self) -> Link:
         """Return the wire of the connection that is being made."""
@@ -382,60 +343,6 @@ class Trial:
         world.change_tenants(tenants.texts()[1])
         self._report.faults["proxy: the file of tenants changes"] += 1
         world.journal.write("tenants", *(one.name for one in tenants.files[1]))
-
-    # Processes.
-
-    def _watch_ledger(self) -> None:
-        if isinstance(self._world, SplitWorld):
-            self._ledger = LedgerWatch(self._world)
-            self._watching = self._loop.create_task(self._ledger.run())
-
-    def _ledger_watched(self) -> None:
-        if isinstance(self._world, SplitWorld):
-            self._watching.cancel()
-            self._report.violations += self._ledger.found
-            self._report.counters["streams taken over"] += self._ledger.taken_over
-
-    def _plan_kills(self) -> None:
-        world, plan = self._world, self._plan
-        if not isinstance(world, SplitWorld):
-            return
-        span_s = plan.calm_s if plan.shutdown_s is None else plan.shutdown_s
-        rng, kills = random.Random(f"kills {plan.seed}"), []
-        if self._kills:
-            kills = draw_kills(rng, relays=len(world.relays), span_s=span_s)
-        for kill in kills:
-            self._loop.call_at(self._begin_s + kill.at_s, self._kill, world, kill)
-        rng = random.Random(f"clean-ups {plan.seed}")
-        for at_s in draw_clean_ups(rng, kills, span_s=span_s):
-            self._loop.call_at(self._begin_s + at_s, self._clean_up, world)
-
-    def _clean_up(self, world: SplitWorld) -> None:
-        world.journal.write("the processes' folder is cleaned")
-        self._report.faults["proxy: its temporary folder is cleaned"] += 1
-        world.clean_folder()
-
-    def _kill(self, world: SplitWorld, kill: Kill) -> None:
-        if kill.relay is None:
-            if world.kill_scheduler(kill.down_s):
-                world.journal.write("killed: scheduler")
-                self._report.faults["scheduler process: is killed"] += 1
-                for client in self._clients:
-                    if self._ended_lately(client):
-                        client.unlogged = True
-            return
-        port = world.kill_relay(kill.relay, kill.down_s)
-        if port is None:
-            return
-        world.journal.write("killed: relay", kill.relay)
-        self._report.faults["relay: is killed"] += 1
-        for client, its_port in self._ports.items():
-            if its_port == port and (not client.over.is_set() or self._ended_lately(client)):
-                client.bereave()
-
-    def _ended_lately(self, client: Client) -> bool:
-        ended_s = max(answer.ended_s for answer in client.answers)
-        return ended_s > self._loop.time() - _UNTOLD_S
 
     # The scheduler.
 

@@ -21,11 +21,10 @@ from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import KeepingFile
-from balanceroute.proxy.live.control_plane import DEFAULT, ControlPlane
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.pass_through import PassThrough
-from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.proxy import DEFAULT, Proxy
 from balanceroute.proxy.live.security.credentials import Credentials
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config, read_credentials
@@ -120,7 +119,7 @@ class World:
         wall_s: By how much the proxy's wall clock is wrong.
         machine: The proxy's.
         suspended_s: For how long the proxy's machine was suspended.
-        context: What the proxy's processes run in.
+        context: What the proxy runs in.
         lag_s: What is ordered holds everywhere within this time.
     """
 
@@ -201,7 +200,7 @@ class World:
         await self.loop.create_task(self._start(config, environment), context=self.context)
 
     def stand_still(self, seconds: float) -> None:
-        """Let all processes of the proxy stand still, and the rest go on."""
+        """Let the proxy stand still, and the rest go on."""
         self.loop.hold(lambda context: context.get(_HOST) == _PROXY, seconds)
 
     def suspend(self, seconds: float) -> None:
@@ -270,7 +269,7 @@ class World:
         self.reload()
 
     def reload(self) -> None:
-        """Have every process read keys and tenants again. Raises ConfigError."""
+        """Have the proxy read keys and tenants again. Raises ConfigError."""
         self.plane.reload()
 
     def spoil_key(self, spoiling: Spoiling) -> None:
@@ -291,24 +290,14 @@ class World:
             record.getMessage()
         )
 
-    def _doubt(self, plane: ControlPlane) -> None:
+    def _doubt(self, plane: Proxy) -> None:
         """Let its predictor fail when it is to."""
         for deployment in plane.deployments.values():
             active = deployment.predictors.active
             active.predictor = FaultyPredictor(active.predictor, self.decision_faults)
 
     @property
-    def decides(self) -> bool:
-        """Whether there is a process just now that decides."""
-        return True
-
-    @property
-    def lives(self) -> int:
-        """How often the process that decides was replaced."""
-        return 0
-
-    @property
-    def plane(self) -> ControlPlane:
+    def plane(self) -> Proxy:
         """What decides."""
         return self.proxy
 
@@ -356,6 +345,12 @@ class World:
     async def close_proxy(self) -> None:
         """End what serves clients."""
         await self.proxy.close()
+
+    async def restart(self) -> None:
+        """End the proxy, and start another one in its place."""
+        await self.close_proxy()
+        self.observer.forget()
+        await self.start(self._front)
 
     def request_ended(self, record: RequestRecord) -> None:
         """Take the proxy's word on a request that ended: it is the proxy's log."""

@@ -65,9 +65,6 @@ class Server:
         self._common = common
         self._service: Service | None = None
         self._listeners: list[Listener] = []
-        self._further: list[Listener] = []
-        self._keeps_spares = False
-        self._paused = False
         self._addresses: list[tuple[str, int]] = []
         self._drained: asyncio.Future[None] | None = None
 
@@ -122,32 +119,8 @@ class Server:
         )
         return Listener(partial(service.loop.create_server, make, backlog=backlog))
 
-    async def accept_too(self, one: socket.socket, *, ssl: SSLContext | None = None) -> Listener:
-        """Accept on one more socket, which another process listens on too, while anything is accepted.
-
-        Returns:
-            What to close to accept there no more. The connections stay.
-
-        Raises:
-            OSError: There is no file descriptor for it.
-        """
-        service = self._service
-        assert service is not None, "not started"
-        listener = self._listener(service, ssl)
-        await listener.open(sock=one)
-        if service.stopping:
-            listener.close()
-            return listener
-        self._further = [*(one for one in self._further if not one.closed), listener]
-        if self._keeps_spares:
-            listener.keep_spares()
-        if self._paused:
-            listener.pause()
-        return listener
-
     def keep_spares(self) -> None:
         """Get what `pause` needs. Raises OSError: there is no file descriptor for it."""
-        self._keeps_spares = True
         for listener in self._listeners:
             listener.keep_spares()
 
@@ -156,16 +129,14 @@ class Server:
 
         Who connects waits, and is not refused.
         """
-        self._paused = True
-        for listener in (*self._listeners, *self._further):
+        for listener in self._listeners:
             listener.pause()
         if self._service is not None:
             self._service.after_reads(self._service.shed)
 
     async def resume(self) -> None:
         """Accept again. Raises OSError: there is no file descriptor for it."""
-        self._paused = False
-        for listener in (*self._listeners, *self._further):
+        for listener in self._listeners:
             await listener.resume()
 
     @property
@@ -225,10 +196,9 @@ class Server:
                 connection.end(idle_s)
 
     def _close_listeners(self) -> None:
-        for listener in (*self._listeners, *self._further):
+        for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        self._further.clear()
         if self._service is not None:
             self._service.stopping = True
 

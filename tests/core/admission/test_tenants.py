@@ -353,26 +353,3 @@ class Machine(RuleBasedStateMachine):
 
 
 TestTenants = Machine.TestCase
-
-
-def test_what_an_earlier_scheduler_accepted_counts_whatever_the_limits() -> None:
-    admission = tenants(TenantLimits(tokens=Rate(60, 50), concurrency=1))
-    admission.adopted(A, 0, began=True)
-    admission.adopted(A, 0, began=False)
-    account = admission.accounts["a"]
-    assert (account.in_flight.count, account.waiting.count) == (2, 1)
-    assert account.allowances(0)["tokens"].remaining == 0
-    assert refused(admission).cause == "concurrency"
-    admission.began(A, 0)
-    for _ in range(2):
-        admission.ended(A, SERVED, 0)
-    assert (account.in_flight.count, account.waiting.count) == (0, 0)
-
-
-def test_a_tenant_that_is_in_no_file_any_more_is_forgotten_with_its_last_request() -> None:
-    admission = tenants(TenantLimits())
-    gone = structs.replace(A, tenant="gone")
-    admission.adopted(gone, 0, began=True)
-    assert admission.accounts["gone"].in_flight.count == 1
-    admission.ended(gone, SERVED, 0)
-    assert "gone" not in admission.accounts

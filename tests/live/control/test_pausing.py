@@ -253,19 +253,3 @@ def test_what_cannot_be_ordered_is_refused(play: "Play", path: str, body: Any, w
         assert not (await site.admin("/is_paused")).json["is_paused"]
 
     play(scenario)
-
-
-def test_it_is_so_with_relays_too(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        Engines(site, ("decode/0",))
-        streams = await running(site, 6)
-        assert (await order(site, "/pause")).status == 502
-        ends = {reason(one) if (await one.end()).done else "error" for one in streams}
-        assert ends == {"abort", "error"}
-        waiting = site.send(CHAT, TALK)
-        await asyncio.sleep(5.0)
-        assert not waiting.over
-        await order(site, "/resume?engines=false")
-        assert (await waiting.end()).status == 200
-
-    play(scenario, relays=2)

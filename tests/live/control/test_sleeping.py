@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.live.control.test_pausing import LONG, reason, running
+from tests.live.control.test_pausing import reason, running
 from tests.live.groups.test_kept_groups import COMPLETIONS, add, ask, remove, world_of
-from tests.live.processes.test_taken_over import restart
 from tests.live.test_proxy_connectors import CHAT, TALK
 
 from balanceroute.proxy.live.control.pausing import ABORTED
@@ -31,11 +30,8 @@ async def status(site: "Site", path: str) -> int | None:
     return (await site.admin(path)).status
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_engines_sleep_and_wake_up_and_who_comes_waits(
-    play: "Play", mode: str, relays: int
-) -> None:
+def test_engines_sleep_and_wake_up_and_who_comes_waits(play: "Play", mode: str) -> None:
     async def scenario(site: "Site") -> None:
         streams = await running(site)
         answer = await order(site, f"/sleep?level=2&mode={mode}")
@@ -61,7 +57,7 @@ def test_engines_sleep_and_wake_up_and_who_comes_waits(
         assert (await waiting.end()).status == 200
         assert await status(site, "/ready") == 200
 
-    play(scenario, flags={"queue_ttl_s": 300.0}, relays=relays)
+    play(scenario, flags={"queue_ttl_s": 300.0})
 
 
 def test_nothing_is_sent_to_an_engine_that_others_have_sleep(play: "Play") -> None:
@@ -102,49 +98,6 @@ def test_an_engine_that_cannot_sleep_is_told_of_and_wakes_up_with_the_others(pla
         assert (await site.post(CHAT, TALK)).status == 200
 
     play(scenario)
-
-
-def test_a_pause_outlives_the_scheduler_process(play: "Play") -> None:
-    """Streams go on under the next one, and nothing starts before somebody resumes."""
-
-    async def scenario(site: "Site") -> None:
-        streams = [site.send(CHAT, LONG) for _ in range(3)]
-        for stream in streams:
-            await stream.until_events(9)
-        late = await site.admin("/pause?mode=wait&timeout_s=0&engines=false", {})
-        assert late.status == 409
-        waiting = site.send(CHAT, TALK)
-        await asyncio.sleep(1.0)
-        await restart(site)
-        assert (await site.admin("/is_paused")).json["is_paused"]
-        site.seen.clear()
-        for stream in streams:
-            assert reason(await stream.end()) == "length"
-        await asyncio.sleep(10.0)
-        assert not waiting.over
-        assert not site.received("prefill", CHAT)
-        assert (await site.admin("/resume", {})).status == 200
-        assert (await waiting.end()).status == 200
-        await restart(site)
-        assert not (await site.admin("/is_paused")).json["is_paused"]
-
-    play(scenario, relays=2)
-
-
-def test_a_deadline_of_a_drain_outlives_the_scheduler_process(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        stream = site.send(CHAT, LONG)
-        await stream.until_events(9)
-        (on,) = site.received("decode")
-        drained = {"role": "decode", "url": site.fleet.engine(on.engine).url, "deadline_s": 1.5}
-        assert (await site.admin("/admin/instances/drain", drained)).status == 200
-        await restart(site)
-        assert (await stream.end()).done
-        assert reason(stream) == "length"
-        assert {leg.engine for leg in site.received("decode")} == {"decode/0", "decode/1"}
-        assert [record.resumes for record in await site.ended()] == [1]
-
-    play(scenario, relays=2, flags={"resume": "exact"})
 
 
 def test_a_group_that_is_added_meanwhile_is_paused_too(play_groups: "Play", tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
-"""What administrators ordered, as it is kept for the next scheduler process."""
+"""What administrators ordered, as it is kept for the process that is started next."""
 
 import asyncio
 import errno
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
 
 from balanceroute.proxy.live.control.standing import (
     KeepingFile,
+    KeptHere,
     Standing,
     basis_of,
     keep_trying,
@@ -20,8 +22,12 @@ from balanceroute.proxy.live.control.standing import (
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
+from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
 
 P, D = EngineUrl("http", "p", 1), EngineUrl("https", "::1", 2)
 SETTINGS = Standing("br-0", (PrefillServer(P),), (DecodeServer(D),))
@@ -43,6 +49,14 @@ def test_what_was_kept_goes_before_the_settings(tmp_path: Path) -> None:
         save(keeper, standing)
         assert load(keeper, SETTINGS) == standing
     assert [path.name for path in tmp_path.iterdir()] == ["orders"]
+
+
+def test_without_a_file_it_is_kept_for_the_successor_of_the_process() -> None:
+    keeper = KeptHere(b"")
+    assert load(keeper, SETTINGS) == SETTINGS
+    save(keeper, ORDERED)
+    assert not keeper.retry()
+    assert load(KeptHere(keeper.read()), SETTINGS) == ORDERED
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1025), (11, 1000)])
@@ -146,3 +160,99 @@ def test_of_other_settings_what_was_found_is_kept(
     # One that the settings name now is there once.
     named = Standing("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
     assert load(keeper, named) == replace(named, paused=True)
+
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 40, "ignore_eos": True}
+STREAM = BODY | {"stream": True}
+
+
+async def order(site: "Site", what: str, engine: str, **more: object) -> None:
+    role = engine.partition("/")[0]
+    path = f"/admin/instances/{what}".removesuffix("/")
+    answer = await site.admin(path, {"role": role, "url": site.fleet.engine(engine).url, **more})
+    assert answer.status == 200, answer.body
+
+
+async def instances(site: "Site") -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = (await site.admin("/admin/instances")).json["instances"]
+    return sorted(rows, key=lambda row: row["url"])
+
+
+def test_orders_about_engines_and_the_policy_outlive_the_process(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        await order(site, "drain", "decode/1", deadline_s=1_000.0)
+        await order(site, "drain", "prefill/0")
+        await order(site, "remove", "prefill/0")
+        assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 200
+        before = [(row["url"], row["status"]) for row in await instances(site)]
+        assert "draining" in dict(before).values()
+        deadlines = site.world.plane.deployment.roster.deadlines.standing()
+        assert len(deadlines) == 1
+        await site.world.restart()
+        await asyncio.sleep(2.0)
+        assert [(row["url"], row["status"]) for row in await instances(site)] == before
+        assert site.world.plane.deployment.roster.deadlines.standing() == deadlines
+        assert (await site.state())["policy"] == "jsq"
+        site.seen.clear()
+        exchanges = [site.send(COMPLETIONS, STREAM) for _ in range(4)]
+        for one in exchanges:
+            assert (await one.end()).done
+        assert {seen.engine for seen in site.seen} == {"prefill/1", "decode/0"}
+        # The other way round.
+        await order(site, "", "decode/1")
+        await order(site, "", "prefill/0")
+        await site.world.restart()
+        await asyncio.sleep(2.0)
+        assert [row["status"] for row in await instances(site)] == ["up"] * 4
+
+    play(scenario)
+
+
+def test_the_log_level_that_was_ordered_outlives_the_process(
+    play: "Play", caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(site: "Site") -> None:
+        log = logging.getLogger(LOGGER)
+        assert (await site.admin("/admin/log-level", {"level": "loud"})).status == 400
+        assert (await site.admin("/admin/log-level", {"level": "error"})).status == 200
+        assert log.level == logging.ERROR
+        set_log_level("info")  # As the new process begins.
+        await site.world.restart()
+        assert log.level == logging.ERROR
+
+    caplog.set_level(logging.INFO, LOGGER)  # And back at the end.
+    play(scenario)
+
+
+def test_a_role_whose_engines_were_all_removed_has_none_in_the_next_process(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
+            await order(site, "remove", engine)
+        await site.world.restart()
+        assert await instances(site) == []
+        assert (await site.get("/ready")).status == 503
+        for engine in ("prefill/1", "decode/1"):
+            await order(site, "", engine)
+        await site.until(lambda: site.world.plane.ready)
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+
+    play(scenario)
+
+
+def test_the_limit_that_was_found_outlives_the_process(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        async def limit() -> int:
+            return int((await site.state())["budget"]["limit_per_rank"])
+
+        assert await limit() == 64
+        # First tokens that come in time let it grow.
+        exchanges = [site.send(COMPLETIONS, STREAM | {"max_tokens": 400}) for _ in range(12)]
+        await asyncio.gather(*(one.end() for one in exchanges))
+        grown = await limit()
+        assert 64 < grown <= 70
+        await site.world.restart()
+        assert await limit() == grown
+
+    flags = {"aimd": "post5", "aimd_min": 4, "aimd_max": 70, "aimd_ttft_s": 5.0}
+    play(scenario, flags=flags, step_base_ns=20_000_000.0)

@@ -62,11 +62,10 @@ async def doubts(site: "Site") -> dict[str, list[str]]:
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("direct", ["decode", "prefill"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prefill_that_leaves_no_kv_cache_is_said_counted_and_shown(
-    play: "Play", caplog: pytest.LogCaptureFixture, relays: int, direct: str, stream: bool
+    play: "Play", caplog: pytest.LogCaptureFixture, direct: str, stream: bool
 ) -> None:
     async def scenario(site: "Site") -> None:
         names = {engine.name: engine.url for engine in site.fleet.engines}
@@ -90,7 +89,7 @@ def test_a_prefill_that_leaves_no_kv_cache_is_said_counted_and_shown(
         assert await doubts(site) == {}
         assert sum((await counted(site)).values()) == bad
 
-    play(scenario, relays=relays, flags={"direct": direct})
+    play(scenario, flags={"direct": direct})
 
 
 def test_it_is_said_too_where_the_request_fails_for_it(
@@ -185,12 +184,9 @@ async def other_routes(site: "Site") -> None:
     assert (await site.post("/inference/v1/generate", values)).status == 200
 
 
-@pytest.mark.parametrize(
-    ("connector", "relays"),
-    [("nixl", 0), ("nixl", 2), ("mooncake", 0), ("mooncake-ascend", 0), ("mooncake-layerwise", 0)],
-)
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-ascend", "mooncake-layerwise"])
 def test_what_is_as_it_should_be_stays_unsaid(
-    play: "Play", caplog: pytest.LogCaptureFixture, relays: int, connector: str
+    play: "Play", caplog: pytest.LogCaptureFixture, connector: str
 ) -> None:
     async def scenario(site: "Site") -> None:
         for requests in (
@@ -210,7 +206,7 @@ def test_what_is_as_it_should_be_stays_unsaid(
         assert not any((await counted(site)).values())
         assert said(caplog, WITHOUT_KV) == said(caplog, DOUBTED) == []
 
-    play(scenario, relays=relays, connector=connector)
+    play(scenario, connector=connector)
 
 
 @pytest.mark.parametrize(

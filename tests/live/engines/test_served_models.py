@@ -55,7 +55,6 @@ def test_adapters_have_the_context_of_their_base_model() -> None:
     assert models[1].card == adapter
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize(
     "card",
     [
@@ -64,7 +63,7 @@ def test_adapters_have_the_context_of_their_base_model() -> None:
     ],
     ids=["beyond all messages", "negative"],
 )
-def test_an_engines_odd_model_stops_nothing(play: "Play", relays: int, card: bytes) -> None:
+def test_an_engines_odd_model_stops_nothing(play: "Play", card: bytes) -> None:
     def odd(engine: str, request: "Request", reply: "Reply") -> None:
         del engine, request
         reply.send(200, JSON, b'{"data":[%b]}' % card)
@@ -80,14 +79,11 @@ def test_an_engines_odd_model_stops_nothing(play: "Play", relays: int, card: byt
         assert [one["id"] for one in told] == ["tiny"]
         assert (await site.post(CHAT, TALK | {"max_tokens": 4})).status == 200
 
-    play(scenario, ranks=2, relays=relays)
+    play(scenario, ranks=2)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("levels", [500, *range(920, 980, 3)])
-def test_a_card_that_could_be_read_and_not_written_is_not_shown(
-    play: "Play", relays: int, levels: int
-) -> None:
+def test_a_card_that_could_be_read_and_not_written_is_not_shown(play: "Play", levels: int) -> None:
     card = b'{"id":"tiny","more":%b}' % (b"[" * levels + b"]" * levels)
 
     def deep(engine: str, request: "Request", reply: "Reply") -> None:
@@ -103,7 +99,7 @@ def test_a_card_that_could_be_read_and_not_written_is_not_shown(
         await asyncio.sleep(30.0)
         assert (await site.post(CHAT, TALK | {"max_tokens": 4})).status == 200
 
-    play(scenario, ranks=2, relays=relays)
+    play(scenario, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -182,13 +178,12 @@ def test_a_prompt_of_ids_beyond_the_context_is_refused_before_a_prefill(
 IDS = {"model": "tiny", "prompt": [5] * 90, "max_tokens": 4007}
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize(
     "more",
     [{}, {"stream": True}, {"max_tokens": "4007"}, {"max_tokens": 4096}, {"prompt": [5] * 4096}],
 )
 def test_ids_that_leave_no_room_for_the_answer_are_refused_before_a_prefill(
-    play: "Play", more: dict[str, object], relays: int
+    play: "Play", more: dict[str, object]
 ) -> None:
     async def scenario(site: "Site") -> None:
         await known(site)
@@ -215,7 +210,7 @@ def test_ids_that_leave_no_room_for_the_answer_are_refused_before_a_prefill(
         )
         assert fits.status == 200
 
-    play(scenario, relays=relays)
+    play(scenario)
 
 
 TALKS: dict[str, dict[str, Any]] = {
@@ -224,12 +219,11 @@ TALKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("first_token", ["decode", "prefill"])
 @pytest.mark.parametrize("path", TALKS)
 def test_a_text_that_leaves_no_room_for_the_answer_reaches_no_rank(
-    play: "Play", path: str, stream: bool, first_token: str, relays: int
+    play: "Play", path: str, stream: bool, first_token: str
 ) -> None:
     async def scenario(site: "Site") -> None:
         await known(site)
@@ -246,7 +240,7 @@ def test_a_text_that_leaves_no_room_for_the_answer_reaches_no_rank(
         assert own.json == refused.json
         assert record.retries == 0
 
-    play(scenario, relays=relays, flags={"first_token": first_token})
+    play(scenario, flags={"first_token": first_token})
 
 
 PARTS = [{"type": "text", "text": "t1"}, {"type": "image_url", "image_url": {"url": "data:,x"}}]

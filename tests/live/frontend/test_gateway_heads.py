@@ -269,7 +269,6 @@ OPENING = (
 )
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize(
     ("path", "words"),
     [

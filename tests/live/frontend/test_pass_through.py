@@ -204,7 +204,6 @@ def answers_with(status: int, kind: bytes, body: bytes) -> "Handler":
     return answer
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize(
     ("status", "kind", "body"),
     [
@@ -216,7 +215,7 @@ def answers_with(status: int, kind: bytes, body: bytes) -> "Handler":
     ],
 )
 def test_what_an_engine_says_of_its_answer_reaches_the_client(
-    play: "Play", relays: int, status: int, kind: bytes, body: bytes
+    play: "Play", status: int, kind: bytes, body: bytes
 ) -> None:
     async def scenario(site: "Site") -> None:
         site.handlers[b"/v1/embeddings"] = answers_with(status, kind, body)
@@ -234,14 +233,11 @@ def test_what_an_engine_says_of_its_answer_reaches_the_client(
         # The counts of an answer are read here.
         assert {one.header(b"accept-encoding") for one in site.seen} == {b"identity"}
 
-    play(scenario, relays=relays)
+    play(scenario)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
-def test_what_an_engine_says_of_an_error_reaches_the_client(
-    play: "Play", path: str, relays: int
-) -> None:
+def test_what_an_engine_says_of_an_error_reaches_the_client(play: "Play", path: str) -> None:
     async def scenario(site: "Site") -> None:
         asked = {"model": "tiny", "prompt": "t1", "messages": [], "max_tokens": 2}
         refuses = answers_with(400, b"application/json", b"\x1f\x8b")
@@ -254,7 +250,7 @@ def test_what_an_engine_says_of_an_error_reaches_the_client(
             (b"x-request-id", b"mine"),
         ]
 
-    play(scenario, relays=relays)
+    play(scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -355,11 +351,10 @@ def test_an_api_that_no_engine_has_is_501(
     play(scenario, connector=connector)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_api_that_some_engines_have_is_served_by_these(
-    play: "Play", path: str, stream: bool, relays: int
+    play: "Play", path: str, stream: bool
 ) -> None:
     """As while engines are replaced by those of a later version."""
     values = body_for(path, stream=stream)
@@ -373,9 +368,9 @@ def test_an_api_that_some_engines_have_is_served_by_these(
         records = await site.ended(12)
         assert {record.outcome for record in records} == {Outcome.OK}
         assert not any(record.local_prefill for record in records)
-        # Each process asks each engine once, and remembers what it says.
+        # Each engine is asked once, and what it says is remembered.
         told = [seen.engine for seen in site.seen if seen.engine in lacking]
-        assert len(told) <= (relays or 1) * len(lacking)
+        assert len(told) <= len(lacking)
         site.lacking.clear()
         await asyncio.sleep(61.0)
         site.seen.clear()
@@ -383,10 +378,9 @@ def test_an_api_that_some_engines_have_is_served_by_these(
             same(await site.post(path, values, ID), right)
         assert any(seen.engine in lacking for seen in site.seen)
 
-    play(scenario, relays=relays, prefillers=4, ranks=4)
+    play(scenario, prefillers=4, ranks=4)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
@@ -399,7 +393,7 @@ def test_an_api_that_some_engines_have_is_served_by_these(
     ],
 )
 def test_an_api_that_only_ranks_have_is_served_by_one_of_them_if_it_may(
-    play: "Play", path: str, stream: bool, flags: dict[str, object], refused: bool, relays: int
+    play: "Play", path: str, stream: bool, flags: dict[str, object], refused: bool
 ) -> None:
     values = body_for(path, stream=stream)
 
@@ -420,7 +414,7 @@ def test_an_api_that_only_ranks_have_is_served_by_one_of_them_if_it_may(
         same(await site.post(path, values, ID), right)
         assert (await site.ended(7))[-1].local_prefill is False
 
-    play(scenario, flags=flags, relays=relays)
+    play(scenario, flags=flags)
 
 
 def test_a_chat_goes_on_where_a_gateway_knows_no_path(play: "Play") -> None:

@@ -57,8 +57,7 @@ def test_a_key_that_is_nobodys_is_refused_and_a_tenants_is_not_passed_on(
     play(scenario, flags=flags(tmp_path, tenant("acme")))
 
 
-@pytest.mark.parametrize("relays", [0, 1])
-def test_a_rate_of_requests_is_told_and_kept(relays: int, play: "Play", tmp_path: Path) -> None:
+def test_a_rate_of_requests_is_told_and_kept(play: "Play", tmp_path: Path) -> None:
     async def scenario(site: "Site") -> None:
         first = await site.post(COMPLETIONS, BODY, given("acme"))
         assert first.status == 200
@@ -81,14 +80,11 @@ def test_a_rate_of_requests_is_told_and_kept(relays: int, play: "Play", tmp_path
         assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
 
     limits = "requests_per_minute = 6\nrequest_burst = 2"
-    play(
-        scenario, flags=flags(tmp_path, tenant("acme", limits), tenant("other-one")), relays=relays
-    )
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits), tenant("other-one")))
 
 
-@pytest.mark.parametrize("relays", [0, 1])
 def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(
-    relays: int, play: "Play", tmp_path: Path
+    play: "Play", tmp_path: Path
 ) -> None:
     async def scenario(site: "Site") -> None:
         # Its prompt has three tokens, estimated as two.
@@ -109,7 +105,7 @@ def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(
         assert huge.header(b"retry-after") is None
 
     limits = "tokens_per_minute = 60\ntoken_burst = 92"
-    play(scenario, flags=flags(tmp_path, tenant("acme", limits)), relays=relays)
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
 
 
 def test_requests_in_flight_have_a_limit_and_count_until_they_end(
@@ -135,10 +131,7 @@ def test_requests_in_flight_have_a_limit_and_count_until_they_end(
     play(scenario, flags=flags(tmp_path, tenant("acme", "concurrency = 2")))
 
 
-@pytest.mark.parametrize("relays", [0, 1])
-def test_requests_that_one_engine_answers_alone_count_too(
-    relays: int, play: "Play", tmp_path: Path
-) -> None:
+def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path: Path) -> None:
     async def scenario(site: "Site") -> None:
         first = await site.post("/tokenize", BODY, given("acme"))
         assert first.status == 200
@@ -154,7 +147,7 @@ def test_requests_that_one_engine_answers_alone_count_too(
         assert outcomes == [Outcome.OK, Outcome.REJECTED, Outcome.OK, Outcome.REJECTED]
 
     limits = "concurrency = 1\nrequests_per_minute = 2"
-    play(scenario, flags=flags(tmp_path, tenant("acme", limits)), relays=relays)
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
 
 
 def test_a_body_that_is_refused_in_any_case_is_not_read(play: "Play", tmp_path: Path) -> None:

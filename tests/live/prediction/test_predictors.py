@@ -197,8 +197,7 @@ def test_predictors_are_told_what_the_client_expects(play: "Play") -> None:
     play(scenario, flags={"predictor": "survival"})
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_the_log_tells_the_hints_that_were_used(play: "Play", relays: int) -> None:
+def test_the_log_tells_the_hints_that_were_used(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         hint = [(b"x-expected-output-tokens", b"1200")]
         limited = STREAM | {"max_tokens": 30, "ignore_eos": True}
@@ -210,7 +209,7 @@ def test_the_log_tells_the_hints_that_were_used(play: "Play", relays: int) -> No
         told = [(record.hint, record.hint_source) for record in site.world.ended]
         assert told == [(None, "")] * LEAST_ANSWERS + [(30, "limit"), (1200, "client"), (None, "")]
 
-    play(scenario, flags={"predictor": "survival"}, relays=relays)
+    play(scenario, flags={"predictor": "survival"})
 
 
 def test_a_limit_that_answers_reach_is_expected_to_be_reached(play: "Play") -> None:

@@ -173,11 +173,10 @@ def test_the_docs_show_these_rules() -> None:
     assert f"\n{table}\n\n" in DOCS.read_text(encoding="utf-8"), f"docs/failures.md lacks\n{table}"
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", [ErrorForm.DIGITS, ErrorForm.NO_CODE, ErrorForm.FLAT])
 def test_a_rank_that_is_busy_within_an_answer_of_200_is_left_for_another_one(
-    play: "Play", form: ErrorForm, stream: bool, relays: int
+    play: "Play", form: ErrorForm, stream: bool
 ) -> None:
     async def scenario(site: "Site") -> None:
         busy: dict[str, Any] = {"errors_in_200": True, "error_form": form, "status_429": 1.0}
@@ -192,7 +191,7 @@ def test_a_rank_that_is_busy_within_an_answer_of_200_is_left_for_another_one(
         rows = (await site.admin("/admin/instances")).json["instances"]
         assert {one["status"] for one in rows} == {"up"}
 
-    play(scenario, relays=relays, dp_mode=DpMode.PORTS)
+    play(scenario, dp_mode=DpMode.PORTS)
 
 
 @pytest.mark.parametrize("told", [None, b"7"])
@@ -226,13 +225,11 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 @pytest.mark.parametrize(
     "flags", [{}, {"resume": "exact"}, {"first_token": "prefill", "resume": "valid"}]
 )
-@pytest.mark.parametrize("relays", [0, 2])
 def test_a_chat_whose_role_was_told_goes_elsewhere_as_long_as_it_has_no_token(
     play: "Play",
     after_pull: AfterPull,
     connector: str,
     flags: dict[str, object],
-    relays: int,
 ) -> None:
     """The role is named before vLLM tells that the KV cache could not be pulled."""
     values = CHAT | {"max_tokens": 8, "stream": True, "seed": 7}
@@ -250,7 +247,7 @@ def test_a_chat_whose_role_was_told_goes_elsewhere_as_long_as_it_has_no_token(
         assert {record.outcome for record in records} == {Outcome.OK}
         assert any(record.retries or record.resumes for record in records)
 
-    play(scenario, connector=connector, relays=relays, flags=flags)
+    play(scenario, connector=connector, flags=flags)
 
 
 def told(body: bytes) -> list[bytes]:
@@ -260,8 +257,7 @@ def told(body: bytes) -> list[bytes]:
     )
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play", relays: int) -> None:
+def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play") -> None:
     """A parser of tools, for example, tells nothing before an argument is complete."""
     replies: list[Reply] = []
 
@@ -283,4 +279,4 @@ def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play", rel
         replies[0].end()
         assert (await answer.end()).body == OPENING + LAST + DONE
 
-    play(scenario, relays=relays)
+    play(scenario)

@@ -29,13 +29,12 @@ KV = {
 }
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("connector", "believed"), [("nixl", True), ("mooncake", False), ("mooncake-ascend", False)]
 )
 def test_an_answer_that_ends_before_a_token_is_one_where_the_prompt_was_whole(
-    play: "Play", connector: str, believed: bool, stream: bool, relays: int
+    play: "Play", connector: str, believed: bool, stream: bool
 ) -> None:
     """NIXL tells of a prompt that was not computed to its end; with the others a rank says it all."""
 
@@ -73,7 +72,7 @@ def test_an_answer_that_ends_before_a_token_is_one_where_the_prompt_was_whole(
         (record,) = await site.ended()
         assert (record.outcome, record.retries) == (Outcome.OK, 0)
 
-    play(scenario, connector=connector, relays=relays)
+    play(scenario, connector=connector)
 
 
 CHAT = "/v1/chat/completions"
@@ -84,12 +83,11 @@ BOUND: dict[str, list[dict[str, Any]]] = {
     TOKENS: [{"structured_outputs": {"regex": ".*"}}],
 }
 WAYS = [
-    ("nixl", {}, 0),
-    ("nixl", {}, 2),
-    ("nixl", {"first_token": "prefill", "direct": "refuse"}, 0),
-    ("mooncake", {}, 0),
-    ("mooncake-ascend", {"first_token": "prefill"}, 0),
-    ("mooncake-layerwise", {}, 0),
+    ("nixl", {}),
+    ("nixl", {"first_token": "prefill", "direct": "refuse"}),
+    ("mooncake", {}),
+    ("mooncake-ascend", {"first_token": "prefill"}),
+    ("mooncake-layerwise", {}),
 ]
 
 
@@ -114,9 +112,9 @@ def said(answer: "Exchanged") -> list[object]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("connector", "flags", "relays"), WAYS)
+@pytest.mark.parametrize(("connector", "flags"), WAYS)
 def test_where_a_sampled_answer_ends_is_for_the_rank_to_say(
-    play: "Play", connector: str, flags: dict[str, object], stream: bool, relays: int
+    play: "Play", connector: str, flags: dict[str, object], stream: bool
 ) -> None:
     """Without a seed a prefiller draws another first token: one that ends an answer counts for nothing."""
 
@@ -138,4 +136,4 @@ def test_where_a_sampled_answer_ends_is_for_the_rank_to_say(
         assert sum("kv_transfer_params" in values for values in ranks) == len(lengths)
         assert len(set(lengths)) > 2
 
-    play(scenario, connector=connector, relays=relays, mean_output_tokens=2.0, flags=flags)
+    play(scenario, connector=connector, mean_output_tokens=2.0, flags=flags)

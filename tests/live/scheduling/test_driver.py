@@ -1,6 +1,7 @@
 """The driver before emulated engines: its mirror of their loads, its timers, and what it lets go."""
 
 import asyncio
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,13 +16,25 @@ from tests.live.scheduling.mirror import (
     watch,
 )
 
-from balanceroute.proxy.core.events import Admit, RequestId
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.events import (
+    Action,
+    Admit,
+    Event,
+    RequestArrived,
+    RequestId,
+    StartPrefill,
+)
+from balanceroute.proxy.core.policies import PolicyInputs, make_policy
+from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.sim.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Scenario, Site
+
+    from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 
 
 @pytest.mark.parametrize("streamed", [1.0, 0.5, 0.0])
@@ -36,6 +49,39 @@ def test_the_mirror_of_the_loads_is_true(play: "Play", streamed: float) -> None:
         assert mirror.deviation < 0.01
 
     play(scenario, **FLEET)
+
+
+@pytest.mark.parametrize("policy", ["br-0", "jsq"])
+def test_another_scheduler_decides_the_same_of_the_same_events(play: "Play", policy: str) -> None:
+    """Nothing but its events tells a scheduler anything: the driver changes nothing behind its back."""
+    heard: list[tuple[Event, list[Action], int]] = []
+
+    async def scenario(site: "Site") -> None:
+        def saw(step: "Step") -> None:
+            heard.append((step.event, step.actions, round(site.loop.time() * 1e9)))
+
+        watch(site, saw)
+        await run_load(site, streamed=0.7, requests=80)
+        deployment = site.world.plane.deployment
+        config, ranks = deployment.config, len(deployment.instances.ranks)
+        other = Scheduler(
+            config.scheduler_config(ranks, len(deployment.instances.prefillers)),
+            make_policy(
+                policy,
+                PolicyInputs(
+                    *(ranks, config.scheduling.batch, config.policies, random.Random(0)),
+                    NoPrediction(),
+                ),
+            ),
+        )
+        for event, actions, now_ns in heard:
+            assert other.handle(event, now_ns=now_ns) == actions
+        kinds = {type(one) for _, actions, _ in heard for one in actions}
+        assert {Admit, StartPrefill} <= kinds
+        assert sum(isinstance(event, RequestArrived) for event, *_ in heard) == 80
+
+    flags = {**FLEET["flags"], "policy": policy, "predictor": "none"}
+    play(scenario, **(FLEET | {"flags": flags}))
 
 
 @pytest.mark.parametrize("streamed", [1.0, 0.5])

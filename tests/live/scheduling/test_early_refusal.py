@@ -49,8 +49,7 @@ def test_a_request_that_needs_no_prefiller_is_refused_early_too(
     )
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_what_is_expected_is_the_token_that_the_client_gets(play: "Play", relays: int) -> None:
+def test_what_is_expected_is_the_token_that_the_client_gets(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         def send(*, early: bool, due: bool = False) -> "Exchanged":
             values = BODY | {"max_tokens": 20, "ignore_eos": True, "stream": True, "temperature": 0}
@@ -75,7 +74,6 @@ def test_what_is_expected_is_the_token_that_the_client_gets(play: "Play", relays
     flags = {"admission": "early", "client_deadline": True, "first_token": "prefill", "batch": 1}
     play(
         scenario,
-        relays=relays,
         flags=flags | {"pool_limit": 100, "lease_s": 1000.0},
         batch_limit=1,
         step_base_ns=100_000_000,

@@ -66,7 +66,6 @@ def seen_of(
     play(
         scenario,
         flags=flags | {"rank_kv_tokens": 640},
-        relays=0,
         rank_kv_tokens=640,
         batch_limit=16,
         block_tokens=16,

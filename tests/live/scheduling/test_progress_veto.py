@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,7 +10,6 @@ from balanceroute.proxy.core.rank_progress import FLOOR_S
 from balanceroute.proxy.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.scheduling import progress_veto
-from balanceroute.proxy.testing.chaos.split_world import SplitWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 
 CHAT = "/v1/chat/completions"
 FLEET: dict[str, Any] = {"ranks": 3, "batch_limit": 8, "step_base_ns": 50_000_000}
@@ -91,11 +89,9 @@ def ranks(site: "Site") -> list[Rank]:
 
 
 def sessions(site: "Site") -> "list[Session]":
-    """Return the live ones of every process that has some."""
-    world = site.world
-    if isinstance(world, SplitWorld):
-        return [one for relay in world.relays for one in relay.host.sessions.values()]
-    return [cast("Session", one) for one in world.plane.deployment.driver.sessions.values()]
+    """Return the live ones."""
+    driver = site.world.plane.deployment.driver
+    return list(driver.sessions.values())
 
 
 def bound(site: "Site") -> list[int]:
@@ -355,10 +351,7 @@ def test_a_rank_that_froze_while_it_was_idle_does_not_get_all_that_comes(play: "
     "connector", ["mooncake", "mooncake-ascend", "mooncake-hybrid", "mooncake-layerwise"]
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-def test_each_connector_has_the_same(play: "Play", connector: str, path: str, relays: int) -> None:
-    if relays and connector == "mooncake-layerwise":
-        return  # Its engines call one process back.
-
+def test_each_connector_has_the_same(play: "Play", connector: str, path: str) -> None:
     async def scenario(site: "Site") -> None:
         streams = Streams(site)
         streams.send(6, 200, path)

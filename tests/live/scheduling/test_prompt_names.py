@@ -35,7 +35,6 @@ def name_of(seen: "Seen") -> bytes | None:
     return seen.request.header(b"x-session-id")
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize(
     ("path", "values", "named"),
     [
@@ -53,7 +52,7 @@ def name_of(seen: "Seen") -> bytes | None:
     ],
 )
 def test_the_prefill_leg_alone_names_a_text(
-    play: "Play", relays: int, path: str, values: dict[str, object], named: bool
+    play: "Play", path: str, values: dict[str, object], named: bool
 ) -> None:
     async def scenario(site: "Site") -> None:
         await asyncio.sleep(2.0)  # Until the models are known.
@@ -67,11 +66,10 @@ def test_the_prefill_leg_alone_names_a_text(
         assert name_of(decode) is None
         assert decode.values["session_id"] == "mine"
 
-    play(scenario, relays=relays, flags=FLAGS, **ENGINES)
+    play(scenario, flags=FLAGS, **ENGINES)
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_what_goes_on_behind_its_ids_has_no_name(play: "Play", relays: int) -> None:
+def test_what_goes_on_behind_its_ids_has_no_name(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         await asyncio.sleep(2.0)
         body = {"model": "tiny", "prompt": WORDS, "max_tokens": 20, "stream": True}
@@ -85,7 +83,7 @@ def test_what_goes_on_behind_its_ids_has_no_name(play: "Play", relays: int) -> N
         assert name_of(first)
         assert name_of(again) is None
 
-    play(scenario, relays=relays, flags=FLAGS | {"resume": "exact"}, **ENGINES)
+    play(scenario, flags=FLAGS | {"resume": "exact"}, **ENGINES)
 
 
 def test_nobody_is_told_names_where_nobody_listens(play: "Play") -> None:
@@ -98,8 +96,7 @@ def test_nobody_is_told_names_where_nobody_listens(play: "Play") -> None:
     play(scenario, flags=FLAGS, **{**ENGINES, "kv_events": False})
 
 
-@pytest.mark.parametrize("relays", [0, 2])
-def test_what_other_prefillers_computed_is_found_by_its_text(play: "Play", relays: int) -> None:
+def test_what_other_prefillers_computed_is_found_by_its_text(play: "Play") -> None:
     """A conversation that one prefiller has by name, and another by its own doing."""
 
     async def scenario(site: "Site") -> None:
@@ -116,7 +113,7 @@ def test_what_other_prefillers_computed_is_found_by_its_text(play: "Play", relay
             len(text.tokens)
         ] * 2
 
-    play(scenario, relays=relays, flags=FLAGS, **ENGINES)
+    play(scenario, flags=FLAGS, **ENGINES)
 
 
 def ticket_of(body: dict[str, object], tokens: int) -> Ticket:
@@ -124,9 +121,8 @@ def ticket_of(body: dict[str, object], tokens: int) -> Ticket:
     return blocks.of(Ticket(tokens))
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 @pytest.mark.parametrize("texts", [False, True])
-def test_what_ranks_keep_is_what_they_tell(play: "Play", relays: int, texts: bool) -> None:
+def test_what_ranks_keep_is_what_they_tell(play: "Play", texts: bool) -> None:
     """Also of a chat, whose tokens only the prefillers' events tell."""
 
     async def scenario(site: "Site") -> None:
@@ -176,7 +172,7 @@ def test_what_ranks_keep_is_what_they_tell(play: "Play", relays: int, texts: boo
         "rank_kv_events_port": RANK_PORT,
         "rank_kv_replay_port": RANK_PORT,
     }
-    play(scenario, relays=relays, flags=flags, dp_mode=DpMode.HEADER, **ENGINES)
+    play(scenario, flags=flags, dp_mode=DpMode.HEADER, **ENGINES)
 
 
 def test_a_rank_that_comes_back_is_followed_again(play: "Play") -> None:

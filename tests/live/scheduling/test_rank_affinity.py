@@ -51,26 +51,28 @@ def homes(site: "Site") -> list[set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("connector", "policy", "relays"),
+    ("connector", "policy", "stream"),
     [
-        ("nixl", "br-0", 0),
-        ("nixl", "br-h", 2),
-        ("nixl", "br-0-bypass", 0),
-        ("mooncake", "br-h", 0),
-        ("mooncake-ascend", "br-h", 2),
-        ("mooncake-hybrid", "br-h", 0),
+        ("nixl", "br-0", False),
+        ("nixl", "br-h", True),
+        ("nixl", "br-0-bypass", False),
+        ("mooncake", "br-h", False),
+        ("mooncake-ascend", "br-h", True),
+        ("mooncake-hybrid", "br-h", False),
     ],
 )
-def test_turns_return_to_their_rank(play: "Play", connector: str, policy: str, relays: int) -> None:
+def test_turns_return_to_their_rank(
+    play: "Play", connector: str, policy: str, stream: bool
+) -> None:
     async def scenario(site: "Site") -> None:
-        await talk(site, stream=relays > 0)
+        await talk(site, stream=stream)
         assert [len(ranks) for ranks in homes(site)] == [1, 1, 1]
         page = (await site.get("/metrics")).body.decode()
         (line,) = (one for one in page.splitlines() if one.startswith(METRIC + " "))
         # Of three conversations the first two KiB blocks and so on, at every later turn.
         assert float(line.split()[1]) > 3 * 1_000 * (1 + 2 + 3) / 2
 
-    play(scenario, flags=FLAGS | {"policy": policy}, relays=relays, connector=connector, **WORLD)
+    play(scenario, flags=FLAGS | {"policy": policy}, connector=connector, **WORLD)
 
 
 @pytest.mark.parametrize("flags", [{}, {"prefix_affinity": 0.0}, FLAGS | {"policy": "fifo"}])

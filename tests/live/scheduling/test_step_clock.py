@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
 from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
-from balanceroute.proxy.live.scheduling.pushed_counts import PushedCounts, UnknownRowError
-from balanceroute.proxy.live.scheduling.step_clock import Advance, Counts, StepClock
+from balanceroute.proxy.live.scheduling.step_clock import Advance, StepClock
 
 TOLERANCE = 4
 
@@ -26,8 +25,6 @@ class Answer:
     rounds: int | None = 0
     offset: int = 0
     mirror: int = 0
-    row: int = 0
-    emitted_before: int = 0
     number: int = 0
     slot: int = -1
     shape: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(sequences=2))
@@ -41,8 +38,8 @@ class Fleet:
     """Answers, and a mirror of them that is brought forward as the driver does it.
 
     Args:
-        kind: Whether arrays tell how far the answers are, two sequences each ("pushed"), or they are asked
-            ("pulled"), or the pump tells of every other one of those that are streamed ("pumped").
+        kind: Whether the answers, of two sequences each, are asked how far they are ("pulled"), or the pump
+            tells of every other one of those that are streamed ("pumped").
     """
 
     def __init__(self, kind: str) -> None:
@@ -50,18 +47,15 @@ class Fleet:
         self.answers: dict[RequestId, Answer] = {}
         self.now_s = 0.0
         self._started = 0
-        self._rows = PushedCounts[Answer]()
         self._tokens = np.zeros(1_024, np.uint32)
         self._slots = list(range(1_024))
-        self._counts: Counts[Any] = PulledCounts()
-        if kind == "pushed":
-            self._counts = self._rows
-        elif kind == "pumped":
+        self._counts: PulledCounts[Any] = PulledCounts()
+        if kind == "pumped":
             self._counts = PumpedCounts(self._tokens)
 
     def start(self, rounds: int | None = 0) -> Answer:
         self._started += 1
-        answer = Answer(rounds, row=self._rows.take(sequences=2), number=self._started)
+        answer = Answer(rounds, number=self._started)
         self.answers[RequestId(self._started)] = answer
         self._push(answer)
         self._counts.start(answer, self.clock.steps)
@@ -86,14 +80,12 @@ class Fleet:
     def leave(self, answer: Answer) -> None:
         self._return(answer)
         self._counts.stop(answer)
-        self._rows.release(answer.row)
         self.answers = {number: one for number, one in self.answers.items() if one is not answer}
 
     def restart(self, answer: Answer) -> None:
         self._return(answer)
         self._counts.stop(answer)
         assert answer.rounds is not None
-        answer.emitted_before += 2 * answer.rounds
         answer.rounds = answer.mirror = 0
         self._counts.start(answer, self.clock.steps)
         self._lend(answer)
@@ -111,11 +103,8 @@ class Fleet:
         return advance
 
     def _push(self, answer: Answer) -> None:
-        if answer.rounds is not None:
-            emitted = answer.emitted_before + 2 * answer.rounds
-            self._rows.update(np.array([answer.row]), np.array([emitted]))
-            if answer.slot >= 0:
-                self._tokens[answer.slot] = 2 * answer.rounds + 1  # Of two sequences.
+        if answer.rounds is not None and answer.slot >= 0:
+            self._tokens[answer.slot] = 2 * answer.rounds + 1  # Of two sequences.
 
     def emit(self, rounds: int = 1) -> None:
         for answer in self.answers.values():
@@ -129,7 +118,7 @@ class Fleet:
                 assert abs(answer.mirror - answer.rounds) <= TOLERANCE
 
 
-@pytest.fixture(params=["pulled", "pushed", "pumped"])
+@pytest.fixture(params=["pulled", "pumped"])
 def fleet(request: pytest.FixtureRequest) -> Fleet:
     return Fleet(request.param)
 
@@ -244,7 +233,7 @@ def test_the_fast_half_may_leave_at_any_time(fleet: Fleet) -> None:
         fleet.check()
 
 
-@pytest.mark.parametrize("kind", ["pulled", "pushed", "pumped"])
+@pytest.mark.parametrize("kind", ["pulled", "pumped"])
 @given(
     history=st.lists(
         st.tuples(
@@ -396,10 +385,9 @@ def test_a_round_of_several_sequences_is_one_step(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_is_the_same_whether_streams_are_asked_or_tell(seed: int) -> None:
+def test_it_is_the_same_whether_streams_are_asked_or_the_pump_tells(seed: int) -> None:
     rng = random.Random(seed)
-    fleets = [Fleet("pulled"), Fleet("pushed"), Fleet("pumped")]
-    # More than there are rows at first, so that the arrays grow.
+    fleets = [Fleet("pulled"), Fleet("pumped")]
     for rounds in [rng.choice([None, 0, 3]) for _ in range(1_500)]:
         for fleet in fleets:
             fleet.start(rounds)
@@ -420,9 +408,9 @@ def test_it_is_the_same_whether_streams_are_asked_or_tell(seed: int) -> None:
                 case _:
                     fleet.start(changed % 2)
             look = fleet.advance(after_s)
-            off = sorted((answer.row, by) for answer, by in look.corrections)
+            off = sorted((answer.number, by) for answer, by in look.corrections)
             looks.append((look.steps, look.step_s, off, fleet.clock.step_s))
-        assert looks[0] == looks[1] == looks[2]
+        assert looks[0] == looks[1]
     assert fleets[0].clock.steps > 40
 
 
@@ -451,25 +439,3 @@ def test_only_streams_are_asked_how_far_they_are() -> None:
     counts.stop(stream)
     assert counts.passed(0) is None
     assert not counts.silent
-
-
-def test_rows_are_free_again_when_their_request_is_over() -> None:
-    counts = PushedCounts[Answer]()
-    rows = [counts.take(sequences=1) for _ in range(3_000)]
-    assert sorted(rows) == list(range(3_000))
-    counts.update(np.array([rows[0]]), np.array([7]))
-    for row in rows:
-        counts.release(row)
-    again = [counts.take(sequences=3) for _ in range(3_000)]
-    assert set(again) <= set(range(4_096))
-    assert counts.emitted(rows[0]) == 0
-
-
-@pytest.mark.parametrize("rows", [[1, 2], [9], [1_024]])
-def test_progress_of_a_row_that_nobody_has_is_refused(rows: list[int]) -> None:
-    counts = PushedCounts[Answer]()
-    row = counts.take(sequences=1)
-    counts.update(np.array([row]), np.array([3]))
-    with pytest.raises(UnknownRowError):
-        counts.update(np.array([row, *rows]), np.array([8, 8]))
-    assert counts.emitted(row) == 3

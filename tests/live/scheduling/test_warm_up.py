@@ -4,14 +4,11 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from balanceroute.proxy.emulate.faults import Faults
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
-pytestmark = pytest.mark.parametrize("relays", [0, 2], ids=["one process", "two relays"])
 
 COMPLETIONS = "/v1/completions"
 BATCH = 16

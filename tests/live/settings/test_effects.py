@@ -121,7 +121,7 @@ ALWAYS = {
     *("rank_kv_events_port", "rank_kv_replay_port"),
     *("kv_replay_port", "metaserver_url", "connector", "model", "engine_key_file", "check_pairs"),
     *("discover", "host", "port", "tls_cert", "tls_key", "api_key_file"),
-    *("cors_origin", "workers", "public_metrics", "admin", "http3", "aimd", "queue_limit"),
+    *("cors_origin", "public_metrics", "admin", "http3", "aimd", "queue_limit"),
     *("client_deadline", "policy", "local_prefill_tokens", "predictor_state"),
     *("shadow_predictor", "batch", "prefiller_utilisation_limit"),
     *("single_engine_limit", "direct", "pass_priority", "count_tokens", "resume"),
@@ -304,9 +304,8 @@ def test_what_all_groups_have_is_told_only_if_it_does_nothing_in_any(tmp_path: P
     ]
 
 
-@pytest.mark.parametrize("relays", [0, 2])
 def test_the_start_tells_of_it_and_so_does_a_reload(
-    play: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture, relays: int
+    play: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tenants.toml"
     tenant = '[[tenant]]\nname = "a"\ndefault = true\n'
@@ -330,7 +329,7 @@ def test_the_start_tells_of_it_and_so_does_a_reload(
 
     given = {"aimd_ttft_s": 1.0, "queue_order": "edf", "tenants": str(path)}
     with caplog.at_level(logging.WARNING):
-        play(scenario, flags=given, relays=relays)
+        play(scenario, flags=given)
 
 
 def credentials(given: Mapping[str, object]) -> "Credentials":

@@ -85,7 +85,6 @@ def test_a_file_that_is_no_topology_is_refused(tmp_path: Path, text: str, reason
             TWO.replace("http://d2", "http://p1"),
             "model[1] has the engine http://p1:80, which",
         ),
-        (ONE + "[proxy]\nworkers = 2", "--workers: [[model]] groups are served by one process"),
         (ONE + "[proxy]\ndiscover = ['file:x']", "discover: each [[model]] table finds its own"),
         (
             TWO + "[proxy]\npredictor_state = 'x'",
@@ -98,7 +97,7 @@ def test_settings_that_cannot_be_served_are_refused(tmp_path: Path, text: str, r
     with pytest.raises(ConfigError) as error:
         made(tmp_path, text)
     assert reason in str(error.value)
-    assert "fleet.toml" in str(error.value) or "--workers" in str(error.value)
+    assert "fleet.toml" in str(error.value)
 
 
 @pytest.mark.parametrize("flag", ["prefill", "decode", "connector", "model"])

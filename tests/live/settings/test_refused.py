@@ -50,19 +50,6 @@ from balanceroute.proxy.core.errors import ConfigError
         ({"host": 7}, "--host", "is 7, must be a text"),
         ({"cors_origin": "chat.example"}, "--cors-origin", "is 'chat.example', must be *, or http"),
         ({"cors_origin": "http://a/"}, "--cors-origin", "is 'http://a/', must be *, or http"),
-        ({"workers": 0}, "--workers", "is 0, must be from 1 to 256, or 'auto'"),
-        ({"workers": 257}, "--workers", "is 257, must be from 1 to 256, or 'auto'"),
-        ({"workers": "many"}, "--workers", "is 'many', must be an integer, or 'auto'"),
-        (
-            {"workers": 2, "connector": "mooncake-layerwise"},
-            "--workers",
-            "mooncake-layerwise calls one process back, and not any of several",
-        ),
-        (
-            {"workers": "auto", "connector": "mooncake-layerwise"},
-            "--workers",
-            "mooncake-layerwise calls one process back, and not any of several",
-        ),
         (
             {"first_token": "prefill", "connector": "mooncake-hybrid"},
             "--first-token",
@@ -70,11 +57,6 @@ from balanceroute.proxy.core.errors import ConfigError
         ),
         ({"http3": True}, "--http3", "needs --tls-cert and --tls-key"),
         ({"http3_order": "lifo"}, "--http3-order", "must be one of rr, fcfs, edf, abs, ml"),
-        (
-            {"http3": True, "workers": 2},
-            "--http3",
-            "is served by one process",
-        ),
         (
             {"http3": True, "http3_hard_deadlines": True},
             "--http3-hard-deadlines",

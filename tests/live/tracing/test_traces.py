@@ -28,12 +28,6 @@ ERROR = 2
 Traced = Callable[["Site", Collector], Awaitable[None]]
 
 
-@pytest.fixture(params=[0, 2])
-def relays(request: pytest.FixtureRequest) -> int:
-    assert isinstance(request.param, int)
-    return request.param
-
-
 @pytest.fixture
 def play_traced(play: "Play") -> Callable[..., None]:
     """Play a scenario with a collector there."""

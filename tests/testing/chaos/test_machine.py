@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from tests.testing.chaos.test_fault_kinds import BOTH, assert_nobody_noticed, injection, run_with
 
-from balanceroute.proxy.live import control_plane
+from balanceroute.proxy.live import proxy
 from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -58,6 +58,6 @@ def test_an_order_that_is_not_kept_later_is_found(monkeypatch: pytest.MonkeyPatc
         del keeper
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(control_plane, "keep_trying", try_never)
+    monkeypatch.setattr(proxy, "keep_trying", try_never)
     with pytest.raises(AssertionError, match="disk: "):
         run_with(FULL)

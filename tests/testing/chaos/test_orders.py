@@ -33,7 +33,7 @@ def order(kind: OrderKind, role: Role = Role.DECODE, *, at_s: float = 1.5) -> Or
     return Order(kind, role, 0, at_s, at_s + 2.5, seed=1)
 
 
-def run_with(*orders: Order, relays: int = 0, **flags: object) -> Report:
+def run_with(*orders: Order, **flags: object) -> Report:
     """Send drawn requests while orders are given, and nothing else is wrong."""
     rng = random.Random("orders")
     mix = RequestMix(MODEL, big=0.0, odd=0.0, max_tokens=60)
@@ -55,20 +55,15 @@ def run_with(*orders: Order, relays: int = 0, **flags: object) -> Report:
         shutdown_s=None,
         orders=orders,
     )
-    return run_plan(plan, relays=relays)
+    return run_plan(plan)
 
 
 @pytest.mark.parametrize(
-    ("kind", "role", "relays"),
-    [
-        *((kind, role, 0) for kind in OrderKind for role in Role if kind in OF_ENGINES),
-        (OrderKind.DRAIN_DEADLINE, Role.DECODE, 2),
-        (OrderKind.REMOVE_BUSY, Role.PREFILL, 2),
-        (OrderKind.CONTRADICT, Role.DECODE, 2),
-    ],
+    ("kind", "role"),
+    [(kind, role) for kind in OrderKind for role in Role if kind in OF_ENGINES],
 )
-def test_orders_about_one_engine_are_kept(kind: OrderKind, role: Role, relays: int) -> None:
-    report = run_with(order(kind, role), relays=relays)
+def test_orders_about_one_engine_are_kept(kind: OrderKind, role: Role) -> None:
+    report = run_with(order(kind, role))
     assert not report.violations
     assert {k: n for k, n in report.faults.items() if not k.startswith("proxy: ")} == {
         f"admin: {kind.value}": 1
@@ -77,16 +72,9 @@ def test_orders_about_one_engine_are_kept(kind: OrderKind, role: Role, relays: i
     assert ends or report.endings == {"exact": REQUESTS}
 
 
-@pytest.mark.parametrize(
-    ("kind", "relays"),
-    [
-        *((kind, 0) for kind in OrderKind if kind not in OF_ENGINES),
-        (OrderKind.PAUSE, 2),
-        (OrderKind.SLEEP_WAIT, 2),
-    ],
-)
-def test_orders_about_all_are_kept(kind: OrderKind, relays: int) -> None:
-    report = run_with(order(kind), relays=relays)
+@pytest.mark.parametrize("kind", [kind for kind in OrderKind if kind not in OF_ENGINES])
+def test_orders_about_all_are_kept(kind: OrderKind) -> None:
+    report = run_with(order(kind))
     assert not report.violations
     if kind in (OrderKind.PAUSE, OrderKind.SLEEP, OrderKind.ABORT):
         assert report.endings["aborted"]

@@ -3,13 +3,10 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from balanceroute.proxy.live.processes.relay_desk import RelayDesk
-from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.locality import VERSIONS
 from balanceroute.proxy.testing.chaos.plan import Weather, draw_plan
@@ -26,20 +23,6 @@ def test_a_seed_violates_nothing(seed: int) -> None:
     report = run_seed(seed, requests=REQUESTS)
     assert not report.violations, f"seed {seed}"
     assert sum(report.outcomes.values()) > 0
-
-
-@pytest.mark.parametrize("seed", range(20, 28))
-def test_a_seed_violates_nothing_with_relays(seed: int) -> None:
-    report = run_seed(seed, requests=REQUESTS, relays=1 + seed % 3)
-    assert not report.violations, f"seed {seed}"
-    assert sum(report.outcomes.values()) > 0
-
-
-@pytest.mark.parametrize("seed", range(30, 36))
-def test_a_seed_violates_nothing_though_processes_are_killed(seed: int) -> None:
-    report = run_seed(seed, requests=REQUESTS, relays=2, kills=True)
-    assert not report.violations, f"seed {seed}"
-    assert report.faults["relay: is killed"] + report.faults["scheduler process: is killed"] > 0
 
 
 @pytest.mark.parametrize("seed", range(40, 43))
@@ -73,41 +56,6 @@ def test_a_pair_of_two_versions_is_found() -> None:
     flags = {**plan.world.flags, "check_pairs": False, "local_prefill_tokens": None}
     violations = run_plan(replace(plan, world=replace(plan.world, flags=flags))).violations
     assert any(violation.startswith("pairs: ") for violation in violations)
-
-
-def test_what_a_killed_relay_leaves_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RelayDesk, "gone", lambda desk: desk._hub.forget(desk))
-    assert any(
-        violation.startswith("held: requests of the scheduler")
-        for seed in range(33, 36)
-        for violation in run_seed(seed, requests=60, relays=2, kills=True).violations
-    )
-
-
-def test_streams_are_taken_over_as_they_stand() -> None:
-    report = run_seed(112, requests=REQUESTS, relays=2, kills=True)
-    assert report.counters["streams taken over"] > 2
-    assert not report.violations
-
-
-def not_taken_over(patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(RelayDesk, "_live", lambda *_: None)
-    return "ledger: req-7 is streamed, and the scheduler process does not know it"
-
-
-def taken_for_begun(patch: pytest.MonkeyPatch) -> str:
-    join = Progress._join
-    patch.setattr(Progress, "_join", lambda self, session, **_: join(self, session))
-    return "ledger: req-7 is streamed, and has "
-
-
-@pytest.mark.parametrize("plant", [not_taken_over, taken_for_begun])
-def test_a_ledger_that_differs_from_the_streams_is_found(
-    plant: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = plant(monkeypatch)
-    violations = run_seed(112, requests=REQUESTS, relays=2, kills=True).violations
-    assert any(violation.startswith(found) for violation in violations)
 
 
 def test_the_seeds_are_of_every_kind() -> None:

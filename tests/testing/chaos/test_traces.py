@@ -33,7 +33,7 @@ def found(change: Any = None, *, page: bytes = b"") -> list[str]:
     async def judge() -> list[str]:
         collector = SpanCollector((200,))
         collector.spans = spans
-        return collector.audit(ended, page, counted_all=True)
+        return collector.audit(ended, page)
 
     return asyncio.run(judge())
 

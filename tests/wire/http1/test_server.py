@@ -316,80 +316,35 @@ async def test_it_serves_on_sockets_that_are_bound_already(connect: "Connect") -
 
 async def test_who_connects_while_it_is_paused_waits(connect: "Connect") -> None:
     server = Server(echo, limits=ServerLimits(connection_limit=5))
-    await server.start("127.0.0.1", 0)
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        one.setblocking(False)
-        server.keep_spares()
-        further = await server.accept_too(one.dup())
-        ports = server.port, one.getsockname()[1]
-        async with connect(server.port) as old:
-            old.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await old.answer()).status == 200
-            for _ in range(2):
-                server.pause()
-                assert server.listening == []
+    await server.start_on([socket.create_server(("127.0.0.1", 0)) for _ in range(2)])
+    server.keep_spares()
+    ports = [port for _, port in server.addresses]
+    async with connect(ports[0]) as old:
+        old.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await old.answer()).status == 200
+        for _ in range(2):
+            server.pause()
+            assert server.listening == []
+            await asyncio.sleep(0.05)
+            assert server.connections == 1  # It was idle for less than a second.
+            async with connect(ports[0]) as first, connect(ports[1]) as second:
+                for client in (first, second):
+                    client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                 await asyncio.sleep(0.05)
-                assert server.connections == 1  # It was idle for less than a second.
-                async with connect(ports[0]) as first, connect(ports[1]) as second:
-                    for client in (first, second):
-                        client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                    await asyncio.sleep(0.05)
-                    assert server.connections == 1
-                    await server.resume()
-                    await server.resume()
-                    assert len(server.listening) == 1
-                    for client in (first, second):
-                        assert (await client.answer()).status == 200
-        server.pause()
-        # What stood in for another process stops while it is paused, and does not begin again.
-        further.close()
-        await server.resume()
-        third = socket.create_connection(one.getsockname())
-        await asyncio.sleep(0.05)
-        one.accept()[0].close()
-        third.close()
+                assert server.connections == 1
+                await server.resume()
+                await server.resume()
+                assert len(server.listening) == 2
+                for client in (first, second):
+                    assert (await client.answer()).status == 200
     server.pause()
     server.close()
     await server.resume()
     await server.drain()
     await asyncio.sleep(0)
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", ports[0]))
-
-
-async def test_it_accepts_on_one_more_socket_until_that_is_closed_or_it_stops(
-    connect: "Connect",
-) -> None:
-    async def asks(connect_to: socket.socket) -> None:
-        async with connect(connect_to.getsockname()[1]) as client:
-            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert (await client.answer()).status == 200
-
-    server = Server(echo)
-    await server.start("127.0.0.1", 0)
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        one.setblocking(False)
-        listener = await server.accept_too(one.dup())
-        # Another process may close it, which is no fault.
-        assert len(server.listening) == 1
-        await asks(one)
-        listener.close()
-        await asyncio.sleep(0.05)
-        second = socket.create_connection(one.getsockname())
-        await asyncio.sleep(0.05)
-        one.accept()[0].close()
-        second.close()
-        await server.accept_too(one.dup())
-        await asks(one)
-        server.stop_accepting()
-        # Once it stops it begins nowhere.
-        await server.accept_too(one.dup())
-        await asyncio.sleep(0.05)
-        third = socket.create_connection(one.getsockname())
-        one.accept()[0].close()
-        third.close()
-    server.close()
-    await server.drain()
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
 
 
 def no_posts(head: RequestHead, peer: str) -> Rejection | None:

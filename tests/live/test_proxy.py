@@ -1,9 +1,9 @@
-"""A relay whose listening sockets another process has taken, in virtual time."""
+"""A proxy whose listening sockets another process has taken, in virtual time."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.testing.chaos.split_world import SplitWorld
+import pytest
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -15,22 +15,24 @@ LONG = STREAM | {"max_tokens": 800}
 
 
 def hand_over(site: "Site") -> "asyncio.Task[None]":
-    assert isinstance(site.world, SplitWorld)
-    return asyncio.create_task(site.world.relays[0].hand_over())
+    return asyncio.create_task(site.world.proxy.hand_over())
 
 
-def test_every_open_connection_has_its_answer_and_then_it_is_over(play: "Play") -> None:
+@pytest.mark.parametrize("body", [BODY, STREAM])
+def test_every_open_connection_has_its_answer_and_then_it_is_over(
+    play: "Play", body: dict[str, Any]
+) -> None:
     async def scenario(site: "Site") -> None:
         long = site.send(COMPLETIONS, LONG)
         await long.until_events(3)
         assert (await site.post(COMPLETIONS, BODY)).status == 200  # Leaves a connection idle.
         over = hand_over(site)
         await asyncio.sleep(1.0)
-        last = await site.post(COMPLETIONS, STREAM)
-        assert last.done
+        last = await site.post(COMPLETIONS, body)
+        assert last.status == 200
+        assert last.error is None
         assert last.header(b"connection") == b"close"
-        alone = site.send(COMPLETIONS, BODY)
-        await alone.end()
+        alone = await site.send(COMPLETIONS, BODY).end()
         assert alone.error is not None  # It would be the other process's.
         await asyncio.sleep(2.0)
         assert not over.done()
@@ -39,23 +41,21 @@ def test_every_open_connection_has_its_answer_and_then_it_is_over(play: "Play") 
         assert long.done
         await over
 
-    play(scenario, relays=1)
+    play(scenario)
 
 
 def test_it_takes_no_longer_than_a_drain_and_then_says_so_to_clients(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        assert isinstance(site.world, SplitWorld)
-        (relay,) = site.world.relays
         endless = site.send(COMPLETIONS, LONG)
         await endless.until_events(3)
         began_s = site.loop.time()
         await hand_over(site)
         assert 5.0 <= site.loop.time() - began_s <= 5.1
-        await relay.drain()
+        await site.world.proxy.drain()
         assert site.loop.time() - began_s <= 5.2
         assert not endless.over
-        await relay.close()
+        await site.world.proxy.close()
         await endless.end()
         assert "shutting down" in endless.chunks[-1]["error"]["message"]
 
-    play(scenario, relays=1, flags={"drain_timeout_s": 5.0})
+    play(scenario, at_rest=False, flags={"drain_timeout_s": 5.0})

@@ -1,1 +1,0 @@
-"""Several processes: relays that own sockets and bodies, and the scheduler that decides for them."""

@@ -1,0 +1,227 @@
+"""SIGUSR2: a new version takes the listening sockets, on real sockets and with real processes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Exchanged, MakeExchanged
+
+LONG = {**STREAM, "max_tokens": 400}
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    try:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_waiting(pid: int) -> bool:
+    """Return whether a process has become what waits for its successor."""
+    return b"hand_over.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+async def newest(served: Served) -> int:
+    """Wait until the process has one successor that serves; return that one's number."""
+    pid = served.process.pid
+    while not children(pid):  # noqa: ASYNC110 - nobody tells.
+        await asyncio.sleep(0.01)
+    return children(pid)[0]
+
+
+@asynccontextmanager
+async def served_by(
+    make_exchanged: "MakeExchanged", *flags: str, log: Path
+) -> AsyncIterator[Served]:
+    """Serve before emulated engines; leave no successor behind."""
+    async with (
+        engines() as fleet,
+        serving(
+            make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log), *flags
+        ) as served,
+    ):
+        try:
+            yield served
+        finally:
+            pids = [served.process.pid]
+            while pids:
+                pids = [child for one in pids for child in children(one)]
+                for one in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(one, signal.SIGKILL)
+
+
+async def long_streams(served: Served, count: int) -> "list[Exchanged]":
+    """Begin streams, and wait until each has brought a few tokens."""
+    streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(count)]
+    while not all(len(one.events) > 3 for one in streams):  # noqa: ASYNC110 - none tells.
+        await asyncio.sleep(0.005)
+    return streams
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def has(log: Path, what: str) -> bool:
+    return what in log.read_text()
+
+
+async def told(log: Path, what: str) -> None:
+    """Wait until the log has something."""
+    while not has(log, what):  # noqa: ASYNC110 - nobody tells.
+        await asyncio.sleep(0.01)
+
+
+async def policy(served: Served) -> str:
+    found: str = (await served.admin.get("/admin/state")).json["state"]["policy"]
+    return found
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_new_version_takes_over_and_no_request_notices(
+    make_exchanged: "MakeExchanged", tmp_path: Path, keeps: bool
+) -> None:
+    log = tmp_path / "log"
+    flags = ["--roster-state", str(tmp_path / "roster")] if keeps else []
+
+    async def main() -> None:
+        async with served_by(make_exchanged, *flags, log=log) as served:
+            over = asyncio.Event()
+
+            async def keep_asking(*, reuse: bool) -> None:
+                client = Client(served.ports()[0], make_exchanged)
+                while not over.is_set():
+                    answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
+                    assert answer.done, (answer.status, answer.body, answer.error)
+                    if not reuse:
+                        client.close()
+                client.close()
+
+            streams = await long_streams(served, 8)
+            assert (await served.admin.post("/admin/policy", {"policy": "jsq"})).status == 200
+            async with asyncio.TaskGroup() as group:
+                for i in range(8):
+                    group.create_task(keep_asking(reuse=i % 2 == 0))
+                served.process.send_signal(signal.SIGUSR2)
+                await newest(served)
+                for one in streams:
+                    await one.end()
+                    assert one.done
+                    assert len(one.events) == 401
+                while not is_waiting(served.process.pid):  # noqa: ASYNC110 - nobody tells.
+                    await asyncio.sleep(0.01)
+                over.set()
+            assert (await served.admin.get("/ready")).status == 200
+            assert await policy(served) == "jsq"
+            # Signals to the first process reach the one that serves.
+            served.process.send_signal(signal.SIGTERM)
+            status, printed = await served.exit()
+            assert status == 0
+            assert printed == f"{served.line}\n"  # The new one's, after the first was read.
+
+    play(main())
+
+
+def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with served_by(make_exchanged, log=log) as served:
+            served.process.send_signal(signal.SIGUSR2)
+            second = await newest(served)
+            while not is_waiting(served.process.pid):  # noqa: ASYNC110 - nobody tells.
+                await asyncio.sleep(0.01)
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            served.process.send_signal(signal.SIGUSR2)
+            while not children(second) or not is_waiting(second):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            (third,) = children(second)
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+            os.kill(third, signal.SIGKILL)
+            assert (await served.exit())[0] == 128 + signal.SIGKILL
+
+    play(main())
+
+
+def test_a_version_that_does_not_start_leaves_everything_as_it_is(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log, keys = tmp_path / "log", tmp_path / "keys"
+    keys.write_text("one\n")
+    keys.chmod(0o600)
+
+    async def main() -> None:
+        async with served_by(make_exchanged, "--api-key-file", str(keys), log=log) as served:
+            keys.write_text("")
+            served.process.send_signal(signal.SIGUSR2)
+            await told(log, "the new version does not start")
+            key = [(b"authorization", b"Bearer one")]
+            answer = await served.client.send(b"POST", COMPLETIONS, STREAM, key).end()
+            assert answer.done
+            assert children(served.process.pid) == []
+            keys.write_text("two\n")
+            served.process.send_signal(signal.SIGUSR2)
+            await told(log, "a new version serves")
+            key = [(b"authorization", b"Bearer two")]
+            client = Client(served.ports()[0], make_exchanged)
+            answer = await client.send(b"POST", COMPLETIONS, STREAM, key).end()
+            assert answer.done
+            client.close()
+            served.process.send_signal(signal.SIGTERM)
+            assert (await served.exit())[0] == 0
+
+    play(main())
+
+
+def test_a_signal_to_end_reaches_both_while_the_old_one_drains(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with served_by(make_exchanged, log=log) as served:
+            old = await long_streams(served, 2)
+            served.process.send_signal(signal.SIGUSR2)
+            await told(log, "a new version serves")
+            client = Client(served.ports()[0], make_exchanged)
+            new = client.send(b"POST", COMPLETIONS, LONG)
+            while len(new.events) < 3:  # noqa: ASYNC110 - nobody tells.
+                await asyncio.sleep(0.005)
+            served.process.send_signal(signal.SIGTERM)
+            for one in (*old, new):
+                await one.end()
+                assert one.done
+                assert len(one.events) == 401
+            client.close()
+            assert (await served.exit())[0] == 0
+
+    play(main())
+
+
+def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with served_by(make_exchanged, log=log) as served:
+            served.process.send_signal(signal.SIGUSR2)
+            pid = await newest(served)
+            os.kill(pid, signal.SIGSTOP)
+            served.process.send_signal(signal.SIGTERM)
+            assert (await served.exit())[0] == 0
+            assert not exists(pid)
+
+    play(main())
