@@ -103,6 +103,12 @@ class EventScanner:
             )
 
 
+def whole_events(data: bytes) -> list[bytes]:
+    """Return the events of what ends with one, so that a CR at its end is no half of a CRLF."""
+    scanner = EventScanner()
+    return scanner.feed(data) + scanner.end()
+
+
 def event_data(event: bytes) -> bytes:
     """Return the values of an event's `data` fields, joined by LF; empty if it has none."""
     # A slice costs half of what `startswith` does.

@@ -21,7 +21,9 @@ from tests.live.test_proxy_connectors import (
 from tests.live.test_resumed_streams import EACH, EXACT, FAULTS, GREEDY, through_a_failure
 from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
 
+from balanceroute.proxy.emulate.faults import MalformedStream
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.testing.chaos.oracle import comparable
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
@@ -288,6 +290,41 @@ def test_a_stream_kills_few_ranks(play: "Play") -> None:
         assert len(site.received("decode")) == 2
 
     play(scenario, flags=EXACT, ranks=4)
+
+
+SPANS = re.compile(rb'"weight_versions":\[[^]]*\]')  # Of those before it broke nobody knows.
+# Those whose events are parsed, from ids and from the beginning.
+PARSED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: KINDS[kind] for kind in ("tools", "ids", "several", "logprobs", "text of ids")},
+    "stop strings": (CHAT, {"stop": ["never said"]}),
+    "generated ids": (GENERATE, {}),
+    "message": (MESSAGES, TALKING),
+    "response": (RESPONSES, RESPONDING),
+}
+
+
+@pytest.mark.parametrize("breaks", [{}, {"reset_after_tokens": 7}], ids=["whole", "broken"])
+@pytest.mark.parametrize("ends", [MalformedStream.CR, MalformedStream.CRLF], ids=lambda e: e.value)
+@pytest.mark.parametrize("kind", PARSED)
+def test_nothing_is_lost_whatever_ends_the_lines(
+    play: "Play", kind: str, ends: MalformedStream, breaks: dict[str, int]
+) -> None:
+    path, more = PARSED[kind]
+
+    async def scenario(site: "Site") -> None:
+        values = ASKED_OF.get(path, {}) | more
+        right = await alone(site, path, values)
+        site.fleet.faults.set("decode", malformed=ends)
+        site.fleet.faults.set("decode/0", malformed=ends, **breaks)
+        answer = await site.send(path, values, headers=ID).end()
+        body = answer.body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        assert answer.error is None
+        told, wanted = (SPANS.sub(b"", comparable(one, "mine")) for one in (body, right.body))
+        assert told == wanted
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.OK, len(breaks))
+
+    play(scenario, flags=EXACT)
 
 
 @pytest.mark.parametrize(("path", "name"), [(CHAT, b""), (MESSAGES, b"event: error\n")])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.messages import WireError, WireFault
-from balanceroute.proxy.wire.sse import EventScanner, event_data
+from balanceroute.proxy.wire.sse import EventScanner, event_data, whole_events
 
 
 def scan(segments: list[bytes]) -> tuple[list[bytes], bytes]:
@@ -65,6 +65,14 @@ def test_any_pieces_give_the_events_of_the_whole(pieces: list[bytes]) -> None:
     events, tail = scan(pieces)
     assert (events, tail) == reference(b"".join(pieces))
     assert b"".join(events) + tail == b"".join(pieces)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\r\n\n", b"\n\r"])
+def test_whole_events_are_cut_apart_whatever_their_lines_end_with(end: bytes) -> None:
+    events = [b"data: a" + end, b": b" + end, b"data: [DONE]" + end]
+    assert whole_events(b"".join(events)) == events
+    assert [whole_events(event) for event in events] == [[event] for event in events]
+    assert whole_events(b"") == []
 
 
 def test_a_hundred_events_in_one_segment_are_a_hundred_events() -> None:

@@ -15,7 +15,7 @@ from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
 from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError, tokens_of
-from balanceroute.proxy.wire.sse import EventScanner, event_data
+from balanceroute.proxy.wire.sse import event_data, whole_events
 
 # The errors that no engine reports.
 OTHERWISE = error_event(409, "the answer goes on otherwise than it had begun")
@@ -75,7 +75,7 @@ class ContinuationStream(CompletionStream):
 
     def _continue(self, events: bytes) -> bytes:
         if events and (self._head or self._logprobs or self._repeated.left):
-            events = b"".join(map(self._write, EventScanner().feed(events)))
+            events = b"".join(map(self._write, whole_events(events)))
         self._goes_on |= bool(events)
         return events
 

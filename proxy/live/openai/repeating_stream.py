@@ -11,7 +11,7 @@ from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
 from balanceroute.proxy.live.openai.token_stream import TokenStream
 from balanceroute.proxy.live.openai.told import DiffersError, Told
-from balanceroute.proxy.wire.sse import EventScanner
+from balanceroute.proxy.wire.sse import whole_events
 
 
 class _Repeating(StreamReader):
@@ -63,7 +63,7 @@ class _Repeating(StreamReader):
         if not events or self.over:
             return events
         try:
-            return b"".join(map(self._one, EventScanner().feed(events)))
+            return b"".join(map(self._one, whole_events(events)))
         except DiffersError:
             self.over = self.differs = True
             self._opening.error = OTHERWISE

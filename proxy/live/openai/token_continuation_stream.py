@@ -14,7 +14,7 @@ from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.continuation_stream import OTHERWISE
 from balanceroute.proxy.live.openai.stream_event import choices_of, parsed
 from balanceroute.proxy.live.openai.token_stream import TokenStream
-from balanceroute.proxy.wire.sse import EventScanner
+from balanceroute.proxy.wire.sse import whole_events
 
 EXPERTS = error_event(409, "routed_experts of an answer that two engines gave cannot be told")
 # Of the first event, of which the client has them.
@@ -49,7 +49,7 @@ class TokenContinuation(TokenStream):
         """Return what of any event is the client's; empty if nothing is."""
         events = super().read(event)
         if events:
-            events = b"".join(map(self._write, EventScanner().feed(events)))
+            events = b"".join(map(self._write, whole_events(events)))
         self._goes_on |= bool(events)
         return events
 
