@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Then an engine is asked again for a route that it lacked: it may have been replaced behind its address.
 _LACKS_S = 60.0
+# Leases of one request that may end on the way to a rank as they may in the pool, so that no clock makes it
+# try for ever.
+_MOST_LAPSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,13 @@ class Retry:
         then: What it is to try next.
         same_rank: Whether the rank that failed may be tried again.
         delay_s: How long it waits before.
+        free: Whether nobody failed: it goes on at once, and the retry budget is not asked.
     """
 
     then: Next
     same_rank: bool
     delay_s: float
+    free: bool = False
 
 
 class Recovery(Struct, eq=False):
@@ -49,6 +54,7 @@ class Recovery(Struct, eq=False):
     _legs: "LegSettings"
     _tries: dict[Leg, int] = {}
     _broken: int = 0  # Engines that broke off under it and live.
+    _lapses: int = 0  # Leases that ended on the way to a rank.
     lacking: "dict[Prefiller | Rank, Failure | None]" = {}
 
     def begin(self, leg: Leg) -> None:
@@ -119,8 +125,12 @@ class Recovery(Struct, eq=False):
             host.report(
                 PullFailed(self._number, prefiller.id, rank.id, failure.fault, failure.reason)
             )
-        if failure.what is What.STALE:
-            self._tries[leg] -= 1  # Once, as the next legs go on new connections.
+        free = failure.what in (What.STALE, What.NO_ROUTE)
+        if failure.what is What.TOO_LATE:
+            self._lapses += 1
+            free = self._lapses <= _MOST_LAPSES
+        if free and failure.what is not What.NO_ROUTE:
+            self._tries[leg] -= 1  # A stale one once, as the next legs go on new connections.
         if rule.then in (Next.RELAY, Next.FAIL) or not self.may_try_again(leg):
             return None
         tried, legs = self._tries[leg], self._legs
@@ -130,4 +140,5 @@ class Recovery(Struct, eq=False):
             rule.then,
             same_rank,
             min(legs.retry_backoff_limit_s, legs.retry_backoff_s * 2 ** (tried - 1)),
+            free,
         )

@@ -60,8 +60,6 @@ _QUEUED, _PREFILLING, _DECODING, _POOLED, _ENDED, _STREAMING = (
     Phase.STREAMING,
 )
 _OK = Outcome.OK
-# Failures by which nobody lost anything: without a wait, and without asking the retry budget.
-_AT_ONCE = frozenset({What.STALE, What.NO_ROUTE})
 _NAMES = {Role.PREFILL: "prefiller", Role.DECODE: "decode rank"}
 
 
@@ -253,11 +251,15 @@ class Session:
 
     def lease_ended(self, *, cheaper: bool) -> None:
         """Note that the KV cache must not be used any more; `cheaper` as in `ReleasePrefill`."""
-        why = "lost" if self._kv is None else "cheaper" if cheaper else "lapsed"
-        if why != "lost":
-            self.record.lease_lapsed(cheaper=cheaper)
+        if self._kv is None:
+            self.host.report(KvAbandoned("lost"))
+        else:
+            self._lapsed(cheaper=cheaper)
             self.prefill_again()
-        self.host.report(KvAbandoned(why))
+
+    def _lapsed(self, *, cheaper: bool) -> None:
+        self.record.lease_lapsed(cheaper=cheaper)
+        self.host.report(KvAbandoned("cheaper" if cheaper else "lapsed"))
 
     def expire(self, reason: str) -> None:
         """Give the request up: it waited too long. The scheduler knows."""
@@ -438,6 +440,8 @@ class Session:
         deaths = self._deaths()
         retry = self._recovery.after(attempt, failure, stream_open=begun, deaths=deaths)
         self.fresh |= failure.what is What.STALE
+        if failure.what is What.TOO_LATE:
+            self._lapsed(cheaper=False)
         if failure.what is What.NO_ROUTE:
             self._recovery.note_lacking(attempt, self.shape.api, failure, self.context.clock())
         if retry is None and deaths >= MOST_DEATHS and failure.what is not What.REFUSED:
@@ -448,8 +452,8 @@ class Session:
             self._give_up(attempt, failure)
         elif retry.then is Next.CONTINUE:
             attempt.hand_over()
-        elif failure.what in _AT_ONCE:
-            self.record.retries += 1
+        elif retry.free:
+            self.record.retries += failure.what is not What.TOO_LATE
             self._go_on(retry)
         else:
             pulled_from = None if attempt.pair is None else attempt.pair[0].id

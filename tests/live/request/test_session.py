@@ -225,7 +225,7 @@ def test_a_failed_leg_goes_on_as_its_rule_says(leg: Leg, what: What) -> None:
         assert kinds(site)[told:] == ["RequestFailed"]
         assert site.session.record.outcome is Outcome.CLIENT_ERROR
         return
-    if what not in (What.STALE, What.NO_ROUTE):
+    if what not in (What.STALE, What.NO_ROUTE, What.TOO_LATE):
         assert site.fed[told:] == []  # Until the backoff is over it is where it was.
         site.back_off()
     slow = what is What.TIMED_OUT
@@ -643,6 +643,24 @@ def test_a_lease_that_was_left_to_end_is_counted_apart() -> None:
     assert site.abandoned == ["cheaper"]
     assert site.is_in(Phase.QUEUED)
     assert (site.session.record.lease_lapses, site.session.record.cheaper_lapses) == (1, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_lease_that_ends_on_the_way_to_a_rank_is_as_one_that_ends_in_the_pool(
+    *, stream: bool
+) -> None:
+    site = Site(retry_attempts=1, budget=0, stream=stream)
+    for lapses in (1, 2):
+        site.to_rank().break_off(WireFault.TOO_LATE, sent=False)
+        assert site.fed[-1] == events.PrefillLost(NUMBER)
+        record = site.session.record
+        assert (record.lease_lapses, record.cheaper_lapses, record.retries) == (lapses, 0, 0)
+        assert site.abandoned == ["lapsed"] * lapses
+    assert (site.budget, site.blamed) == (0, [])
+    # No clock has it tried for ever.
+    site.to_rank().break_off(WireFault.TOO_LATE, sent=False)
+    assert (site.client.status, site.session.record.retries) == (502, 0)
+    assert site.at_rest
 
 
 def test_a_lease_that_ends_sends_the_request_back_to_the_prefillers() -> None:

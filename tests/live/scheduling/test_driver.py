@@ -30,6 +30,7 @@ from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.sim.engine_options import EngineOptions
+from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Scenario, Site
@@ -296,6 +297,35 @@ def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> Non
 
     flags = {"lease_s": 2.0, "lease_margin_s": 0.5, "connect_timeout_s": 0.25, "batch": 1}
     play(scenario, ranks=1, lease_s=2.0, flags=flags)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "connector",
+    [one for one, facts in CONNECTORS.items() if facts.lease_s and not facts.decode_first],
+)
+@pytest.mark.parametrize("resume", ["off", "exact"])
+def test_a_lease_that_lapsed_while_the_machine_stood_still_costs_no_attempt(
+    play: "Play", connector: str, resume: str, *, stream: bool
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(1.0)
+        values = body(1) | {"stream": stream}
+        alone = await site.ask("decode/0", COMPLETIONS, values)
+        first = site.send(COMPLETIONS, body(0, max_tokens=100))
+        await first.until_events(1)
+        second = site.send(COMPLETIONS, values)
+        await site.until(lambda: len(site.received("prefill")) == 2)
+        await asyncio.sleep(0.5)  # It waits in the pool, by whose clock the lease holds on.
+        site.world.suspend(10_000.0)
+        assert (await second.end()).text == alone.text
+        (record,) = (one for one in await site.ended(2) if one.lease_lapses)
+        assert (record.outcome, record.retries, record.lease_lapses) == (Outcome.OK, 0, 1)
+        page = (await site.get("/metrics")).body
+        assert b'balanceroute_abandoned_leases_total{reason="lapsed"} 1.0' in page
+
+    flags = {"batch": 1, "retry_attempts": 1, "resume": resume}
+    play(scenario, ranks=1, connector=connector, flags=flags)
 
 
 # Time limits of the legs.
