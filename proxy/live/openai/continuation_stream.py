@@ -10,6 +10,7 @@ Such events are parsed: the first ones alone, or those of a stream that failed i
 import json
 from typing import Any
 
+from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.repeated_text import RepeatedText
@@ -122,6 +123,8 @@ class ContinuationStream(CompletionStream):
         if text is None:
             return not self._repeated.left
         new = self._repeated.trim(text)
+        if choice.get("finish_reason") == ABORT and self._may_abort():
+            self._repeated.left = ""  # It was told to end, with whatever the client has.
         if new is None or (choice.get("finish_reason") and self._repeated.left):
             self.differs = True
             return False

@@ -3,6 +3,7 @@
 Every event of such a stream is parsed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
@@ -19,6 +20,7 @@ class _Repeating(StreamReader):
 
     __slots__ = ()
     _told: Told
+    _may_abort: Callable[[], bool]
 
     @property
     def repeating(self) -> bool:
@@ -72,7 +74,7 @@ class _Repeating(StreamReader):
     def _one(self, event: bytes) -> bytes:
         told = self._told
         if told.repeating:
-            event = told.leave_out(event)
+            event = told.leave_out(event, may_abort=self._may_abort())
         return told.tell(event) if event else b""
 
 

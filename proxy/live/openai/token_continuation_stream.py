@@ -9,6 +9,7 @@ that failed, nobody tells, so no span has them. What is one engine's knowledge o
 from collections.abc import Mapping
 from typing import Any
 
+from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.answer_events import dump_compact
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.continuation_stream import OTHERWISE
@@ -66,6 +67,9 @@ class TokenContinuation(TokenStream):
         for choice in choices:
             if self._again is not None:
                 ids = choice.get("token_ids")
+                if not ids and choice.get("finish_reason") == ABORT and self._may_abort():
+                    self._again = None  # It was told to end, with what the client has.
+                    continue
                 if not isinstance(ids, list) or ids[:1] != [self._again]:
                     self.differs = True
                     return self._stop(OTHERWISE)

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.answer_events import dump_compact
 from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded
 from balanceroute.proxy.wire.sse import event_data
@@ -132,8 +133,13 @@ class Told:
         """Note an event that goes to the client; return it as the client is to have it."""
         raise NotImplementedError
 
-    def leave_out(self, event: bytes) -> bytes:
+    def leave_out(self, event: bytes, *, may_abort: bool = False) -> bytes:
         """Return what of an event the client does not have; empty if it has all.
+
+        Args:
+            event: What an engine says that has begun the answer again.
+            may_abort: Whether it was told to give the answer up, so that it may end before it has come to
+                what the client has not.
 
         Raises:
             DiffersError: It does not go on with what the client has.
@@ -186,6 +192,12 @@ class Told:
                 del self._left[choice]
         return again
 
+    def _stop_repeating(self, choice: int) -> None:
+        """Expect nothing more of a choice."""
+        self._left.pop(choice, None)
+        for grown in self._grown.get(choice, {}).values():
+            grown.at = len(grown.whole)
+
 
 class ToldChoices(Told):
     """The same of a stream whose events have choices: chats, completions, and ids."""
@@ -213,12 +225,8 @@ class ToldChoices(Told):
                 self._grow(_index(choice), (_FINISH,), [choice[_FINISH]])
         return b"data: %b\n\n" % dump_compact(message) if changed else event
 
-    def leave_out(self, event: bytes) -> bytes:
-        """Return what of an event the client does not have; empty if it has all.
-
-        Raises:
-            DiffersError: It does not go on with what the client has.
-        """
+    def leave_out(self, event: bytes, *, may_abort: bool = False) -> bytes:
+        """Return what of an event the client does not have; see `Told.leave_out`."""
         data = event_data(event)
         if not data:
             return b""  # A comment, for example.
@@ -231,7 +239,10 @@ class ToldChoices(Told):
         for choice in choices_of(message):
             index = _index(choice)
             says_more = self._leave_out(index, (), choice)
-            if choice.get(_FINISH) is not None:
+            if may_abort and choice.get(_FINISH) == ABORT:
+                says_more = (_FINISH,) not in self._grown.get(index, {})
+                self._stop_repeating(index)
+            elif choice.get(_FINISH) is not None:
                 says_more |= not self._repeat(index, (_FINISH,), [choice[_FINISH]])
             if says_more and index in self._left:
                 raise DiffersError
@@ -384,12 +395,12 @@ class ToldEvents(Told):
                 self._created_at = self._created_at or _created_at(message)
         return event
 
-    def leave_out(self, event: bytes) -> bytes:
-        """Return what of an event the client does not have; empty if it has all.
+    def leave_out(self, event: bytes, *, may_abort: bool = False) -> bytes:
+        """Return what of an event the client does not have; see `Told.leave_out`.
 
-        Raises:
-            DiffersError: It does not go on with what the client has.
+        One that ends sooner has other blocks, or items, than the client has: it differs.
         """
+        del may_abort
         data = event_data(event)
         if not data:
             return b""

@@ -19,6 +19,10 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 ABORT = "abort"
 """The finish reason of an answer that an engine aborted."""
+
+ABORTED = b'"finish_reason":"%b"' % ABORT.encode()
+"""What an event of one has."""
+
 _DONE = b"[DONE]"
 _MAX_EVENT_BYTES = 64 << 20
 # An agent's message tells beside what was cached the rest of the prompt.
@@ -75,6 +79,8 @@ class Expectation:
         reworded: Whether only what is said counts, not how it is written or cut into events.
         cached_known: Whether it is known how many prompt tokens the prefiller had cached.
         completed: Whether the proxy may have written the end of a stream, which an engine had lost.
+        aborts: Whether engines may have been told to abort it: then a choice of an unfinished stream may
+            have ended so.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Expectation:
         reworded: bool = False,
         cached_known: bool = True,
         completed: bool = False,
+        aborts: bool = False,
     ) -> None:
         self.status = answer.status
         self._request = request
@@ -93,6 +100,7 @@ class Expectation:
         self._reworded = reworded
         self._cached_known = cached_known
         self._completed = completed
+        self._aborts = aborts
         self._unfinished = False  # Whether a stream is judged that had no time for its end.
         self._body = self._comparable(answer.body)
         self._choices: dict[int, list[bytes]] = {}
@@ -123,8 +131,12 @@ class Expectation:
 
     def strays(self, events: list[bytes]) -> str:
         """Return how the events of an unfinished stream are wrong; empty if they are a beginning."""
-        if self._reworded:
+        aborted = self._aborts and any(ABORTED in event for event in events)
+        if self._reworded or aborted:
             said, wanted = _said(_messages(events)), _said(_messages(events_of(self._body)))
+            for speech in said.values():
+                if aborted and speech.finish_reason == ABORT:
+                    speech.finish_reason = None
             strays = [one for one in said if one not in wanted or not wanted[one].begins(said[one])]
             return f"{said[strays[0]]} where {wanted.get(strays[0])} belongs" if strays else ""
         self._unfinished = True

@@ -12,7 +12,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
 from balanceroute.proxy.testing.chaos.clients import Client
 from balanceroute.proxy.testing.chaos.expectation import (
-    ABORT,
+    ABORTED,
     Expectation,
     error_of,
     events_of,
@@ -42,7 +42,6 @@ _GIVEN_UP = b"the engine dropped the request"
 _EXPIRED = b"waited longer than it may"
 # What one engine would have to do, where none may.
 COMPLETE = "the prefill answer is complete"
-_ABORTED = b'"finish_reason":"%b"' % ABORT.encode()
 # What one engine would have to do whole, where none is to.
 _TOO_LATE = b"the first token is expected in"
 _NOT_SERVED = b"which this deployment does not serve"
@@ -206,6 +205,7 @@ class Judge:
             reworded=reworded,
             cached_known=self._cached_known,
             completed=self._plan.weather is not Weather.CALM,
+            aborts=self._aborts,
         )
         wrong = [] if not request.forbidden else ["it was served, and must not be"]
         if self.tenants is not None:
@@ -218,7 +218,7 @@ class Judge:
             return Verdict("wrong", wrong)
         verdict = self._compare(client, request, received, expected)
         # Agents' APIs need not say it.
-        aborted = _ABORTED in received.body or (verdict.wrong and request.path in AGENTS)
+        aborted = ABORTED in received.body or (verdict.wrong and request.path in AGENTS)
         if self._aborts and aborted and received.ending is Ending.COMPLETE:
             wrong.append(expected.strays_until_aborted(bytes(received.body)))
             return Verdict("aborted", [one for one in wrong if one])

@@ -1,13 +1,16 @@
 """Pause, resume and abort all of the admin listener, before engines that obey and others."""
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.test_proxy_connectors import CHAT, COMPLETIONS, TALK
+from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, TALK
+from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
 
 from balanceroute.proxy.live.control.pausing import ABORTED
 from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.wire.sse import event_data, whole_events
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -253,3 +256,75 @@ def test_what_cannot_be_ordered_is_refused(play: "Play", path: str, body: Any, w
         assert not (await site.admin("/is_paused")).json["is_paused"]
 
     play(scenario)
+
+
+DRAWN = {"temperature": 0.7, "seed": 3}
+TOLD: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, LONG | {"frequency_penalty": 0.5}),
+    "several": (COMPLETIONS, {"prompt": "t1 t2", "ignore_eos": True} | DRAWN | {"n": 3}),
+    "ids": (CHAT, LONG | {"return_token_ids": True, "logprobs": True}),
+    "generate": (
+        GENERATE,
+        ASKED | {"sampling_params": SAMPLING | DRAWN | {"n": 2, "max_tokens": 400}},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_an_answer_that_is_begun_again_ends_with_what_its_client_has(
+    play: "Play", kind: str
+) -> None:
+    """The engine that says it again was told to end before it had come to anything new."""
+    path, values = TOLD[kind]
+
+    async def scenario(site: "Site") -> None:
+        site.fleet.faults.set("decode/0", reset_after_tokens=40)
+        values_ = {"temperature": 0, "max_tokens": 400, "stream": True} | values
+        stream = site.send(path, values_)
+        await site.until(lambda: len(site.received("decode")) == 2)
+        await asyncio.sleep(0.4)
+        before = stream.body
+        assert (await order(site, "/abort_requests")).status == 200
+        await stream.end()
+        assert stream.done, stream.body
+        assert stream.body.startswith(before)
+        behind = [c for one in whole_events(stream.body[len(before) :]) for c in choices_in(one)]
+        count = values.get("n") or values.get("sampling_params", {}).get("n", 1)
+        assert sorted(one["index"] for one in behind) == list(range(count))
+        for one in behind:
+            assert one["finish_reason"] == "abort"
+            assert not any(one.get(name) for name in ("text", "delta", "token_ids"))
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.OK, 1)
+
+    play(scenario, flags={"resume": "exact"}, ranks=2)
+
+
+def choices_in(event: bytes) -> list[Any]:
+    data = event_data(event)
+    return [] if data == b"[DONE]" else json.loads(data)["choices"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
+def test_a_first_token_that_came_early_is_the_answer_if_its_rank_was_told_to_end(
+    play: "Play", path: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        greedy = BODY | {"temperature": 0}
+        asked = {CHAT: TALK | {"temperature": 0}, COMPLETIONS: greedy, GENERATE: ASKED}[path]
+        # Both ranks' places are taken, by others of their own.
+        for rank in ("decode/0", "decode/1"):
+            site.send(CHAT, LONG, port=site.fleet.engine(rank).port)
+        await site.until(lambda: len(site.received("decode")) == 2)
+        stream = site.send(path, asked | {"stream": True})
+        await stream.until_events(1)
+        await asyncio.sleep(0.5)
+        assert (await order(site, "/abort_requests")).status == 200
+        await stream.end()
+        assert stream.done, stream.body
+        assert reason(stream) == "abort", stream.body
+        (record,) = await site.ended()
+        assert (record.outcome, record.first_token_differences) == (Outcome.OK, 0)
+        assert len(site.received("decode", path)) == (3 if path == CHAT else 1)
+
+    play(scenario, flags={"first_token": "prefill", "batch": 4}, ranks=2, batch_limit=1)

@@ -361,3 +361,27 @@ def test_a_block_that_is_another_one_is_found_out() -> None:
         assert passed(told, right[:place]) == []
         with pytest.raises(DiffersError):
             told.leave_out(otherwise)
+
+
+def test_a_choice_that_was_told_to_end_repeats_nothing_more() -> None:
+    told = ToldChoices()
+    passed(told, [*TALK[:8], chat(1, content="Yes"), chat(2, "stop", content="No")])
+    told.begin_again()
+    ends = [chat(index, "abort") for index in range(3)]
+    assert told.leave_out(TALK[1], may_abort=True) == b""
+    got = [told.leave_out(one, may_abort=True) for one in ends]
+    assert got == [ends[0], ends[1], b""]  # The last one had ended.
+    assert not told.repeating
+    # Whatever an engine says behind its end.
+    assert told.leave_out(chat(content="Let"), may_abort=True) == chat(content="Let")
+
+
+@pytest.mark.parametrize("may_abort", [False, True])
+def test_only_what_may_end_may_end_sooner(may_abort: bool) -> None:
+    told = ToldChoices()
+    passed(told, TALK[:5])
+    told.begin_again()
+    with pytest.raises(DiffersError):
+        told.leave_out(chat(0, "stop"), may_abort=may_abort)
+    with pytest.raises(DiffersError):  # It is to be the same as far as it goes.
+        told.leave_out(chat(0, "abort", content="Other"), may_abort=may_abort)

@@ -141,3 +141,23 @@ def test_an_agents_answer_that_was_aborted_is_a_beginning(
     path: str, right: list[bytes], aborted: list[bytes], *, strays: bool
 ) -> None:
     assert bool(expected(path, right).strays_until_aborted(b"".join(aborted))) is strays
+
+
+@pytest.mark.parametrize("reworded", [False, True])
+@pytest.mark.parametrize(
+    ("texts", "finish", "aborts", "strays"),
+    [
+        (("a", "b"), "abort", True, False),
+        ((), "abort", True, False),
+        (("a", "c"), "abort", True, True),
+        (("a", "b"), "abort", False, True),
+        (("a", "b"), "stop", True, True),
+    ],
+)
+def test_a_choice_may_end_before_its_stream_breaks_where_that_was_ordered(
+    texts: tuple[str, ...], finish: str, *, aborts: bool, strays: bool, reworded: bool
+) -> None:
+    right = Response(200, [], stream("a", "b", "c", finish="length"))
+    judged = Expectation(REQUEST, right, aborts=aborts, reworded=reworded)
+    told = stream(*texts, finish=finish).replace(b": ", b":").replace(b"data:", b"data: ")
+    assert bool(judged.strays([event + b"\n\n" for event in told.split(b"\n\n")[:-1]])) is strays
