@@ -85,6 +85,8 @@ class FallBack:
         attempt.give_up()
         record = self._asking.record
         record.fall_backs = (*record.fall_backs, (attempt.record.group, why))
+        if attempt.inner.commented:
+            record.status = 200  # Which its client has, whatever comes of it.
         self._try(group)
         return True
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.conftest import LARGE, SMALL
 
+from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings
 
 if TYPE_CHECKING:
@@ -178,6 +179,31 @@ def test_behind_a_sign_of_life_the_last_refusal_is_an_error_event(
         "large": GroupSettings(replace(LARGE, batch_limit=1), proxy=large),
     }
     play_groups(scenario, groups=groups, more=CHAIN)
+
+
+def test_who_leaves_behind_a_sign_of_life_has_had_its_status(play_groups: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
+        full += await fill(site, "small")
+        leaving = site.send(COMPLETIONS, ask(stream=True))
+        await leaving.until_events(1)
+        await asyncio.sleep(1.0)
+        assert leaving.events == [b": keep-alive\n\n"]
+        leaving.call.abort()  # While it waits for the small model, which has sent nothing.
+        (record,) = [one for one in await site.ended() if one.alias]
+        assert (record.group, record.fall_backs) == ("small", (("large", "timeout"),))
+        assert (record.status, record.outcome) == (200, Outcome.CANCELLED)
+        for one in full:
+            await one.end()
+
+    limits = "batch = 1\npool_limit = 1\n"
+    groups = {
+        "small": GroupSettings(replace(SMALL, batch_limit=1), proxy=limits),
+        "large": GroupSettings(
+            replace(LARGE, batch_limit=1), proxy=limits + "sse_keep_alive_s = 1\n"
+        ),
+    }
+    play_groups(scenario, groups=groups, more=CHAIN + "fall_back_after_s = 1.5\n")
 
 
 def test_who_leaves_meanwhile_is_one_request(play_groups: "Play") -> None:
