@@ -47,7 +47,7 @@ proxy.live.engines: bootstrap engine_facts engine_gauges engine_url faults fetch
     kv_event_batch kv_feed
     kv_subscriber kv_transfers model_list pairing
     scrape served_models
-proxy.live.frontend: aliases asking body_queue clients conversation cors fall_back gateway generation groups hand_offs intake known_head model_pages model_routes own_pages
+proxy.live.frontend: aliases asking body_queue clients conversation cors fall_back gateway generation groups hand_offs known_head model_pages model_routes
     pass_through refusals
     request_head single_exchange tenancy
 proxy.live.openai: answer answer_events api_error backed_up_ids body completion_stream context_limit continuation

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.service import Common
     from balanceroute.proxy.wire.messages import Headers, Rejection
@@ -57,8 +57,8 @@ class PublicListener:
         config: "ProxyConfig",
         groups: "Groups",
         *,
-        metrics: "RequestCounts",
-        pages: "Pages",
+        metrics: "RequestMetrics",
+        page_of_metrics: Callable[[], bytes],
         log: "Log",
         unix_s: Callable[[], float],
         random_bits: Callable[[int], int],
@@ -68,7 +68,7 @@ class PublicListener:
         gateway = self.gateway = Gateway(
             groups,
             metrics=metrics,
-            pages=pages,
+            page_of_metrics=page_of_metrics,
             log=log,
             settings=_gateway_settings(config),
             aliases=make_aliases(config.aliases, groups, groups.context.clock),

@@ -23,7 +23,6 @@ from balanceroute.proxy.live.deployment_state import snapshot_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.groups import Group, Groups
-from balanceroute.proxy.live.frontend.own_pages import OwnPages
 from balanceroute.proxy.live.group_orders import GroupOrders
 from balanceroute.proxy.live.kept_groups import KeptGroups
 from balanceroute.proxy.live.listeners import AdminListener, PublicListener
@@ -458,9 +457,6 @@ class Proxy:
             own = EngineUrl(scheme, self.config.listening.host, self.server.port)
             deployment.driver.use_connector(make_connector(engines.connector, callback=own.base))
 
-    def _live_requests(self) -> int:
-        return sum(len(one.driver.sessions) for one in self.deployments.values())
-
     async def _listen(self) -> None:
         """Open the listeners."""
         config = self.config
@@ -469,7 +465,7 @@ class Proxy:
             config,
             self._groups,
             metrics=self.metrics.requests,
-            pages=OwnPages(self.page_of_metrics, self._live_requests),
+            page_of_metrics=self.page_of_metrics,
             log=self._environment.log,
             unix_s=self._environment.unix_s,
             random_bits=self._environment.rng.getrandbits,

@@ -13,13 +13,13 @@ from balanceroute.proxy.live.request.suspects import REASON, SUSPECTED
 if TYPE_CHECKING:
     from balanceroute.proxy.core.admission import Refusal
     from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.frontend.intake import RequestCounts
     from balanceroute.proxy.live.frontend.known_head import KnownHead
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api, Shape
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.security.credentials import Tenant
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class LateRefusals:
     """Answers, counts and logs requests that are refused after their body came."""
 
-    def __init__(self, groups: "Groups", metrics: "RequestCounts", log: "Log") -> None:
+    def __init__(self, groups: "Groups", metrics: "RequestMetrics", log: "Log") -> None:
         self._groups = groups
         self._metrics = metrics
         self._log = log

@@ -44,11 +44,10 @@ from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.admission import Refusal
     from balanceroute.proxy.live.frontend.aliases import Alias
     from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.frontend.intake import Pages, RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.live.telemetry.trace_context import Tracer
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
@@ -85,8 +84,8 @@ class Gateway:
         self,
         groups: "Groups",
         *,
-        metrics: "RequestCounts",
-        pages: "Pages",
+        metrics: "RequestMetrics",
+        page_of_metrics: Callable[[], bytes],
         log: "Log",
         settings: GatewaySettings,
         clients: Clients,
@@ -96,7 +95,7 @@ class Gateway:
     ) -> None:
         self._groups = groups
         self._aliases = aliases
-        self._pages = pages
+        self._page_of_metrics = page_of_metrics
         self._settings = settings
         self._key_line = encode_fields(key_headers(settings.engine_key))
         self._clients = clients
@@ -250,14 +249,12 @@ class Gateway:
         among = None if eligible is None else eligible.prefillers
         request = structs.replace(request, body=body)
 
-        def offered(refusal: "Refusal | None") -> None:
-            if refusal is not None:
-                self._late.limit(reply, record, refusal)
-                return
-            self._late.tell_allowances(reply, record)
-            group.pass_through(request, reply, headers, record, among)
-
-        group.tenancy.offer_alone(record.tenant, offered)
+        refusal = group.tenancy.refuse_alone(record.tenant)
+        if refusal is not None:
+            self._late.limit(reply, record, refusal)
+            return
+        self._late.tell_allowances(reply, record)
+        group.pass_through(request, reply, headers, record, among)
 
     def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
         api, body = _GENERATION[request.path], request.body
@@ -363,14 +360,9 @@ class Gateway:
         elif request.path == b"/version":
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
-            answer = partial(_answer_load, reply, json_headers)
-            self._pages.load(self._groups.passing, answer)
+            reply.send(200, json_headers, b'{"server_load":%d}' % self._groups.load)
         elif self._settings.public_metrics:
             headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
-            self._pages.metrics(partial(reply.send, 200, headers))
+            reply.send(200, headers, self._page_of_metrics())
         else:
             self._reject(request, reply, NOT_FOUND)
-
-
-def _answer_load(reply: "Reply", headers: "Headers", load: int) -> None:
-    reply.send(200, headers, b'{"server_load":%d}' % load)

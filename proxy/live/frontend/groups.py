@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from balanceroute.proxy.live.engines.model_list import ModelList
-    from balanceroute.proxy.live.frontend.intake import Intake
     from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.frontend.tenancy import Limits
+    from balanceroute.proxy.live.frontend.tenancy import Tenancy
     from balanceroute.proxy.live.openai.routes import Route
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.request.session_host import SessionContext
+    from balanceroute.proxy.live.scheduling.driver import Driver
 
 NO_MODEL = (400, "you must provide a model parameter: the proxy serves several")
 
@@ -44,11 +44,11 @@ class Group:
 
     name: str
     models: tuple[str, ...]
-    intake: "Intake"
+    intake: "Driver"
     served: "ModelList"
     routes: "ModelRoutes"
     pass_through: "PassThrough"
-    tenancy: "Limits"
+    tenancy: "Tenancy"
     key_is_tenant: bool = False
     forecast: "Callable[[Shape], tuple[float, float]] | None" = None
 
@@ -106,9 +106,9 @@ class Groups:
         return any(one.intake.uses_keys for one in self)
 
     @property
-    def passing(self) -> int:
-        """How many requests single engines answer."""
-        return sum(one.pass_through.in_flight for one in self)
+    def load(self) -> int:
+        """How many requests there are."""
+        return sum(len(one.intake.sessions) + one.pass_through.in_flight for one in self)
 
     def add(self, group: Group) -> None:
         """Serve one more."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
-from balanceroute.proxy.live.frontend.tenancy import Limits
+from balanceroute.proxy.live.frontend.tenancy import Tenancy
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.frontend.intake import Intake, RequestCounts
+    from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
 
@@ -52,10 +53,10 @@ class PassThrough:
     def __init__(
         self,
         instances: Instances,
-        intake: "Intake",
+        intake: "Driver",
         *,
-        tenancy: Limits,
-        metrics: "RequestCounts",
+        tenancy: Tenancy,
+        metrics: "RequestMetrics",
         retried: Callable[[str, str], None],
         log: "Log",
         limits: PassThroughLimits,
@@ -90,7 +91,7 @@ class PassThrough:
         record: "RequestRecord",
         among: "frozenset[PrefillerId] | None",
     ) -> None:
-        """Answer one request that `Tenancy.offer_alone` let in.
+        """Answer one request that `Tenancy.refuse_alone` let in.
 
         `among` are the only prefillers that can; None for all.
         """

@@ -18,8 +18,8 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.intake import RequestCounts
     from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.live.telemetry.trace_context import Tracer
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
@@ -92,7 +92,7 @@ class Refusals:
     def __init__(
         self,
         *,
-        metrics: "RequestCounts",
+        metrics: "RequestMetrics",
         log: "Log",
         tenant_of: "Callable[[Headers], str]",
         unique: Callable[[], str],

@@ -1,7 +1,7 @@
 """What the tenants of one deployment may ask for, as the file of tenants said last."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import Admission, Allowance, Refusal, TenantLimits, Tenants
 from balanceroute.proxy.live.frontend.clients import allowance_headers
@@ -13,23 +13,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 _NO_ALLOWANCES: Mapping[str, Allowance] = {}
-
-
-class Limits(Protocol):
-    """The tenants' limits, as they are asked about."""
-
-    def refuse_early(self, tenant: str) -> Limited | None:
-        """Return why a request is rejected before its body is read, or None."""
-
-    def offer_alone(self, tenant: str, answer: Callable[[Refusal | None], None]) -> None:
-        """Answer, now or later, why a request that one engine answers alone is rejected, or None."""
-
-    def ended_alone(self, record: "RequestRecord") -> None:
-        """Note the end of such a request that was accepted."""
-
-    def allowances(self, tenant: str) -> Mapping[str, Allowance]:
-        """Return what is left of a tenant's rates; empty without tenants."""
-        ...
 
 
 class Tenancy:
@@ -78,10 +61,6 @@ class Tenancy:
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % refusal.retry_after_s))
         return Limited(refusal.status, refusal.reason, tuple(headers), cause=refusal.cause)
-
-    def offer_alone(self, tenant: str, answer: Callable[[Refusal | None], None]) -> None:
-        """See `Limits`."""
-        answer(self.refuse_alone(tenant))
 
     def refuse_alone(self, tenant: str) -> Refusal | None:
         """Return why a request that one engine answers alone is rejected, or None; see `Tenants`."""

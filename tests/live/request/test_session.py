@@ -646,9 +646,7 @@ def test_a_lease_that_was_left_to_end_is_counted_apart() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_lease_that_ends_on_the_way_to_a_rank_is_as_one_that_ends_in_the_pool(
-    *, stream: bool
-) -> None:
+def test_a_lease_that_ends_on_the_way_to_a_rank_costs_nothing(*, stream: bool) -> None:
     site = Site(retry_attempts=1, budget=0, stream=stream)
     for lapses in (1, 2):
         site.to_rank().break_off(WireFault.TOO_LATE, sent=False)
