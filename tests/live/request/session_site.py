@@ -2,9 +2,7 @@
 
 import json
 import pickle
-from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from balanceroute.proxy.core import events
@@ -244,7 +242,6 @@ class Site:
         stalled_since_s: Since when what comes may have waited to be read; None for not at all.
         blamed: Which engines' health checks were told of a failure.
         pulls: Which rank pulled from whom, and how that failed.
-        answers: What is asked of the host and not answered yet; see `answers_late`.
     """
 
     def __init__(
@@ -261,8 +258,6 @@ class Site:
         self.connector = make_connector(connector, callback="http://proxy")
         self.lease_s = self.connector.facts.lease_s
         self.now_s = 100.0
-        self.answers_late = False
-        self.answers: deque[Callable[[], None]] = deque()
         self.stalled_since_s: float | None = None
         self.suspended_s = 0.0
         self.budget = budget
@@ -349,33 +344,16 @@ class Site:
         self.fed.append(event)
         self.replies.get(type(event), lambda: None)()
 
-    def ask_prefiller(
-        self,
-        number: RequestId,
-        other_than: PrefillerId | None,
-        answer: Callable[[Prefiller | None], None],
-    ) -> None:
+    def choose_prefiller(self, number: RequestId, other_than: PrefillerId | None) -> Prefiller:
         assert is_data((number, other_than))
         chosen = next(one for one in self.prefillers if one.id != other_than)
         chosen.hand_offs += 1
-        self._answer(partial(answer, chosen))
+        return chosen
 
-    def ask_retry(
-        self,
-        leg: str,
-        fault: Fault,
-        answer: Callable[[bool], None],
-        *,
-        pulled_from: PrefillerId | None = None,
-    ) -> None:
+    def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
         assert is_data((leg, fault, pulled_from))
         self.budget -= 1
-        self._answer(partial(answer, self.budget >= 0))
-
-    def _answer(self, answer: Callable[[], None]) -> None:
-        self.answers.append(answer)
-        if not self.answers_late:
-            self.answer_all()
+        return self.budget >= 0
 
     def report(self, report: Report) -> None:
         assert is_data(report)
@@ -412,11 +390,6 @@ class Site:
         assert gap_s >= 0.0
 
     # What a test does.
-
-    def answer_all(self) -> None:
-        """Answer everything that the session asked."""
-        while self.answers:
-            self.answers.popleft()()
 
     @property
     def in_flight(self) -> list[Sent]:

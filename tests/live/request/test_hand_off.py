@@ -1,9 +1,7 @@
 """The prefill that a decode rank calls for: asked once, tried elsewhere, given up, and never counted twice."""
 
 import json
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,7 +60,6 @@ class Site:
         blamed: Which of them failed, and how.
         dead: Which of them died, when it was asked, and whether it says so itself.
         most_deaths: Of them.
-        answers: What the hand-off asked, if `answers_late`; else it is answered at once.
     """
 
     def __init__(self, count: int, *, attempts: int = 3, budget: int = 100) -> None:
@@ -71,8 +68,6 @@ class Site:
         self.context = SimpleNamespace(legs=make_config(None, flags).legs, clock=lambda: self.now_s)
         self.dead: list[tuple[int, float, bool]] = []
         self.most_deaths = 100
-        self.answers_late = False
-        self.answers: deque[Callable[[], None]] = deque()
         self.budget = budget
         self.sent: list[Sent] = []
         self.told: list[object] = []
@@ -85,32 +80,21 @@ class Site:
         endpoint = cast("Endpoint", _Endpoint(i, self.sent))
         return Prefiller(PrefillerId(i), target.url, target, endpoint)
 
-    def ask_prefiller(
-        self,
-        number: RequestId,
-        other_than: PrefillerId | None,
-        answer: Callable[[Prefiller | None], None],
-    ) -> None:
+    def choose_prefiller(
+        self, number: RequestId, other_than: PrefillerId | None
+    ) -> Prefiller | None:
         assert number == 3
         able = [one for one in self.prefillers if one.status is Status.UP]
         chosen = next((one for one in able if one.id != other_than), able[0] if able else None)
         if chosen is not None:
             chosen.hand_offs += 1
-        self._answer(partial(answer, chosen))
+        return chosen
 
-    def ask_retry(self, leg: str, fault: Fault, answer: Callable[[bool], None]) -> None:
+    def may_retry(self, leg: str, fault: Fault) -> bool:
         assert leg == "prefill"
         assert fault in Fault
         self.budget -= 1
-        self._answer(partial(answer, self.budget >= 0))
-
-    def _answer(self, answer: Callable[[], None]) -> None:
-        self.answers.append(answer)
-        if not self.answers_late:
-            self.answer()
-
-    def answer(self) -> None:
-        self.answers.popleft()()
+        return self.budget >= 0
 
     def report(self, report: Report) -> None:
         match report:
@@ -359,38 +343,6 @@ def test_who_hung_before_is_asked_last() -> None:
     alone = Site(1)
     alone.hand_off(alone.prefillers[0]).take(PARAMS)
     assert [sent.engine for sent in alone.sent] == [0]
-
-
-def test_an_answer_may_come_late() -> None:
-    site = Site(2)
-    site.answers_late = True
-    site.hand_off().take(PARAMS)
-    assert site.sent == []
-    site.answer()
-    broken(site.sent[0])
-    site.answer()  # It may be tried again,
-    site.answer()  # and by whom.
-    assert [sent.engine for sent in site.sent] == [0, 1]
-    site.sent[1].answer(200)
-    assert site.told == [b"{}"]
-    assert site.running == [0, 0]
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_an_answer_that_comes_after_an_abort_changes_nothing(*, failed: bool) -> None:
-    site = Site(2)
-    hand_off = site.hand_off()
-    site.answers_late = not failed
-    hand_off.take(PARAMS)
-    if failed:
-        site.answers_late = True
-        broken(site.sent[0])
-    hand_off.abort()
-    site.answer()
-    assert len(site.sent) == failed
-    assert site.running == [0, 0]
-    assert site.told == []
-    assert not site.answers
 
 
 def test_an_answer_without_end_is_left_at_the_limit() -> None:

@@ -732,59 +732,21 @@ def broken(site: Site) -> None:
     site.last.break_off()
 
 
-def test_a_retry_waits_for_the_retry_budget() -> None:
-    site = Site()
+def test_a_retry_takes_from_the_retry_budget() -> None:
+    site = Site(budget=1)
     site.to_rank()
-    site.answers_late = True
     broken(site)
-    assert site.is_in(Phase.BACKOFF)
-    assert site.timers == []
-    assert site.session.record.retries == 0
-    site.answer_all()
-    assert len(site.timers) == 1
-    assert site.session.record.retries == 1
+    assert (len(site.timers), site.session.record.retries, site.budget) == (1, 1, 0)
     site.back_off()
     assert site.fed[-1] == events.PrefillLost(NUMBER)
 
 
-def test_a_late_refusal_ends_a_request() -> None:
+def test_a_budget_that_is_used_up_ends_a_request() -> None:
     site = Site(budget=0)
-    site.answers_late = True
     site.prefill().answer(500, ERROR)
-    assert site.is_in(Phase.BACKOFF)
-    site.answer_all()
     assert (site.client.status, site.client.body) == (500, ERROR)
-    assert site.ended_requests == 1
-
-
-@pytest.mark.parametrize("fail", [broken, silent])
-@pytest.mark.parametrize("budget", [0, 100])
-def test_an_answer_for_a_request_that_the_client_has_left_changes_nothing(
-    fail: Callable[[Site], None], budget: int
-) -> None:
-    site = Site(budget=budget)
-    site.to_rank()
-    site.answers_late = True
-    fail(site)
-    site.client.leave()
-    fed = list(site.fed)
-    site.answer_all()
-    assert site.is_in(Phase.ENDED)
-    assert site.fed == fed
     assert site.timers == []
     assert site.ended_requests == 1
-    assert site.at_rest
-
-
-def test_an_engine_that_answers_before_the_retry_budget_does_is_not_left() -> None:
-    site = Site()
-    site.to_rank()
-    site.answers_late = True
-    silent(site)
-    site.last.begin(token("x"))
-    site.answer_all()
-    assert site.is_in(Phase.STREAMING)
-    assert not site.last.aborted
 
 
 def test_a_lease_begins_with_the_head_of_the_answer_however_slow_the_rest_is() -> None:
