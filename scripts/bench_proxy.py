@@ -72,6 +72,7 @@ def main() -> int:
             without_native=arguments.without_native,
             traces=arguments.traces,
             pythons=arguments.python,
+            floor=arguments.floor,
         ) as all_targets,
         on_cores(others),
     ):
@@ -129,6 +130,11 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         "--without-native",
         action="store_true",
         help="balanceroute with --native off too: all others use the native library, if it is installed",
+    )
+    parser.add_argument(
+        "--floor",
+        action="store_true",
+        help="a native relay too, which moves bytes and reads none (needs cargo)",
     )
     parser.add_argument(
         "--traces", action="store_true", help="balanceroute with a trace of every request too"

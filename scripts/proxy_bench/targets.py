@@ -19,6 +19,7 @@ from processes import Process, ended, free_port, wait_until_it_answers
 ROOT = Path(__file__).parents[2]
 OURS = "balanceroute"
 DIRECT = "direct"
+FLOOR = "bare relay"
 _VENV = ROOT / "build" / "bench-venv"
 
 
@@ -175,6 +176,7 @@ def targets(
     without_native: bool = False,
     traces: bool = False,
     pythons: Sequence[Interpreter] = (),
+    floor: bool = False,
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own; yield them and the engine.
 
@@ -187,6 +189,7 @@ def targets(
         without_native: Whether to run this proxy again, without the native library.
         traces: Whether to run this proxy again, with a trace of every request.
         pythons: This proxy again, run by each of these interpreters.
+        floor: Whether to run a relay that only moves bytes, too.
     """
     with ExitStack() as stack:
         ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
@@ -208,6 +211,8 @@ def targets(
             traced = [*flags, "--otlp-traces-endpoint", url]
             proxy = balanceroute("traces on", engine, traced, ROOT / ".src", logs / "traces")
             found.append(stack.enter_context(proxy))
+        if floor:
+            found.append(stack.enter_context(bare_relay(engine, logs / "floor")))
         found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
         yield [*found, engine.direct]
 
@@ -259,6 +264,32 @@ def balanceroute(
         if not said:
             raise SystemExit(f"{name} does not start: {command[0]} says why above")
         yield Target(name, int(said.rsplit(":", 1)[1]), process)
+
+
+@contextmanager
+def bare_relay(engine: Engine, log: Path) -> Iterator[Target]:
+    """Build and run a native relay that moves bytes between clients and decode ranks, and reads none."""
+    crate, built = ROOT / "proxy" / "pump", str(ROOT / "build" / "native")
+    words = [
+        "cargo",
+        "build",
+        "--quiet",
+        "--release",
+        "--example",
+        "bare_relay",
+        "--target-dir",
+        built,
+    ]
+    try:
+        subprocess.run(words, cwd=crate, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"the bare relay cannot be built: {error}") from None
+    port = free_port()
+    command = [f"{built}/release/examples/bare_relay", str(port), *map(str, engine.decode)]
+    with log.open("wb") as out, ended(subprocess.Popen(command, stderr=out)) as process:
+        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
+        wait_until_it_answers(port, "/v1/completions", body)
+        yield Target(FLOOR, port, process)
 
 
 def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
