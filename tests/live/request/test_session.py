@@ -636,15 +636,6 @@ def test_a_kv_cache_that_is_lost_during_a_backoff_goes_to_no_other_rank() -> Non
     assert site.fed[-1] == events.PrefillLost(NUMBER)
 
 
-def test_a_lease_that_was_left_to_end_is_counted_apart() -> None:
-    site = Site()
-    pooled(site)
-    site.session.lease_ended(cheaper=True)
-    assert site.abandoned == ["cheaper"]
-    assert site.is_in(Phase.QUEUED)
-    assert (site.session.record.lease_lapses, site.session.record.cheaper_lapses) == (1, 1)
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_lease_that_ends_on_the_way_to_a_rank_costs_nothing(*, stream: bool) -> None:
     site = Site(retry_attempts=1, budget=0, stream=stream)
@@ -661,13 +652,17 @@ def test_a_lease_that_ends_on_the_way_to_a_rank_costs_nothing(*, stream: bool) -
     assert site.at_rest
 
 
-def test_a_lease_that_ends_sends_the_request_back_to_the_prefillers() -> None:
+@pytest.mark.parametrize(("cheaper", "why"), [(True, "cheaper"), (False, "lapsed")])
+def test_a_lease_that_ends_sends_the_request_back_to_the_prefillers(
+    *, cheaper: bool, why: str
+) -> None:
     site = Site()
     pooled(site)
-    site.session.lease_ended(cheaper=False)
-    assert site.abandoned == ["lapsed"]
+    site.session.lease_ended(cheaper=cheaper)
+    assert site.abandoned == [why]
     assert site.is_in(Phase.QUEUED)
-    assert (site.session.record.lease_lapses, site.session.record.cheaper_lapses) == (1, 0)
+    record = site.session.record
+    assert (record.lease_lapses, record.cheaper_lapses) == (1, int(cheaper))
     assert site.prefill(1).engine == "p1"
 
 
