@@ -60,13 +60,15 @@ class Poisoned:
         if not (engine.startswith(self._role) and is_poison(request)):
             return self._take(engine, request, reply)
         if not self._after_s:
-            self._kill(engine)
+            self._kill(engine, reply)
             return True
-        self._site.loop.call_later(self._after_s, self._kill, engine)
+        self._site.loop.call_later(self._after_s, self._kill, engine, reply)
         return self._take(engine, request, reply)
 
-    def _kill(self, engine: str) -> None:
-        if self._site.fleet.engine(engine).alive:
+    def _kill(self, engine: str, reply: "Reply") -> None:
+        # One that was aborted is on it no more; one that is answered may have left it something.
+        aborted = reply.closed and not reply.started
+        if self._site.fleet.engine(engine).alive and not aborted:
             self.dead.append(engine)
             self._site.fleet.kill(engine)
 
@@ -116,6 +118,58 @@ def test_two_engines_die_of_a_request_and_all_its_repetitions(
 
     flags = {"resume": resume, "first_token": first_token}
     play(scenario, flags=flags, at_rest=False, **FLEET)
+
+
+# The path, the body, the role whose engines die, and how they are set.
+COPIES: dict[str, tuple[str, dict[str, object], str, dict[str, Any]]] = {
+    "prefill": (CHAT, {}, "prefill", {}),
+    "decode": (CHAT, {}, "decode", {}),
+    "streamed": (CHAT, {"stream": True}, "decode", {}),
+    "first token early": (
+        CHAT,
+        {"stream": True, "temperature": 0},
+        "decode",
+        {"flags": {"first_token": "prefill"}},
+    ),
+    "called for": (CHAT, {}, "prefill", {"connector": "mooncake-layerwise"}),
+    "direct": (COMPLETIONS, {"echo": True}, "prefill", {"flags": {"direct": "prefill"}}),
+    "one engine": (EMBEDDINGS, {}, "prefill", {}),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_on_engines_are_ended_with_the_second_death(play: "Play", kind: str) -> None:
+    path, more, role, settings = COPIES[kind]
+    body = BODIES[path] | more
+    after_s = 2.0
+
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(1.0)
+        take, poisoned = site.take, Poisoned(site, role, after_s)
+        site.fleet.faults.set(role, hang=True)
+        if path == EMBEDDINGS:  # Of which the fault knows nothing.
+            poisoned._take = lambda *asked: asked[1].path == path.encode() or take(*asked)
+        first = site.send(path, body, headers=POISON)
+        await site.until(lambda: len(poisoned.dead) == 1)
+        await asyncio.sleep(1.0)  # By now it is on another engine.
+        copies = [site.send(path, body, headers=POISON) for _ in range(2)]
+        assert refused_late(await first.end())
+        assert len(poisoned.dead) == 2
+        begin_s = site.loop.time()
+        for copy in copies:
+            assert refused_late(await copy.end())
+        assert site.loop.time() - begin_s < 0.5
+        await asyncio.sleep(2 * after_s)
+        assert len(poisoned.dead) == 2
+
+    play(scenario, at_rest=False, **(FLEET | settings))
+
+
+def refused_late(exchanged: "Exchanged") -> bool:
+    """Return whether a client is told so, which may have had a token."""
+    return refused(exchanged) or (
+        exchanged.status == 200 and b"two engines died" in exchanged.events[-1]
+    )
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS])

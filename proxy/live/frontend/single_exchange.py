@@ -145,6 +145,8 @@ class SingleExchange:
         """Send it to a prefiller."""
         assert self._request is not None
         request = self._request
+        if self._owner.suspects.prompts:
+            self._owner.suspects.sends(self.fingerprint, self)
         self._prefiller = prefiller
         self._status = self._bytes = 0
         self._pieces = []
@@ -182,6 +184,12 @@ class SingleExchange:
         """Refuse it: it may be what kills engines."""
         self.record.refused_for = SUSPECTED
         self._fail(502, REASON, Outcome.REJECTED, for_good=True)
+
+    def prompt_refused(self) -> None:
+        """End it before another engine dies of it, unless its answer has begun."""
+        if not self._reply.started:
+            self._abort()
+            self._give_up()
 
     def crash(self) -> None:
         """End it, as its handling failed."""
@@ -323,10 +331,14 @@ class SingleExchange:
         if not self._reply.started and self._again(fault):
             return
         if self._kills:
-            self.record.refused_for = SUSPECTED
-            self._fail(502, REASON, Outcome.UPSTREAM_ERROR, for_good=True)
+            self._give_up()
         else:
             self._fail(502, reason, Outcome.UPSTREAM_ERROR)
+
+    def _give_up(self) -> None:
+        """End it: it may be what kills engines."""
+        self.record.refused_for = SUSPECTED
+        self._fail(502, REASON, Outcome.UPSTREAM_ERROR, for_good=True)
 
     def _again(self, fault: Fault) -> bool:
         """Try one other engine, once."""
@@ -384,6 +396,8 @@ class SingleExchange:
 
     def _end(self, outcome: Outcome, reason: str) -> None:
         self._timer.cancel()
+        if self._fingerprint and self._owner.suspects.prompts:
+            self._owner.suspects.ended(self._fingerprint, self)
         self._request = None
         # The reply refers to this object: leave no cycle behind.
         self._reply.on_closed = self._reply.on_pause = self._reply.on_resume = None

@@ -87,18 +87,8 @@ class Session:
 
     __slots__ = (
         *("_body", "_fingerprint", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
-        *(
-            "context",
-            "decodes",
-            "emitted",
-            "fresh",
-            "headers",
-            "held",
-            "host",
-            "hung",
-            "number",
-            "offset",
-        ),
+        *("context", "decodes", "emitted", "fresh", "headers", "held", "host"),
+        *("hung", "number", "offset"),
         *("phase", "prompt_usage", "record", "shape", "ticket"),
     )
 
@@ -507,10 +497,17 @@ class Session:
 
     def _is_refused(self) -> bool:
         """End the request if its prompt is not to be tried any more; return whether that is so."""
-        if not self.context.suspects.refuses(self.fingerprint):
-            return False
-        self._give_up_prompt()
-        return True
+        suspects = self.context.suspects
+        if suspects.refuses(self.fingerprint):
+            self._give_up_prompt()
+            return True
+        suspects.sends(self.fingerprint, self)
+        return False
+
+    def prompt_refused(self) -> None:
+        """End the request before another engine dies of it, unless its answer has begun."""
+        if self.phase not in (_STREAMING, _ENDED):
+            _run(self, "poison", self._give_up_prompt)
 
     def _give_up_prompt(self) -> None:
         """Give the request up: it may be what kills engines."""
@@ -566,6 +563,8 @@ class Session:
         if event is not None:
             self.host.feed(event)
         self.record.end(outcome, reason, self.context.clock())
+        if self._fingerprint and self.context.suspects.prompts:
+            self.context.suspects.ended(self._fingerprint, self)
         self._body = None
         self.answer.forget()
         self.host.report(SessionEnded(self.number, self.record))

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
@@ -80,6 +80,13 @@ _BESIDE = INTERNAL_FIELDS | {
 }
 
 
+class Copy(Protocol):
+    """One request with a prompt under which an engine has died."""
+
+    def prompt_refused(self) -> None:
+        """Take note that the prompt is not to be tried any more."""
+
+
 class EngineDied(Struct, frozen=True):
     """An engine died while it worked on a prompt: the connection broke, or the engine says so.
 
@@ -119,11 +126,12 @@ class Death(Struct, eq=False):
 
 
 class _Suspect(Struct, eq=False):
-    """One prompt."""
+    """One prompt; `copies` are requests with it that were sent to engines since the first death."""
 
     until_s: float
     deaths: list[Death] = []
     refused: bool = False
+    copies: dict[Copy, None] = {}  # For its order.
 
     @property
     def count(self) -> int:
@@ -192,6 +200,18 @@ class Suspects:
         twice = self._twice(suspect.deaths[-1])
         return suspect in twice and len(twice) <= FEW
 
+    def sends(self, fingerprint: bytes, copy: Copy) -> None:
+        """Note that an engine is to be sent a prompt, until `ended`, unless no engine died under it."""
+        suspect = self._find(fingerprint)
+        if suspect is not None:
+            suspect.copies[copy] = None
+
+    def ended(self, fingerprint: bytes, copy: Copy) -> None:
+        """Note that a request is over."""
+        suspect = self._find(fingerprint)
+        if suspect is not None:
+            suspect.copies.pop(copy, None)
+
     def died(self, report: EngineDied) -> None:
         """Take note of an engine that died under a prompt."""
         self._forget()
@@ -242,6 +262,8 @@ class Suspects:
                 for one in suspect.deaths:
                     one.explained = True
             self.condemned(death, len(guilty))
+            for copy in [copy for suspect in guilty for copy in suspect.copies]:
+                copy.prompt_refused()
 
     def _twice(self, death: Death) -> list[_Suspect]:
         """Return the prompts on a dead engine under which another one had died.

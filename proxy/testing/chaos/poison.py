@@ -6,12 +6,13 @@ or some tokens later, wherever the request is, and starts again after a while.
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.emulate.engine import Engine
+from balanceroute.proxy.emulate.engine_call import EngineCall
 from balanceroute.proxy.emulate.exchange import Exchange
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.testing.chaos.clients import Visit
@@ -20,6 +21,9 @@ from balanceroute.proxy.testing.chaos.world import Part, World
 
 # How often engines are looked at: no step is as short.
 _LOOK_S = 0.001
+# After a second death nothing that had not begun is on an engine any more, and nothing is sent to one.
+_KNOWN_S = 0.01
+_ENDED_S = 0.2
 _SHARE = 0.3
 # With all others nobody can see that an engine has died, or one seems to have that has not.
 _CLEAR = frozenset({Act.POLICY, Act.DECISION, Act.WALL_CLOCK, Act.DISK, Act.KEYS, Act.DRAIN})
@@ -121,12 +125,12 @@ class Poisoner:
     """Lets engines of a world die of the requests that kill them.
 
     Attributes:
-        deaths: Engines that died, by request.
+        deaths: When engines died of each prompt, that of equal requests which were there already left out.
         done: Deaths of each kind.
     """
 
     def __init__(self, world: World, poisons: Sequence[Poison]) -> None:
-        self.deaths: Counter[str] = Counter()
+        self.deaths: defaultdict[str, list[float]] = defaultdict(list)
         self.done: Counter[str] = Counter()
         self._world = world
         self._poisons = {one.name: one for one in poisons}
@@ -149,9 +153,9 @@ class Poisoner:
     def violations(self) -> list[str]:
         """Return what must not be."""
         return [
-            f"poison: {count} engines died of {name}, {self._poisons[name].when.value}"
-            for name, count in self.deaths.items()
-            if count > MOST_DEATHS
+            f"poison: {len(died)} engines died of {name}, {self._poisons[name].when.value}"
+            for name, died in self.deaths.items()
+            if len(died) > MOST_DEATHS
         ]
 
     async def _look(self) -> None:
@@ -167,12 +171,28 @@ class Poisoner:
             if poison is not None and poison.when is When.PREFILL and call.remote_prefill:
                 continue  # It only waits for whoever computes the prompt.
             if engine.alive and poison is not None and poison.is_due(exchange):
+                if not self._may_be_there(call, poison):
+                    self.deaths[poison.name].append(self._world.loop.time())
                 self._kill(part, engine, poison)
                 return
 
+    def _may_be_there(self, call: EngineCall, poison: Poison) -> bool:
+        """Return whether a copy may be on an engine although two have died, as nobody recalls it.
+
+        It was sent before the second death, and since then it has begun to answer, or there was no time to end it; or
+        it was sent before the first death, when nobody knew.
+        """
+        died, now_s = self.deaths[poison.name], self._world.loop.time()
+        if len(died) < MOST_DEATHS:
+            return False
+        first_s, second_s = died[0], died[MOST_DEATHS - 1]
+        if call.arrived_s > second_s + _KNOWN_S:
+            return False
+        began = call.exchange.streams and poison.when is When.LATER
+        return began or now_s <= second_s + _ENDED_S or call.arrived_s <= first_s + _KNOWN_S
+
     def _kill(self, part: Part, engine: Engine, poison: Poison) -> None:
         self._world.journal.write("poison", poison.name, engine.name)
-        self.deaths[poison.name] += 1
         self.done[f"client: kills its engine {poison.when.value}"] += 1
         part.fleet.kill(engine.name)
         self._tasks.add(self._world.loop.create_task(self._restore(part, engine, poison.down_s)))

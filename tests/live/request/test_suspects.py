@@ -74,6 +74,36 @@ def test_the_second_death_makes_a_prompt_refused_for_a_while() -> None:
     assert not clock.suspects.prompts
 
 
+class Sent:
+    """A request that hears that its prompt is refused."""
+
+    def __init__(self, heard: "list[Sent]") -> None:
+        self.heard = heard
+
+    def prompt_refused(self) -> None:
+        self.heard.append(self)
+
+
+def test_who_was_sent_with_a_prompt_that_is_refused_hears_of_it_once() -> None:
+    clock, heard = Clock(), list[Sent]()
+    early, first, second, over, other = (Sent(heard) for _ in range(5))
+    clock.suspects.sends(b"p", early)  # While nobody knew of any death.
+    clock.die(A, b"p", b"q")
+    for one in (first, second, over):
+        clock.suspects.sends(b"p", one)
+    clock.suspects.sends(b"q", other)
+    clock.suspects.ended(b"p", over)
+    clock.wait()
+    assert heard == []
+    clock.die(B, b"p")
+    assert heard == []
+    clock.wait()
+    assert heard == [first, second]
+    clock.die(C, b"p")
+    clock.wait()
+    assert heard == [first, second]
+
+
 def test_who_died_with_a_prompt_that_is_refused_is_no_suspect_any_more() -> None:
     clock = Clock()
     others = [b"%d" % i for i in range(100)]
