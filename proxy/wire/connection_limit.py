@@ -37,8 +37,8 @@ NEW_S = 1.0
 _SILENT_S = 0.01
 _MOST_REJECTED = 256
 _SHARE = 4
-# All connections are searched at most so often, or once for so large a part of them that was closed since;
-# so few of them always.
+# All connections are searched at most so often, or once for so large a part of them that is new since: it
+# took the place of as many. So few of them always.
 _LOOK_AGAIN_S = 0.25
 _WORTH_LOOKING = 8
 _FEW = 64
@@ -125,7 +125,7 @@ class ConnectionLimit:
         self._within: list[_Row] = []
         self._beyond: list[_Row] = []
         self._look_at_s = 0.0
-        self._closed = 0  # Since then.
+        self._taken = 0  # New ones since then.
         self._log_at_s = 0.0
         self._unlogged = 0
 
@@ -152,6 +152,7 @@ class ConnectionLimit:
         ):
             self._reject(newcomer, _FULL, "limit", host)
             return False
+        self._taken += 1
         self._hosts[newcomer] = host
         self._of_host[host] = self._of_host.get(host, 0) + 1
         return True
@@ -192,9 +193,9 @@ class ConnectionLimit:
     def _evict_for(self, host: str, most: int, others: Iterable[Evictable]) -> bool:
         """Close a connection in favour of a newcomer of an address; return whether there was one."""
         now_s, count = self._clock(), len(self._hosts)
-        if now_s >= self._look_at_s or count <= max(_FEW, self._closed * _WORTH_LOOKING):
+        if now_s >= self._look_at_s or count <= max(_FEW, self._taken * _WORTH_LOOKING):
             self._look_at_s = now_s + _LOOK_AGAIN_S
-            self._closed = 0
+            self._taken = 0
             self._search(most, others, now_s)
         within, beyond = self._within, self._beyond
         if not self._is_within(host):
@@ -204,7 +205,6 @@ class ConnectionLimit:
             _, one = (within if first else beyond).pop()
             if one.evict():
                 self.evicted += 1
-                self._closed += 1
                 return True
         return False
 

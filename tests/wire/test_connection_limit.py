@@ -12,7 +12,7 @@ import uvloop
 
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
-from balanceroute.proxy.wire.connection_limit import ConnectionLimit
+from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Loss
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 from balanceroute.proxy.wire.http1.service import Service
@@ -485,6 +485,30 @@ def test_searches_do_not_grow_with_the_newcomers() -> None:
         assert not limit.take(Busy(), "b", open_ones)
         now_s += 0.0001
     assert looks <= 5 * 1000
+
+
+def test_all_who_came_since_the_last_search_are_looked_at_at_once() -> None:
+    """Who holds all places, leaves, and comes again before the next search is due keeps nobody out."""
+
+    class Silent:
+        def gives_way(self, now_s: float) -> tuple[Loss, float]:
+            return Loss.NEW, now_s
+
+        def evict(self) -> bool:
+            limit.leave(self, served=True)
+            here.remove(self)
+            return True
+
+    def come() -> bool:
+        here.append(Silent())
+        return limit.take(here[-1], "a", here)
+
+    limit, here = ConnectionLimit(1000, None, clock=lambda: 7.0), list[Silent]()
+    for _ in range(2):
+        assert all(come() for _ in range(1100))
+        while here:
+            limit.leave(here.pop(), served=True)
+    assert limit.rejected == {"limit": 0, "peer": 0}
 
 
 def test_for_want_of_descriptors_those_that_are_idle_for_a_while_are_closed() -> None:
