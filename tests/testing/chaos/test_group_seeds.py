@@ -39,6 +39,13 @@ def test_orders_about_one_group_wait_for_each_other() -> None:
     assert report.faults["group: is drained, removed and added again"]
 
 
+def test_a_group_may_get_a_request_before_the_order_to_remove_it() -> None:
+    # Given while the proxy stands still, and carried out behind a request that was on its way.
+    report = run_seed_of_groups(4029, requests=100)
+    assert not report.violations
+    assert report.faults["group: is drained, removed and added again"]
+
+
 def test_a_seed_happens_again() -> None:
     first, again = (run_seed_of_groups(3, requests=20) for _ in range(2))
     assert first.digest == again.digest
