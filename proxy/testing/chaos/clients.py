@@ -120,6 +120,12 @@ class Client(asyncio.Protocol):
         self._timers: list[asyncio.TimerHandle] = []
         self._is_leaving = False
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether a request may be on its way for long, so that its connection seems to have none."""
+        link = self.visit.link
+        return link is not None and bool(link.split_bytes)
+
     async def run(self, host: str, port: int) -> None:
         """Connect, and do everything until nothing more can come."""
         try:

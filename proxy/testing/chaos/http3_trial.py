@@ -185,6 +185,11 @@ class Http3Client(Client):
         self._calls: list[Calling] = []
         self._open = len(visit.requests)
 
+    @property
+    def comes_late(self) -> bool:
+        """Always, as packets are lost and sent again."""
+        return True
+
     def ask(self, caller: Http3Endpoint) -> None:
         """Send everything."""
         departure = self.visit.departure

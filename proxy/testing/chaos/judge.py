@@ -249,8 +249,7 @@ class Judge:
             return Verdict("shut down", [])
         if client.visit.pauses:
             return Verdict("cut for not reading", [])
-        link = client.visit.link
-        if self._crowded and link is not None and link.split_bytes:
+        if self._crowded and client.comes_late:
             return Verdict("gave way to those who hold connections", [])
         before = client.answers[: client.answers.index(received)]
         if before and (

@@ -1,14 +1,20 @@
 """What the judge of answers takes for right."""
 
-from dataclasses import replace
+import asyncio
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
+from balanceroute.proxy.testing.chaos.clients import Visit
+from balanceroute.proxy.testing.chaos.faults import CLIENTS, Act, Injection
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.testing.chaos.clients import Client
     from balanceroute.proxy.testing.chaos.oracle import Oracle
 
 
@@ -26,3 +32,35 @@ def test_the_proxy_draws_seeds_for_samples_that_it_may_begin_again(resume: str) 
     judge = Judge(plan, cast("Oracle", Silent()))
     sampled = next(one for one in plan.requests if "seed" not in one.values)
     assert judge.may_draw_seed(sampled) is (resume == "valid")
+
+
+@dataclass
+class Unanswered:
+    """A client whose connection ended without an answer."""
+
+    visit: Visit
+    comes_late: bool
+    left: bool = False
+    answers: list[Received] = field(default_factory=lambda: [Received(ending=Ending.UNANSWERED)])
+
+
+def holders(host: str) -> Injection:
+    times = (second / 10 for second in range(1000))
+    drawn = (Injection("held", Act.HOLD, Role.DECODE, 0, one, one + 1.0) for one in times)
+    return next(one for one in drawn if one.held_from == host)
+
+
+@pytest.mark.parametrize(
+    ("host", "late", "right"),
+    [(CLIENTS, True, True), (CLIENTS, False, False), ("127.0.0.9", True, False)],
+)
+def test_who_comes_late_gives_way_to_holders_of_the_same_address(
+    host: str, *, late: bool, right: bool
+) -> None:
+    plan = replace(draw_plan(53, requests=10), injections=(holders(host),), shutdown_s=None)
+    request = plan.requests[0]
+    client = Unanswered(Visit(0.0, (request,)), late)
+    judge = Judge(plan, cast("Oracle", Silent()))
+    asked = cast("Client", client), request, client.answers[0]
+    verdict = asyncio.run(judge.judge(*asked, reworded=False, seed=None))
+    assert (not verdict.wrong) is right
