@@ -2,6 +2,7 @@
 
 import pytest
 
+from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 from balanceroute.proxy.testing.chaos.poison import When
@@ -37,3 +38,10 @@ def test_a_proxy_that_counts_no_deaths_is_found_out(
 ) -> None:
     monkeypatch.setattr(Suspects, "died", lambda *_: None)
     assert any("engines died of" in one for one in run(seed).violations)
+
+
+def test_a_copy_that_nobody_calls_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = draw_plan(400, requests=100)
+    assert not run_plan(plan).violations
+    monkeypatch.setattr(Session, "prompt_refused", lambda _: None)
+    assert any("3 engines died of" in one for one in run_plan(plan).violations)
