@@ -3,9 +3,11 @@
 `HYPOTHESIS_PROFILE=deep make test` draws many new examples instead.
 """
 
+import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -25,3 +27,25 @@ def end_by_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def cyclic() -> Iterator[Callable[[], Counter[str]]]:
+    """Return what counts the package's objects that nobody has but each other, by class, and frees them.
+
+    Only the garbage collector frees such objects, and it does not know how large they are.
+    """
+
+    def count() -> Counter[str]:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        own = [type(one) for one in gc.garbage if type(one).__module__.startswith("balanceroute.")]
+        gc.garbage.clear()
+        gc.collect()
+        return Counter(one.__name__ for one in own)
+
+    gc.collect()
+    gc.disable()
+    yield count
+    gc.enable()

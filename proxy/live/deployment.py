@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -487,11 +488,12 @@ async def _page(fetcher: Fetcher, url: str) -> bytes:
 
 async def _healthy(fetcher: Fetcher, url: str, limit_s: float) -> None:
     """Return when an engine has answered that it is well. Raises FetchError."""
-    try:
+    status: int | None = None
+    with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             status = await fetcher.status(f"{url}/health")
-    except TimeoutError:
-        raise FetchError(Fault.TIMEOUT, f"/health did not answer within {limit_s:g} s") from None
+    if status is None:  # As in `fetch`, the error must not refer to the timeout.
+        raise FetchError(Fault.TIMEOUT, f"/health did not answer within {limit_s:g} s")
     if status != 200:
         raise FetchError(Fault.SERVER_ERROR, f"/health answers with status {status}")
 

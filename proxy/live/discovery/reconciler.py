@@ -236,11 +236,12 @@ class Reconciler:
                 self._told.set()
 
     def _take(self, found: "Found", question: "asyncio.Task[int | None]") -> None:
-        try:
-            ranks = question.result()
-        except (ConfigError, FetchError) as error:
+        # Not raised here: the error would refer to this frame, and that to the question, which has it.
+        error = question.exception()
+        if isinstance(error, ConfigError | FetchError):
             self._failed(found.target, error)
             return
+        ranks = question.result()
         if not self._answered:
             self._answered_s = self._clock()
         self._answered[found.target] = found, ranks

@@ -327,13 +327,16 @@ class Endpoint:
         """
         half_s = self._connect_timeout_s / 2
         async with asyncio.timeout(None) as limit:
-            half = self._loop.call_later(
-                half_s, lambda: limit.reschedule(self._loop.time() + half_s)
-            )
+            half = self._loop.call_later(half_s, self._extend, limit, half_s)
             try:
                 return await self._connect_any()
             finally:
                 half.cancel()
+                # It refers to the task, and the task to its cancellation, with this frame and the call's.
+                del limit
+
+    def _extend(self, limit: asyncio.Timeout, seconds: float) -> None:
+        limit.reschedule(self._loop.time() + seconds)
 
     async def _connect_any(self) -> ClientConnection:
         """Connect to the first address that accepts."""
@@ -354,7 +357,7 @@ class Endpoint:
                         server_hostname=self._server_hostname,
                     )
             except OSError as error:
-                errors.append(error)
+                errors.append(error.with_traceback(None))
                 self._addresses.tried(address, accepted=False)
             else:
                 self._addresses.tried(address, accepted=True)

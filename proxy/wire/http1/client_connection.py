@@ -158,7 +158,9 @@ class Call:
         self.done = True
         self.connection = self._connecting = None
         error = WireError(kind, message, sent=self.sent, answered=self.answered)
-        error.__cause__ = cause
+        if cause is not None:
+            # Its traceback refers to this call, whose body and handler may be large.
+            error.__cause__ = cause.with_traceback(None)
         try:
             self.handler.on_error(error)
         except Exception as crash:

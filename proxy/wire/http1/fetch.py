@@ -78,9 +78,12 @@ async def fetch(
         async with asyncio.timeout(timeout_s):
             return await collector.result
     except TimeoutError:
-        message = f"no complete response from {endpoint.name} within {timeout_s} s"
-        raise WireError(
-            WireFault.TIMEOUT, message, sent=call.sent, answered=call.answered
-        ) from None
+        sent, answered = call.sent, call.answered
     finally:
         call.abort()
+        # The call refers to the collector, and an error to this frame. What is left in a cycle waits for
+        # the garbage collector, which counts objects and not the bytes of their pages.
+        del collector.call, collector, call
+    # Outside of the handler: a timeout refers to the task, which may keep this error.
+    message = f"no complete response from {endpoint.name} within {timeout_s} s"
+    raise WireError(WireFault.TIMEOUT, message, sent=sent, answered=answered)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -371,3 +372,17 @@ def test_of_more_than_the_limit_those_that_are_registered_stay(
         "no engine that is found is left out any more",
     ]
     assert caplog.records[0].__dict__["fields"] == {"discover_limit": 10, "left_out": 12}
+
+
+def test_nothing_is_left_of_questions_that_are_not_answered(
+    cyclic: Callable[[], Counter[str]],
+) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.silent = {A.url, B.url, P.url}
+        scene.slow = {A.url}
+        scene.first.tell(A, B, P)
+        await asyncio.sleep(5.0)
+        assert scene.asked > 9
+        assert not cyclic()["FetchError"]
+
+    play(scenario)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from ssl import create_default_context
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.client_connection import ClientConnection
+from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
@@ -114,25 +115,32 @@ async def test_a_connection_lost_before_its_request_was_never_sent_anything(
 
 @pytest.mark.parametrize("later", [False, True])
 async def test_a_call_aborted_while_its_connection_opens_is_forgotten(
-    engine: "Engine", monkeypatch: pytest.MonkeyPatch, later: bool
+    engine: "Engine",
+    monkeypatch: pytest.MonkeyPatch,
+    cyclic: Callable[[], Counter[str]],
+    later: bool,
 ) -> None:
     connection_made = ClientConnection.connection_made
 
     async with engine(wait_for_the_end) as raw:
-        call = raw.endpoint.request(b"GET", b"/", [], b"", Handler())
+        call: Call | None = raw.endpoint.request(b"POST", b"/", [], b"large", Handler())
         made = asyncio.Event()
 
         def leave(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
             connection_made(self, transport)
             made.set()
+            assert call is not None
             if later:
                 asyncio.get_running_loop().call_soon(call.abort)
             else:
                 call.abort()
 
-        monkeypatch.setattr(ClientConnection, "connection_made", leave)
-        await made.wait()
-        await until(lambda: raw.endpoint.connections == 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(ClientConnection, "connection_made", leave)
+            await made.wait()
+            await until(lambda: raw.endpoint.connections == 0)
+        call = None
+        assert not cyclic()["Call"]
 
 
 async def answer(
