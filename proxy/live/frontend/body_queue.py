@@ -30,7 +30,13 @@ def read_at_once(data: bytes) -> RequestBody | BodyError:
     try:
         return RequestBody(data)
     except BodyError as error:
-        return error
+        return _told(error)
+
+
+def _told(error: BodyError) -> BodyError:
+    """Return an error that is handed on: its traceback would keep the body, and frames that keep it."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 class BodyQueue:
@@ -54,7 +60,7 @@ class BodyQueue:
         except StopIteration as end:
             result = end.value
         except BodyError as error:
-            result = error
+            result = _told(error)
         else:
             self._queue.append((reading, waiting, done))
             if not self._scheduled:

@@ -226,7 +226,8 @@ class Gateway:
             elif route.media is Media.FORM:
                 refuse_internal_parts(request.headers, body)
             elif read is not None and route.generates:
-                raise read
+                self._late.refuse(reply, record, 400, str(read), param=read.param)
+                return
         except BodyError as error:
             self._late.refuse(reply, record, 400, str(error), param=error.param)
             return

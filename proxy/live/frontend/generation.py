@@ -79,9 +79,10 @@ class Generation:
         known: "KnownHead",
     ) -> None:
         """Submit a request whose body was read, or refuse it."""
+        if isinstance(body, BodyError):
+            self._refusals.refuse(reply, record, 400, str(body), param=body.param)
+            return
         try:
-            if isinstance(body, BodyError):
-                raise body
             shape = self._shape(api, body, record)
             urgency = urgency_of(tenant, api, headers, body, record.arrived_ns)
         except BodyError as error:

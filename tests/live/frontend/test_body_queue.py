@@ -1,10 +1,18 @@
 """Bodies that are being read: large ones give way to each other and to everything else."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
 
 from balanceroute.proxy.live.frontend.body_queue import BodyQueue
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+
+if TYPE_CHECKING:
+    from tests.live.conftest import Play, Site
 
 SMALL = b'{"prompt": "a"}'
 
@@ -76,3 +84,25 @@ def test_a_body_that_nobody_waits_for_is_read_no_further() -> None:
         assert len(there.results) == 2
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/chat/completions/batch"])
+@pytest.mark.parametrize(
+    "end",
+    [b"", b"\xff", b'", "a": NaN}', b'", "model": "other"}', b'", "a": ' + b"[" * 3000],
+    ids=["unfinished", "UTF-8", "NaN", "twice", "deep"],
+)
+@pytest.mark.parametrize("size", [1, 300_000], ids=["small", "large"])
+def test_nothing_is_left_of_a_body_that_is_refused(
+    play: "Play", cyclic: Callable[[], Counter[str]], path: str, end: bytes, size: int
+) -> None:
+    body = b'{"model": "tiny", "prompt": "' + b"x" * size + end
+
+    async def scenario(site: "Site") -> None:
+        kind = [(b"content-type", b"application/json")]
+        for _ in range(3):
+            refused = await site.send(path, body, headers=kind).end()
+            assert 400 <= refused.status < 500
+        assert not cyclic().keys() & {"Request", "RequestBody", "BodyError", "Http1Reply"}
+
+    play(scenario)
