@@ -1,6 +1,8 @@
 """Engines that fail while requests are under way: quarantine, recovery, and whole roles that are down."""
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -208,5 +210,30 @@ def test_an_outage_long_ago_does_not_shorten_the_wait(play: "Play") -> None:
                 await site.fleet.restore(f"decode/{number}")
             await asyncio.sleep(60.0)
         assert exchanges[-1].done
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("fault", ["none", "killed", "unhealthy"])
+def test_what_engines_are_asked_leaves_nothing_to_the_garbage_collector(
+    play: "Play", cyclic: Callable[[], Counter[str]], fault: str
+) -> None:
+    async def scenario(site: "Site") -> None:
+        await asyncio.sleep(5.0)
+        if fault == "killed":
+            site.fleet.kill("prefill/0")
+            site.fleet.kill("decode/0")
+        elif fault == "unhealthy":
+            site.fleet.faults.set("prefill/0", unhealthy=True)
+        await asyncio.sleep(5.0)
+        cyclic()
+        await asyncio.sleep(20.0)
+        left = cyclic()
+        assert not left.keys() & {"Response", "_Collector", "FetchError", "WireError"}
+        assert not left["Call"]
+        for name in ("prefill/0", "decode/0"):
+            if fault == "killed":
+                await site.fleet.restore(name)
+        await asyncio.sleep(15.0)
 
     play(scenario)
