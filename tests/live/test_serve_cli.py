@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tests.command_line import refused
@@ -20,13 +19,13 @@ from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import emulate, up
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.emulate import process as engine_process
+from balanceroute.proxy.live import serve as live_serve
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
 from balanceroute.proxy.live.settings.setting import settings_of
 from balanceroute.topologies import read_topology
 
-SERVE = "balanceroute.proxy.live.serve"
 ENGINES = ["--prefill", "http://p", "--decode", "http://d"]
 TOPOLOGY = (
     'name = "x"\n[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http://d"\n[proxy]\nport = 1\n'
@@ -43,9 +42,7 @@ sys.stdin.read()
 
 
 def use_serve(monkeypatch: pytest.MonkeyPatch, serve: Callable[..., int]) -> None:
-    module = ModuleType(SERVE)
-    module.serve = serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, SERVE, module)
+    monkeypatch.setattr(live_serve, "serve", serve)
 
 
 @pytest.fixture
