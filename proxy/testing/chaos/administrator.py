@@ -76,14 +76,12 @@ class Administrator:
     Attributes:
         done: How many orders of each kind there were.
         promises: What was answered, and what must not be.
-        moved: How many requests were on engines that they had to leave.
         closing: Set when the proxy is told to stop: orders may get no answer from then on.
     """
 
     def __init__(self, world: World, part: Part, orders: Sequence[Order], *, clean: bool) -> None:
         self.done: Counter[str] = Counter()
         self.promises = Promises(world, part, clean)
-        self.moved = 0
         self.closing = False
         self._world, self._part, self._orders = world, part, orders
         self._tasks: list[asyncio.Task[None]] = []
@@ -318,8 +316,6 @@ class Administrator:
         if not path.startswith("/workers"):
             path = f"/admin/instances{path}"
             order = {"role": target.role.value, "url": target.url, **(order or {})}
-        if then is not Said.PRESENT:
-            self.moved += len(self.promises.on(target))
         answer = await self._say(method, path, order, None)
         if not orders.end(begun) or answer is None:
             return

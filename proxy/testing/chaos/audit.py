@@ -26,6 +26,7 @@ _CALL_BACK = "/v1/metaserver/"
 _RETRY_SHARE = 0.2
 _RETRY_RESERVE = 10
 _OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
+_RETRY_LINE = re.compile(r'balanceroute_retries_total\{leg="([a-z_]+)".*\} (\S+)')
 _PULL_FAILURE_LINE = re.compile(
     r'balanceroute_kv_transfer_failures_total\{.*reason="([a-z_]+)".*\} (\S+)'
 )
@@ -200,27 +201,20 @@ def _counted(page: bytes, pattern: re.Pattern[str]) -> Counter[str]:
     return counted
 
 
-def audit_retries(plan: Plan, world: World, *, moved: int = 0) -> list[str]:
-    """Return whether legs were sent again more often than they may be.
-
-    `moved` are those that left an engine by order, which no budget limits.
-    """
-    retries = sum(record.retries for record in world.ended)
+def audit_retries(plan: Plan, world: World) -> list[str]:
+    """Return whether legs were sent again more often than they may be."""
     if plan.weather is Weather.CALM:
         # Where no engine may do all of it, an answer that ends with its first token is tried again.
-        retries -= sum(record.retries for record in world.ended if record.reason == COMPLETE)
-    if plan.weather is Weather.CALM and retries:
-        return [f"retries: {retries} though all was well"]
-    # Free of the budget is a retry only where a KV cache could not be pulled. Each group has a budget.
-    free = _counted(world.plane.metrics.render(), _PULL_FAILURE_LINE).total()
+        retries = sum(record.retries for record in world.ended if record.reason != COMPLETE)
+        return [f"retries: {retries} though all was well"] if retries else []
+    # What nobody has failed in is no retry here: an engine was left by order, or had closed a connection.
+    page = world.plane.metrics.render()
+    retries = _counted(page, _RETRY_LINE).total()
+    # Free of the budget is one only where a KV cache could not be pulled. Each group has a budget.
+    free = _counted(page, _PULL_FAILURE_LINE).total()
     reserve = _RETRY_RESERVE * world.deployments_made
     attempts = sum(1 + len(record.fall_backs) for record in world.ended)
-    # What leaves a rank that makes no tokens is free, too.
-    slots = plan.world.engines.batch_limit
-    vetoes = sum(
-        part.deployment.driver.veto.vetoes.total() for part in world.parts if part.is_there
-    )
-    allowed = reserve + _RETRY_SHARE * attempts + free + moved + slots * vetoes
+    allowed = reserve + _RETRY_SHARE * attempts + free
     return [f"retries: {retries} of {len(world.ended)} requests"] if retries > allowed else []
 
 

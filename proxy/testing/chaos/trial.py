@@ -201,7 +201,7 @@ class Trial:
         report.violations += audit_proxy(world)
         report.violations += audit_metrics(world.ended, world.plane.metrics.render())
         report.violations += audit_decisions(world)
-        report.violations += audit_retries(plan, world, moved=self._administrator.moved)
+        report.violations += audit_retries(plan, world)
         report.violations += audit_lapses(world.ended)
         report.violations += audit_pairs(plan, world)
         await self._look_at_the_rest(before)
