@@ -11,6 +11,8 @@ from balanceroute.proxy.emulate.sampler import prompt_digest, unit_draws
 from balanceroute.proxy.emulate.tokens import decode, packed, tokenise, word_of
 
 VERSION = "0.32.0"
+# No tokenizer has larger ids.
+_ID_LIMIT = 1 << 63
 _EMBEDDING_SIZE = 8
 
 
@@ -86,10 +88,15 @@ def answer_embeddings(values: dict[str, Any], hub: Hub) -> object:
     """
     check_model(values, hub.settings)
     given = values.get("input")
-    inputs = given if isinstance(given, list) and given and isinstance(given[0], str) else [given]
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    inputs = given if several and isinstance(given, list) else [given]
     data: list[dict[str, object]] = []
     length = 0
     for index, item in enumerate(inputs):
+        if isinstance(item, list) and not all(
+            type(token) is int and 0 <= token < _ID_LIMIT for token in item
+        ):
+            raise invalid("list_type", "body.input", "Input should be a valid list", item)
         tokens = item if isinstance(item, list) else tokenise(_text({"input": item}, "input"))
         length += len(tokens)
         draws = unit_draws(prompt_digest(packed(tokens)))

@@ -230,10 +230,19 @@ def test_small_routes_answer(play: "Play") -> None:
         assert [one["index"] for one in vectors["data"]] == [0, 1]
         assert vectors["data"][1]["embedding"] == again["data"][0]["embedding"]
         assert vectors["usage"]["prompt_tokens"] == 3
+        lists = (
+            await lab.post("decode/0", "/v1/embeddings", {"input": [[1, 2], [(1 << 63) - 1]]})
+        ).json
+        assert (len(lists["data"]), lists["usage"]["prompt_tokens"]) == (2, 3)
         for path, body in (
             ("/tokenize", {"prompt": 5}),
             ("/detokenize", {"tokens": "t5"}),
             ("/v1/embeddings", {}),
+            ("/v1/embeddings", {"input": [{"type": "message"}]}),
+            ("/v1/embeddings", {"input": [1, "a"]}),
+            ("/v1/embeddings", {"input": [[1], ["a"]]}),
+            ("/v1/embeddings", {"input": [-1]}),
+            ("/v1/embeddings", {"input": [1 << 63]}),
         ):
             assert (await lab.post("decode/0", path, body)).status == 400
         assert (await lab.post("decode/0", "/tokenize", {"model": "nope"})).status == 404
