@@ -108,6 +108,9 @@ async def _serve(config: "ProxyConfig", command: Command) -> "subprocess.Popen[b
     watch = DescriptorWatch(proxy.servers)
     try:
         await proxy.start()
+        if proxy.admin is None:  # The settings have changed: who connects there is refused.
+            for one in inherited.admin:
+                one.close()
         signals.on_hangup(on_hangup)
         signals.told = successor.send
         alone = _why_alone(proxy, command)
