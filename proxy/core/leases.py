@@ -84,12 +84,12 @@ class Leases:
         if self.pace is not None:
             self.pace.step(duration_ns, loads)
 
-    def prefill_began(self, request: Request, now_ns: int, since_ns: int) -> None:
+    def prefill_began(self, request: Request, now_ns: int) -> None:
         """Note that a prefiller has begun a request, which need not be a prefill alone."""
         if self.pace is not None and request.decode:
             assert request.prefiller is not None
             tokens = request.prompt_tokens
-            self.pace.prefill_began(request.request, request.prefiller, tokens, now_ns, since_ns)
+            self.pace.prefill_began(request.request, request.prefiller, tokens, now_ns)
 
     def prefill_ended(self, request: RequestId, now_ns: int, prompt_tokens: int = 0) -> None:
         """Note that a prefill runs no longer, if it did; see `Pace.prefill_ended`."""

@@ -79,14 +79,13 @@ class Pace:
         prefiller: PrefillerId,
         prompt_tokens: int,
         now_ns: int,
-        since_ns: int,
     ) -> None:
-        """Note a prefill that runs since `since_ns`.
+        """Note a prefill that begins.
 
         Not of a direct request: it holds its prefiller until it ends, which says nothing about prefills.
         """
         self._account(now_ns)
-        self._running[request] = prefiller, prompt_tokens, since_ns
+        self._running[request] = prefiller, prompt_tokens, now_ns
         self._running_on[prefiller] = self._running_on.get(prefiller, 0) + 1
 
     def prefill_ended(self, request: RequestId, now_ns: int, prompt_tokens: int = 0) -> None:

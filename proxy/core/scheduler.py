@@ -235,16 +235,13 @@ class Scheduler:
 
     def _arrive(self, event: RequestArrived, now_ns: int) -> list[Action]:
         number = event.request
-        self._check_new(number)
+        # Ids break every tie, so none may be used twice.
+        if number in self.requests:
+            raise LifecycleError(f"request {number} has arrived already")
         check_ticket(number, event.ticket)
         request = self.requests[number] = Request(number, event.ticket, waiting_since_ns=now_ns)
         self._queue(request, now_ns)
         return self._start_prefills(now_ns)
-
-    def _check_new(self, number: RequestId) -> None:
-        # Ids break every tie, so none may be used twice.
-        if number in self.requests:
-            raise LifecycleError(f"request {number} has arrived already")
 
     def _queue(self, request: Request, now_ns: int) -> None:
         """Queue it, or pool it if it needs no prefiller and nothing limits the requests in flight."""
@@ -272,7 +269,7 @@ class Scheduler:
             request.begin_prefill(prefiller)
             if self.prefillers.warm_up.active:
                 self.prefillers.warm_up.sent(prefiller, request.request)
-            self.leases.prefill_began(request, now_ns, now_ns)
+            self.leases.prefill_began(request, now_ns)
             actions.append(StartPrefill(request.request, prefiller, request.prompt_tokens))
         return actions
 

@@ -40,8 +40,8 @@ def scheduler_with_leases() -> tuple[Scheduler, Pace]:
 def test_a_prefillers_speed_is_its_tokens_over_the_time_in_which_it_was_busy() -> None:
     pace = Pace(WINDOW_NS)
     assert pace.prefill_ns_per_token is None
-    pace.prefill_began(A, FIRST, 100, 0, 0)
-    pace.prefill_began(B, FIRST, 100, 0, 0)
+    pace.prefill_began(A, FIRST, 100, 0)
+    pace.prefill_began(B, FIRST, 100, 0)
     assert pace.prefilling_tokens == 200
     pace.prefill_ended(A, 300, 120)
     pace.prefill_ended(B, 400, 80)  # They shared one prefiller, which was busy for 400 ns.
@@ -53,13 +53,13 @@ def test_a_prefillers_speed_is_its_tokens_over_the_time_in_which_it_was_busy() -
 
 def test_prefills_on_two_prefillers_take_the_time_of_both() -> None:
     pace = Pace(WINDOW_NS)
-    pace.prefill_began(A, FIRST, 100, 0, 0)
-    pace.prefill_began(B, SECOND, 100, 0, 0)
+    pace.prefill_began(A, FIRST, 100, 0)
+    pace.prefill_began(B, SECOND, 100, 0)
     pace.prefill_ended(A, 200, 100)
     pace.prefill_ended(B, 200, 100)
     assert pace.prefill_ns_per_token == pytest.approx(2.0, rel=0.02)
     assert pace.busy_prefillers == pytest.approx(2.0)
-    pace.prefill_began(A, FIRST, 100, 600, 600)
+    pace.prefill_began(A, FIRST, 100, 600)
     pace.prefill_ended(A, 800, 100)
     # 600 ns of 800 ns x 2.
     assert pace.busy_prefillers == pytest.approx(600 / 800, rel=0.03)
@@ -67,7 +67,7 @@ def test_prefills_on_two_prefillers_take_the_time_of_both() -> None:
 
 def test_a_prefill_that_was_lost_teaches_nothing() -> None:
     pace = Pace(WINDOW_NS)
-    pace.prefill_began(A, FIRST, 100, 0, 0)
+    pace.prefill_began(A, FIRST, 100, 0)
     pace.prefill_ended(A, 100)
     assert pace.prefilling_tokens == 0
     assert pace.prefill_ns_per_token is None

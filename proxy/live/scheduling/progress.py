@@ -152,11 +152,11 @@ class Progress:
         # As far as the step clock tells.
         return self._scheduler.emitted(number) // session.shape.sequences
 
-    def _join(self, session: "Session", *, rounds: int = 0) -> None:
-        """Follow a request of which each sequence has emitted `rounds` tokens in the batch."""
+    def _join(self, session: "Session") -> None:
+        """Follow a request that joins its rank's batch."""
         self._unheard.pop(session.number, None)
         self.started[session.number] = session
-        self._counts.start(session, self.steps.steps - rounds)
+        self._counts.start(session, self.steps.steps)
 
     def _leave(self, number: RequestId) -> "Session | None":
         session = self.started.pop(number, None)
