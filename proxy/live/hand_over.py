@@ -26,8 +26,6 @@ _READY = b"ready\n"
 # So long a new version may take to serve: it may have thousands of engines to ask.
 _READY_S = 120.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
-# What sigwaitinfo(2) tells of signals that the kernel sends: a terminal's go to all of its processes.
-_FROM_KERNEL = 0x80
 
 
 class Inherited:
@@ -93,7 +91,6 @@ class Successor:
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: int | None = None
-        self._said = b""
         self._late: asyncio.TimerHandle | None = None
 
     @property
@@ -132,8 +129,7 @@ class Successor:
     def stop(self) -> None:
         """Kill it if it does not serve yet: the proxy ends."""
         if self._ready is not None:
-            self._kill()
-            self._failed("the proxy ends")
+            self._end()
 
     def _start(self, public: Sequence[int], admin: Sequence[int], its_end: int) -> None:
         with tempfile.TemporaryFile() as orders:
@@ -144,29 +140,32 @@ class Successor:
                 self._command,
                 env=os.environ | {_GIVEN: json.dumps(given)},
                 pass_fds=[*public, *admin, its_end, orders.fileno()],
+                # A terminal's signals would reach it twice: by itself, and passed on.
+                process_group=0,
             )
 
     def _read(self) -> None:
         assert self._ready is not None
-        data = os.read(self._ready, len(_READY))
-        self._said += data
-        if self._said == _READY:
+        if os.read(self._ready, len(_READY)) == _READY:
             self._over()
             _log.info("a new version serves: this one lets its connections end")
             self._serves()
-        elif not data:
-            self._kill()  # If it only closed its end.
+        else:
             self._failed("it ended before it served")
 
     def _kill(self) -> None:
         assert self._process is not None
         self._process.kill()
 
-    def _failed(self, reason: str) -> None:
+    def _end(self) -> None:
         self._over()
         if self._process is not None:
+            self._process.kill()  # It may have done no more than close its end.
             self._process.wait()
             self._process = None
+
+    def _failed(self, reason: str) -> None:
+        self._end()
         fields = {"reason": reason}
         _log.error("the new version does not start: this one stays", extra={"fields": fields})
 
@@ -205,22 +204,9 @@ def _wait(pid: int) -> int:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-        _pass_on(pid)
-
-
-def _pass_on(pid: int) -> None:
-    """Wait for a signal, and pass it on unless it is of a child's end or the child has it already."""
-    wanted = {*_PASSED_ON, signal.SIGCHLD}
-    if hasattr(signal, "sigwaitinfo"):
-        told = signal.sigwaitinfo(wanted)
-        number = told.si_signo
-        if told.si_code == _FROM_KERNEL:
-            return
-    else:
-        number = signal.sigwait(wanted)
-    if number in _PASSED_ON:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        number = signal.sigwait({*_PASSED_ON, signal.SIGCHLD})
+        if number != signal.SIGCHLD:
+            os.kill(pid, number)  # It is there until it is waited for.
 
 
 if __name__ == "__main__":

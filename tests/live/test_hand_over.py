@@ -26,13 +26,19 @@ def children(pid: int) -> list[int]:
 
 
 def is_waiting(pid: int) -> bool:
-    """Return whether a process has become what waits for its successor."""
     return b"hand_over.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-async def newest(served: Served) -> int:
-    """Wait until the process has one successor that serves; return that one's number."""
+async def until_waiting(pid: int) -> None:
+    """Wait until a process has become what waits for its successor."""
+    while not is_waiting(pid):  # noqa: ASYNC110 - nobody tells.
+        await asyncio.sleep(0.01)
+
+
+async def begin(served: Served) -> int:
+    """Have a new version take over; return its number, once it is there."""
     pid = served.process.pid
+    served.process.send_signal(signal.SIGUSR2)
     while not children(pid):  # noqa: ASYNC110 - nobody tells.
         await asyncio.sleep(0.01)
     return children(pid)[0]
@@ -112,14 +118,12 @@ def test_a_new_version_takes_over_and_no_request_notices(
             async with asyncio.TaskGroup() as group:
                 for i in range(8):
                     group.create_task(keep_asking(reuse=i % 2 == 0))
-                served.process.send_signal(signal.SIGUSR2)
-                await newest(served)
+                await begin(served)
                 for one in streams:
                     await one.end()
                     assert one.done
                     assert len(one.events) == 401
-                while not is_waiting(served.process.pid):  # noqa: ASYNC110 - nobody tells.
-                    await asyncio.sleep(0.01)
+                await until_waiting(served.process.pid)
                 over.set()
             assert (await served.admin.get("/ready")).status == 200
             assert await policy(served) == "jsq"
@@ -139,14 +143,11 @@ def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(
 
     async def main() -> None:
         async with served_by(make_exchanged, log=log) as served:
-            served.process.send_signal(signal.SIGUSR2)
-            second = await newest(served)
-            while not is_waiting(served.process.pid):  # noqa: ASYNC110 - nobody tells.
-                await asyncio.sleep(0.01)
+            second = await begin(served)
+            await until_waiting(served.process.pid)
             assert (await served.client.post(COMPLETIONS, STREAM)).done
             served.process.send_signal(signal.SIGUSR2)
-            while not children(second) or not is_waiting(second):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until_waiting(second)
             (third,) = children(second)
             assert (await served.client.post(COMPLETIONS, STREAM)).done
             os.kill(third, signal.SIGKILL)
@@ -185,21 +186,24 @@ def test_a_version_that_does_not_start_leaves_everything_as_it_is(
     play(main())
 
 
-def test_a_signal_to_end_reaches_both_while_the_old_one_drains(
-    make_exchanged: "MakeExchanged", tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_end_reaches_both_once_while_the_old_one_drains(
+    make_exchanged: "MakeExchanged", tmp_path: Path, number: signal.Signals
 ) -> None:
     log = tmp_path / "log"
 
     async def main() -> None:
         async with served_by(make_exchanged, log=log) as served:
             old = await long_streams(served, 2)
-            served.process.send_signal(signal.SIGUSR2)
+            pid = await begin(served)
             await told(log, "a new version serves")
+            # So a terminal's signals reach it through the first process alone.
+            assert os.getpgid(pid) == pid
             client = Client(served.ports()[0], make_exchanged)
             new = client.send(b"POST", COMPLETIONS, LONG)
             while len(new.events) < 3:  # noqa: ASYNC110 - nobody tells.
                 await asyncio.sleep(0.005)
-            served.process.send_signal(signal.SIGTERM)
+            served.process.send_signal(number)
             for one in (*old, new):
                 await one.end()
                 assert one.done
@@ -217,8 +221,7 @@ def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(
 
     async def main() -> None:
         async with served_by(make_exchanged, log=log) as served:
-            served.process.send_signal(signal.SIGUSR2)
-            pid = await newest(served)
+            pid = await begin(served)
             os.kill(pid, signal.SIGSTOP)
             served.process.send_signal(signal.SIGTERM)
             assert (await served.exit())[0] == 0
