@@ -36,7 +36,7 @@ proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemption
 proxy.live: announcement connectors control deployment deployment_state descriptors discovery
     engine_connections engines environment following_kv_events frontend group_orders hand_over http3_listener kept_groups kept_orders listeners openai prediction process_edge proxy
-    renewal request scheduling security serve settings telemetry
+    request scheduling security serve settings telemetry
     trace_export tracing
 proxy.live.connectors: BootstrapIdentity Connector MissingKv MissingKvError make_connector
 proxy.live.control: admin answers drain_deadlines engine_orders errors group_pages live_view load_log memory orders page pause_pages pausing rank_slots readiness roster silent_decoders sleepers standing state view

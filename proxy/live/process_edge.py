@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
@@ -27,6 +27,7 @@ from balanceroute.proxy.wire.http1.pump import LibraryError, Pump, find_library,
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from balanceroute.proxy.live.proxy import Proxy
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
 
@@ -104,19 +105,6 @@ def make_environment(logs: Logs, shortages: "Callable[[], int]", pump: Pump | No
     )
 
 
-class Serving(Protocol):
-    """What a process runs."""
-
-    async def watch(self) -> None:
-        """Raise if it cannot serve any more."""
-
-    async def drain(self) -> None:
-        """Take nothing new, and wait until everything that runs has ended or time is up."""
-
-    async def close(self) -> None:
-        """End what is left and close every socket."""
-
-
 class Signals:
     """SIGINT and SIGTERM: the first one drains, a second one ends it at once. SIGHUP.
 
@@ -143,12 +131,12 @@ class Signals:
         (self.now if self.stop.is_set() else self.stop).set()
 
 
-async def serve_until_told(serving: Serving, watch: DescriptorWatch, signals: Signals) -> None:
+async def serve_until_told(proxy: "Proxy", watch: DescriptorWatch, signals: Signals) -> None:
     """Serve until a signal, drain until all is over or another one, and close."""
-    await until(signals.stop, (serving.watch(), watch.run()))
+    await until(signals.stop, (proxy.watch(), watch.run()))
     _log.info("draining")
-    await until(signals.now, (serving.drain(),))
-    await serving.close()
+    await until(signals.now, (proxy.drain(),))
+    await proxy.close()
     _log.info("stopped")
 
 

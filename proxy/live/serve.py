@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.announcement import announce
 from balanceroute.proxy.live.control.standing import KeepingFile, KeptHere
 from balanceroute.proxy.live.descriptors import DescriptorWatch
@@ -29,7 +30,6 @@ from balanceroute.proxy.live.process_edge import (
     settle_memory,
 )
 from balanceroute.proxy.live.proxy import Proxy
-from balanceroute.proxy.live.renewal import renew
 
 if TYPE_CHECKING:
     import subprocess
@@ -126,6 +126,17 @@ async def _serve(config: "ProxyConfig", command: Command) -> "subprocess.Popen[b
     finally:
         logs.close()
     return successor.took_over
+
+
+def renew(proxy: Proxy, read: "Callable[[], Credentials]") -> None:
+    """Read credentials again, and use them unless one of them is bad; see `Proxy.renew`."""
+    try:
+        fields = proxy.renew(read)
+    except ConfigError as error:
+        fields = {"reason": error}
+        _log.error("certificates, keys and tenants stay as they are", extra={"fields": fields})
+        return
+    _log.info("certificates, keys and tenants were read again", extra={"fields": fields})
 
 
 def _why_alone(proxy: Proxy, command: Command) -> str | None:

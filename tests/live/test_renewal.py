@@ -3,8 +3,8 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.renewal import renew
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
+from balanceroute.proxy.live.serve import renew
 
 if TYPE_CHECKING:
     from pathlib import Path
