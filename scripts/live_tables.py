@@ -1,6 +1,6 @@
-"""The tables of live runs in README.md, docs/live.md and docs/predictors.md, as Markdown.
+"""The tables of live runs in docs/live.md and docs/predictors.md, as Markdown.
 
-    python scripts/live_tables.py repeated      # README.md, "Live, through the proxy": 22 minutes
+    python scripts/live_tables.py repeated      # docs/live.md, "Results": 22 minutes
     python scripts/live_tables.py policies      # docs/live.md, "Other runs": 9 minutes
     python scripts/live_tables.py predictors    # docs/predictors.md, "Live": 6 minutes
 
