@@ -328,7 +328,8 @@ def _header(draft: _Draft) -> None:
 
 
 def _missing_header(draft: _Draft) -> None:
-    draft.headers.pop(draft.rng.randrange(len(draft.headers)))
+    if draft.headers:  # Else earlier spoils have taken all.
+        draft.headers.pop(draft.rng.randrange(len(draft.headers)))
 
 
 def _many_headers(draft: _Draft) -> None:
