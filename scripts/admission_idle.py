@@ -17,12 +17,11 @@ from statistics import fmean, stdev
 
 from balanceroute.proxy.core.admission import POST_5, AimdSettings
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import make_simulation
-from balanceroute.proxy.sim.forecast import forecast_called
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
-from balanceroute.proxy.sim.recorder import RunMetrics
-from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel
+from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
+from balanceroute.proxy.lab.sim.recorder import RunMetrics
+from balanceroute.proxy.lab.sim.workload import Workload, playable, split
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 

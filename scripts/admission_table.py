@@ -49,7 +49,7 @@ from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.lab.sim.engines import EventLoop
 from balanceroute.proxy.testing.arguments import positive
 
 S = 1_000_000_000

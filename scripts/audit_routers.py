@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 

@@ -46,8 +46,8 @@ from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.live.process_edge import settle_memory
-from balanceroute.proxy.sim.workload import playable
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import httpx
 
-from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive, several
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 

@@ -42,7 +42,7 @@ from aioquic.h3.events import DataReceived, HeadersReceived
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import QuicEvent
 
-from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings

@@ -29,19 +29,16 @@ from rich.table import Table
 from balanceroute.proxy.cli import emulate
 from balanceroute.proxy.cli.up import emulate_command
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.emulate import EmulationSettings
-from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate import EmulationSettings
+from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.replay.requests import Api, as_sent, plan, with_limits
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.experiment import PolicyResult, forecast_called, run_experiment
+from balanceroute.proxy.lab.sim.plots import write_prediction_plots
+from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.reader import Given, given_by_flags
-from balanceroute.proxy.replay.body import Api
-from balanceroute.proxy.replay.limits import as_sent, with_limits
-from balanceroute.proxy.replay.workload import plan
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
-from balanceroute.proxy.sim.forecast import forecast_called
-from balanceroute.proxy.sim.plots import write_prediction_plots
-from balanceroute.proxy.sim.workload import Workload
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 from balanceroute.topologies import read_topology

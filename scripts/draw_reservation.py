@@ -20,9 +20,9 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import Action, Admit, Event, RequestId, StepCompleted
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.policies.two_stage import TwoStage
-from balanceroute.proxy.pictures import INK, empty_figure, write_pictures
-from balanceroute.proxy.sim.driver import Deployment, Simulation
-from balanceroute.proxy.sim.workload import playable, split
+from balanceroute.proxy.lab.pictures import INK, empty_figure, write_pictures
+from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.workload import playable, split
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

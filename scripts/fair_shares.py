@@ -28,10 +28,10 @@ import numpy as np
 
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import FAIR_COSTS
-from balanceroute.proxy.sim.driver import Deployment, Simulation
-from balanceroute.proxy.sim.forecast import forecast_called
-from balanceroute.proxy.sim.service_log import ServiceLog
-from balanceroute.proxy.sim.workload import Workload, playable
+from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.experiment import forecast_called
+from balanceroute.proxy.lab.sim.recorder import ServiceLog
+from balanceroute.proxy.lab.sim.workload import Workload, playable
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 

@@ -28,11 +28,10 @@ from balanceroute.proxy.core.admission import (
 from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.queueing import FAIR_COSTS
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import make_simulation
-from balanceroute.proxy.sim.forecast import forecast_called
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
-from balanceroute.proxy.sim.workload import Workload, playable
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel
+from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
+from balanceroute.proxy.lab.sim.workload import Workload, playable
 from balanceroute.traces import TraceRequest, read_trace
 
 TRACES = Path(__file__).parents[1] / "traces" / "public"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.control import Control
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy

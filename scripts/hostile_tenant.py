@@ -30,8 +30,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import uvloop
 
-from balanceroute.proxy.emulate.process import emulated_engines
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.clients import Client, Departure, Leaving, Phase, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import log_kept

@@ -24,10 +24,11 @@ MAY_IMPORT = {
     "traces": set[str](),
     "predictors": {"proxy.core", "traces"},
     "proxy.core": set[str](),
-    "proxy.pictures": {"proxy.core.errors"},
-    "proxy.service_levels": set[str](),
+    "proxy.lab.pictures": {"proxy.core.errors"},
+    "proxy.lab.service_levels": set[str](),
+    "proxy.lab": set[str](),
     "proxy.page_client": {"proxy.core.errors", "proxy.live.security", "__version__"},
-    "proxy.model_choice": {"proxy.core.errors", "proxy.pictures"},
+    "proxy.model_choice": {"proxy.core.errors", "proxy.lab.pictures"},
     "proxy.wire": {"proxy.core.errors"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
     "proxy.wire.http3": {"proxy.core.errors", "proxy.wire"},
@@ -85,58 +86,57 @@ MAY_IMPORT = {
         "proxy.live.settings",
     },
     "proxy.live": {"proxy.core", "proxy.live", "proxy.wire", "predictors"},
-    "proxy.sim": {
-        *("proxy.core", "proxy.pictures", "proxy.service_levels"),
+    "proxy.lab.sim": {
+        *("proxy.core", "proxy.lab.pictures", "proxy.lab.service_levels"),
         *("predictors", "traces"),
     },
     # The emulated engines are the simulator's fleet, behind sockets and in real time.
-    "proxy.emulate": {
+    "proxy.lab.emulate": {
         *("proxy.core", "proxy.wire", "topologies", "__version__"),
-        *("proxy.sim.decode_fleet", "proxy.sim.engine_options", "proxy.sim.prefill_fleet"),
-        "proxy.sim.prefix_cache",
+        "proxy.lab.sim.engines",
     },
-    "proxy.replay": {
-        *("proxy.core.errors", "proxy.service_levels", "proxy.wire"),
+    "proxy.lab.replay": {
+        *("proxy.core.errors", "proxy.lab.service_levels", "proxy.wire"),
         *("traces", "__version__"),
     },
-    "proxy.audit": {
-        *("proxy.core", "proxy.page_client", "proxy.pictures", "proxy.sim"),
-        *("proxy.validate.fit", "traces"),
+    "proxy.lab.audit": {
+        *("proxy.core", "proxy.page_client", "proxy.lab.pictures", "proxy.lab.sim"),
+        *("proxy.lab.validate.validation", "traces"),
     },
-    "proxy.advise": {
-        *("proxy.audit", "proxy.core", "proxy.page_client", "proxy.service_levels"),
-        "proxy.sim",
+    "proxy.lab.advise": {
+        *("proxy.lab.audit", "proxy.core", "proxy.page_client", "proxy.lab.service_levels"),
+        "proxy.lab.sim",
     },
-    "proxy.validate": {
-        *("proxy.core.errors", "proxy.pictures"),
+    "proxy.lab.validate": {
+        *("proxy.core.errors", "proxy.lab.pictures"),
         *("engine_patch.reader", "engine_patch.records"),
     },
     "proxy.testing.virtual": set[str](),
     "proxy.testing.certificate": set[str](),
     # Replays a seed against the whole proxy, in virtual time.
     "proxy.testing.chaos": {
-        *("proxy.core", "proxy.emulate", "proxy.live", "proxy.model_choice", "proxy.wire"),
+        *("proxy.core", "proxy.lab.emulate", "proxy.live", "proxy.model_choice", "proxy.wire"),
         *("predictors", "proxy.testing.certificate", "proxy.testing.virtual", "topologies"),
     },
     "proxy.testing.soak": {
-        *("proxy.core", "proxy.emulate", "proxy.live", "proxy.wire"),
+        *("proxy.core", "proxy.lab.emulate", "proxy.live", "proxy.wire"),
         "proxy.testing.chaos",
     },
     "proxy.testing": set[str](),
     "proxy.cli": {
-        *("proxy.core", "proxy.pictures", "predictors", "topologies", "traces", "__version__"),
+        *("proxy.core", "proxy.lab.pictures", "predictors", "topologies", "traces", "__version__"),
         *(
-            "proxy.advise",
-            "proxy.audit",
-            "proxy.emulate",
+            "proxy.lab.advise",
+            "proxy.lab.audit",
+            "proxy.lab.emulate",
             "proxy.live",
             "proxy.model_choice",
             "proxy.page_client",
-            "proxy.replay",
+            "proxy.lab.replay",
         ),
-        "proxy.sim",
-        "proxy.validate",
-        "proxy.service_levels",
+        "proxy.lab.sim",
+        "proxy.lab.validate",
+        "proxy.lab.service_levels",
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
 }

@@ -17,9 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from balanceroute.proxy.replay.body import Api
-from balanceroute.proxy.replay.limits import as_sent, with_limits
-from balanceroute.proxy.replay.workload import plan
+from balanceroute.proxy.lab.replay.requests import Api, as_sent, plan, with_limits
 from balanceroute.traces import read_trace, write_native
 
 ROOT = Path(__file__).parents[1]

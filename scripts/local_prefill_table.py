@@ -13,7 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-from balanceroute.proxy.sim.report import figure
+from balanceroute.proxy.lab.sim.report import figure
 from balanceroute.traces import TraceRequest, write_native
 
 sys.path.insert(0, str(Path(__file__).parent / "table_runs"))

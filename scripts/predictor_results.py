@@ -48,10 +48,9 @@ from balanceroute.predictors.registry import KINDS
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import run_experiment
-from balanceroute.proxy.sim.forecast import FORECASTS, Forecast
-from balanceroute.proxy.sim.workload import Workload, playable, split
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.experiment import FORECASTS, Forecast, run_experiment
+from balanceroute.proxy.lab.sim.workload import Workload, playable, split
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 

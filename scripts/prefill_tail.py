@@ -31,8 +31,7 @@ from balanceroute.proxy.core.prefill import (
     PrefillInputs,
     PrefillRequest,
 )
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
-from balanceroute.proxy.sim.prefix_cache import PrefixCache
+from balanceroute.proxy.lab.sim.engines import PrefillModel, PrefixCache
 from balanceroute.traces import TraceRequest
 
 sys.path.insert(0, str(Path(__file__).parent / "table_runs"))

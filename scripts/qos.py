@@ -25,10 +25,10 @@ from typing import cast
 import httpx
 import uvloop
 
-from balanceroute.proxy.emulate.process import emulated_engines
-from balanceroute.proxy.pictures import write_pictures
-from balanceroute.proxy.replay.driver import replay
-from balanceroute.proxy.replay.settings import ReplaySettings
+from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.pictures import write_pictures
+from balanceroute.proxy.lab.replay.driver import replay
+from balanceroute.proxy.lab.replay.requests import ReplaySettings
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 
 sys.path.insert(0, str(Path(__file__).parent / "qos_report"))

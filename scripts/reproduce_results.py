@@ -17,8 +17,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.sim.report import figure
-from balanceroute.proxy.sim.workload import playable
+from balanceroute.proxy.lab.sim.report import figure
+from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace, write_native
 
 sys.path.insert(0, str(Path(__file__).parent / "table_runs"))

@@ -34,7 +34,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs, PrefillRequest
-from balanceroute.proxy.sim.loop import EventLoop
+from balanceroute.proxy.lab.sim.engines import EventLoop
 from balanceroute.proxy.testing.arguments import positive
 
 MS = 1_000_000

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.sim.workload import playable
+from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace, write_native
 

@@ -117,7 +117,7 @@ def test_cycles_of_modules_are_found() -> None:
     imported = house.module_imports()
     # A name out of a module, and a module out of a package.
     assert "proxy.core.config" in imported["proxy.core.scheduler"]
-    assert "proxy.emulate.faults" in imported["proxy.emulate.engine"]
+    assert "proxy.lab.emulate.faults" in imported["proxy.lab.emulate.engine"]
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT_THIRD_PARTY)

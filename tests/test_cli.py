@@ -19,11 +19,9 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PATIENCE_PER_SLOT, WINDOW, PolicySettings
 from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.engine_options import EngineOptions
-from balanceroute.proxy.sim.experiment import PolicyResult, run_experiment
-from balanceroute.proxy.sim.forecast import FORECASTS
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import EngineOptions, PrefillModel
+from balanceroute.proxy.lab.sim.experiment import FORECASTS, PolicyResult, run_experiment
 from balanceroute.traces import read_trace, write_native
 
 PUBLIC = Path(str(files("balanceroute.traces"))) / "public" / "azure_2023_code.csv.gz"

@@ -23,9 +23,8 @@ from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.pool import Kept, Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.replay.faults import Fault
-from balanceroute.proxy.replay.sample import Sample
-from balanceroute.proxy.replay.workload import PlannedRequest
+from balanceroute.proxy.lab.replay.figures import Fault, Sample
+from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native
 
 EXPERIMENTS: dict[str, str] = script("reproduce_results").EXPERIMENTS

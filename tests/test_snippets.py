@@ -18,7 +18,7 @@ from tests.snippets import Block, blocks
 
 from balanceroute.proxy.cli import command_line
 from balanceroute.proxy.cli.serve import flags_given
-from balanceroute.proxy.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 from balanceroute.topologies import read_topology

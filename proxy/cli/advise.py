@@ -9,13 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from balanceroute.proxy.advise.fleets import Fleets, Trial, plan
-from balanceroute.proxy.advise.miss_watch import Slo
-from balanceroute.proxy.advise.need import Needs, needs
-from balanceroute.proxy.advise.proxy_page import ProxyPages
-from balanceroute.proxy.advise.report import as_json, lines, plan_as_json, plan_lines
-from balanceroute.proxy.audit.looking import Engines
-from balanceroute.proxy.audit.observation import Observation, observe
 from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
 from balanceroute.proxy.cli.outputs import as_json_text, check_output, for_people, write_output
 from balanceroute.proxy.cli.simulate import DEPLOYMENT
@@ -23,11 +16,22 @@ from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, rea
 from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, Trial, plan
+from balanceroute.proxy.lab.advise.report import (
+    Needs,
+    ProxyPages,
+    as_json,
+    lines,
+    needs,
+    plan_as_json,
+    plan_lines,
+)
+from balanceroute.proxy.lab.audit.observation import Engines, Observation, observe
+from balanceroute.proxy.lab.sim.experiment import forecast_called
+from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, split
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import choice, file, integer, number, words
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.proxy.sim.forecast import forecast_called
-from balanceroute.proxy.sim.workload import MAX_RATE, playable, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.audit.looking import Engines
-from balanceroute.proxy.audit.observation import Look, observe
-from balanceroute.proxy.audit.plots import write_plots
-from balanceroute.proxy.audit.prometheus import Window, looks_of
-from balanceroute.proxy.audit.replica import recover
-from balanceroute.proxy.audit.report import Audit, as_json, lines
 from balanceroute.proxy.cli.outputs import (
     as_json_text,
     check_output,
@@ -22,13 +16,17 @@ from balanceroute.proxy.cli.outputs import (
 )
 from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.lab.audit.observation import Engines, Look, observe
+from balanceroute.proxy.lab.audit.prometheus import Window, looks_of
+from balanceroute.proxy.lab.audit.replica import recover
+from balanceroute.proxy.lab.audit.report import Audit, as_json, lines, write_plots
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer, number
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.audit.replica import Recovery
+    from balanceroute.proxy.lab.audit.replica import Recovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

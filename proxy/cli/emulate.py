@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.engine_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate import (
+from balanceroute.proxy.lab.emulate import (
     DpMode,
     EmulatedFleet,
     EmulationSettings,
     Frontend,
     Preemption,
 )
-from balanceroute.proxy.emulate.kv_log import Publish
+from balanceroute.proxy.lab.emulate.kv_log import Publish
 from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
@@ -290,7 +290,7 @@ def _publish(settings: EmulationSettings) -> Publish | None:
     if not settings.kv_events:
         return None
     try:
-        from balanceroute.proxy.emulate.kv_publisher import KvPublisher  # noqa: PLC0415  # An extra.
+        from balanceroute.proxy.lab.emulate.kv_publisher import KvPublisher  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError:
         raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from None
     return KvPublisher

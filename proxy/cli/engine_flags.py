@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from balanceroute.proxy.lab.sim.engines import EngineOptions
 from balanceroute.proxy.live.settings.setting import integer, integers, number, numbers, part
-from balanceroute.proxy.sim.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

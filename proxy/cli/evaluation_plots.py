@@ -1,7 +1,7 @@
 """Pictures of how good predictors are, as PNG files.
 
 Without matplotlib the command fails at its start. The same answers give the same
-bytes; see `balanceroute.proxy.pictures`.
+bytes; see `balanceroute.proxy.lab.pictures`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from balanceroute.predictors import scores
 from balanceroute.predictors.evaluation import Judgement, stage_two_errors
 from balanceroute.predictors.questions import Rows
-from balanceroute.proxy.pictures import SOFT, empty_figure, wrapped, write_pictures
+from balanceroute.proxy.lab.pictures import SOFT, empty_figure, wrapped, write_pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
+from balanceroute.proxy.lab.service_levels import Targets
 from balanceroute.proxy.live.settings.setting import number
-from balanceroute.proxy.service_levels import Targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

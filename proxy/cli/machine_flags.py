@@ -9,12 +9,12 @@ from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.reader import Given
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, words
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.pictures import require_matplotlib
+from balanceroute.proxy.lab.pictures import require_matplotlib
 
 STDOUT = Path("-")
 

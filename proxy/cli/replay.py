@@ -24,6 +24,20 @@ from balanceroute.proxy.cli.goodput_flags import Goodput
 from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
 from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.lab.replay.driver import replay
+from balanceroute.proxy.lab.replay.exchange import parse_target
+from balanceroute.proxy.lab.replay.figures import STEADY_STATE
+from balanceroute.proxy.lab.replay.report import as_json, print_report, requests_as_json
+from balanceroute.proxy.lab.replay.requests import (
+    BYTES_PER_TOKEN,
+    Api,
+    Lengths,
+    ReplaySettings,
+    plan,
+    read_exchanges,
+    with_exchanges,
+    with_limits,
+)
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import (
     choice,
@@ -35,20 +49,11 @@ from balanceroute.proxy.live.settings.setting import (
     seconds,
     text,
 )
-from balanceroute.proxy.replay.body import Api
-from balanceroute.proxy.replay.driver import replay
-from balanceroute.proxy.replay.figures import STEADY_STATE
-from balanceroute.proxy.replay.limits import with_limits
-from balanceroute.proxy.replay.report import as_json, print_report, requests_as_json
-from balanceroute.proxy.replay.settings import Lengths, ReplaySettings
-from balanceroute.proxy.replay.sharegpt import BYTES_PER_TOKEN, read_exchanges, with_exchanges
-from balanceroute.proxy.replay.target import parse_target
-from balanceroute.proxy.replay.workload import plan
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.replay.driver import Progress as State
-    from balanceroute.proxy.replay.driver import ReplayResult
-    from balanceroute.proxy.replay.workload import PlannedRequest
+    from balanceroute.proxy.lab.replay.driver import Progress as State
+    from balanceroute.proxy.lab.replay.driver import ReplayResult
+    from balanceroute.proxy.lab.replay.requests import PlannedRequest
 
 _DEFAULTS = ReplaySettings(target="")
 # Of the bar, over which its tokens per second are taken.

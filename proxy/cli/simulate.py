@@ -26,30 +26,26 @@ from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.outside import is_outside, outside_name
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.lab.service_levels import Targets
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.experiment import FORECASTS, forecast_called, run_experiment
+from balanceroute.proxy.lab.sim.plots import write_plots, write_service_plots
+from balanceroute.proxy.lab.sim.recorder import groups_of
+from balanceroute.proxy.lab.sim.report import STEADY_STATE, as_json, hints, print_table, unending
+from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.setting import integer, number, settings_of, text
-from balanceroute.proxy.service_levels import Targets
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import run_experiment
-from balanceroute.proxy.sim.forecast import FORECASTS, forecast_called
-from balanceroute.proxy.sim.hints import hints, unending
-from balanceroute.proxy.sim.plots import write_plots
-from balanceroute.proxy.sim.report import STEADY_STATE, as_json, print_table
-from balanceroute.proxy.sim.service_log import groups_of
-from balanceroute.proxy.sim.service_plots import write_service_plots
-from balanceroute.proxy.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from balanceroute.proxy.core.policies import PolicySettings
-    from balanceroute.proxy.sim.experiment import PolicyResult
-    from balanceroute.proxy.sim.forecast import Forecast
-    from balanceroute.proxy.sim.workload import Workload
+    from balanceroute.proxy.lab.sim.experiment import Forecast, PolicyResult
+    from balanceroute.proxy.lab.sim.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

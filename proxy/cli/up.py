@@ -15,7 +15,7 @@ from balanceroute.proxy.cli.serve import (
     flags_given,
 )
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate.process import (
+from balanceroute.proxy.lab.emulate.process import (
     EngineProcessError,
     addresses,
     engine_process,

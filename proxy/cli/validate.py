@@ -14,19 +14,16 @@ from rich.table import Table
 from balanceroute import __version__
 from balanceroute.proxy.cli.outputs import make_plots_folder
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.lab.validate.plots import write_plots
+from balanceroute.proxy.lab.validate.traces import match, read_load_log, read_traces
+from balanceroute.proxy.lab.validate.validation import validate
 from balanceroute.proxy.live.settings.reader import add_flags, read_flags
 from balanceroute.proxy.live.settings.setting import integer
-from balanceroute.proxy.validate.load_log import read_load_log
-from balanceroute.proxy.validate.matching import match, read_traces
-from balanceroute.proxy.validate.plots import write_plots
-from balanceroute.proxy.validate.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from balanceroute.proxy.validate.fit import Fit
-    from balanceroute.proxy.validate.mirror import Errors
-    from balanceroute.proxy.validate.validation import UnitResult, Validation
+    from balanceroute.proxy.lab.validate.validation import Errors, Fit, UnitResult, Validation
 
 # Wide enough for the table where there is no terminal to ask.
 _PLAIN_WIDTH = 160

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from balanceroute.proxy.audit.looking import Watcher
-from balanceroute.proxy.audit.observation import Look
+from balanceroute.proxy.lab.audit.observation import Look, Watcher
 from balanceroute.proxy.live.settings.setting import file, number
 
 

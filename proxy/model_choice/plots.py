@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.lab.pictures import SOFT, empty_figure, write_pictures
 from balanceroute.proxy.model_choice.judgement import Judgement
 from balanceroute.proxy.model_choice.scenario import Scenario
 from balanceroute.proxy.model_choice.training import Window
-from balanceroute.proxy.pictures import SOFT, empty_figure, write_pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from balanceroute.proxy.replay.workload import PlannedRequest
+from balanceroute.proxy.lab.replay.requests import PlannedRequest
 
 WEIGHTS = {"gold": 2, "silver": 1}
 # What each tenant asks for, as a multiple of what the engines can do.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from phases import PHASES, WEIGHTS, Setup
 
-from balanceroute.proxy.replay.sample import Sample
+from balanceroute.proxy.lab.replay.figures import Sample
 
 DUE = 100 * WEIGHTS["gold"] / sum(WEIGHTS.values())
 """The share of `gold` by weight, in percent."""

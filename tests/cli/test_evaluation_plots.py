@@ -17,7 +17,7 @@ from balanceroute.predictors.evaluation import Judgement, judge
 from balanceroute.predictors.questions import Replay, Rows
 from balanceroute.proxy.cli import evaluation_plots
 from balanceroute.proxy.cli.evaluation_plots import WIDTH_INCHES, write_plots
-from balanceroute.proxy.pictures import DPI
+from balanceroute.proxy.lab.pictures import DPI
 
 NAMES = ["reliability.png", "roc.png", "mae_by_age.png"]
 

@@ -19,11 +19,10 @@ from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_
 from balanceroute.proxy.core.policies.within_peak import WithinPeak
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import make_simulation
-from balanceroute.proxy.sim.forecast import FORECASTS
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
-from balanceroute.proxy.sim.workload import Workload
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel
+from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
+from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
 ALL = np.ones(1, np.bool_)

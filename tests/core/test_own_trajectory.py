@@ -20,10 +20,9 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.experiment import make_simulation
-from balanceroute.proxy.sim.forecast import FORECASTS
-from balanceroute.proxy.sim.workload import Workload
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
+from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
 PROMPT = 100

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.emulate.routes import Routes
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.routes import Routes
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord

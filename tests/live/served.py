@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:

@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from balanceroute.proxy.advise.fleets import Fleets, plan
-from balanceroute.proxy.advise.miss_watch import Slo
-from balanceroute.proxy.advise.proxy_page import ProxyPages
-from balanceroute.proxy.audit.looking import Engines
-from balanceroute.proxy.audit.observation import Observation, observe
-from balanceroute.proxy.audit.verdict import Bound
+from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, plan
+from balanceroute.proxy.lab.advise.report import ProxyPages
+from balanceroute.proxy.lab.audit.observation import Bound, Engines, Observation, observe
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel
+from balanceroute.proxy.lab.sim.experiment import forecast_called
+from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.proxy.sim.driver import Deployment
-from balanceroute.proxy.sim.forecast import forecast_called
-from balanceroute.proxy.sim.prefill_fleet import PrefillModel
-from balanceroute.proxy.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
 if TYPE_CHECKING:

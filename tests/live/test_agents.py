@@ -19,7 +19,7 @@ from tests.live.agents import (
     same,
 )
 
-from balanceroute.proxy.emulate.faults import AfterPull
+from balanceroute.proxy.lab.emulate.faults import AfterPull
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.topologies import CONNECTORS
 

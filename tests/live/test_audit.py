@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.two_leg_router import TwoLegRouter
 
-from balanceroute.proxy.audit.looking import Engines
-from balanceroute.proxy.audit.observation import Observation, observe
-from balanceroute.proxy.audit.replica import recover
-from balanceroute.proxy.audit.verdict import Bound
+from balanceroute.proxy.lab.audit.observation import Bound, Engines, Observation, observe
+from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.page_client import PageClient
 
 if TYPE_CHECKING:

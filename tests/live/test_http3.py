@@ -27,7 +27,7 @@ OWN = {b"x-request-id", b"transfer-encoding", b"date"}
 def test_nothing_of_http3_is_loaded_where_it_is_off() -> None:
     program = """
 import sys
-import balanceroute.proxy.live.serve, balanceroute.proxy.live.settings.configure, balanceroute.proxy.replay.driver
+import balanceroute.proxy.live.serve, balanceroute.proxy.live.settings.configure, balanceroute.proxy.lab.replay.driver
 print(*sorted(name for name in sys.modules if "aioquic" in name or "http3." in name or name == "pylsqpack"))
 """
     found = subprocess.run(

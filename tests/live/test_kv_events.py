@@ -15,13 +15,13 @@ from tests.live.served import COMPLETIONS, ENGINES, Client, Served, play, servin
 from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 from balanceroute.proxy.core.prefill.token_blocks import token_hashes
-from balanceroute.proxy.emulate import EmulatedFleet, EmulationSettings
-from balanceroute.proxy.emulate.prefix_caches import _blocks
+from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
+from balanceroute.proxy.lab.emulate.prefix_caches import _blocks
 from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 
 pytest.importorskip("zmq", reason="an extra")
 
-from balanceroute.proxy.emulate.kv_publisher import KvPublisher
+from balanceroute.proxy.lab.emulate.kv_publisher import KvPublisher
 from balanceroute.proxy.live.engines.kv_subscriber import subscribe
 
 if TYPE_CHECKING:

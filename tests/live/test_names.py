@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop

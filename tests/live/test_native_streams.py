@@ -15,7 +15,7 @@ from tests.native import needs_native
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, MakeExchanged
 
-    from balanceroute.proxy.emulate.fleet import EmulatedFleet
+    from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 
 pytestmark = needs_native
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate.settings import DpMode, Preemption
+from balanceroute.proxy.lab.emulate.settings import DpMode, Preemption
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.oracle import comparable

@@ -21,7 +21,7 @@ from tests.live.test_proxy_connectors import (
 from tests.live.test_resumed_streams import EACH, EXACT, FAULTS, GREEDY, through_a_failure
 from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
 
-from balanceroute.proxy.emulate.faults import MalformedStream
+from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.oracle import comparable
 from balanceroute.topologies import CONNECTORS

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.emulate import Frontend
+from balanceroute.proxy.lab.emulate import Frontend
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:

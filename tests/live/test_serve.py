@@ -32,7 +32,7 @@ from tests.live.served import (
 from balanceroute.predictors import Survival
 from balanceroute.predictors.files import load
 from balanceroute.predictors.logged import read_log
-from balanceroute.proxy.emulate import engine as emulated_engine
+from balanceroute.proxy.lab.emulate import engine as emulated_engine
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:

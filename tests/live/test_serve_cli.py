@@ -18,7 +18,7 @@ from tests.command_line import refused
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import emulate, up
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate import process as engine_process
+from balanceroute.proxy.lab.emulate import process as engine_process
 from balanceroute.proxy.live import serve as live_serve
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
@@ -404,7 +404,7 @@ def test_engines_that_do_not_start_are_reported_and_ended(
 def test_engines_do_not_outlive_a_proxy_that_is_killed() -> None:
     program = (
         "import os, sys, signal\n"
-        "from balanceroute.proxy.emulate import process\n"
+        "from balanceroute.proxy.lab.emulate import process\n"
         "command = [sys.executable, '-I', '-S', '-c', sys.argv[1], os.devnull]\n"
         "with process.emulated_engines(command) as engines:\n"
         "    print(engines, flush=True)\n"

@@ -7,7 +7,7 @@ from tests.script import script
 from balanceroute.predictors import RequestFeatures
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.sim.workload import Workload
+from balanceroute.proxy.lab.sim.workload import Workload
 
 results = script("predictor_results")
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from balanceroute.proxy.emulate.engine import Engine
+from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.chaos.orders import OF_ENGINES, Order, OrderKind
 from balanceroute.proxy.testing.chaos.promises import (

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.leases import MOST_LAPSES
-from balanceroute.proxy.emulate.leases import LeaseEnd, Misread
+from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase

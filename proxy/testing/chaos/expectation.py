@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from balanceroute.proxy.emulate.faults import MalformedStream
+from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.testing.chaos.oracle import comparable
 from balanceroute.proxy.testing.chaos.requests import AGENTS, ClientRequest
 from balanceroute.proxy.wire.messages import Response

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from balanceroute.proxy.emulate.faults import (
+from balanceroute.proxy.lab.emulate.faults import (
     AfterPull,
     ErrorForm,
     Faults,

@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.core.rank_progress import STEPS
-from balanceroute.proxy.emulate.engine import Engine
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.engine import Engine
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Rank
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.answer_reader import Ending

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.answer_reader import AnswerReader, Ending, Received
 from balanceroute.proxy.testing.chaos.clients import Client, Visit
 from balanceroute.proxy.testing.chaos.fuzz_cases import FuzzCase, draw_case

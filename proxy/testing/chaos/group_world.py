@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
 from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step

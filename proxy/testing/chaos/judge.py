@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from balanceroute.proxy.emulate.faults import MalformedStream
-from balanceroute.proxy.emulate.settings import Preemption
+from balanceroute.proxy.lab.emulate.faults import MalformedStream
+from balanceroute.proxy.lab.emulate.settings import Preemption
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.kv_log import KvLog
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.kv_log import KvLog
 from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 
 # How often what was published arrives.

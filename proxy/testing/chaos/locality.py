@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
+from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings, Preemption
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, with_beginning

@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.testing.chaos.requests import ClientRequest, with_seed
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch

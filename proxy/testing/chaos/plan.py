@@ -6,7 +6,7 @@ from enum import Enum
 
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Preemption
+from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings, Preemption
 from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, Visit
 from balanceroute.proxy.testing.chaos.faults import (
     Act,

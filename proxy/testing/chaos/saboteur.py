@@ -5,8 +5,8 @@ import random
 from collections import Counter
 from contextlib import suppress
 
-from balanceroute.proxy.emulate.engine import Engine
-from balanceroute.proxy.emulate.faults import AfterPull
+from balanceroute.proxy.lab.emulate.engine import Engine
+from balanceroute.proxy.lab.emulate.faults import AfterPull
 from balanceroute.proxy.live.control.admin import CONNECTIONS
 from balanceroute.proxy.live.control.errors import ConflictError
 from balanceroute.proxy.testing.chaos.clients import Holders

@@ -18,8 +18,8 @@ from weakref import finalize
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.environment import Environment

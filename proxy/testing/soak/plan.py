@@ -7,7 +7,7 @@ requests.
 import random
 from dataclasses import replace
 
-from balanceroute.proxy.emulate.faults import AfterPull, MalformedStream
+from balanceroute.proxy.lab.emulate.faults import AfterPull, MalformedStream
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.testing.chaos.audit import SLOWING
 from balanceroute.proxy.testing.chaos.clients import Phase, Visit

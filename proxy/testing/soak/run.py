@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from balanceroute.proxy.emulate.process import emulated_engines
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.audit import audit_answers, audit_metrics
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.oracle import Oracle

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.emulate.settings import DpMode
+from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.configure import make_config

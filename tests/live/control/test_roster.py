@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.long_streams import BODY, COMPLETIONS, body, order, right, rows, streaming
 
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import DpMode
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.telemetry.record import Outcome

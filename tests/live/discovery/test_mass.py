@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.testing.virtual.link import Connect, Link

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.live.served import ENGINES, Client, Served, command, plain_environment, play
 
-from balanceroute.proxy.emulate import EmulatedFleet
+from balanceroute.proxy.lab.emulate import EmulatedFleet
 
 if TYPE_CHECKING:
     from tests.live.conftest import MakeExchanged

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
-from balanceroute.proxy.emulate import connectors
-from balanceroute.proxy.emulate.connectors import Failure
+from balanceroute.proxy.lab.emulate import connectors
+from balanceroute.proxy.lab.emulate.connectors import Failure
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
@@ -192,7 +192,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         after_s = failing.get(params.get("remote_engine_id"))
         return claim(connector, params, *rest) if after_s is None else Failure(after_s)
 
-    monkeypatch.setattr("balanceroute.proxy.emulate.decoder.claim", claimed)
+    monkeypatch.setattr("balanceroute.proxy.lab.emulate.decoder.claim", claimed)
     return failing
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.live.conftest import LARGE, SMALL
 
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.model_choice.double_dqn import DoubleDqn, inputs_of
 from balanceroute.proxy.model_choice.q_network import QNetwork
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.stream_client import DONE, LAST, OPENING
 
-from balanceroute.proxy.emulate.faults import AfterPull, ErrorForm
-from balanceroute.proxy.emulate.settings import DpMode
+from balanceroute.proxy.lab.emulate.faults import AfterPull, ErrorForm
+from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.request.failures import (
     RULES,

@@ -27,9 +27,9 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import PolicyInputs, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.lab.sim.engines import EngineOptions
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.sim.engine_options import EngineOptions
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.sim.engine_options import EngineOptions
+from balanceroute.proxy.lab.sim.engines import EngineOptions
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

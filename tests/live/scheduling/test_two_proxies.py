@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from balanceroute.proxy.core.events import Event, OthersOnRank
-from balanceroute.proxy.emulate.settings import DpMode
+from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.emulate.faults import Faults
+from balanceroute.proxy.lab.emulate.faults import Faults
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -5,7 +5,7 @@ from dataclasses import replace as replaced
 import pytest
 from msgspec.structs import replace
 
-from balanceroute.proxy.emulate.leases import EndedLease, LeaseEnd, Misread
+from balanceroute.proxy.lab.emulate.leases import EndedLease, LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.audit import is_excused, may_be_killed

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.emulate.faults import (
+from balanceroute.proxy.lab.emulate.faults import (
     ErrorForm,
     MalformedAnswer,
     MalformedScrape,
     MalformedStream,
 )
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.request.stall_watch import StallWatch
 from balanceroute.proxy.live.scheduling.step_clock import StepClock

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.soak.load import Load
 from balanceroute.proxy.testing.soak.plan import draw_plan

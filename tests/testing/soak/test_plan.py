@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from balanceroute.proxy.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.testing.chaos.clients import Phase
 from balanceroute.proxy.testing.chaos.faults import Act

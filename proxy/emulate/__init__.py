@@ -1,7 +1,0 @@
-"""Emulated engines: HTTP servers that speak the PD protocol, with one barrier for all ranks."""
-
-from balanceroute.proxy.emulate.faults import Faults
-from balanceroute.proxy.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.emulate.settings import DpMode, EmulationSettings, Frontend, Preemption
-
-__all__ = ["DpMode", "EmulatedFleet", "EmulationSettings", "Faults", "Frontend", "Preemption"]

@@ -1,0 +1,260 @@
+"""Advice, for people and as JSON."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil, inf
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from balanceroute.proxy.lab.advise.fleets import Plan, Slo, Trial
+from balanceroute.proxy.lab.audit.observation import (
+    MEANINGS,
+    Bound,
+    Look,
+    PageError,
+    RankPage,
+    Verdict,
+    Watcher,
+    checked,
+    metrics_url,
+)
+from balanceroute.proxy.page_client import UnansweredError
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.page_client import PageClient
+
+
+# How many instances of each role a load needs, from how busy those are that there are.
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of one role.
+
+    Attributes:
+        now: Instances that there are.
+        work: Instances that the present load keeps busy all the time; None if nobody knows.
+        wanted: Instances that it would keep busy for the share that is aimed at; None likewise.
+        at_least: Whether more may be needed: the role is full, so its load is not seen whole.
+    """
+
+    now: int
+    work: float | None
+    wanted: int | None
+    at_least: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Of both roles, and what bounds the fleet now."""
+
+    verdict: Verdict
+    prefillers: Need
+    ranks: Need
+
+
+def needs(
+    verdict: Verdict,
+    *,
+    prefillers: int,
+    ranks: int,
+    prefill_work: float | None,
+    decode_work: float,
+    busy: float,
+) -> Needs:
+    """Return how many instances are wanted.
+
+    Args:
+        verdict: What bounds the fleet now.
+        prefillers: P.
+        ranks: G.
+        prefill_work: Prefillers that the load keeps busy all the time.
+        decode_work: Ranks that it keeps full all the time, of what runs and waits.
+        busy: Share of the time, or of the slots, that is to be used.
+    """
+    return Needs(
+        verdict,
+        _need_of(prefillers, prefill_work, busy, full=verdict.bound is Bound.PREFILL),
+        _need_of(ranks, decode_work, busy, full=verdict.bound is Bound.DECODE),
+    )
+
+
+def _need_of(now: int, work: float | None, busy: float, *, full: bool) -> Need:
+    if work is None:
+        return Need(now, None, None, at_least=False)
+    wanted = max(1, ceil(round(work / busy, 6)))
+    return Need(now, work, max(wanted, now + 1) if full else wanted, at_least=full)
+
+
+def lines(told: Needs, busy: float) -> Iterator[str]:
+    """Yield what a load needs."""
+    yield f"bound by      {MEANINGS[told.verdict.bound]}"
+    yield f"prefillers    {_need(told.prefillers, busy, 'busy')}"
+    yield f"ranks         {_need(told.ranks, busy, 'full')}"
+    if told.verdict.bound is Bound.BARRIER:
+        yield (
+            "              even loads come before more ranks: `balanceroute audit` tells what a policy "
+            "recovers"
+        )
+
+
+def _need(need: Need, busy: float, word: str) -> str:
+    if need.work is None or need.wanted is None:
+        return f"{need.now} now; their load is not known"
+    least = "at least " if need.at_least else ""
+    return (
+        f"{need.now} now, {least}{need.wanted} wanted: the load keeps {need.work:.2f} {word}, "
+        f"{100 * busy:.0f} % is the aim"
+    )
+
+
+def plan_lines(
+    plan: Plan, slo: Slo, trials: Sequence[Trial], present: Trial | None
+) -> Iterator[str]:
+    """Yield the trials by size, the advice, and why fewer do not do."""
+    yield "prefillers  ranks  TTFT p99 s  TPOT p95 ms  prefill busy %  slots %  idle %  bound by"
+    for one in sorted(trials, key=lambda one: (one.prefillers, one.ranks)):
+        miss = " misses, stopped" if one.stopped else " misses"
+        mark = " <" if one is plan.chosen else "" if one.meets(slo) else miss
+        yield (
+            f"{one.prefillers:10}  {one.ranks:5}  {one.ttft_p99_s:10.2f}  {1e3 * one.tpot_p95_s:11.1f}  "
+            f"{100 * min(1.0, one.prefill_work / one.prefillers):14.0f}  {100 * one.slots_share:7.0f}  "
+            f"{100 * one.idle:6.1f}  {one.verdict.bound.value}{mark}"
+        )
+    chosen = plan.chosen
+    yield f"wanted: {_size(chosen)}, for {_targets(slo)}"
+    for one in plan.fewer:
+        yield f"  {_size(one)}: {_latencies(one)}"
+    if present is not None:
+        verb = "meets" if present.meets(slo) else "misses"
+        yield f"now: {_size(present)} {verb} the targets: {_latencies(present)}"
+
+
+def _size(one: Trial) -> str:
+    return f"{_count(one.prefillers, 'prefiller')} and {_count(one.ranks, 'rank')}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _latencies(one: Trial) -> str:
+    stopped = " when it was stopped" if one.stopped else ""
+    return f"TTFT p99 {one.ttft_p99_s:.2f} s, TPOT p95 {1e3 * one.tpot_p95_s:.1f} ms{stopped}"
+
+
+def _targets(slo: Slo) -> str:
+    named = (("TTFT p99", slo.ttft_p99_s), ("TPOT p95", slo.tpot_p95_s))
+    return " and ".join(f"{name} <= {most:g} s" for name, most in named if most < inf)
+
+
+def as_json(told: Needs) -> dict[str, object]:
+    """Return what a load needs as JSON has it."""
+    return {
+        "bound": told.verdict.bound.value,
+        "prefillers": asdict(told.prefillers),
+        "ranks": asdict(told.ranks),
+    }
+
+
+def plan_as_json(
+    plan: Plan, slo: Slo, trials: Sequence[Trial], present: Trial | None
+) -> dict[str, object]:
+    """Return the plan as JSON has it."""
+
+    def row(one: Trial) -> dict[str, object]:
+        return asdict(one) | {"bound": one.verdict.bound.value, "meets": one.meets(slo)}
+
+    return {
+        "wanted": row(plan.chosen),
+        "fewer": [row(one) for one in plan.fewer],
+        "now": None if present is None else row(present),
+        "trials": [row(one) for one in trials],
+    }
+
+
+# A fleet as the proxy before it tells of it, in place of the pages of all its engines.
+
+_PREFIX = "balanceroute_"
+
+_BATCH = "batch_limit"
+# By our field, the metric of each rank.
+_RANK = {"kv_tokens": "rank_kv_tokens", "running": "rank_bound_requests"}
+
+_PREFILLER = "prefiller_probes"
+
+_WAITING = "live_requests"
+
+_WANTED = tuple(
+    (_PREFIX + name).encode() for name in (*_RANK.values(), _PREFILLER, _WAITING, _BATCH)
+)
+
+
+class ProxyPages(Watcher):
+    """The metrics of a proxy, at its public or its admin address.
+
+    Attributes:
+        batch: Slots of a rank, once it was looked at.
+    """
+
+    def __init__(self, url: str, pages: "PageClient") -> None:
+        self.batch = 1
+        self._url, self._at = url, metrics_url("--proxy", url)
+        self._pages = pages
+
+    async def look(self) -> Look:
+        """Look at the page once."""
+        try:
+            page = await self._pages.page(self._at)
+            look, self.batch = read_proxy_page(page, asyncio.get_running_loop().time())
+        except (UnansweredError, PageError) as error:
+            raise PageError(f"{self._url}: {error}") from None
+        return look
+
+
+def read_proxy_page(page: bytes, time_s: float) -> tuple[Look, int]:
+    """Return what a page of /metrics says of the fleet at a time, and the slots of a rank.
+
+    What waits in the proxy counts as waiting at the engines, in equal parts. Pooled requests wait for
+    ranks. Those before prefill wait for prefillers if all of these have work, else for ranks: the pool
+    is full.
+
+    Raises:
+        PageError: It is not a page of this proxy.
+    """
+    lines = [line for line in page.splitlines() if line.startswith(_WANTED)]
+    decode: dict[str, RankPage] = {}
+    prefill: dict[str, RankPage] = {}
+    waiting: dict[str, float] = {}
+    batch = 0
+    try:
+        for family in text_string_to_metric_families(b"\n".join(lines).decode() + "\n"):
+            for sample in family.samples:
+                name = sample.name.removeprefix(_PREFIX)
+                value = checked(sample.name, sample.value)
+                if name == _BATCH:
+                    batch = int(value)
+                elif name == _WAITING:
+                    waiting[sample.labels.get("state", "")] = value
+                elif name == _PREFILLER:
+                    prefill[sample.labels["name"]] = RankPage(running=value)
+                for field, metric in _RANK.items():
+                    if name == metric:
+                        told = decode.setdefault(sample.labels["name"], RankPage())
+                        setattr(told, field, value)
+    except (ValueError, KeyError) as error:
+        raise PageError(f"not a page of the proxy's metrics: {error}") from error
+    if not decode or not batch or any(one.kv_tokens is None for one in decode.values()):
+        raise PageError(
+            "not a page of the proxy's metrics: it tells no ranks (balanceroute_rank_..)"
+        )
+    pooled, queued = waiting.get("pooled", 0.0), waiting.get("queued", 0.0)
+    if not all(told.running for told in prefill.values()):
+        pooled, queued = pooled + queued, 0.0
+    for told in decode.values():
+        told.waiting = pooled / len(decode)
+    for told in prefill.values():
+        told.waiting = queued / len(prefill)
+    return Look(time_s, decode, prefill), batch

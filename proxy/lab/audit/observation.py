@@ -1,0 +1,639 @@
+"""A fleet as it was seen: loads by rank over time, and what follows from them."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+from math import inf, isfinite
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
+
+from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.lab.validate.validation import Fit, fit_step_time
+from balanceroute.proxy.page_client import UnansweredError, root_of
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.page_client import PageClient
+
+
+# What a page of vLLM's or SGLang's metrics says of each of its data-parallel ranks.
+
+# By our name, those of the engines: vLLM 0.32, its older names, SGLang.
+_GAUGES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "kv_tokens": ("sglang:num_used_tokens",),
+    "generated": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+}
+
+_HISTOGRAMS = {"prompts": "vllm:request_prompt_tokens", "outputs": "vllm:request_generation_tokens"}
+
+_CAPACITY = "vllm:cache_config_info"
+
+_TOO_MUCH = 1e18
+
+_RANK_LABELS = ("engine", "dp_rank")
+
+METRICS = (
+    *(name for names in _GAUGES.values() for name in names),
+    *_HISTOGRAMS.values(),
+    _CAPACITY,
+)
+
+"""The names of all metrics that matter; of a histogram without its endings."""
+
+_WANTED = tuple(name.encode() for name in METRICS)
+
+
+class PageError(BalanceRouteError):
+    """A page that does not say what an audit needs."""
+
+
+class Sample(NamedTuple):
+    """One value of one series."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+@dataclass(slots=True)
+class Lengths:
+    """A histogram of lengths since the engine's start.
+
+    Attributes:
+        counts: By the upper end of the bucket, cumulated.
+        total: Sum of the lengths.
+    """
+
+    counts: dict[float, float] = field(default_factory=dict)
+    total: float = 0.0
+
+
+@dataclass(slots=True)
+class RankPage:
+    """What is told of one rank; None for what is not.
+
+    Attributes:
+        running: Requests in its batch.
+        waiting: Requests that wait in the engine.
+        kv_tokens: KV tokens in use.
+        generated: Tokens generated since the start.
+        prompts: Lengths of the prompts of requests that ended.
+        outputs: Lengths of their outputs.
+    """
+
+    running: float | None = None
+    waiting: float | None = None
+    kv_tokens: float | None = None
+    generated: float | None = None
+    prompts: Lengths = field(default_factory=Lengths)
+    outputs: Lengths = field(default_factory=Lengths)
+
+
+def read_page(page: bytes) -> dict[str, RankPage]:
+    """Return what a page says, by rank; "0" where it names none.
+
+    Raises:
+        PageError: It is none of these engines' pages, or does not tell the KV tokens in use.
+    """
+    # An engine's page has 65 kB for each rank, most of it of no interest here.
+    lines = [line for line in page.splitlines() if line.startswith(_WANTED)]
+    try:
+        families = list(text_string_to_metric_families(b"\n".join(lines).decode() + "\n"))
+    except ValueError as error:
+        raise PageError(f"not a page of metrics: {error}") from error
+    return pages_of(
+        Sample(one.name, one.labels, one.value) for family in families for one in family.samples
+    )
+
+
+def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
+    """Return what samples of one engine say, by rank; "0" where they name none.
+
+    Raises:
+        PageError: They are none of these engines', or do not tell what runs.
+    """
+    values: dict[str, dict[str, float]] = {}
+    capacity: dict[str, float | None] = {}
+    ranks: dict[str, RankPage] = {}
+    for sample in samples:
+        # What is not known, to a server that keeps samples as well.
+        if not isfinite(sample.value):
+            continue
+        rank = next((sample.labels[x] for x in _RANK_LABELS if x in sample.labels), "0")
+        told = ranks.setdefault(rank, RankPage())
+        if sample.name == _CAPACITY:
+            capacity[rank] = _capacity(sample.labels)
+        elif not _take_length(told, sample.name, sample.labels, checked(sample.name, sample.value)):
+            values.setdefault(rank, {})[sample.name] = sample.value
+    for rank, told in ranks.items():
+        found = values.get(rank, {})
+        told.running, told.waiting = _first(found, "running"), _first(found, "waiting")
+        told.generated, told.kv_tokens = _first(found, "generated"), _first(found, "kv_tokens")
+        usage = _first(found, "usage")
+        size = capacity.get(rank)
+        if told.kv_tokens is None and usage is not None and size is not None:
+            told.kv_tokens = usage * size
+    if not ranks or any(told.running is None for told in ranks.values()):
+        raise PageError("neither vLLM's nor SGLang's metrics")
+    return ranks
+
+
+def checked(name: str, value: float) -> float:
+    """Return the value of a sample. Raises PageError: it is no count, no share and no sum."""
+    if not 0.0 <= value < _TOO_MUCH:
+        raise PageError(f"{name} is {value}")
+    return value
+
+
+def _first(values: dict[str, float], what: str) -> float | None:
+    return next((values[name] for name in _GAUGES[what] if name in values), None)
+
+
+def _capacity(labels: dict[str, str]) -> float | None:
+    tokens = labels.get("kv_cache_size_tokens", "")
+    if tokens.isdecimal():
+        return float(tokens)
+    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+    return float(blocks) * float(size) if blocks.isdecimal() and size.isdecimal() else None
+
+
+def _take_length(told: RankPage, name: str, labels: dict[str, str], value: float) -> bool:
+    for kind, family in _HISTOGRAMS.items():
+        if name.startswith(family):
+            lengths: Lengths = getattr(told, kind)
+            if name == f"{family}_bucket":
+                lengths.counts[float(labels["le"])] = value
+            elif name == f"{family}_sum":
+                lengths.total = value
+            return True
+    return False
+
+
+# The line of the step time, from looks at the engines that see no single step.
+#
+# Between two looks a request that runs emits a token per step, so tokens / running requests is
+# the number of steps. Looks that follow each other quickly see two or three, and not their
+# fractions: the quotient of two such numbers is too large on average, the more so the fewer steps
+# there are, which is where the loads are high. So each point of the fit is a window of many
+# steps.
+
+_WINDOW_STEPS = 25.0
+
+"""One step more or less is then 4 % of a window's."""
+
+
+def fit_looks(
+    times_s: NDArray[np.float64],
+    peaks: NDArray[np.float64],
+    running: NDArray[np.float64],
+    generated: NDArray[np.float64],
+) -> Fit | None:
+    """Return T = a + b x max L, in time of the wall; None if it cannot be told.
+
+    Args:
+        times_s: float64[looks].
+        peaks: float64[looks], KV tokens of the fullest rank.
+        running: float64[looks], requests in all batches.
+        generated: float64[looks], tokens of all ranks since the start.
+    """
+    seconds, tokens = np.diff(times_s), np.diff(generated)
+    at_work = (running[1:] + running[:-1]) / 2
+    # Not a number where nothing ran, or an engine does not tell its tokens or counts anew. So is the window.
+    steps = np.full(len(tokens), np.nan)
+    np.divide(tokens, at_work, out=steps, where=(at_work > 0) & (tokens >= 0))
+    told = steps[steps >= 0]
+    if not told.any():
+        return None
+    looks = min(len(steps), int(np.ceil(_WINDOW_STEPS / told.mean())))
+    of_time, of_steps, of_peaks = (
+        np.convolve(values, np.ones(looks), "valid")
+        for values in (seconds, steps, steps * (peaks[1:] + peaks[:-1]) / 2)
+    )
+    known = of_steps > 0
+    if not known.any():
+        return None
+    fit = fit_step_time(
+        (of_peaks[known] / of_steps[known]).astype(np.int64), 1e9 * of_time[known] / of_steps[known]
+    )
+    return None if fit is None or fit.base_ms <= 0 or fit.us_per_token <= 0 else fit
+
+
+# What bounds a fleet: prefill, decode, or the barrier between its ranks.
+
+# Beyond these shares a role has no reserve, or the barrier's loss is worth a change.
+_BUSY = 0.9
+
+_WORTH_IT = 0.1
+
+
+class Bound(Enum):
+    """What there is too little of."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BARRIER = "barrier"  # Ranks are full, and wait for one another.
+    NOTHING = "nothing"
+
+
+MEANINGS = {
+    Bound.PREFILL: "prefill: prefillers are busy, and ranks have free slots",
+    Bound.DECODE: "decode: the ranks are full and evenly loaded",
+    Bound.BARRIER: "the barrier: the ranks are full, and wait for the fullest at every step",
+    Bound.NOTHING: "nothing: both roles have reserves",
+}
+
+"""In words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What bounds a fleet, and the ratio of its roles that would not.
+
+    Attributes:
+        bound: What.
+        prefillers_per_rank: At which both roles would be equally busy; None where one did nothing.
+    """
+
+    bound: Bound
+    prefillers_per_rank: float | None
+
+
+def judge(
+    *, prefillers: int, ranks: int, prefill_busy: float | None, slots_share: float, idle: float
+) -> Verdict:
+    """Return what bounds a fleet.
+
+    Args:
+        prefillers: P.
+        ranks: G.
+        prefill_busy: Mean share of prefillers that have work; None if nobody knows.
+        slots_share: Mean share of the ranks' slots in use.
+        idle: Share of rank time lost at the barrier.
+    """
+    if slots_share >= _BUSY:
+        bound = Bound.BARRIER if idle >= _WORTH_IT else Bound.DECODE
+    elif prefill_busy is not None and prefill_busy >= _BUSY:
+        bound = Bound.PREFILL
+    else:
+        bound = Bound.NOTHING
+    wanted = None
+    if prefill_busy and slots_share:
+        wanted = prefillers * prefill_busy / (ranks * slots_share)
+    return Verdict(bound, wanted)
+
+
+MIN_SAMPLES = 20
+
+_PARTS = 10
+
+_FIGURES = ("running", "waiting", "kv_tokens", "generated")
+
+_UNTOLD = {
+    "kv_tokens": "tells neither its KV tokens in use nor its capacity "
+    "(vllm:cache_config_info, sglang:num_used_tokens)",
+    "generated": "does not tell the tokens that it generated "
+    "(vllm:generation_tokens_total, sglang:generation_tokens_total)",
+}
+
+_FULL = 0.95
+
+"""Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
+
+_MANY_LOOKS = 5.0
+
+"""At which a request runs, so that few join a rank and leave it between two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at all engines: seconds, and what each rank told, by its name."""
+
+    time_s: float
+    decode: Mapping[str, RankPage]
+    prefill: Mapping[str, RankPage]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What was seen of a fleet of G ranks.
+
+    Attributes:
+        ranks: Names, G.
+        prefillers: P.
+        seconds: From the first look to the last.
+        loads: float64[looks, G], KV tokens.
+        batch: Slots of a rank: as given, or the most requests that any rank ran.
+        idle: Share of rank time lost at the barrier, by the loads: sum (max L - L_g) / sum G max L.
+        idle_error: Its standard error, by the spread between parts of the time.
+        mean_load: Mean KV tokens of a rank, over the steps as `idle` is.
+        imbalance_tokens: Mean of max L - min L.
+        output_tokens_per_s: Of all ranks; NaN if they do not tell it.
+        running: Mean requests in the batches of all ranks.
+        waiting: Mean requests that wait in the decode engines.
+        prefilling: Mean requests that run or wait at all prefillers.
+        fit: The line of the step's time over max L, in time of the wall; None if it cannot be told.
+        prefill_busy: Mean share of prefillers that have a request; None without prefillers.
+        prefill_waiting: Mean requests that wait at a prefiller.
+        prefill_ns_per_token: Time of a prefiller for a prompt token; None if no prefill was seen.
+        prompts: Lengths of the prompts that ended meanwhile, by bucket.
+        longest_prompt: About the longest of them; inf if the looks do not tell.
+        outputs: Lengths of their outputs.
+    """
+
+    ranks: tuple[str, ...]
+    prefillers: int
+    seconds: float
+    loads: NDArray[np.float64]
+    batch: int
+    idle: float
+    idle_error: float
+    mean_load: float
+    imbalance_tokens: float
+    output_tokens_per_s: float
+    running: float
+    waiting: float
+    prefilling: float
+    fit: Fit | None
+    prefill_busy: float | None
+    prefill_waiting: float
+    prefill_ns_per_token: float | None
+    prompts: Lengths
+    longest_prompt: float
+    outputs: Lengths
+
+    @property
+    def slots_share(self) -> float:
+        """Share of the slots in use."""
+        return self.running / (self.batch * len(self.ranks))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What bounds it."""
+        return judge(
+            prefillers=self.prefillers,
+            ranks=len(self.ranks),
+            prefill_busy=self.prefill_busy,
+            slots_share=self.slots_share,
+            idle=self.idle,
+        )
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the ranks were full, so that requests waited for slots."""
+        return self.slots_share >= _FULL
+
+
+def observe(
+    looks: Sequence[Look], *, batch: int | None = None, outputs_told: bool = True
+) -> Observation:
+    """Return what the looks say.
+
+    Args:
+        looks: All of the same engines.
+        batch: Slots of a rank; None for the most that were in use.
+        outputs_told: Whether ranks tell the tokens that they generate; a proxy does not tell them.
+
+    Raises:
+        ConfigError: They are too few, ranks do not tell what they must, or nothing was decoded.
+    """
+    looks = _whole(looks)
+    if len(looks) < MIN_SAMPLES:
+        raise ConfigError(
+            f"{len(looks)} looks at all engines are too few, {MIN_SAMPLES} the least: more --minutes"
+        )
+    ranks = tuple(looks[0].decode)
+    loads = _told_by_all(looks, ranks, "kv_tokens")
+    running = _series(looks, ranks, "running")
+    generated = _counted((_told_by_all if outputs_told else _series)(looks, ranks, "generated"))
+    peaks = loads.max(axis=1)
+    if not peaks.any():
+        raise ConfigError("nothing was decoded meanwhile")
+    times = np.array([look.time_s for look in looks])
+    fit = fit_looks(times, peaks, running.sum(axis=1), generated.sum(axis=1))
+    # A look finds a long step more often than a short one; each step counts once.
+    steps = np.ones(len(peaks)) if fit is None else 1.0 / _step_ms(fit, peaks)
+    prefillers = tuple(looks[0].prefill)
+    prompts, outputs = (_ended(looks, ranks, what) for what in ("prompts", "outputs"))
+    queues, work = _series(looks, prefillers, "waiting"), _series(looks, prefillers, "running")
+    busy = float((queues + work > 0).mean()) if prefillers else None
+    seconds = float(times[-1] - times[0])
+    # Those that prefillers ended: of a queue that grows or shrinks meanwhile the ranks tell others.
+    prefilled = _ended(looks, prefillers, "prompts").total or prompts.total
+    return Observation(
+        ranks=ranks,
+        prefillers=len(prefillers),
+        seconds=seconds,
+        loads=loads,
+        batch=batch or max(1, round(running.max())),
+        idle=_idle(loads, steps),
+        idle_error=_idle_error(loads, steps),
+        mean_load=float(steps @ loads.mean(axis=1) / steps.sum()),
+        imbalance_tokens=float((peaks - loads.min(axis=1)).mean()),
+        output_tokens_per_s=float((generated[-1] - generated[0]).sum() / seconds),
+        running=float(running.sum(axis=1).mean()),
+        waiting=float(np.nan_to_num(_series(looks, ranks, "waiting")).sum(axis=1).mean()),
+        prefilling=float(np.nan_to_num(queues + work).sum(axis=1).mean()),
+        fit=fit,
+        prefill_busy=busy,
+        prefill_waiting=float(np.nan_to_num(queues).mean()) if prefillers else 0.0,
+        prefill_ns_per_token=(
+            1e9 * len(prefillers) * busy * seconds / prefilled if busy and prefilled else None
+        ),
+        prompts=prompts,
+        longest_prompt=_longest_prompt(loads, running, outputs),
+        outputs=outputs,
+    )
+
+
+def _told_by_all(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
+    found = _series(looks, ranks, what)
+    silent = np.isnan(found).any(axis=0)
+    if silent.any():
+        raise ConfigError(f"{ranks[int(silent.argmax())]} {_UNTOLD[what]}")
+    return found
+
+
+def _series(looks: Sequence[Look], ranks: Sequence[str], what: str) -> NDArray[np.float64]:
+    """Return float64[looks, ranks]; NaN for what was not told."""
+    rows = [
+        [
+            getattr((look.decode if name in look.decode else look.prefill)[name], what)
+            for name in ranks
+        ]
+        for look in looks
+    ]
+    return np.array(rows, np.float64).reshape(len(looks), len(ranks))
+
+
+def _whole(looks: Sequence[Look]) -> Sequence[Look]:
+    """Leave out looks in which a rank does not tell what it tells in others, as while it starts."""
+    told: dict[str, set[str]] = {}
+    for look in looks:
+        for name, page in (*look.prefill.items(), *look.decode.items()):
+            told.setdefault(name, set()).update(_figures_of(page))
+    return [
+        look
+        for look in looks
+        if all(
+            _figures_of(page) == told[name]
+            for name, page in (*look.prefill.items(), *look.decode.items())
+        )
+    ]
+
+
+def _figures_of(page: RankPage) -> set[str]:
+    values = {name: getattr(page, name) for name in _FIGURES}
+    return {name for name, value in values.items() if value is not None and isfinite(value)}
+
+
+def _counted(counters: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return float64[looks, ranks] that never fall: what was counted since the first look.
+
+    A counter that falls began anew at 0, as its engine was restarted.
+    """
+    before, after = counters[:-1], counters[1:]
+    more = np.where(after < before, after, after - before)
+    return np.concatenate([np.zeros_like(counters[:1]), np.cumsum(more, axis=0)])
+
+
+def _idle(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float:
+    return float(1.0 - steps @ loads.mean(axis=1) / (steps @ loads.max(axis=1)))
+
+
+def _idle_error(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float:
+    parts = zip(np.array_split(loads, _PARTS), np.array_split(steps, _PARTS), strict=True)
+    idle = [_idle(*part) for part in parts if part[0].any()]
+    return float(np.std(idle, ddof=1) / len(idle) ** 0.5) if len(idle) > 1 else 0.0
+
+
+def _longest_prompt(
+    loads: NDArray[np.float64],
+    running: NDArray[np.float64],
+    outputs: Lengths,
+) -> float:
+    """Return the most that a rank's load grew between two looks, and what the mean request holds.
+
+    A long prompt joins in the place of another request. That is right if a request runs for many looks.
+    """
+    ended = max(outputs.counts.values(), default=0.0)
+    lasts_looks = running.sum() / ended if ended else 0.0
+    if lasts_looks < _MANY_LOOKS:
+        return inf
+    return float(np.diff(loads, axis=0).max() + loads.sum() / running.sum())
+
+
+def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
+    step_ms: NDArray[np.float64] = fit.base_ms + fit.us_per_token / 1e3 * peaks
+    return step_ms
+
+
+def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:
+    """Return the lengths of what ended between the first look and the last, of some engines."""
+    result = Lengths()
+    pages = [{**look.prefill, **look.decode} for look in looks]
+    for name in ranks:
+        told: list[Lengths] = [getattr(page[name], what) for page in pages]
+        for before, after in pairwise(told):
+            # All begins anew with a restart, so that what a bucket lost tells it of the others, too.
+            anew = after.total < before.total or any(
+                count < before.counts.get(bound, 0.0) for bound, count in after.counts.items()
+            )
+            since = Lengths() if anew else before
+            result.total += after.total - since.total
+            for bound, count in after.counts.items():
+                more = count - since.counts.get(bound, 0.0)
+                result.counts[bound] = result.counts.get(bound, 0.0) + more
+    return result
+
+
+# Looks at all engines, again and again; nothing is ever sent to a model.
+
+_MOST_FAILURES = 10
+
+"""Looks in a row that may fail."""
+
+
+class Watcher:
+    """Looks at a fleet."""
+
+    async def watch(
+        self, *, seconds: float, interval_s: float, progress: Callable[[int], None]
+    ) -> list[Look]:
+        """Look every so often for some time; a look that fails does not count.
+
+        Raises:
+            ConfigError: The fleet cannot be read.
+        """
+        loop = asyncio.get_running_loop()
+        begin_s, looks, failures = loop.time(), list[Look](), 0
+        while loop.time() - begin_s < seconds:
+            next_s = loop.time() + interval_s
+            try:
+                looks.append(await self.look())
+                failures = 0
+            except PageError as error:
+                failures += 1
+                if not looks or failures >= _MOST_FAILURES:
+                    raise ConfigError(str(error)) from error
+            progress(len(looks))
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
+        return looks
+
+    async def look(self) -> Look:
+        """Look once. Raises PageError."""
+        raise NotImplementedError
+
+
+class Engines(Watcher):
+    """The engines of a fleet.
+
+    Args:
+        prefill: Addresses of prefillers, http://host:port, with or without /metrics.
+        decode: Those of decode engines; their ranks in the order of the pages are the fleet's.
+        pages: Asks them.
+    """
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], pages: "PageClient") -> None:
+        self._prefill = {url: metrics_url("--prefill", url) for url in prefill}
+        self._decode = {url: metrics_url("--decode", url) for url in decode}
+        self._pages = pages
+
+    async def look(self) -> Look:
+        """Look at all engines once."""
+        decode, prefill = await asyncio.gather(self._look(self._decode), self._look(self._prefill))
+        return Look(asyncio.get_running_loop().time(), decode, prefill)
+
+    async def _look(self, urls: Mapping[str, str]) -> dict[str, RankPage]:
+        pages = await asyncio.gather(*(self._page(*one) for one in urls.items()))
+        return {
+            url if len(page) == 1 else f"{url}@{rank}": told
+            for url, page in zip(urls, pages, strict=True)
+            for rank, told in page.items()
+        }
+
+    async def _page(self, url: str, at: str) -> dict[str, RankPage]:
+        try:
+            return read_page(await self._pages.page(at))
+        except (UnansweredError, PageError) as error:
+            raise PageError(f"{url}: {error}") from None
+
+
+def metrics_url(flag: str, url: str) -> str:
+    """Return where a server's metrics are: at its URL, or at /metrics if that has no path.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        root = root_of(url)
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from None
+    return root if urlsplit(root).path else f"{root}/metrics"

@@ -1,0 +1,273 @@
+"""One emulated engine: its life cycle, its requests, and their counts."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.lab.emulate.answer import json_headers
+from balanceroute.proxy.lab.emulate.api_error import compact
+from balanceroute.proxy.lab.emulate.engine_call import EngineCall
+from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters, RankState
+from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.faults import Faults, Frozen
+from balanceroute.proxy.lab.emulate.hub import Hub
+from balanceroute.proxy.lab.emulate.small_routes import VERSION
+from balanceroute.proxy.wire.http1.server import Application, Reply, Server
+from balanceroute.proxy.wire.messages import Request, ServerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.lab.emulate.decoder import Decoder
+    from balanceroute.proxy.lab.emulate.kv_log import Publisher
+    from balanceroute.proxy.lab.emulate.prefiller import Prefiller
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRole:
+    """The identity and size of an engine.
+
+    Attributes:
+        name: "prefill/0", "decode/3": role and number.
+        ranks: The data-parallel ranks behind its server, by their number in the fleet.
+        kv_tokens: KV tokens that fit on each; None for no limit.
+        side_port: Port of its KV transport; no server listens on it.
+        has_bootstrap: Whether a second server gives decoders its engine id (Mooncake).
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    kv_tokens: int | None
+    side_port: int
+    has_bootstrap: bool = False
+
+
+class Engine:
+    """One emulated engine.
+
+    Args:
+        role: Its identity and size.
+        hub: What it shares with the others.
+        begin: Makes the executor behind the server; called at each start of the engine.
+        routes: Makes what answers the server's requests; called once.
+
+    Attributes:
+        engine_id: New with each start.
+        fingerprint: `system_fingerprint` of its answers, new with each start.
+        bootstrap_port: The bootstrap server's; 0 if there is none.
+        work: The executor behind the server.
+        exchanges: Generation requests in progress.
+        held: Requests that a fault keeps unprocessed.
+        paused: Whether it was told to pause, or to sleep at whatever level.
+        asleep: Whether it was told to sleep.
+        publisher: Of its KV cache events, the last one; None if it has had none.
+    """
+
+    def __init__(
+        self,
+        role: EngineRole,
+        hub: Hub,
+        *,
+        begin: "Callable[[Engine], Prefiller | Decoder]",
+        routes: "Callable[[Engine], Application]",
+    ) -> None:
+        self.role = role
+        self.alive = False
+        self.engine_id = ""
+        self.fingerprint = ""
+        self.host = ""
+        self.port = 0
+        self.bootstrap_port = 0
+        self.faults = Faults()
+        self.counters: list[RankCounters] = []
+        self.work: Prefiller | Decoder
+        self.exchanges: dict[Exchange, EngineCall] = {}
+        self.held: dict[Reply, None] = {}
+        self.paused = self.asleep = False
+        self.publisher: Publisher | None = None
+        self._hub = hub
+        self._begin = begin
+        self._servers: list[Server] = []
+        self._main: Server
+        self._answer = routes(self)
+
+    @property
+    def name(self) -> str:
+        """Role and number."""
+        return self.role.name
+
+    @property
+    def side_port(self) -> int:
+        """Port of its KV transport."""
+        return self.role.side_port
+
+    @property
+    def version(self) -> str:
+        """What it tells at /version."""
+        return self._hub.settings.engine_versions.get(self.name, VERSION)
+
+    @property
+    def url(self) -> str:
+        """The server's URL."""
+        return self._url(self.port)
+
+    @property
+    def bootstrap_url(self) -> str:
+        """URL of its bootstrap server; empty if it has none."""
+        return self._url(self.bootstrap_port) if self.bootstrap_port else ""
+
+    def abort(self) -> int:
+        """End what is in progress, as an aborted request ends; return how many there were."""
+        exchanges = list(self.exchanges)
+        for exchange in exchanges:
+            exchange.abort()
+        return len(exchanges)
+
+    def freeze(self) -> None:
+        """Have its decode ranks stand still, or go on, as its faults say."""
+        ranks = self.role.ranks if self.name.startswith("decode") else ()
+        self._hub.barrier.thaw(ranks)
+        if self.faults.frozen is not None:
+            self._hub.barrier.freeze(ranks, holds=self.faults.frozen is Frozen.BARRIER)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no request."""
+        return not self.exchanges and not self.held
+
+    @property
+    def connections(self) -> int:
+        """Open connections of clients."""
+        return sum(server.connections for server in self._servers)
+
+    async def start(self, host: str, port: int, bootstrap_port: int) -> None:
+        """Start the engine and listen.
+
+        Args:
+            host: The address to listen on.
+            port: The engine's port; 0 for a free one.
+            bootstrap_port: The port of its bootstrap server, if it has one; 0 for a free one.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        hub, ranks = self._hub, self.role.ranks
+        self.host = host
+        self.paused = self.asleep = False
+        self.engine_id = hub.uuid()
+        size = f"dp{len(ranks)}-" if len(ranks) > 1 else ""
+        self.fingerprint = f"vllm-{self.version}-{size}{hub.hexadecimal(8)}"
+        self.counters = [RankCounters() for _ in ranks]
+        self.work = self._begin(self)
+        await self.listen(port)
+        if self.role.has_bootstrap:
+            server = await self._serve(self._bootstrap, bootstrap_port)
+            self.bootstrap_port = server.port
+        self.alive = True
+        if self.faults.refuse:
+            self.refuse()
+
+    async def listen(self, port: int) -> None:
+        """Listen, for the first time or again.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        self._main = await self._serve(self._answer, port)
+        self.port = self._main.port
+
+    def refuse(self) -> None:
+        """Accept no more connections; answers in progress continue. A bootstrap server stays."""
+        self._main.stop_accepting()
+
+    def kill(self) -> None:
+        """End like a killed process: connections are reset, and all state is lost."""
+        self.alive = False
+        for exchange in list(self.exchanges):
+            exchange.abandon(crashed=True)
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        self.held.clear()
+        if self.publisher is not None:
+            self.publisher.close()
+        self._hub.book.lose(self.engine_id)
+
+    def lose_process(self) -> None:
+        """End one of several processes behind this URL; the others take new connections.
+
+        Like a pod behind a service, or an engine that is restarted at once: its connections are reset
+        and its requests are lost, but a new connection reaches an engine that works.
+        """
+        for exchange in list(self.exchanges):
+            exchange.abandon(crashed=True)
+        self._main.drop_connections()
+        self.held.clear()
+
+    async def _serve(self, application: Application, port: int) -> Server:
+        limits = ServerLimits(
+            body_limit_bytes=64 << 20, keep_alive_timeout_s=self._hub.settings.keep_alive_s
+        )
+        server = Server(application, limits=limits)
+        await server.start(self.host, port)
+        self._servers.append(server)
+        return server
+
+    def _bootstrap(self, request: Request, reply: Reply) -> None:
+        """Answer as Mooncake's bootstrap server, keyed by data-parallel rank."""
+        headers = json_headers(self._hub.date())
+        if request.path != b"/query":
+            reply.send(404, headers, compact({"detail": "Not Found"}))
+            return
+        address = {"0": {"0": f"tcp://{self.host}:{self.side_port}"}}
+        known = {"0": {"engine_id": self.engine_id, "worker_addr": address}}
+        reply.send(200, [header for header in headers if header[0] != b"vary"], compact(known))
+
+    def _url(self, port: int) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+    def least_busy(self) -> int:
+        """Return the rank with the fewest requests; on a tie the lowest."""
+        busy = [0] * len(self.role.ranks)
+        for call in self.exchanges.values():
+            busy[call.rank] += 1
+        return busy.index(min(busy))
+
+    def states(self) -> list[RankState]:
+        """Return the present state of each rank."""
+        counted = [replace(counters) for counters in self.counters]
+        for exchange, call in self.exchanges.items():
+            _count(exchange, counted[call.rank])
+        work = self.work
+        return [
+            RankState(
+                rank, work.running(i), work.waiting(i), work.arriving(i), work.usage(i), counted[i]
+            )
+            for i, rank in enumerate(self.role.ranks)
+        ]
+
+    def add(self, exchange: Exchange, call: EngineCall) -> None:
+        """Register a request until it is done."""
+        self.exchanges[exchange] = call
+
+    def done(self, exchange: Exchange) -> None:
+        """Remove and count a request that ended."""
+        call = self.exchanges.pop(exchange)
+        counters = self.counters[call.rank]
+        _count(exchange, counters)
+        if exchange.opened:
+            counters.prompts.add(exchange.request.prompt_tokens)
+        for sequence in exchange.sequences:
+            choice = sequence.choice
+            if exchange.opened:
+                counters.outputs.add(choice.emitted)
+            counters.finished[choice.finish_reason or "abort"] += 1
+            if choice.stop_reason == "recomputed":
+                self._hub.lengths.handed_back(call.length_name, choice.emitted)
+
+
+def _count(exchange: Exchange, counters: RankCounters) -> None:
+    if exchange.opened:
+        counters.prompt_tokens += exchange.request.prompt_tokens
+        counters.generation_tokens += sum(
+            sequence.choice.emitted for sequence in exchange.sequences
+        )

@@ -1,0 +1,316 @@
+"""An emulated deployment: prefillers and decode ranks in one process, behind real servers."""
+
+import asyncio
+import random
+from dataclasses import replace
+from ssl import SSLContext
+from typing import Any
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.lab.emulate.barrier import Barrier, StepCounters
+from balanceroute.proxy.lab.emulate.control import FleetControl
+from balanceroute.proxy.lab.emulate.decoder import Decoder
+from balanceroute.proxy.lab.emulate.engine import Engine, EngineRole
+from balanceroute.proxy.lab.emulate.fault_board import FaultBoard
+from balanceroute.proxy.lab.emulate.hub import Hub
+from balanceroute.proxy.lab.emulate.kv_log import KvLog, Publish
+from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
+from balanceroute.proxy.lab.emulate.lengths import Lengths
+from balanceroute.proxy.lab.emulate.poster import HttpPoster
+from balanceroute.proxy.lab.emulate.prefiller import Prefiller
+from balanceroute.proxy.lab.emulate.routes import Routes
+from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
+from balanceroute.topologies import CONNECTORS
+
+# The first port of vLLM's NIXL side channels; no server listens there.
+_SIDE_PORT = 5600
+# A default that fits the emulated version; callers pass the real time.
+_EPOCH_S = 1_795_000_000.0
+
+
+class EmulatedFleet:
+    """Prefillers and decode ranks with one barrier.
+
+    Args:
+        settings: The deployment.
+        rng: For ids and faults.
+        epoch_s: Unix time at 0 of the event loop's clock, for dates in answers.
+        publish: With `kv_events`, publishes a prefiller's events; None for nobody.
+        trust: Whom ranks trust that call an https proxy; None for everybody.
+
+    Attributes:
+        engines: Prefillers, then decode engines; with `DpMode.HEADER` one of these.
+        kv_logs: With `kv_events`, those of the prefillers since they began last.
+        rank_kv_logs: The same of the ranks, by number; `publish` does not get them.
+    """
+
+    def __init__(
+        self,
+        settings: EmulationSettings,
+        *,
+        rng: random.Random,
+        epoch_s: float = _EPOCH_S,
+        publish: Publish | None = None,
+        trust: SSLContext | None = None,
+    ) -> None:
+        self.settings = settings
+        self.kv_logs: dict[Engine, KvLog] = {}
+        self.rank_kv_logs: dict[int, KvLog] = {}
+        self._publish = publish
+        self._port = 0
+        self.engines: list[Engine] = []
+        self._rng = rng
+        self._epoch_s = epoch_s
+        self._poster = HttpPoster(trust)
+        self._prefillers: dict[Engine, Prefiller] = {}
+        self._hub: Hub
+        self.faults: FaultBoard
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Start all engines.
+
+        Raises:
+            OSError: An address cannot be bound; nothing is left running.
+        """
+        settings = self.settings
+        self._port = port
+        self._hub = Hub(
+            settings,
+            self._rng,
+            self._epoch_s,
+            barrier=Barrier(
+                settings, ranks=max(1, settings.ranks), rank_kv_tokens=settings.rank_kv_tokens
+            ),
+            poster=self._poster,
+            control=FleetControl(self),
+        )
+        self.engines = [self._engine(role) for role in self._roles()]
+        self._hub.sources.extend(self.engines[: settings.prefillers])
+        self.faults = FaultBoard(self.engines)
+        try:
+            for number, engine in enumerate(self.engines):
+                first = len(self.engines) + number
+                await engine.start(host, port and port + number, port and port + first)
+        except BaseException:
+            await self.close()
+            raise
+
+    @property
+    def prefill_urls(self) -> list[str]:
+        """URLs of the prefillers."""
+        return [engine.url for engine in self.engines[: self.settings.prefillers]]
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """URLs of the decode ranks, with `@rank` if one server has them all."""
+        engines = self.engines[self.settings.prefillers :]
+        if self.settings.dp_mode is DpMode.PORTS:
+            return [engine.url for engine in engines]
+        return [f"{engine.url}@{rank}" for engine in engines for rank in engine.role.ranks]
+
+    @property
+    def bootstrap_urls(self) -> list[str]:
+        """URLs of the prefillers' bootstrap servers, if the connector has them."""
+        urls = [engine.bootstrap_url for engine in self.engines[: self.settings.prefillers]]
+        return [url for url in urls if url]
+
+    @property
+    def kv_addresses(self) -> list[tuple[str, str]]:
+        """Where the prefillers publish their KV cache events, and send them again."""
+        publishers = [engine.publisher for engine in self.engines]
+        return [(one.events, one.replay) for one in publishers if one is not None]
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of the answers to named requests."""
+        return self._hub.lengths
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held: no request, slot, block or lease."""
+        return (
+            all(engine.idle for engine in self.engines)
+            and self._hub.barrier.idle
+            and self._hub.book.idle
+            and not any(prefiller.pool.used for prefiller in self._prefillers.values())
+        )
+
+    def engine(self, name: object) -> Engine:
+        """Return an engine by its name ("decode/3") or its place in `engines`.
+
+        Raises:
+            ConfigError: There is no such engine.
+        """
+        for number, engine in enumerate(self.engines):
+            if name == engine.name or (type(name) is int and name == number):
+                return engine
+        known = ", ".join(engine.name for engine in self.engines)
+        raise ConfigError(f"engine {name!r} is unknown; known: {known}")
+
+    def kill(self, engine: str | int) -> None:
+        """End an engine like a killed process: connections are reset, then refused; all state is lost.
+
+        Raises:
+            ConfigError: There is no such engine.
+        """
+        self.engine(engine).kill()
+
+    async def restore(self, engine: str | int) -> None:
+        """Restart a killed engine on its old port.
+
+        Raises:
+            ConfigError: There is no such engine.
+            OSError: The port is taken.
+        """
+        target = self.engine(engine)
+        if not target.alive:
+            await target.start(target.host, target.port, target.bootstrap_port)
+
+    async def close(self) -> None:
+        """End everything."""
+        for engine in self.engines:
+            engine.kill()
+        for prefiller in self._prefillers.values():
+            prefiller.close()
+        self._hub.barrier.close()
+        await self._poster.close()
+        await asyncio.sleep(0)  # Lost connections are reported in the loop's next iteration.
+
+    @property
+    def misreads(self) -> list[Misread]:
+        """Requests that were answered with another prompt's KV cache."""
+        return self._hub.book.misreads
+
+    @property
+    def overruns(self) -> list[str]:
+        """Requests of which a decode engine died, as they need more KV blocks than a prefiller kept."""
+        return self._hub.book.overruns
+
+    def stats(self) -> dict[str, Any]:
+        """Return the measurements since the last reset, and the present state."""
+        barrier, book = self._hub.barrier, self._hub.book
+        counters, settings = barrier.counters, self.settings
+        capacity, steps = counters.capacity_tokens, counters.steps
+        prefillers = self.engines[: settings.prefillers]
+        waiting = [engine.work for engine in prefillers]
+        ranks = [
+            state for engine in self.engines[settings.prefillers :] for state in engine.states()
+        ]
+        return {
+            "steps": steps,
+            "idle_tokens": counters.idle_tokens,
+            "capacity_tokens": capacity,
+            "idle_fraction": counters.idle_tokens / capacity if capacity else 0.0,
+            "mean_imbalance_tokens": counters.imbalance_tokens / steps if steps else 0.0,
+            "output_tokens": counters.output_tokens,
+            "busy_s": counters.busy_ns / 1e9,
+            "tokens_per_s": 1e9 * counters.output_tokens / counters.busy_ns if steps else 0.0,
+            "late_s": counters.late_s,
+            "mean_late_s": counters.total_late_s / steps if steps else 0.0,
+            "preemptions": counters.preemptions,
+            "loads": barrier.loads[: settings.ranks],
+            "running": [state.running for state in ranks],
+            "waiting": [state.waiting for state in ranks],
+            "arriving": [state.arriving for state in ranks],
+            "prefill_running": [work.running(0) for work in waiting],
+            "prefill_waiting": [work.waiting(0) for work in waiting],
+            "held_blocks": [self._prefillers[engine].pool.used for engine in prefillers],
+            "leases": {end.value: book.ends[end] for end in LeaseEnd} | {"held": book.held},
+            "misses": {end.value: book.misses[end] for end in LeaseEnd},
+            "misreads": len(book.misreads),
+            "overruns": len(book.overruns),
+            "mixed_pairs": book.mixed_pairs,
+            "connections": [engine.connections for engine in self.engines],
+            "idle": self.idle,
+        }
+
+    def picture(self) -> list[list[int]]:
+        """Return the loads by step and rank of the first steps since the last reset."""
+        ranks = self.settings.ranks
+        return [loads[:ranks] for loads in self._hub.barrier.counters.picture]
+
+    def age_leases(self, seconds: float) -> None:
+        """Let all leases end that much earlier."""
+        self._hub.book.age(seconds)
+
+    def reset_stats(self) -> None:
+        """Reset all measurements."""
+        self._hub.barrier.counters = StepCounters()
+        self._hub.book.ends.clear()
+        self._hub.book.misses.clear()
+        self._hub.book.misreads.clear()
+        self._hub.book.overruns.clear()
+        self._hub.book.mixed_pairs = 0
+
+    def _engine(self, role: EngineRole) -> Engine:
+        hub = self._hub_of(role)
+        return Engine(
+            role, hub, begin=self._begin, routes=lambda engine: Routes(engine, hub).answer
+        )
+
+    def _hub_of(self, role: EngineRole) -> Hub:
+        """Return the hub for an engine, which may serve another model than the rest."""
+        names = self.settings.engine_models.get(role.name)
+        if names is None:
+            return self._hub
+        model, *adapters = names
+        settings = replace(self.settings, model=model, adapters=tuple(adapters))
+        return replace(self._hub, settings=settings)
+
+    def _roles(self) -> list[EngineRole]:
+        settings = self.settings
+        split: list[tuple[int, ...]] = [(rank,) for rank in range(settings.ranks)]
+        if settings.dp_mode is DpMode.HEADER and settings.ranks:
+            split = [tuple(range(settings.ranks))]
+        has_bootstrap = CONNECTORS[settings.connector].has_bootstrap
+        prefillers = [
+            EngineRole(
+                f"prefill/{i}", (0,), settings.prefiller_kv_tokens, _SIDE_PORT + i, has_bootstrap
+            )
+            for i in range(settings.prefillers)
+        ]
+        first = _SIDE_PORT + settings.prefillers
+        decoders = [
+            EngineRole(f"decode/{i}", ranks, settings.rank_kv_tokens, first + i)
+            for i, ranks in enumerate(split)
+        ]
+        return prefillers + decoders
+
+    def _kv_log(self, engine: Engine) -> KvLog:
+        """Return the log of a prefiller that begins, published where its last one was."""
+        log = self.kv_logs[engine] = KvLog(self.settings, self._rng)
+        if self._publish is not None:
+            # Behind the engines and the bootstrap servers.
+            first = self._port and self._port + 2 * (len(self.engines) + self.engines.index(engine))
+            ports = (first, first and first + 1)
+            if engine.publisher is not None:
+                last = engine.publisher
+                events, replay = (int(one.rpartition(":")[2]) for one in (last.events, last.replay))
+                ports = events, replay
+            engine.publisher = self._publish(log, engine.host, ports)
+        return log
+
+    def _begin(self, engine: Engine) -> Prefiller | Decoder:
+        """Return the executor behind an engine's server."""
+        hub = self._hub
+        if engine.name.startswith("prefill/"):
+            log = self._kv_log(engine) if self.settings.kv_events else None
+            prefiller = self._prefillers[engine] = Prefiller(
+                self.settings, engine, hub.book, engine.counters, log
+            )
+            return prefiller
+        ranks = list(engine.role.ranks)
+        logs = [KvLog(self.settings, random.Random(rank)) for rank in ranks]
+        self.rank_kv_logs |= zip(ranks, logs, strict=True)
+        return Decoder(
+            self.settings,
+            hub.barrier,
+            ranks,
+            peer=engine,
+            sources=hub.sources,
+            book=hub.book,
+            poster=hub.poster,
+            counters=engine.counters,
+            die=engine.kill,
+            logs=logs if self.settings.kv_events else (),
+        )

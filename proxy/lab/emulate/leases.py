@@ -1,0 +1,283 @@
+"""KV blocks that prefillers keep for decode ranks, and how each such lease ends."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from balanceroute.proxy.lab.emulate.request import Prompt
+
+_ENDED_KNOWN = 4096
+# The content of blocks that were not written recently.
+_NOISE = Prompt([0], None)
+
+
+class LeaseEnd(Enum):
+    """How a lease ended."""
+
+    PULLED = "pulled"  # A decode rank has the KV cache.
+    RELEASED = "released"  # A decode rank claimed it and left before the pull was complete.
+    EXPIRED = "expired"  # No decode rank claimed it in time.
+    LOST = "lost"  # The prefiller died.
+
+
+class BlockPool:
+    """The KV blocks of a prefiller.
+
+    Attributes:
+        on_free: Called when blocks were freed.
+    """
+
+    def __init__(self, blocks: int | None) -> None:
+        self.used = 0
+        self.on_free: Callable[[], None] | None = None
+        self._blocks = blocks
+        self._free: list[int] = []
+        self._next = 1  # vLLM never hands out block 0.
+
+    @property
+    def usage(self) -> float:
+        """The share in use; 0 without a limit."""
+        return 0.0 if self._blocks is None else self.used / self._blocks
+
+    def take(self, count: int) -> list[int] | None:
+        """Return the ids of `count` blocks, or None if there are not enough.
+
+        A request larger than the whole pool gets its blocks once the pool is empty: no other
+        prefiller could serve it either.
+        """
+        if self._blocks is not None and self.used and self.used + count > self._blocks:
+            return None
+        self.used += count
+        taken = self._free[:count]
+        del self._free[:count]
+        missing = count - len(taken)
+        taken += range(self._next, self._next + missing)
+        self._next += missing
+        return taken
+
+    def free(self, blocks: list[int]) -> None:
+        """Free blocks."""
+        self.used -= len(blocks)
+        self._free += blocks
+        if self.on_free is not None:
+            self.on_free()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The KV cache of one prompt, on the prefiller that computed it.
+
+    Attributes:
+        prefiller: The engine id of the prefiller.
+        key: Names the lease for a decode rank: an engine id and a request or transfer id.
+        end: How it ended; None while it is held.
+        pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
+            heartbeats renew it).
+        overdue: Whether its time ended while it was being read.
+        short: Whether it is shorter than its prefiller says, by a fault.
+        granted_s: When it began, on the event loop's clock.
+    """
+
+    prefiller: str
+    key: tuple[str, str]
+    prompt: Prompt
+    blocks: list[int]
+    pool: BlockPool
+    end: LeaseEnd | None = None
+    pulling: bool = False
+    overdue: bool = False
+    short: bool = False
+    granted_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLease:
+    """What is known of a lease that ended. Times are those of the event loop's clock.
+
+    Attributes:
+        end: How it ended.
+        granted_s: When it began.
+        ended_s: When it ended.
+        short: See `Lease`.
+    """
+
+    end: LeaseEnd
+    granted_s: float
+    ended_s: float
+    short: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Misread:
+    """A request that was answered with the KV cache of another prompt.
+
+    Attributes:
+        request_id: The id of its answer.
+        lease: The named lease; None if it is held, or was never granted.
+        engine: The name of the engine that read it.
+        arrived_s: When the request had arrived there, on the event loop's clock.
+        again: Whether it comes from the rank's prefix cache, where an earlier misread has left it.
+        prefiller: The name of the engine that gave the lease; empty if that is not known.
+    """
+
+    request_id: str
+    lease: EndedLease | None
+    engine: str
+    arrived_s: float
+    again: bool = False
+    prefiller: str = ""
+
+    @property
+    def end(self) -> LeaseEnd | None:
+        """How the named lease ended."""
+        return None if self.lease is None else self.lease.end
+
+
+@dataclass(slots=True)
+class LeaseBook:
+    """All leases of a fleet, in one process, as the KV transport sees them.
+
+    Attributes:
+        ends: Number of ended leases, by how they ended.
+        misses: How often a decode rank claimed an ended lease, by how it had ended.
+        misreads: The requests that were answered with another prompt's KV cache.
+        overruns: The requests of which a decode engine died, as they need more blocks than there are.
+        mixed_pairs: How often a decode rank refused a prefiller of another version.
+    """
+
+    ends: Counter[LeaseEnd] = field(default_factory=Counter)
+    misses: Counter[LeaseEnd] = field(default_factory=Counter)
+    misreads: list[Misread] = field(default_factory=list)
+    overruns: list[str] = field(default_factory=list)
+    mixed_pairs: int = 0
+    # The last two different prompts of each prefiller, the later one last.
+    _written: dict[str, list[Prompt]] = field(default_factory=dict)
+    _held: dict[Lease, None] = field(default_factory=dict)
+    _by_key: dict[tuple[str, str], Lease] = field(default_factory=dict)
+    # The last ones that ended, the earliest first.
+    _ended: dict[tuple[str, str], EndedLease] = field(default_factory=dict)
+    _awaited: dict[tuple[str, str], list[Callable[[Lease], None]]] = field(default_factory=dict)
+
+    @property
+    def held(self) -> int:
+        """Leases that have not ended."""
+        return len(self._held)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no lease is held and no decode rank waits for one."""
+        return not self._held and not self._awaited
+
+    def grant(self, lease: Lease, expires_s: float) -> None:
+        """Hold a lease until it is pulled, or until `expires_s` on the event loop's clock."""
+        self._held[lease] = None
+        self._wrote(lease.prefiller, lease.prompt)
+        # If a transfer id is used twice, the older blocks cannot be claimed any more: they expire.
+        self._by_key[lease.key] = lease
+        loop = asyncio.get_running_loop()
+        lease.granted_s = loop.time()
+        lease.timer = loop.call_at(expires_s, self._expire, lease)
+        waiters = self._awaited.get(lease.key)
+        if waiters:
+            wake = waiters.pop(0)
+            if not waiters:
+                del self._awaited[lease.key]
+            wake(lease)
+
+    def begin_anew(self, engine_id: str, name: str) -> None:
+        """Remove the ended lease of a name, which a client may reuse for a later request."""
+        self._ended.pop((engine_id, name), None)
+
+    def find(self, engine_id: str, name: str) -> Lease | None:
+        """Return a lease that can still be pulled."""
+        lease = self._by_key.get((engine_id, name))
+        ended = self.ended(engine_id, name)
+        if ended is not None:
+            self.misses[ended.end] += 1
+        return None if lease is None or lease.pulling else lease
+
+    def ended(self, engine_id: str, name: str) -> EndedLease | None:
+        """Return a lease that ended; None if it is held, or unknown."""
+        key = (engine_id, name)
+        return None if key in self._by_key else self._ended.get(key)
+
+    def stale(self, engine_id: str, prompt: Prompt) -> Prompt:
+        """Return the prompt that a decode rank reads in blocks that no longer hold its own.
+
+        Real blocks may keep their content for a while. Here they never do, so that a proxy that relies
+        on it always fails.
+        """
+        for other in reversed(self._written.get(engine_id, [])):
+            if other.digest != prompt.digest:
+                return other
+        return _NOISE
+
+    def _wrote(self, engine_id: str, prompt: Prompt) -> None:
+        before = [old for old in self._written.get(engine_id, []) if old.digest != prompt.digest]
+        self._written[engine_id] = [*before[-1:], prompt]
+
+    def await_grant(
+        self, engine_id: str, name: str, wake: Callable[[Lease], None]
+    ) -> Callable[[], None]:
+        """Call `wake` when such a lease is granted; return a function that cancels the wait."""
+        key = (engine_id, name)
+        self._awaited.setdefault(key, []).append(wake)
+
+        def forget() -> None:
+            waiting = self._awaited.get(key, [])
+            if wake in waiting:
+                waiting.remove(wake)
+                if not waiting:
+                    del self._awaited[key]
+
+        return forget
+
+    def finish(self, lease: Lease, end: LeaseEnd) -> None:
+        """End a lease and free its blocks; one that has ended stays as it is."""
+        if lease.end is not None:
+            return
+        lease.end = end
+        self.ends[end] += 1
+        now_s = asyncio.get_running_loop().time()
+        self._ended[lease.key] = EndedLease(end, lease.granted_s, now_s, lease.short)
+        if len(self._ended) > _ENDED_KNOWN:
+            del self._ended[next(iter(self._ended))]
+        if lease.timer is not None:
+            lease.timer.cancel()
+        del self._held[lease]
+        if self._by_key.get(lease.key) is lease:
+            del self._by_key[lease.key]
+        lease.pool.free(lease.blocks)
+
+    def give_back(self, lease: Lease) -> None:
+        """Undo the start of a pull: the decode rank died without notice."""
+        lease.pulling = False
+        if lease.overdue:
+            self.finish(lease, LeaseEnd.EXPIRED)
+
+    def age(self, seconds: float) -> None:
+        """Let all leases end that much earlier."""
+        loop = asyncio.get_running_loop()
+        for lease in list(self._held):
+            assert lease.timer is not None
+            ends_s = lease.timer.when() - seconds
+            lease.timer.cancel()
+            if ends_s <= loop.time():
+                self._expire(lease)
+            else:
+                lease.timer = loop.call_at(ends_s, self._expire, lease)
+
+    def lose(self, engine_id: str) -> None:
+        """End all leases of a prefiller that died."""
+        self._written.pop(engine_id, None)
+        for lease in [lease for lease in self._held if lease.prefiller == engine_id]:
+            self.finish(lease, LeaseEnd.LOST)
+
+    def _expire(self, lease: Lease) -> None:
+        if lease.pulling:
+            lease.overdue = True
+        else:
+            self.finish(lease, LeaseEnd.EXPIRED)

@@ -1,0 +1,143 @@
+"""The work of a prefiller: compute the prompt, emit the first token, keep the KV cache.
+
+A request for more than one token is decoded here too, in parallel to the prefill queue, as any engine
+does. The prefiller has its own batch.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from balanceroute.proxy.lab.emulate.barrier import Barrier
+from balanceroute.proxy.lab.emulate.connectors import (
+    KvSource,
+    alien_params,
+    lease_key,
+    prefill_answer,
+)
+from balanceroute.proxy.lab.emulate.engine_call import EngineCall
+from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters
+from balanceroute.proxy.lab.emulate.exchange import TokenSequence
+from balanceroute.proxy.lab.emulate.kv_log import KvLog
+from balanceroute.proxy.lab.emulate.leases import BlockPool, Lease, LeaseBook, LeaseEnd
+from balanceroute.proxy.lab.emulate.prefill_queue import PrefillJob, PrefillQueue
+from balanceroute.proxy.lab.emulate.prefix_caches import PrefixCaches
+from balanceroute.proxy.lab.emulate.request import Prompt
+from balanceroute.proxy.lab.emulate.settings import EmulationSettings
+from balanceroute.topologies import CONNECTORS
+
+
+class Prefiller:
+    """One prefiller."""
+
+    def __init__(
+        self,
+        settings: EmulationSettings,
+        source: KvSource,
+        book: LeaseBook,
+        counters: Sequence[RankCounters],
+        log: KvLog | None = None,
+    ) -> None:
+        self._caches = PrefixCaches(settings, counters, () if log is None else (log,))
+        tokens = settings.prefiller_kv_tokens
+        self.pool = BlockPool(None if tokens is None else settings.blocks(tokens))
+        self._settings = settings
+        self._source = source
+        self._book = book
+        self._loop = asyncio.get_running_loop()
+        self._queue = PrefillQueue(settings, self.pool)
+        self._barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
+
+    def running(self, rank: int) -> int:
+        """Return the number of requests being computed."""
+        return self._queue.running + self._barrier.running(rank)
+
+    def waiting(self, rank: int) -> int:
+        """Return the number of requests that wait."""
+        return self._queue.waiting + self._barrier.waiting(rank)
+
+    def arriving(self, rank: int) -> int:
+        """Return 0: a prefiller receives no KV cache."""
+        del rank
+        return 0
+
+    def usage(self, rank: int) -> float:
+        """Return the share of KV blocks in use."""
+        del rank
+        return self.pool.usage
+
+    def serve(self, call: EngineCall) -> None:
+        """Start a request."""
+        exchange = call.exchange
+        if call.remote_prefill:
+            exchange.fail()  # A producer has no KV cache to receive.
+            return
+        for number, prompt in enumerate(exchange.request.prompts):
+            # A copy for each choice: vLLM keeps each one's blocks for a decoder of its own.
+            job = PrefillJob(
+                len(prompt.tokens),
+                self._settings.blocks(len(prompt.tokens)) * exchange.request.n,
+                partial(self._caches.compute, 0, prompt.tokens, call.session),
+                partial(self._prefilled, call, number),
+            )
+            exchange.stages[number] = partial(self._cancel, job)
+            self._queue.submit(job)
+
+    def close(self) -> None:
+        """Stop the clock."""
+        self._barrier.close()
+
+    def _prefilled(self, call: EngineCall, number: int, job: PrefillJob) -> None:
+        exchange = call.exchange
+        del exchange.stages[number]
+        sequences = exchange.sequences_of(number)
+        share = len(job.blocks) // len(sequences)
+        for place, sequence in enumerate(sequences):
+            sequence.choice.cached_tokens = job.cached_tokens
+            blocks = job.blocks[place * share : (place + 1) * share]
+            exchange.stages[sequence] = partial(self._drop, sequence, blocks)
+            sequence.on_end = partial(self._ended, call, number, blocks)
+        for sequence in sequences:
+            if sequence in exchange.stages and not sequence.advance():
+                self._barrier.submit(sequence, 0)
+
+    def _cancel(self, job: PrefillJob, _crashed: bool) -> None:
+        self._queue.cancel(job)
+
+    def _drop(self, sequence: TokenSequence, blocks: list[int], _crashed: bool) -> None:
+        self._barrier.withdraw(sequence)
+        self.pool.free(blocks)
+
+    def _ended(
+        self, call: EngineCall, number: int, blocks: list[int], sequence: TokenSequence
+    ) -> None:
+        exchange, choice = call.exchange, sequence.choice
+        del exchange.stages[sequence]
+        settings, source = self._settings, self._source
+        pushes, ended = CONNECTORS[settings.connector].decode_first, choice.finish_reason
+        if not call.remote_decode or not (ended == "length" or (pushes and ended == "stop")):
+            # As in vLLM: after a stop condition in prefill nothing is left to decode. vllm-ascend's
+            # layerwise connector has pushed the KV cache before the first token was drawn.
+            self.pool.free(blocks)
+            return
+        internal_id = call.internal_id(number)
+        if exchange.request.n > 1:
+            internal_id = f"{choice.index % exchange.request.n}_{internal_id}"
+        key = lease_key(settings.connector, source, call.kv, internal_id)
+        # Of the last token there is no KV: nobody has computed with it.
+        prompt, said = choice.prompt, choice.token_ids[:-1]
+        if said:
+            prompt = Prompt([*prompt.tokens, *said], None)
+        lease_s = exchange.faults.lease_s or settings.lease_s
+        short = lease_s < settings.lease_s
+        lease = Lease(source.engine_id, key, prompt, blocks, self.pool, short=short)
+        self._book.grant(lease, self._loop.time() + settings.seconds(1e9 * lease_s))
+        if pushes and not lease.pulling:
+            self._book.finish(lease, LeaseEnd.RELEASED)  # Pushed to a decoder that is gone.
+        if number == 0 and sequence is exchange.sequences[0]:
+            params = prefill_answer(
+                settings.connector, source, lease, settings.block_tokens, choice.token_ids[-1]
+            )
+            if params is not None and call.alien_kv:
+                params = alien_params(params)
+            exchange.kv_transfer_params = None if call.drop_kv else params

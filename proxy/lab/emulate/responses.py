@@ -1,0 +1,429 @@
+"""/v1/responses, OpenAI's Responses API, as vLLM serves it without its store (the default).
+
+Fields and their order are those of vLLM 0.32 (`vllm/entrypoints/openai/responses`). What a proxy has to
+know: it ignores `X-Request-Id` and `X-data-parallel-rank`; a stream begins before there is a token; a
+stream that fails is cut, without an event; an answer that was aborted or handed back ("recomputed") says
+that it is complete, for it has no member for reasons; `min_tokens` and `n` are ignored.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from balanceroute.proxy.lab.emulate.hub import Hub
+from balanceroute.proxy.lab.emulate.responses_request import INPUT, LOGPROBS
+from balanceroute.proxy.lab.emulate.translated_reply import TranslatedReply, named_event
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.reply import Reply
+
+_DONE = b"[DONE]"
+_HUGE = 1e308
+
+
+class ResponsesReply(TranslatedReply):
+    """A reply that translates the chat API's answer to a response."""
+
+    def __init__(self, reply: "Reply", values: Mapping[str, Any], hub: Hub) -> None:
+        super().__init__(reply)
+        self._response = _Response(values, hub)
+        self._stream = _Stream(self._response)
+        self._opened = False
+
+    def open(self, max_tokens: int) -> None:
+        """Note that the engine took the request, which may have so many tokens."""
+        self._response.open(max_tokens)
+        self._opened = True
+
+    def start(self, status: int, headers: "Headers") -> None:
+        """Begin a stream, with the events that come before there is a token."""
+        self.reply.start(status, headers)
+        if self._opened:
+            for event in self._stream.begin():
+                self._put(event)
+
+    def _whole(self, status: int, value: dict[str, Any]) -> object:
+        if status != 200:
+            return _renamed(value)
+        choice = value["choices"][0]
+        status_word = "incomplete" if choice["finish_reason"] == "length" else "completed"
+        output = self._response.items(choice)
+        usage, kv = _usage(value["usage"]), value.get("kv_transfer_params")
+        return self._response.said(status_word, output, usage, kv)
+
+    def _events(self, data: bytes) -> Iterator[bytes]:
+        if data == _DONE:
+            return
+        chunk = json.loads(data)
+        if "error" not in chunk:
+            yield from self._stream.events(chunk)
+        elif self._opened:
+            self.abort()  # vLLM fails to write the error as an event, and cuts the stream.
+        else:
+            yield b"data: %b\n\n" % data
+
+
+class _Response:
+    """The object that answers a request, as far as the request determines it."""
+
+    def __init__(self, values: Mapping[str, Any], hub: Hub) -> None:
+        self._values = values
+        self._hub = hub
+        self._max_tokens = 0
+        self._created = 0
+        given = values.get("request_id")
+        self._id = given if isinstance(given, str) else self.name("resp")
+        tools = [tool for tool in values.get("tools") or () if isinstance(tool, dict)]
+        self.custom = {tool["name"] for tool in tools if tool.get("type") == "custom"}
+        self._local = {
+            f"{space['name']}__{tool['name']}": (tool["name"], space["name"])
+            for space in tools
+            if space.get("type") == "namespace"
+            for tool in space["tools"]
+        }
+        self.shows_reasoning = values.get("include_reasoning") is not False
+
+    def name(self, kind: str) -> str:
+        """Return a new id."""
+        return f"{kind}_{self._hub.hexadecimal(16)}"
+
+    def open(self, max_tokens: int) -> None:
+        """Note the limit of the answer's tokens, and when it was begun."""
+        self._max_tokens, self._created = max_tokens, self._hub.unix_s
+
+    def said(
+        self, status: str, output: list[dict[str, object]], usage: object, kv: object = None
+    ) -> dict[str, object]:
+        """Return the object in a state."""
+        values = self._values
+        tools = values.get("tools") or []
+        choice = values.get("tool_choice") or "auto"
+        limited = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        listed = values.get("top_logprobs") or 0
+        said: dict[str, object] = {
+            "id": self._id,
+            "created_at": self._created,
+            "incomplete_details": limited,
+            "instructions": values.get("instructions"),
+            "metadata": values.get("metadata"),
+            "model": values.get("model") or self._hub.settings.model,
+            "object": "response",
+            "output": output,
+            "parallel_tool_calls": _or(values.get("parallel_tool_calls"), True),
+            "temperature": _number(values.get("temperature"), 1.0),
+            "tool_choice": _shown_choice(choice) if tools else "none",
+            "tools": list(map(_shown_tool, tools)),
+            "top_p": _number(values.get("top_p"), 1.0),
+            "background": bool(values.get("background")),
+            "max_output_tokens": self._max_tokens,
+            "max_tool_calls": values.get("max_tool_calls"),
+            "previous_response_id": None,
+            "prompt": None,
+            "reasoning": _shown_reasoning(values.get("reasoning")),
+            "service_tier": values.get("service_tier") or "auto",
+            "status": status,
+            "text": _shown_text(values.get("text")),
+            "top_logprobs": listed if LOGPROBS in (values.get("include") or ()) else None,
+            "truncation": values.get("truncation") or "disabled",
+            "usage": usage,
+            "user": values.get("user"),
+            "presence_penalty": _number(values.get("presence_penalty"), 0.0),
+            "frequency_penalty": _number(values.get("frequency_penalty"), 0.0),
+            "kv_transfer_params": kv,
+        }
+        return said | dict.fromkeys(("ec_transfer_params", "input_messages", "output_messages"))
+
+    def items(self, choice: Mapping[str, Any]) -> list[dict[str, object]]:
+        """Return the items of a whole answer."""
+        said = choice["message"]
+        items: list[dict[str, object]] = []
+        if said.get("reasoning") and self.shows_reasoning:
+            items.append(_reasoning(self.name("rs"), said["reasoning"], None))
+        if said.get("content"):
+            part = _text(said["content"], _logprobs(choice) or None)
+            items.append(_message(self.name("msg"), [part], "completed"))
+        for call in said.get("tool_calls") or ():
+            function = call["function"]
+            name, arguments = function["name"], function["arguments"]
+            items.append(self.call(self.call_id(name), call["id"], name, arguments, "completed"))
+        return items
+
+    def call_id(self, name: str) -> str:
+        """Return a new id of a call of a tool."""
+        return self.name("ctc" if name in self.custom else "fc")
+
+    def call(
+        self, own_id: str, call_id: str, name: str, arguments: str, status: str
+    ) -> dict[str, object]:
+        """Return the item of a tool's call."""
+        local, space = self._local.get(name, (name, None))
+        ids: dict[str, object] = {"call_id": call_id}
+        if name in self.custom:
+            typed = {"name": local, "type": "custom_tool_call", "id": own_id}
+            return ids | {"input": custom_input(arguments)} | typed | _CALL | {"namespace": space}
+        typed = {"name": local, "type": "function_call", "id": own_id}
+        return (
+            {"arguments": arguments} | ids | typed | _CALL | {"namespace": space, "status": status}
+        )
+
+
+class _Stream:
+    """The events of one response, from those of a chat."""
+
+    def __init__(self, response: _Response) -> None:
+        self._response = response
+        self._number = 0  # Of the next event.
+        self._output: list[dict[str, object]] = []
+        self._kind = ""  # The channel whose item is open.
+        self._id = self._call_id = self._tool = self._text = self._shown = ""
+        self._logprobs: list[object] = []
+        self._status = "completed"
+
+    def begin(self) -> Iterator[bytes]:
+        """Yield the events before the first token."""
+        said = self._response.said("in_progress", [], None)
+        for kind in ("created", "in_progress"):
+            yield self._event(kind, {"response": said})
+
+    def events(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the events for one event of a chat."""
+        if not chunk["choices"]:
+            yield from self._close()
+            said = self._response.said(self._status, self._output, _usage(chunk["usage"]))
+            yield self._event("completed", {"response": said})
+            return
+        (choice,) = chunk["choices"]
+        if choice["finish_reason"] == "length":
+            self._status = "incomplete"
+        delta = choice["delta"]
+        if delta.get("reasoning") and self._response.shows_reasoning:
+            yield from self._say("reasoning", delta["reasoning"])
+        if delta.get("content"):
+            yield from self._say("text", delta["content"], _logprobs(choice))
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if function.get("name"):
+                yield from self._close()
+                yield from self._open_call(call["id"], function["name"])
+            if function.get("arguments"):
+                yield from self._argue(function["arguments"])
+
+    def _say(
+        self, kind: str, text: str, logprobs: list[dict[str, Any]] | None = None
+    ) -> Iterator[bytes]:
+        if self._kind != kind:
+            yield from self._close()
+            yield from self._open(kind)
+        self._text += text
+        said: dict[str, object] = {"content_index": 0, "delta": text, "item_id": self._id}
+        if kind == "text":
+            self._logprobs += logprobs or ()
+            said["logprobs"] = list(map(_short_logprob, logprobs or ()))
+        yield self._event(f"{_CHANNELS[kind]}.delta", said | {"output_index": len(self._output)})
+
+    def _open(self, kind: str) -> Iterator[bytes]:
+        self._kind, self._text, self._logprobs = kind, "", []
+        if kind == "text":
+            self._id = self._response.name("msg")
+            item, part = _message(self._id, [], "in_progress"), _text("", [])
+        else:
+            self._id = self._response.name("rs")
+            item, part = _reasoning(self._id, None, "in_progress"), _reasoning_part("")
+        yield self._item("added", item)
+        yield self._part("added", part)
+
+    def _open_call(self, call_id: str, name: str) -> Iterator[bytes]:
+        self._kind, self._text, self._shown = "call", "", ""
+        self._id, self._call_id, self._tool = self._response.call_id(name), call_id, name
+        yield self._item("added", self._response.call(self._id, call_id, name, "", "in_progress"))
+
+    def _argue(self, text: str) -> Iterator[bytes]:
+        self._text += text
+        if self._tool in self._response.custom:
+            text = custom_input(self._text).removeprefix(self._shown)
+            if not text:
+                return
+            self._shown += text
+        kind = _arguments(custom=self._tool in self._response.custom)
+        yield self._event(f"{kind}.delta", {"delta": text, **self._place()})
+
+    def _close(self) -> Iterator[bytes]:
+        kind, self._kind = self._kind, ""
+        if not kind:
+            return
+        text = self._text
+        if kind == "call":
+            item = self._response.call(self._id, self._call_id, self._tool, text, "completed")
+            custom = self._tool in self._response.custom
+            if custom:
+                said = {"input": item["input"], **self._place()}
+            else:
+                said = {"arguments": text, **self._place()}
+            # The name is behind the type.
+            tail = {} if custom else {"name": item["name"]}
+            yield self._event(f"{_arguments(custom=custom)}.done", said, tail)
+        else:
+            if kind == "text":
+                part: dict[str, object] = _text(text, self._logprobs or None)
+                item = _message(self._id, [part], "completed")
+                logprobs: dict[str, object] = {"logprobs": []}
+            else:
+                part, logprobs = _reasoning_part(text), {}
+                item = _reasoning(self._id, text, "completed")
+            said = {"content_index": 0, "item_id": self._id, **logprobs}
+            said["output_index"] = len(self._output)
+            yield self._event(f"{_CHANNELS[kind]}.done", said, text=text)
+            yield self._part("done", part)
+        yield self._item("done", item)
+        self._output.append(item)
+
+    def _place(self) -> dict[str, object]:
+        return {"item_id": self._id, "output_index": len(self._output)}
+
+    def _item(self, what: str, item: dict[str, object]) -> bytes:
+        said = {"item": item, "output_index": len(self._output)}
+        return self._event(f"output_item.{what}", said)
+
+    def _part(self, what: str, part: dict[str, object]) -> bytes:
+        said = {"content_index": 0, **self._place(), "part": part}
+        return self._event(f"content_part.{what}", said)
+
+    def _event(
+        self,
+        kind: str,
+        said: Mapping[str, object],
+        tail: Mapping[str, object] | None = None,
+        **text: str,
+    ) -> bytes:
+        name = f"response.{kind}"
+        numbered = {**said, "sequence_number": self._number, **text, "type": name, **(tail or {})}
+        self._number += 1
+        return named_event(name, numbered)
+
+
+_CHANNELS = {"text": "output_text", "reasoning": "reasoning_text"}
+_CALL: dict[str, object] = {"async": None, "caller": None}
+
+
+def _arguments(*, custom: bool) -> str:
+    return "custom_tool_call_input" if custom else "function_call_arguments"
+
+
+def custom_input(arguments: str) -> str:
+    """Return what a custom tool is given, as far as its arguments have come."""
+    for end in ("", '"}'):
+        try:
+            said = json.loads(arguments + end)
+        except ValueError:
+            continue
+        if isinstance(said, dict):
+            return str(said.get(INPUT, ""))
+    return ""
+
+
+def _renamed(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an error of the chat API with this one's name of a limit past the context."""
+    error = value["error"]
+    if error.get("param") == "max_tokens" and "cannot be greater" in error["message"]:
+        error["message"] = error["message"].replace("max_tokens", "max_output_tokens")
+        error["param"] = "max_output_tokens"
+    return value
+
+
+def _message(own_id: str, content: list[dict[str, object]], status: str) -> dict[str, object]:
+    said = {"id": own_id, "content": content, "role": "assistant", "status": status}
+    return said | {"type": "message", "phase": None}
+
+
+def _text(text: str, logprobs: object) -> dict[str, object]:
+    return {"annotations": [], "text": text, "type": "output_text", "logprobs": logprobs}
+
+
+def _reasoning_part(text: str) -> dict[str, object]:
+    return {"text": text, "type": "reasoning_text"}
+
+
+def _reasoning(own_id: str, text: str | None, status: str | None) -> dict[str, object]:
+    content = None if text is None else [_reasoning_part(text)]
+    said: dict[str, object] = {"id": own_id, "summary": [], "type": "reasoning"}
+    said["content"] = content
+    return said | {"encrypted_content": None, "status": status}
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, object]:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    prompt, output = usage["prompt_tokens"], usage["completion_tokens"]
+    read: dict[str, object] = {"cached_tokens": cached, "cache_write_tokens": 0}
+    said: dict[str, object] = {"reasoning_tokens": reasoning, "tool_output_tokens": 0}
+    read |= {"input_tokens_per_turn": [], "cached_tokens_per_turn": []}
+    said |= {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []}
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": read,
+        "output_tokens": output,
+        "output_tokens_details": said,
+        "total_tokens": prompt + output,
+    }
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    listed = (choice.get("logprobs") or {}).get("content") or ()
+    return [
+        _logprob(one) | {"top_logprobs": list(map(_logprob, one["top_logprobs"]))} for one in listed
+    ]
+
+
+def _logprob(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one[name] for name in ("token", "bytes", "logprob")}
+
+
+def _short_logprob(one: Mapping[str, Any]) -> dict[str, Any]:
+    short: dict[str, Any] = {name: one[name] for name in ("token", "logprob")}
+    if "top_logprobs" in one:
+        short["top_logprobs"] = list(map(_short_logprob, one["top_logprobs"]))
+    return short
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool as its schema knows it."""
+    kind = tool["type"]
+    if kind not in ("function", "custom"):
+        return tool
+    own = ("name", "parameters", "strict") if kind == "function" else ("name",)
+    last = "output_schema" if kind == "function" else "format"
+    more = ("allowed_callers", "async", "defer_loading", "description", last)
+    known: dict[str, Any] = {name: tool.get(name) for name in own}
+    return known | {"type": kind} | {name: tool.get(name) for name in more}
+
+
+def _shown_choice(choice: object) -> object:
+    if isinstance(choice, dict) and "name" in choice:
+        return {"name": choice["name"], "type": choice.get("type")}
+    return choice
+
+
+def _shown_text(text: Mapping[str, Any] | None) -> object:
+    if text is None:
+        return None
+    wanted = text.get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        members = ("name", "schema", "type", "description", "strict")
+        wanted = {name: wanted.get(name) for name in members}
+    return {"format": wanted, "verbosity": text.get("verbosity")}
+
+
+def _shown_reasoning(reasoning: Mapping[str, Any] | None) -> object:
+    if reasoning is None:
+        return None
+    members = ("context", "effort", "generate_summary", "mode", "summary")
+    return {name: reasoning.get(name) for name in members}
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < _HUGE else default
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,7 +1,0 @@
-"""Errors in the files of a validation."""
-
-from balanceroute.proxy.core.errors import BalanceRouteError
-
-
-class ValidationError(BalanceRouteError):
-    """A file cannot be used, or files do not fit together. The message says which and why."""

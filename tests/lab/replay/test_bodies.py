@@ -1,0 +1,220 @@
+"""Bodies: what a request asks for, and that building them ahead changes nothing but the time."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from balanceroute.proxy.lab.replay import requests
+from balanceroute.proxy.lab.replay.requests import (
+    Api,
+    BodyQueue,
+    Lengths,
+    PlannedRequest,
+    PromptBuilder,
+    request_body,
+)
+
+REQUESTS = [PlannedRequest(number, 0, 10 + number, 5) for number in range(200)]
+EXPECTED = [
+    request_body(
+        Api.COMPLETIONS,
+        model="m",
+        prompt=PromptBuilder(0).build(request),
+        max_tokens=5,
+        ignore_eos=True,
+    )
+    for request in REQUESTS
+]
+
+
+class Counting(PromptBuilder):
+    """Counts what it builds."""
+
+    built = 0
+
+    def build(self, request: PlannedRequest) -> str:
+        self.built += 1
+        return super().build(request)
+
+
+def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> None:
+    """Run a check on a queue that the loop has turned for so many times."""
+
+    async def main() -> None:
+        prompts = Counting(0)
+        queue = BodyQueue(
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
+            loop=asyncio.get_running_loop(),
+        )
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        check(queue, prompts)
+        queue.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("api", "prompt"),
+    [
+        (Api.COMPLETIONS, {"prompt": "t1 é"}),
+        (Api.CHAT, {"messages": [{"role": "user", "content": "t1 é"}]}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("limit", "ignore_eos", "asked"),
+    [
+        (7, True, {"max_tokens": 7, "ignore_eos": True}),
+        (7, False, {"max_tokens": 7}),
+        (None, False, {}),
+    ],
+)
+def test_a_body_asks_for_a_stream_with_the_limit_that_there_is(
+    api: Api,
+    prompt: dict[str, object],
+    limit: int | None,
+    ignore_eos: bool,
+    asked: dict[str, object],
+) -> None:
+    body = request_body(api, model="m", prompt="t1 é", max_tokens=limit, ignore_eos=ignore_eos)
+    assert json.loads(body) == {
+        "model": "m",
+        **prompt,
+        **asked,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("api", "prompt", "limit", "named"),
+    [
+        (Api.MESSAGES, {"messages": [{"role": "user", "content": "t1"}]}, "max_tokens", {}),
+        (
+            Api.RESPONSES,
+            {"input": "t1"},
+            "max_output_tokens",
+            {"ignore_eos": True, "request_id": "a-1"},
+        ),
+    ],
+)
+def test_a_body_of_an_agents_api_has_the_members_that_there_are(
+    api: Api, prompt: dict[str, object], limit: str, named: dict[str, object]
+) -> None:
+    body = request_body(
+        api, model="m", prompt="t1", max_tokens=7, ignore_eos=True, request_id="a-1"
+    )
+    wanted = {"model": "m", **prompt, limit: 7, "temperature": 0, "stream": True, **named}
+    assert json.loads(body) == wanted
+
+
+def test_each_api_has_its_path() -> None:
+    assert Api.MESSAGES.path == "/v1/messages"
+    assert Api.RESPONSES.path == "/v1/responses"
+    assert Api.CHAT.path == "/v1/chat/completions"
+    assert Api.COMPLETIONS.path == "/v1/completions"
+
+
+@pytest.mark.parametrize("turns", [0, 1, 300])
+def test_bodies_come_in_the_order_of_the_requests(turns: int) -> None:
+    def check(queue: BodyQueue, _: Counting) -> None:
+        assert [queue.take() for _ in REQUESTS] == EXPECTED
+
+    queued(check, turns=turns)
+
+
+def test_one_body_is_built_in_each_turn_of_the_loop() -> None:
+    def check(_: BodyQueue, prompts: Counting) -> None:
+        assert prompts.built == 4
+
+    queued(check, turns=4)
+
+
+def test_no_more_are_built_ahead_than_the_limit() -> None:
+    def check(_: BodyQueue, prompts: Counting) -> None:
+        assert prompts.built == requests.MAX_BODIES
+
+    queued(check, turns=300)
+
+
+def test_no_more_are_built_ahead_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(_: BodyQueue, prompts: Counting) -> None:
+        assert prompts.built == 3
+
+    monkeypatch.setattr(requests, "MAX_BYTES", 1 + sum(map(len, EXPECTED[:2])))
+    queued(check, turns=300)
+
+
+def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        prompts = Counting(0)
+        queue = BodyQueue(
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
+            loop=asyncio.get_running_loop(),
+        )
+        for _ in range(9):
+            await asyncio.sleep(0)
+            queue.take()
+            await asyncio.sleep(0)
+        assert prompts.built == 10
+        queue.close()
+
+    monkeypatch.setattr(requests, "MAX_BYTES", 1)
+    asyncio.run(main())
+
+
+def test_what_is_taken_is_built_again_ahead() -> None:
+    async def main() -> None:
+        prompts = Counting(0)
+        queue = BodyQueue(
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
+            loop=asyncio.get_running_loop(),
+        )
+        for _ in range(300):
+            await asyncio.sleep(0)
+        for _ in range(10):
+            queue.take()
+        for _ in range(300):
+            await asyncio.sleep(0)
+        assert prompts.built == requests.MAX_BODIES + 10
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_a_closed_queue_builds_nothing_more() -> None:
+    async def main() -> None:
+        prompts = Counting(0)
+        queue = BodyQueue(
+            REQUESTS,
+            prompts,
+            api=Api.COMPLETIONS,
+            model="m",
+            lengths=Lengths.MAX_TOKENS,
+            request_ids="replay",
+            loop=asyncio.get_running_loop(),
+        )
+        queue.close()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert prompts.built == 0
+
+    asyncio.run(main())
