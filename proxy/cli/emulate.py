@@ -23,7 +23,7 @@ from balanceroute.proxy.lab.emulate import (
     Frontend,
     Preemption,
 )
-from balanceroute.proxy.lab.emulate.kv_log import Publish
+from balanceroute.proxy.lab.emulate.prefix_caches import Publish
 from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
 from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags

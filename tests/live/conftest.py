@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.lab.emulate.routes import Routes
+from balanceroute.proxy.lab.emulate.generation import Routes
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.deployment import Deployment

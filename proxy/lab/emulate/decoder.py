@@ -5,29 +5,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from balanceroute.proxy.lab.emulate.api_error import ENGINE_DEAD, compact, internal_error
 from balanceroute.proxy.lab.emulate.barrier import Barrier
-from balanceroute.proxy.lab.emulate.connectors import (
+from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters
+from balanceroute.proxy.lab.emulate.exchange import TokenSequence
+from balanceroute.proxy.lab.emulate.faults import AfterPull
+from balanceroute.proxy.lab.emulate.hub import EngineCall, HttpPoster
+from balanceroute.proxy.lab.emulate.leases import (
     AskMetaserver,
     Await,
+    EndedLease,
     Failure,
     Hang,
     KvPeer,
     KvSource,
+    Lease,
+    LeaseBook,
+    LeaseEnd,
+    Misread,
     Stale,
     claim,
     metaserver_params,
 )
-from balanceroute.proxy.lab.emulate.engine_call import EngineCall
-from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters
-from balanceroute.proxy.lab.emulate.exchange import TokenSequence
-from balanceroute.proxy.lab.emulate.faults import AfterPull
-from balanceroute.proxy.lab.emulate.kv_log import KvLog
-from balanceroute.proxy.lab.emulate.leases import EndedLease, Lease, LeaseBook, LeaseEnd, Misread
-from balanceroute.proxy.lab.emulate.poster import HttpPoster
-from balanceroute.proxy.lab.emulate.prefix_caches import PrefixCaches
-from balanceroute.proxy.lab.emulate.pulled_blocks import NOTHING, pulled
-from balanceroute.proxy.lab.emulate.request import Prompt
+from balanceroute.proxy.lab.emulate.prefix_caches import NOTHING, KvLog, PrefixCaches, pulled
+from balanceroute.proxy.lab.emulate.request import ENGINE_DEAD, Prompt, compact, internal_error
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings, Preemption
 from balanceroute.topologies import CONNECTORS, KvFlow
 

@@ -4,15 +4,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.lab.emulate.answer import DONE, TOKEN_TEXTS_JSON, AnswerFormat
-from balanceroute.proxy.lab.emulate.api_error import ApiError, internal_error
-from balanceroute.proxy.lab.emulate.choice import Choice, Delta
-from balanceroute.proxy.lab.emulate.faults import Faults
-from balanceroute.proxy.lab.emulate.malformed import keep_alive, malformed_write
-from balanceroute.proxy.lab.emulate.request import GenerationRequest, Prompt
-from balanceroute.proxy.lab.emulate.sampler import EOS
-from balanceroute.proxy.lab.emulate.tokens import TOKEN_TEXTS
-from balanceroute.proxy.lab.emulate.tool_script import Channel
+from balanceroute.proxy.lab.emulate.answer import (
+    DONE,
+    TOKEN_TEXTS_JSON,
+    AnswerFormat,
+    Channel,
+    Choice,
+    Delta,
+)
+from balanceroute.proxy.lab.emulate.faults import Faults, keep_alive, malformed_write
+from balanceroute.proxy.lab.emulate.request import (
+    ApiError,
+    GenerationRequest,
+    Prompt,
+    internal_error,
+)
+from balanceroute.proxy.lab.emulate.tokens import EOS, TOKEN_TEXTS
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply

@@ -1,26 +1,219 @@
 """An emulated deployment: prefillers and decode ranks in one process, behind real servers."""
 
 import asyncio
+import json
+import logging
 import random
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from enum import Enum
 from ssl import SSLContext
-from typing import Any
+from typing import Any, Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate.barrier import Barrier, StepCounters
-from balanceroute.proxy.lab.emulate.control import FleetControl
 from balanceroute.proxy.lab.emulate.decoder import Decoder
 from balanceroute.proxy.lab.emulate.engine import Engine, EngineRole
-from balanceroute.proxy.lab.emulate.fault_board import FaultBoard
-from balanceroute.proxy.lab.emulate.hub import Hub
-from balanceroute.proxy.lab.emulate.kv_log import KvLog, Publish
+from balanceroute.proxy.lab.emulate.faults import Faults
+from balanceroute.proxy.lab.emulate.generation import Routes
+from balanceroute.proxy.lab.emulate.hub import HttpPoster, Hub
 from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
-from balanceroute.proxy.lab.emulate.lengths import Lengths
-from balanceroute.proxy.lab.emulate.poster import HttpPoster
 from balanceroute.proxy.lab.emulate.prefiller import Prefiller
-from balanceroute.proxy.lab.emulate.routes import Routes
+from balanceroute.proxy.lab.emulate.prefix_caches import KvLog, Publish
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
+from balanceroute.proxy.lab.emulate.tokens import Lengths
 from balanceroute.topologies import CONNECTORS
+
+# The faults of each engine.
+
+_LOG = logging.getLogger(__name__)
+
+
+class FaultBoard:
+    """Switches faults of engines on and off.
+
+    An engine is chosen by its name ("decode/3"), by its place in the fleet, by its role ("prefill" or
+    "decode", for all of them), or as one of "all".
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def set(self, engine: str | int, **changes: Any) -> list[str]:
+        """Change some faults of some engines; return the engines' names.
+
+        Raises:
+            ConfigError: There is no such engine or fault, or the value is invalid.
+        """
+        chosen = self._chosen(engine)
+        for target, faults in [(target, target.faults.changed(changes)) for target in chosen]:
+            before, target.faults = target.faults, faults
+            self._apply(target, before)
+        return [target.name for target in chosen]
+
+    def clear(self, engine: str | int = "all") -> list[str]:
+        """Switch all faults of some engines off; return the engines' names.
+
+        Raises:
+            ConfigError: There is no such engine.
+        """
+        chosen = self._chosen(engine)
+        for target in chosen:
+            before, target.faults = target.faults, Faults()
+            self._apply(target, before)
+        return [target.name for target in chosen]
+
+    def active(self) -> Mapping[str, Faults]:
+        """Return the faults of the engines that have any, by name."""
+        return {target.name: target.faults for target in self._engines if target.faults != Faults()}
+
+    def _chosen(self, engine: str | int) -> list[Engine]:
+        chosen = [
+            target
+            for number, target in enumerate(self._engines)
+            if engine in ("all", target.name, target.name.partition("/")[0])
+            or (type(engine) is int and engine == number)
+        ]
+        if not chosen:
+            raise ConfigError(f"engine {engine!r} is unknown")
+        return chosen
+
+    def _apply(self, engine: Engine, before: Faults) -> None:
+        if engine.faults.stopping and not before.stopping:
+            engine.abort()
+        if engine.faults.frozen is not before.frozen:
+            engine.freeze()
+        if engine.faults.refuse and not before.refuse:
+            engine.refuse()
+        elif before.refuse and not engine.faults.refuse:
+            task = asyncio.get_running_loop().create_task(self._listen(engine))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _listen(engine: Engine) -> None:
+        if not engine.alive:
+            return  # A killed one listens when it is restarted.
+        try:
+            await engine.listen(engine.port)
+        except OSError as error:
+            _LOG.warning("%s cannot listen again: %s", engine.name, error)
+
+
+# The `/emulation` endpoints, on every engine's server: measurements, faults and lengths at run
+# time.
+#
+# GET /emulation/stats GET /emulation/stats/picture POST /emulation/stats/reset GET
+# /emulation/faults POST /emulation/faults {"engine": "decode/3", "hang": true} POST
+# /emulation/faults/clear {"engine": "all"} POST /emulation/lengths {"replay-1-0": 120,
+# "replay-1-1": 7} POST /emulation/kill {"engine": "prefill/0"} POST /emulation/restore {"engine":
+# "prefill/0"}
+
+
+class Fleet(Protocol):
+    """What the endpoints use of the fleet; see `EmulatedFleet`."""
+
+    faults: FaultBoard
+
+    @property
+    def lengths(self) -> Lengths:
+        """Lengths of the answers to named requests."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Return the measurements."""
+        ...
+
+    def picture(self) -> list[list[int]]:
+        """Return the loads of the first steps."""
+        ...
+
+    def reset_stats(self) -> None:
+        """Reset all measurements."""
+        ...
+
+    def engine(self, name: object) -> Engine:
+        """Return an engine."""
+        ...
+
+    async def restore(self, engine: str | int) -> None:
+        """Restart a killed engine."""
+        ...
+
+
+class FleetControl:
+    """Answers requests under `/emulation`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
+        """Return status and JSON of a request."""
+        try:
+            return 200, self._do(method.decode("latin-1"), name, body)
+        except ConfigError as error:
+            return 400, {"error": str(error)}
+
+    def _do(self, method: str, name: str, body: bytes) -> object:
+        fleet = self._fleet
+        match method, name:
+            case "GET", "stats":
+                return fleet.stats()
+            case "GET", "stats/picture":
+                return fleet.picture()
+            case "POST", "stats/reset":
+                fleet.reset_stats()
+                return {}
+            case "GET", "faults":
+                return {
+                    engine: _plain(asdict(faults))
+                    for engine, faults in fleet.faults.active().items()
+                }
+            case "POST", "faults":
+                values = _values(body)
+                return {"engines": fleet.faults.set(values.pop("engine", "all"), **values)}
+            case "POST", "faults/clear":
+                return {"engines": fleet.faults.clear(_values(body).get("engine", "all"))}
+            case "POST", "lengths":
+                return {"lengths": fleet.lengths.add(_values(body))}
+            case "POST", "kill":
+                # Not at once: this engine may have to send the answer first.
+                engine = fleet.engine(_values(body).get("engine"))
+                asyncio.get_running_loop().call_soon(engine.kill)
+                return {"engines": [engine.name]}
+            case "POST", "restore":
+                engine = fleet.engine(_values(body).get("engine"))
+                task = asyncio.get_running_loop().create_task(self._restore(engine.name))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return {"engines": [engine.name]}
+            case _:
+                raise ConfigError(f"{method} /emulation/{name} is unknown")
+
+    async def _restore(self, engine: str) -> None:
+        try:
+            await self._fleet.restore(engine)
+        except OSError as error:
+            _LOG.warning("%s cannot be started again: %s", engine, error)
+
+
+def _values(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body or b"{}")
+    except ValueError as error:
+        raise ConfigError(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError("the body is not a JSON object")
+    return values
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.value if isinstance(value, Enum) else value for name, value in values.items()
+    }
+
 
 # The first port of vLLM's NIXL side channels; no server listens there.
 _SIDE_PORT = 5600

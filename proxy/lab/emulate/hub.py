@@ -1,18 +1,157 @@
 """What the engines of a fleet share."""
 
 import asyncio
+import logging
 import random
+import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 from uuid import UUID
 
 from balanceroute.proxy.lab.emulate.barrier import Barrier
-from balanceroute.proxy.lab.emulate.connectors import KvSource
-from balanceroute.proxy.lab.emulate.leases import LeaseBook
-from balanceroute.proxy.lab.emulate.lengths import Lengths
-from balanceroute.proxy.lab.emulate.poster import HttpPoster
+from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.leases import KvSource, LeaseBook
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
+from balanceroute.proxy.lab.emulate.tokens import Lengths
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.messages import WireError
+
+# A generation request with the engine's own data on it.
+
+
+@dataclass(slots=True)
+class EngineCall:
+    """One request in an engine.
+
+    Attributes:
+        request_id: The id of the answer, which carries the client's `X-Request-Id`.
+        suffix: Makes the id unique inside the engine.
+        rank: Which of the engine's ranks serves it.
+        arrived_s: When the request had arrived, on the event loop's clock.
+        length_name: The id by which the length of its answer may be known.
+        drop_kv: Leave `kv_transfer_params` out of the answer.
+        alien_kv: Answer with those of another request.
+        session: What KV cache events call it; empty for nothing.
+    """
+
+    exchange: Exchange
+    request_id: str
+    suffix: str
+    rank: int
+    length_name: str
+    arrived_s: float
+    drop_kv: bool = False
+    alien_kv: bool = False
+    session: str = ""
+
+    @property
+    def kv(self) -> Mapping[str, Any]:
+        """`kv_transfer_params`, empty if there are none."""
+        return self.exchange.request.kv or {}
+
+    @property
+    def name(self) -> str:
+        """The client's `X-Request-Id`."""
+        return self.request_id.partition("-")[2]
+
+    @property
+    def remote_decode(self) -> bool:
+        """Whether a decoder will pull the KV cache."""
+        return self.kv.get("do_remote_decode") is True
+
+    @property
+    def remote_prefill(self) -> bool:
+        """Whether the KV cache comes from a prefiller."""
+        return self.kv.get("do_remote_prefill") is True
+
+    def external_id(self, prompt: int) -> str:
+        """Return the id of one of the prompts, as a proxy can derive it."""
+        chat = self.exchange.request.chat
+        return self.request_id if chat else f"{self.request_id}-{prompt}"
+
+    def internal_id(self, prompt: int) -> str:
+        """Return the id of one of the prompts inside the engine."""
+        return f"{self.external_id(prompt)}-{self.suffix}"
+
+
+# Posts JSON to another server: from a decode rank to the metaserver.
+
+_LOG = logging.getLogger(__name__)
+
+_TRIES = 3  # As vllm-ascend's layerwise connector.
+# The metaserver may answer only when the prefill is done.
+_TIMEOUT_S = 3_600.0
+
+_MAX_BYTES = 1 << 20
+
+_PORTS = {"http": 80, "https": 443}
+
+
+class HttpPoster:
+    """Posts JSON over HTTP or HTTPS.
+
+    Args:
+        trust: Whom to trust over HTTPS; None for everybody.
+    """
+
+    def __init__(self, trust: ssl.SSLContext | None = None) -> None:
+        self._trust = trust
+        self._endpoints: dict[tuple[str, str, int], Endpoint] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def post(self, url: str, body: bytes) -> None:
+        """Post `body`, with retries if there is no answer."""
+        task = asyncio.get_running_loop().create_task(self._post(url, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancel posts in progress and close the connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+
+    async def _post(self, url: str, body: bytes) -> None:
+        parts = urlsplit(url)
+        try:
+            address = parts.scheme, parts.hostname or "", parts.port or _PORTS[parts.scheme]
+        except (ValueError, KeyError):
+            _LOG.warning("no metaserver at %r", url)
+            return
+        if address not in self._endpoints:
+            secure = parts.scheme == "https"
+            self._endpoints[address] = Endpoint(*address[1:], ssl=self._tls() if secure else None)
+        target = (parts.path or "/").encode()
+        headers = [(b"content-type", b"application/json")]
+        for _ in range(_TRIES):
+            try:
+                await fetch(
+                    self._endpoints[address],
+                    b"POST",
+                    target,
+                    headers,
+                    body,
+                    timeout_s=_TIMEOUT_S,
+                    max_bytes=_MAX_BYTES,
+                )
+            except WireError as error:
+                _LOG.warning("the metaserver %s did not answer: %s", url, error)
+            else:
+                return
+
+    def _tls(self) -> ssl.SSLContext:
+        if self._trust is None:
+            self._trust = ssl.create_default_context()
+            self._trust.check_hostname = False
+            self._trust.verify_mode = ssl.CERT_NONE
+        return self._trust
 
 
 class Control(Protocol):

@@ -9,7 +9,7 @@ import asyncio
 import zmq
 import zmq.asyncio
 
-from balanceroute.proxy.lab.emulate.kv_log import KvLog
+from balanceroute.proxy.lab.emulate.prefix_caches import KvLog
 
 _END = b"\xff" * 8
 _TOPIC = b""

@@ -9,9 +9,15 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.lab.emulate.api_error import EMPTY, ApiError, bad_request, invalid
 from balanceroute.proxy.lab.emulate.hub import Hub
-from balanceroute.proxy.lab.emulate.request import chat_text, check_model
+from balanceroute.proxy.lab.emulate.request import (
+    EMPTY,
+    ApiError,
+    bad_request,
+    chat_text,
+    check_model,
+    invalid,
+)
 from balanceroute.proxy.lab.emulate.tokens import tokenise
 from balanceroute.proxy.lab.emulate.translated_reply import TranslatedReply, named_event
 

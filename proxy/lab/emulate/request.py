@@ -3,26 +3,131 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from balanceroute.proxy.lab.emulate.api_error import (
-    bad_parameter,
-    bad_request,
-    invalid,
-    unknown_model,
-)
-from balanceroute.proxy.lab.emulate.sampler import prompt_digest
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.lab.emulate.faults import ErrorForm
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.lab.emulate.tokens import decode, packed, render_chat, tokenise, word_of
+from balanceroute.proxy.lab.emulate.tokens import (
+    decode,
+    packed,
+    prompt_digest,
+    render_chat,
+    tokenise,
+    word_of,
+)
+
+# Errors as vLLM answers them: status, JSON body, and the event that ends a stream.
+
+INTERNAL = "Internal server error"
+
+EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
+
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+class ApiError(BalanceRouteError):
+    """A request that is answered with an error.
+
+    Attributes:
+        kind: The `type` of the error object.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, kind: str, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+
+    @property
+    def value(self) -> dict[str, object]:
+        """The error object."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
+        return {"error": error}
+
+    def body(self, form: ErrorForm | None = None) -> bytes:
+        """Return the body of an answer."""
+        return compact(written(self.value, form))
+
+    def event(self, form: ErrorForm | None = None) -> bytes:
+        """Return the event of a stream, which vLLM writes with spaces, unlike all others."""
+        text = json.dumps(written(self.value, form), ensure_ascii=False)
+        return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+
+
+def written(value: Mapping[str, Any], form: ErrorForm | None) -> Mapping[str, Any]:
+    """Return an error object in another form."""
+    error: dict[str, Any] = value["error"]
+    client = error["code"] < 500
+    match form:
+        case ErrorForm.WORDS:
+            kind = "invalid_request_error" if client else "server_error"
+            code = {404: "model_not_found", 429: "rate_limit_exceeded"}.get(error["code"], kind)
+            return {"error": error | {"type": kind, "code": code}}
+        case ErrorForm.DIGITS:
+            return {"error": error | {"code": str(error["code"])}}
+        case ErrorForm.NO_CODE:
+            return {"error": {name: error[name] for name in ("message", "type")}}
+        case ErrorForm.FLAT:
+            return {"object": "error", **error}
+        case ErrorForm.TYPED:
+            kind = "invalid_request_error" if client else "api_error"
+            kind = {429: "rate_limit_error"}.get(error["code"], kind)
+            return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+        case None:
+            return value
+
+
+def bad_request(message: str, *, param: str | None = None) -> ApiError:
+    """Return an error of the engine's own checks."""
+    return ApiError(message, kind="BadRequestError", param=param)
+
+
+def bad_parameter(message: str, name: str, value: object = None) -> ApiError:
+    """Return an error of the engine's own checks that also names the parameter in its message."""
+    shown = "" if value is None else f", value={value}"
+    return bad_request(f"{message} (parameter={name}{shown})", param=name)
+
+
+def invalid(kind: str, place: str, message: str, value: object, **more: object) -> ApiError:
+    """Return an error of the body's schema (pydantic's errors, as vLLM prints them)."""
+    shown = str(value)
+    if isinstance(value, dict | list):
+        shown = f"<{type(value).__name__} of {len(value)} items>"
+    detail = {"type": kind, "loc": place, "msg": message, "input": shown} | more
+    return ApiError(f"1 validation error:\n  {detail}", kind="Bad Request", param=place)
+
+
+def internal_error(message: str = INTERNAL) -> ApiError:
+    """Return a failure of the engine."""
+    return ApiError(message, status=500, kind="InternalServerError")
+
+
+def unknown_model(name: object, known: str) -> ApiError:
+    """Return the error for a model that is not served."""
+    message = f"The model `{name}` does not exist. Valid aliases: {known}."
+    return ApiError(message, status=404, kind="NotFoundError", param="model")
+
+
+def compact(value: object) -> bytes:
+    """Return a value as JSON without spaces."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return text.encode("utf-8", "replace")
+
 
 # vLLM's default of the completions API; a chat continues to the end of the context.
 DEFAULT_COMPLETION_TOKENS = 16
 # vLLM's default of --max-logprobs.
 MAX_LOGPROBS = 20
+
 _GREEDY_BELOW = 1e-5
+
 _LARGEST = 1e308  # Of what a float holds; integers are not bounded.
+
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str, str]] = {
     "int": (int, "int_type", "Input should be a valid integer"),
     "float": ((int, float), "float_type", "Input should be a valid number"),
@@ -30,6 +135,7 @@ _KINDS: Mapping[str, tuple[type | tuple[type, ...], str, str]] = {
     "dict": (dict, "dict_type", "Input should be a valid dictionary"),
     "list": (list, "list_type", "Input should be a valid list"),
 }
+
 _FIELDS: Mapping[str, str] = {
     "max_tokens": "int",
     "max_completion_tokens": "int",
@@ -53,7 +159,9 @@ _FIELDS: Mapping[str, str] = {
     "kv_transfer_params": "dict",
     "stop_token_ids": "list",
 }
+
 _PENALTIES = ("frequency_penalty", "presence_penalty")
+
 _SAMPLING = ("top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 
 
@@ -490,3 +598,48 @@ def _sampling(values: Mapping[str, Any], n: int) -> bytes:
         if values.get("seed") is None and kv.get("do_remote_decode") is True:
             decisive.append("apart")  # No two engines draw alike without a seed.
     return hashlib.blake2b(json.dumps(decisive).encode(), digest_size=16).digest()
+
+
+# Requests to /inference/v1/generate: token ids, and the limits in `sampling_params` (vLLM 0.32).
+
+_OURS = ("model", "stream", "stream_options", "kv_transfer_params")
+
+_MODES = ("tokens", "text")
+
+
+def read_tokens(values: Mapping[str, Any], settings: EmulationSettings) -> GenerationRequest:
+    """Parse a body.
+
+    Raises:
+        ApiError: It cannot be served; this is the answer.
+    """
+    ids, sampling = values.get("token_ids"), values.get("sampling_params")
+    for name, value, kind in (("token_ids", ids, list), ("sampling_params", sampling, dict)):
+        if name not in values:
+            raise invalid("missing", f"body.{name}", "Field required", dict(values))
+        if not isinstance(value, kind):
+            message = f"Input should be a valid {'list' if kind is list else 'object'}"
+            raise invalid(f"{kind.__name__}_type", f"body.{name}", message, value)
+    assert isinstance(ids, list)
+    assert isinstance(sampling, dict)
+    if not ids:
+        message = "List should have at least 1 item after validation, not 0"
+        raise invalid("too_short", "body.token_ids", message, ids)
+    mode = values.get("output_mode", "tokens")
+    if mode not in _MODES:
+        message = "Input should be 'tokens' or 'text'"
+        raise invalid("literal_error", "body.output_mode", message, mode)
+    room = settings.max_model_len - len(ids)
+    limit = sampling.get("max_tokens")
+    if type(limit) is int and limit < 1:
+        raise bad_request(f"max_tokens must be at least 1, got {limit}.")
+    asked = {
+        **sampling,
+        **{name: values[name] for name in _OURS if name in values},
+        "prompt": ids,
+        "return_token_ids": True,
+        # Without a limit to the end of the context, which also ends an answer with a larger one.
+        "max_tokens": room if limit is None else min(limit, max(room, 1)),
+    }
+    output = TokenOutput(mode == "text", bool(values.get("return_token_ids")))
+    return replace(read_generation(asked, settings, chat=False), token_output=output)

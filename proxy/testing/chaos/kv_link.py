@@ -3,7 +3,7 @@
 import asyncio
 
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
-from balanceroute.proxy.lab.emulate.kv_log import KvLog
+from balanceroute.proxy.lab.emulate.prefix_caches import KvLog
 from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 
 # How often what was published arrives.

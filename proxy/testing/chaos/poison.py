@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.lab.emulate.engine import Engine
-from balanceroute.proxy.lab.emulate.engine_call import EngineCall
 from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.hub import EngineCall
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.faults import Act, Injection

@@ -6,8 +6,8 @@ import pytest
 from tests.lab.emulate.conftest import CHAT, COMPLETIONS, Lab
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.emulate import lengths
-from balanceroute.proxy.lab.emulate.lengths import Lengths
+from balanceroute.proxy.lab.emulate import tokens
+from balanceroute.proxy.lab.emulate.tokens import Lengths
 
 if TYPE_CHECKING:
     from tests.lab.emulate.conftest import Play
@@ -87,7 +87,7 @@ def test_a_length_that_is_none_is_refused_and_none_is_noted(count: object) -> No
 
 
 def test_the_oldest_lengths_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lengths, "MAX_LENGTHS", 2)
+    monkeypatch.setattr(tokens, "MAX_LENGTHS", 2)
     table = Lengths()
     table.add({"a": 1, "b": 2})
     table.add({"c": 3})

@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.lab.emulate.api_error import ApiError
-from balanceroute.proxy.lab.emulate.request import GenerationRequest, read_generation, read_json
+from balanceroute.proxy.lab.emulate.request import (
+    ApiError,
+    GenerationRequest,
+    read_generation,
+    read_json,
+)
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 
 SETTINGS = EmulationSettings(model="tiny", max_model_len=100)

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.lab.emulate import tokens
 from balanceroute.proxy.lab.emulate.request import Prompt
-from balanceroute.proxy.lab.emulate.sampler import EOS, Sampler
 from balanceroute.proxy.lab.emulate.tokens import (
+    EOS,
     TOKEN_TEXTS,
     VOCABULARY_SIZE,
     WORDS,
+    Sampler,
     decode,
     packed,
     render_chat,

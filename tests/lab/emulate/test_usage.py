@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.lab.emulate import EmulationSettings
-from balanceroute.proxy.lab.emulate.answer import TOKEN_TEXTS_JSON, AnswerHead
-from balanceroute.proxy.lab.emulate.chat_format import ChatFormat
-from balanceroute.proxy.lab.emulate.choice import Choice, Delta
-from balanceroute.proxy.lab.emulate.completion_format import CompletionFormat
+from balanceroute.proxy.lab.emulate.answer import TOKEN_TEXTS_JSON, AnswerHead, Choice, Delta
+from balanceroute.proxy.lab.emulate.formats import ChatFormat, CompletionFormat
 from balanceroute.proxy.lab.emulate.request import read_generation
 from balanceroute.proxy.lab.emulate.tokens import TOKEN_TEXTS
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
-from balanceroute.proxy.lab.emulate import connectors
-from balanceroute.proxy.lab.emulate.connectors import Failure
+from balanceroute.proxy.lab.emulate import leases
+from balanceroute.proxy.lab.emulate.leases import Failure
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
@@ -186,7 +186,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     After so many seconds. All that anyone else sees of these prefillers is well.
     """
     failing: dict[str, float] = {}
-    claim = connectors.claim
+    claim = leases.claim
 
     def claimed(connector: Any, params: Any, *rest: Any) -> Any:
         after_s = failing.get(params.get("remote_engine_id"))
