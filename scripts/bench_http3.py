@@ -23,7 +23,7 @@ from pathlib import Path
 import uvloop
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.wire.caller import Caller

@@ -38,7 +38,7 @@ from balanceroute.proxy.lab.sim.plots import write_prediction_plots
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.live.settings.reader import Given, given_by_flags
+from balanceroute.proxy.settings.reader import Given, given_by_flags
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 from balanceroute.topologies import read_topology

@@ -58,15 +58,17 @@ MAY_IMPORT = {
         *("proxy.live.connectors", "proxy.live.engines", "proxy.live.openai"),
         *("proxy.live.prediction", "proxy.live.request", "proxy.live.telemetry"),
     },
+    "proxy.settings": {"proxy.core", "topologies"},
     "proxy.live.settings": {
-        *("proxy.core", "proxy.model_choice", "proxy.wire", "topologies"),
+        *("proxy.core", "proxy.model_choice", "proxy.settings", "proxy.wire", "topologies"),
         *("proxy.live.engines", "proxy.live.prediction"),
         *("proxy.live.request", "proxy.live.security", "proxy.live.telemetry"),
-        *("proxy.live.tracing.export_settings", "__version__"),
+        "__version__",
     },
     "proxy.live.tracing": {
         *("proxy.core", "proxy.wire", "__version__"),
-        *("proxy.live.openai", "proxy.live.security", "proxy.live.telemetry"),
+        *("proxy.live.openai", "proxy.live.security", "proxy.live.settings.tracing"),
+        "proxy.live.telemetry",
     },
     "proxy.live.frontend": {
         *("proxy.core", "proxy.model_choice", "proxy.wire", "__version__"),
@@ -85,7 +87,7 @@ MAY_IMPORT = {
         *("proxy.live.control", "proxy.live.engines", "proxy.live.security"),
         "proxy.live.settings",
     },
-    "proxy.live": {"proxy.core", "proxy.live", "proxy.wire", "predictors"},
+    "proxy.live": {"proxy.core", "proxy.live", "proxy.settings", "proxy.wire", "predictors"},
     "proxy.lab.sim": {
         *("proxy.core", "proxy.lab.pictures", "proxy.lab.service_levels"),
         *("predictors", "traces"),
@@ -124,19 +126,8 @@ MAY_IMPORT = {
     },
     "proxy.testing": set[str](),
     "proxy.cli": {
-        *("proxy.core", "proxy.lab.pictures", "predictors", "topologies", "traces", "__version__"),
-        *(
-            "proxy.lab.advise",
-            "proxy.lab.audit",
-            "proxy.lab.emulate",
-            "proxy.live",
-            "proxy.model_choice",
-            "proxy.page_client",
-            "proxy.lab.replay",
-        ),
-        "proxy.lab.sim",
-        "proxy.lab.validate",
-        "proxy.lab.service_levels",
+        *("proxy.core", "proxy.lab", "proxy.live", "proxy.model_choice", "proxy.page_client"),
+        *("proxy.settings", "predictors", "topologies", "traces", "__version__"),
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
 }

@@ -11,15 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.live.telemetry.alias_metrics import AliasWorth
-from balanceroute.proxy.live.telemetry.handshake_metrics import Handshakes
+from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.live.telemetry.shadow import PredictorScores
+from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
     EngineState,
     LimitsState,
+    PredictorScores,
     PrefillerState,
     RankState,
     Snapshot,

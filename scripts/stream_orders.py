@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import fmean
 
 from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork

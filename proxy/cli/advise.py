@@ -29,9 +29,9 @@ from balanceroute.proxy.lab.advise.report import (
 from balanceroute.proxy.lab.audit.observation import Engines, Observation, observe
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, split
-from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import choice, file, integer, number, words
 from balanceroute.proxy.page_client import PageClient
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings.setting import choice, file, integer, number, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

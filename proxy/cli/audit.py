@@ -20,9 +20,9 @@ from balanceroute.proxy.lab.audit.observation import Engines, Look, observe
 from balanceroute.proxy.lab.audit.prometheus import Window, looks_of
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines, write_plots
-from balanceroute.proxy.live.settings.reader import add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import integer, number
 from balanceroute.proxy.page_client import PageClient
+from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from balanceroute.proxy.lab.emulate import (
 from balanceroute.proxy.lab.emulate.prefix_caches import Publish
 from balanceroute.proxy.live.security.tls import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
-from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import (
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings.setting import (
     choice,
     file,
     flag,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from balanceroute.proxy.lab.sim.engines import EngineOptions
-from balanceroute.proxy.live.settings.setting import integer, integers, number, numbers, part
+from balanceroute.proxy.settings.setting import integer, integers, number, numbers, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,8 @@ from balanceroute.proxy.cli.past_flags import (
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.pictures import require_matplotlib
-from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import flag, integer, number
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings.setting import flag, integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from balanceroute.proxy.lab.service_levels import Targets
-from balanceroute.proxy.live.settings.setting import number
+from balanceroute.proxy.settings.setting import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

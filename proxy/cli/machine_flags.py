@@ -11,10 +11,9 @@ from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.lab.sim.driver import Deployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
-from balanceroute.proxy.live.settings.aimd_options import AimdOptions
-from balanceroute.proxy.live.settings.reader import Given
-from balanceroute.proxy.live.settings.score_options import ScoreOptions
-from balanceroute.proxy.live.settings.setting import choice, flag, integer, number, words
+from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
+from balanceroute.proxy.settings.setting import choice, flag, integer, number, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

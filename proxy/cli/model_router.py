@@ -18,8 +18,6 @@ from balanceroute.proxy.cli.outputs import (
     write_output,
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
-from balanceroute.proxy.live.settings.reader import add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import integer, number
 from balanceroute.proxy.model_choice.base import Outlook
 from balanceroute.proxy.model_choice.double_dqn import DoubleDqn
 from balanceroute.proxy.model_choice.greedy import Greedy
@@ -31,6 +29,8 @@ from balanceroute.proxy.model_choice.scenario_file import read_scenario
 from balanceroute.proxy.model_choice.static import Static
 from balanceroute.proxy.model_choice.training import Trainer, Window
 from balanceroute.proxy.model_choice.workload import bursty, stable
+from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

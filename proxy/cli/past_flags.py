@@ -10,8 +10,8 @@ from balanceroute.predictors.logged import read_log
 from balanceroute.predictors.traced import past_requests
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.settings.reader import add_flags
-from balanceroute.proxy.live.settings.setting import integer, number
+from balanceroute.proxy.settings.reader import add_flags
+from balanceroute.proxy.settings.setting import integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

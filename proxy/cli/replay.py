@@ -38,8 +38,8 @@ from balanceroute.proxy.lab.replay.requests import (
     with_exchanges,
     with_limits,
 )
-from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import (
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings.setting import (
     choice,
     file,
     flag,

@@ -33,11 +33,9 @@ from balanceroute.proxy.lab.sim.plots import write_plots, write_service_plots
 from balanceroute.proxy.lab.sim.recorder import groups_of
 from balanceroute.proxy.lab.sim.report import STEADY_STATE, as_json, hints, print_table, unending
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, scaled, split
-from balanceroute.proxy.live.settings.aimd_options import AimdOptions
-from balanceroute.proxy.live.settings.policy_options import PolicyOptions
-from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.score_options import ScoreOptions
-from balanceroute.proxy.live.settings.setting import integer, number, settings_of, text
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
+from balanceroute.proxy.settings.setting import integer, number, settings_of, text
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from balanceroute.proxy.cli.past_flags import (
 )
 from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.settings.reader import add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import integer, number
+from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings.setting import integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

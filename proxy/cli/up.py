@@ -21,8 +21,8 @@ from balanceroute.proxy.lab.emulate.process import (
     engine_process,
     ready_line,
 )
-from balanceroute.proxy.live.settings.reader import Given
-from balanceroute.proxy.live.settings.setting import flag_of
+from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings.setting import flag_of
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:

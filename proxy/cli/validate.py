@@ -17,8 +17,8 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.validate.plots import write_plots
 from balanceroute.proxy.lab.validate.traces import match, read_load_log, read_traces
 from balanceroute.proxy.lab.validate.validation import validate
-from balanceroute.proxy.live.settings.reader import add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import integer
+from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings.setting import integer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from balanceroute.proxy.lab.audit.observation import Look, Watcher
-from balanceroute.proxy.live.settings.setting import file, number
+from balanceroute.proxy.settings.setting import file, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,10 +31,8 @@ from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fa
 from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
-from balanceroute.proxy.live.control.memory import RankMemory
-from balanceroute.proxy.live.control.rank_slots import RankSlots
-from balanceroute.proxy.live.control.roster import Roster
-from balanceroute.proxy.live.control.silent_decoders import await_decoder
+from balanceroute.proxy.live.control.memory import RankMemory, RankSlots
+from balanceroute.proxy.live.control.roster import Roster, await_decoder
 from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engine_connections import EngineConnections
 from balanceroute.proxy.live.engines.bootstrap import Identification
@@ -69,11 +67,10 @@ from balanceroute.proxy.live.telemetry.process_log import set_log_level
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
     from balanceroute.proxy.core.scheduler import SchedulerConfig
-    from balanceroute.proxy.live.discovery.found import Found
-    from balanceroute.proxy.live.discovery.reconciler import Reconciler
+    from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)

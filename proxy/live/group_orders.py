@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.control.engine_orders import named
-from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.control.orders import ConflictError
+from balanceroute.proxy.live.control.standing import named
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.deployment import Deployment

@@ -19,7 +19,7 @@ from balanceroute.proxy.live.openai.urgency import (
     deadline_ms,
     urgency,
 )
-from balanceroute.proxy.live.telemetry.handshake_metrics import Handshakes
+from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
 from balanceroute.proxy.wire.http3.server_connection import Http3ServerConnection, Priorities
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
 from balanceroute.proxy.wire.quic.stream_orders import Standing
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from balanceroute.proxy.live.settings.http3 import Http3Settings
+    from balanceroute.proxy.live.settings.declared import Http3Settings
     from balanceroute.proxy.wire.http1.service import Service
     from balanceroute.proxy.wire.messages import Headers
     from balanceroute.proxy.wire.quic.carrier import Carrier, NetworkAddress

@@ -15,7 +15,7 @@ from balanceroute.proxy.live.control.admin import (
     Control,
     Orders,
 )
-from balanceroute.proxy.live.control.group_pages import GroupOrders
+from balanceroute.proxy.live.control.pages import GroupOrders
 from balanceroute.proxy.live.frontend.aliases import make_aliases
 from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.frontend.cors import Cors
@@ -23,7 +23,7 @@ from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.security.tls import ServerTls, server_context
-from balanceroute.proxy.live.telemetry.trace_context import Tracer
+from balanceroute.proxy.live.telemetry.record import Tracer
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:

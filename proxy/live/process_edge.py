@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for, raise_limit
 from balanceroute.proxy.live.environment import Environment
-from balanceroute.proxy.live.telemetry.line_writer import LineWriter
-from balanceroute.proxy.live.telemetry.process_log import set_up_process_log
+from balanceroute.proxy.live.telemetry.process_log import LineWriter, set_up_process_log
 from balanceroute.proxy.live.telemetry.registry import TOKEN_GAP_BOUNDS_S
 from balanceroute.proxy.live.telemetry.request_log import RequestLog
 from balanceroute.proxy.wire.http1.pump import LibraryError, Pump, find_library, load_library

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.control.engine_orders import EngineOrders, named
-from balanceroute.proxy.live.control.load_log import LoadLog
 from balanceroute.proxy.live.control.pausing import Pausing
-from balanceroute.proxy.live.control.standing import keep_trying
-from balanceroute.proxy.live.control.state import ended_rows, held_by, instance_rows, request_rows
-from balanceroute.proxy.live.control.view import view_of
+from balanceroute.proxy.live.control.standing import EngineOrders, keep_trying, named
+from balanceroute.proxy.live.control.state import (
+    LoadLog,
+    ended_rows,
+    held_by,
+    instance_rows,
+    request_rows,
+    view_of,
+)
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.deployment_state import snapshot_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -29,11 +33,10 @@ from balanceroute.proxy.live.listeners import AdminListener, PublicListener
 from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 from balanceroute.proxy.live.settings.effects import without_effect
-from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
-from balanceroute.proxy.live.telemetry.recent_requests import RecentRequests
-from balanceroute.proxy.live.trace_export import trace_export
+from balanceroute.proxy.live.telemetry.record import RecentRequests
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
@@ -41,7 +44,9 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.request.suspects import Death
     from balanceroute.proxy.live.security.credentials import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
+    from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
+    from balanceroute.proxy.live.tracing.exporter import SpanExporter
     from balanceroute.proxy.wire.http1.server import Server
 
 _log = logging.getLogger(__name__)
@@ -89,7 +94,7 @@ class Proxy:
         )
         if environment.pump is not None:
             self.metrics.legs.gaps.beside = environment.pump.new_gaps
-        self._traces = trace_export(config, environment, self.metrics.traces)
+        self._traces = _trace_export(config, environment, self.metrics.traces)
         if self._traces is not None:
             environment = replace(environment, log=self._traces.behind(environment.log))
         self._recent: RecentRequests | None = None
@@ -500,4 +505,30 @@ def _group(name: str, deployment: "Deployment") -> Group:
         tenancy=deployment.tenancy,
         key_is_tenant=config.admission.fair_queue != "none",
         forecast=Forecast(deployment.driver),
+    )
+
+
+def _trace_export(
+    config: "ProxyConfig", environment: Environment, metrics: "TraceMetrics | None"
+) -> "SpanExporter | None":
+    """Return what exports traces; None, and nothing of it is imported, if the settings ask for none."""
+    settings = config.tracing
+    if settings is None or metrics is None:
+        return None
+    from balanceroute.proxy.live.security.tls import engine_context  # noqa: PLC0415
+    from balanceroute.proxy.live.tracing.exporter import SpanExporter  # noqa: PLC0415
+    from balanceroute.proxy.wire.http1.client import Endpoint  # noqa: PLC0415
+
+    is_https = settings.scheme == "https"
+    return SpanExporter(
+        settings,
+        Endpoint(
+            settings.host,
+            settings.port,
+            ssl=engine_context(settings.ca_file, insecure=False) if is_https else None,
+            connect_timeout_s=config.times.connect_timeout_s,
+        ),
+        metrics,
+        in_thread=environment.in_thread,
+        rng=environment.rng,
     )

@@ -11,7 +11,7 @@ import yaml
 from balanceroute.proxy.cli.command_line import make_parser
 from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.cli.topology import check_topology
-from balanceroute.proxy.live.discovery.endpoint_slices import ROLE_LABEL
+from balanceroute.proxy.live.discovery.kubernetes import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.topologies import Command, Topology, engine_commands, read_topology
 

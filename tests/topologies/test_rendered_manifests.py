@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tests.certificate import CERT, KEY
 
-from balanceroute.proxy.live.discovery.endpoint_slices import ROLE_LABEL
+from balanceroute.proxy.live.discovery.kubernetes import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.topologies import engine_commands, read_topology
 

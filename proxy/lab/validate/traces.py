@@ -108,7 +108,7 @@ class ValidationError(BalanceRouteError):
     """A file cannot be used, or files do not fit together. The message says which and why."""
 
 
-# Reads the load log (`balanceroute.proxy.live.control.load_log`): the proxy's load of each rank.
+# Reads the load log (`balanceroute.proxy.live.control.state`): the proxy's load of each rank.
 
 _COLUMNS = 4
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.checks import event_address
@@ -12,7 +12,9 @@ from balanceroute.proxy.live.settings.checks import event_address
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, Request
 
+
 MAX_TEXT = 2048
+
 MAX_WAIT_S = 86_400.0
 
 
@@ -129,3 +131,14 @@ def text_of(order: dict[str, object], key: str) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
         raise Refusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
     return value
+
+
+# Why an order about the engines is not carried out.
+
+
+class UnknownInstanceError(BalanceRouteError):
+    """An order about an instance that is not there."""
+
+
+class ConflictError(BalanceRouteError):
+    """An order that the present state does not allow."""

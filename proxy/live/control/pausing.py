@@ -25,8 +25,8 @@ from urllib.parse import urlencode
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.lifecycle import State
-from balanceroute.proxy.live.control.errors import ConflictError
-from balanceroute.proxy.live.control.sleepers import note_sleep
+from balanceroute.proxy.live.control.orders import ConflictError
+from balanceroute.proxy.live.control.roster import note_sleep
 from balanceroute.proxy.live.engines.faults import FetchError
 
 if TYPE_CHECKING:

@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
-from balanceroute.proxy.live.control.drain_deadlines import DrainDeadlines
-from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
-from balanceroute.proxy.live.control.memory import RankMemory
-from balanceroute.proxy.live.control.rank_slots import RankSlots
-from balanceroute.proxy.live.control.readiness import Readiness
-from balanceroute.proxy.live.control.sleepers import note_sleep
+from balanceroute.proxy.live.control.memory import RankMemory, RankSlots
+from balanceroute.proxy.live.control.orders import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
@@ -47,10 +43,129 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.scrape import Scraper
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
+    from balanceroute.proxy.live.telemetry.component_metrics import EngineMetrics
     from balanceroute.proxy.wire.http1.client import Endpoint
 
+
+# When requests leave the engines that are drained: `deadline_s` of a drain, kept over a restart.
+
+# A process that takes over has its engines by then.
+_TAKEN_OVER_S = 1.0
+
+_LONGEST_S = 86_400.0
+
+
+class DrainDeadlines:
+    """One timer for each engine that has a deadline.
+
+    Args:
+        due: Called when one has come.
+        unix_s: Wall-clock time, which a restart does not begin anew.
+    """
+
+    def __init__(self, due: Callable[[Target], None], unix_s: Callable[[], float]) -> None:
+        self._due = due
+        self._unix_s = unix_s
+        self._at: dict[Target, tuple[float, asyncio.TimerHandle]] = {}
+
+    def set(self, target: Target, after_s: float) -> None:
+        """Have an engine left after so many seconds; the latest order holds."""
+        self.forget(target)
+        timer = asyncio.get_running_loop().call_later(after_s, self._come, target)
+        self._at[target] = self._unix_s() + after_s, timer
+
+    def forget(self, target: Target) -> None:
+        """Have an engine left by nobody: it was taken back, or is gone."""
+        found = self._at.pop(target, None)
+        if found is not None:
+            found[1].cancel()
+
+    def standing(self) -> tuple[tuple[Target, float], ...]:
+        """Return each engine and the Unix time of its deadline."""
+        return tuple((target, unix_s) for target, (unix_s, _) in self._at.items())
+
+    def restore(self, standing: Iterable[tuple[Target, float]]) -> None:
+        """Set those that another process had: one that has passed meanwhile comes soon."""
+        for target, unix_s in standing:
+            self.set(target, min(max(unix_s - self._unix_s(), _TAKEN_OVER_S), _LONGEST_S))
+
+    def close(self) -> None:
+        """Stop all timers."""
+        for _, timer in self._at.values():
+            timer.cancel()
+
+    def _come(self, target: Target) -> None:
+        del self._at[target]
+        self._due(target)
+
+
+# Tells the log when the fleet becomes ready, or ceases to be.
+
 _log = logging.getLogger(__name__)
+
+
+class Readiness:
+    """Whether each role has an engine that is up, as it was logged last."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+        self._missing: set[Role] = set()
+        self._was_ready = False
+
+    def log(self) -> None:
+        """Log when a role has no engine left, and when each has one again."""
+        missing = self._instances.missing
+        self._was_ready |= not missing
+        new = missing - self._missing - self._instances.unprobed  # These may be up.
+        message = (
+            "no engine of a role is up" if self._was_ready else "waiting for engines of a role"
+        )
+        for role in sorted(new, key=_name):
+            _log.warning(message, extra={"fields": {"role": role.value}})
+        if self._missing and not missing:
+            _log.warning("the fleet is ready: an engine of each role is up")
+        self._missing = self._missing & missing | new
+
+
+def _name(role: Role) -> str:
+    return role.value
+
+
+# Decode servers that did not tell their ranks when the proxy started.
+
+# Between two questions for the ranks of a decode server that does not answer yet.
+_DISCOVERY_S = 1.0
+
+
+async def await_decoder(roster: "Roster", server: "DecodeServer") -> None:
+    """Ask a decode server for its ranks until it tells them, then add them."""
+    while True:
+        await asyncio.sleep(_DISCOVERY_S)
+        try:
+            await roster.add(Role.DECODE, server.url.base, ranks=None, bootstrap=None)
+        except ConflictError:
+            return  # It was added meanwhile.
+        except ConfigError as error:
+            _log.debug("no ranks yet", extra={"fields": {"reason": str(error)}})
+        else:
+            return
+
+
+# Engines that sleep: they take requests, and do not serve them.
+
+
+def note_sleep(instances: Instances, target: Target, *, asleep: bool) -> bool:
+    """Take in whether an engine sleeps; return whether that is new."""
+    present = instances.of(target)
+    if all(one.asleep == asleep for one in present):
+        return False
+    for one in present:
+        one.asleep = asleep
+    fields = {"role": target.role.value, "url": target.url}
+    _log.warning("instance %s", "sleeps" if asleep else "is awake", extra={"fields": fields})
+    return True
+
+
 # What concerns all engines is done anew at most so often while engines change by themselves.
 _AGAIN_S = 0.1
 

@@ -1,8 +1,11 @@
 """Taking a snapshot of the running proxy."""
 
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
+from balanceroute import __version__
 from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.lifecycle import State
@@ -10,6 +13,8 @@ from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.core.time_limits import lease_used
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Rank, Status
+from balanceroute.proxy.live.telemetry.process_log import json_line
+from balanceroute.proxy.live.telemetry.registry import Histogram
 from balanceroute.proxy.live.telemetry.request_log import fields_of
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
@@ -23,16 +28,13 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
     from balanceroute.proxy.live.engines.health import Quarantine
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.live.telemetry.shadow import PredictorScores
-    from balanceroute.proxy.live.telemetry.snapshot import TenantState
+    from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, TenantState
     from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Server
 
@@ -255,3 +257,105 @@ def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:
     pooled_ns = driver.scheduler.requests[oldest[0].request].pooled_ns
     assert pooled_ns is not None
     return max(0.0, now_s - pooled_ns / 1e9)
+
+
+# What the admin page shows, made from a snapshot every 0.8 s while somebody looks.
+
+
+def view_of(
+    state: Snapshot, latencies: Mapping[str, Histogram], *, ready: bool
+) -> dict[str, object]:
+    """Return the view, which `msgspec` can write."""
+    assert state.limits is not None
+    return {
+        "version": __version__,
+        "policy": state.policy,
+        "predictor": state.predictor,
+        "ready": ready,
+        "draining": state.draining,
+        "queued": state.queued,
+        "prefilling": state.prefilling,
+        "pooled": state.pooled,
+        "decoding": state.decoding,
+        "batch": state.limits.batch,
+        "queue_limit": state.limits.queue,
+        "pool_limit": state.pool_limit,
+        "oldest_pooled_s": state.oldest_pooled_s,
+        "step_s": state.step_s,
+        "still_ranks": state.still_ranks,
+        "idle_ratio": state.idle_ratio,
+        "idle_ratios": state.idle_ratios,
+        "ranks": state.ranks,
+        "prefillers": state.prefillers,
+        "engines": state.engines,
+        "latencies": {
+            name: {"bounds": one.bounds, "counts": one.counted()[0]}
+            for name, one in latencies.items()
+        },
+    }
+
+
+# The load log: the load of every decode rank by the proxy's ledger, sampled at a fixed interval.
+#
+# One JSON object a line:
+#
+#     time_s   Wall-clock time of the sample, seconds since 1970.
+#     loads    By the rank's name, four integers: KV tokens of its started requests, their slots, KV
+#              tokens of all requests bound to it, and their slots. Started requests are in the rank's
+#              batch; the other bound ones are on their way there.
+#
+# A sample is what a decision made at that instant would go by. Removed ranks are left out.
+# `balanceroute validate` compares the samples with the engines' own step traces.
+
+
+class LoadLog:
+    """Samples the ledger of a driver's scheduler."""
+
+    def __init__(
+        self,
+        driver: "Driver",
+        *,
+        interval_s: float,
+        unix_s: Callable[[], float],
+        write: Callable[[bytes], object],
+    ) -> None:
+        """Sample nothing yet.
+
+        Args:
+            driver: Whose scheduler's ledger is sampled.
+            interval_s: Between two samples.
+            unix_s: Wall-clock time.
+            write: Takes one line with its newline, and does not block.
+        """
+        self._driver = driver
+        self._interval_s = interval_s
+        self._unix_s = unix_s
+        self._write = write
+
+    async def run(self) -> None:
+        """Sample for ever."""
+        while True:
+            self._write(self.sample())
+            await asyncio.sleep(self._interval_s)
+
+    def sample(self) -> bytes:
+        """Return a line, with its newline. O(ranks + live requests)."""
+        self._driver.decisions.follow()
+        scheduler = self._driver.scheduler
+        ledger = scheduler.ledger
+        # Only the whole load is kept by rank. Few requests are on their way at a time.
+        under_way = [0] * len(ledger.loads)
+        for request in scheduler.requests.values():
+            if request.rank is not None and not request.started:
+                under_way[request.rank] += ledger.kv_tokens(request.request)
+        loads: dict[str, list[int]] = {}
+        for rank in self._driver.instances.ranks:
+            if rank.status is not Status.REMOVED:
+                bound_tokens = int(ledger.loads[rank.id])
+                loads[rank.name] = [
+                    bound_tokens - under_way[rank.id],
+                    int(ledger.started[rank.id]),
+                    bound_tokens,
+                    int(ledger.bound[rank.id]),
+                ]
+        return json_line({"time_s": round(self._unix_s(), 6), "loads": loads})

@@ -8,35 +8,269 @@ import asyncio
 import json
 import logging
 import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from balanceroute import __version__
-from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.discovery.endpoint_slices import ExpiredError, Slices, WatchError
-from balanceroute.proxy.live.discovery.line_stream import LineStream
+from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
+from balanceroute.proxy.live.discovery.reconciler import Found, View
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
+from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.wire.http1.fetch import fetch
-from balanceroute.proxy.wire.messages import Headers, WireError
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from balanceroute.proxy.live.discovery.found import View
-    from balanceroute.proxy.live.engines.instances import Role
     from balanceroute.proxy.wire.http1.client import Endpoint
 
+
+# Engines in EndpointSlices of Kubernetes (discovery.k8s.io/v1), as its API server tells of them.
+#
+# A slice has up to some hundred endpoints of one Service, and the labels of that Service. An
+# endpoint may be in two slices for a moment, and a pod with addresses of two families is in
+# slices of both.
+
+ROLE_LABEL = "balanceroute/role"
+
+"""Of a Service: prefill or decode."""
+
+_PORT_NAMES = ("api", "http", "https")
+
+_FAMILIES = ("IPv4", "IPv6")
+
+_GONE = 410
+
 _log = logging.getLogger(__name__)
+
+
+class WatchError(BalanceRouteError):
+    """The API server answers what cannot be used."""
+
+
+class ExpiredError(WatchError):
+    """It no longer knows the version from which it is to tell changes: everything is listed again."""
+
+
+class Slices:
+    """The slices, as a list and the changes since then give them.
+
+    Args:
+        role: What their engines do; None for what their label says.
+
+    Attributes:
+        version: Up to which change they are known, in the server's words.
+    """
+
+    def __init__(self, role: Role | None) -> None:
+        self.version = ""
+        self._role = role
+        self._by_name: dict[str, Mapping[str, Any]] = {}
+        # The engines of those that were looked at, each with what names its pod.
+        self._engines_of: dict[str, list[tuple[str, Found]]] = {}
+        self._unnamed: set[str] = set()  # Without a role; logged once.
+
+    def replace(self, pages: "list[Mapping[str, Any]]") -> None:
+        """Take a list, which may have come in pages.
+
+        Raises:
+            WatchError: It is none.
+        """
+        try:
+            by_name = {_name(one): one for page in pages for one in page["items"] or ()}
+            version = pages[-1]["metadata"]["resourceVersion"]
+        except (KeyError, TypeError) as error:
+            raise WatchError(f"no list of EndpointSlices: {error!r}") from None
+        self._by_name, self.version = by_name, version
+        self._engines_of.clear()
+
+    def apply(self, line: bytes) -> bool:
+        """Take a change; return whether the slices are others now.
+
+        Raises:
+            ExpiredError: The changes since the version are not known any more.
+            WatchError: It is no change of a slice.
+        """
+        try:
+            change = json.loads(line)
+            kind, thing = change["type"], change["object"]
+            if kind == "ERROR":
+                raise _error(thing)
+            self.version = thing["metadata"]["resourceVersion"]
+            if kind == "BOOKMARK":
+                return False
+            name = _name(thing)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise WatchError(f"no change of an EndpointSlice: {error!r}") from None
+        self._engines_of.pop(name, None)
+        if kind == "DELETED":
+            self._by_name.pop(name, None)
+        else:
+            self._by_name[name] = thing
+        return True
+
+    def view(self) -> View:
+        """Return the engines. What is not as it should be in a slice is left out."""
+        found: dict[Target, Found] = {}
+        seen: dict[str, str] = {}  # The family in which a pod counts.
+        for name, one in sorted(self._by_name.items(), key=lambda item: _family(item[1])):
+            if name not in self._engines_of:
+                self._engines_of[name] = list(self._engines(one))
+            for pod, engine in self._engines_of[name]:
+                if seen.setdefault(pod, _family(one)) != _family(one):
+                    continue
+                before = found.get(engine.target)
+                # Of one that is in two slices, the worse news is the later.
+                if before is None or engine.leaving:
+                    found[engine.target] = engine
+        return found
+
+    def _engines(self, one: Mapping[str, Any]) -> Iterator[tuple[str, Found]]:
+        """Yield the engines of a slice, each with what names its pod."""
+        name, labels = _name(one), one["metadata"].get("labels") or {}
+        role = self._role or _role(labels.get(ROLE_LABEL))
+        port = _port(one.get("ports") or ())
+        if role is None or port is None or _family(one) not in _FAMILIES:
+            if name not in self._unnamed:
+                self._unnamed.add(name)
+                what = f"the label {ROLE_LABEL}" if role is None else "one port, or one named api"
+                fields = {"slice": name, "reason": f"it needs {what}"}
+                _log.warning("an EndpointSlice is left out", extra={"fields": fields})
+            return
+        scheme, number = port
+        for endpoint in one.get("endpoints") or ():
+            conditions = endpoint.get("conditions") or {}
+            try:
+                host = valid_host(endpoint["addresses"][0])
+            except (KeyError, IndexError, TypeError, ConfigError):
+                continue
+            target = Target(role, EngineUrl(scheme, host, number).base)
+            pod = (endpoint.get("targetRef") or {}).get("uid") or host
+            # A condition that is not told is true, but for the last.
+            yield (
+                f"{role.value} {pod}",
+                Found(
+                    target,
+                    ready=conditions.get("ready") is not False,
+                    leaving=conditions.get("terminating") is True,
+                ),
+            )
+
+
+def _error(status: Mapping[str, Any]) -> WatchError:
+    message = str(status.get("message", status))
+    kind = ExpiredError if status.get("code") == _GONE else WatchError
+    return kind(message)
+
+
+def _name(one: Mapping[str, Any]) -> str:
+    metadata = one["metadata"]
+    return f"{metadata['namespace']}/{metadata['name']}"
+
+
+def _family(one: Mapping[str, Any]) -> str:
+    return str(one.get("addressType"))
+
+
+def _role(word: object) -> Role | None:
+    return next((role for role in Role if role.value == word), None)
+
+
+def _port(ports: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
+    """Return the scheme and number of the port of the API: the one of that name, or the only one."""
+    named = [one for one in ports if one.get("name") in _PORT_NAMES] or ports
+    if len(named) != 1 or not isinstance(named[0].get("port"), int):
+        return None
+    is_https = "https" in (named[0].get("name"), named[0].get("appProtocol"))
+    return "https" if is_https else "http", named[0]["port"]
+
+
+# A long answer, line by line.
+
+_LINE_BYTES = 8 << 20
+
+
+class LineStream:
+    """Receives one response; see `ResponseHandler`. An error answer is one line.
+
+    Attributes:
+        status: 0 until the head came.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._lines: deque[bytes] = deque()
+        self._rest = b""
+        self._error: WireError | None = None
+        self._ended = False
+        self._more = asyncio.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Lines that have come and were not returned yet."""
+        return len(self._lines)
+
+    async def next(self) -> bytes | None:
+        """Return the next line, when it came; None at the end.
+
+        Raises:
+            WireError: The answer broke off, or has a line that is too long.
+        """
+        while not self._lines:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._more.clear()
+            await self._more.wait()
+        return self._lines.popleft()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Keep the status."""
+        del headers
+        self.status = status
+
+    def on_data(self, data: bytes) -> None:
+        """Cut lines."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._lines.extend(line for line in lines if line.strip())
+        if len(self._rest) > _LINE_BYTES:
+            self._rest = b""
+            error = WireError(WireFault.TOO_LARGE, "a line is too long", sent=True, answered=True)
+            self.on_error(error)
+        self._more.set()
+
+    def on_end(self) -> None:
+        """End; what has no end of line is a line too."""
+        if self._rest.strip():
+            self._lines.append(self._rest)
+        self._ended = True
+        self._more.set()
+
+    def on_error(self, error: WireError) -> None:
+        """Break off."""
+        self._error = self._error or error
+        self._more.set()
+
+
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
 _PAGE_ITEMS = 500
+
 _PAGE_BYTES = 32 << 20
+
 _LIST_S = 30.0
+
 _WATCH_S = (240, 300)
 # Beyond that a watch has stopped without a word.
 _OVERDUE_S = 30.0
+
 _SHORT_S = 1.0
+
 _BACKOFF_S = (0.5, 30.0)
-_GONE = 410
 
 
 class KubernetesSlices:

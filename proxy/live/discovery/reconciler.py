@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -29,8 +30,8 @@ from balanceroute.proxy.live.engines.faults import FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.control.errors import ConflictError
-    from balanceroute.proxy.live.discovery.found import Found, Source, View
+    from balanceroute.proxy.live.control.orders import ConflictError
+
 
 _log = logging.getLogger(__name__)
 # Between two looks at what is missing or may be removed, and at least between any two.
@@ -39,6 +40,7 @@ _STEP_S, _PAUSE_S = 0.5, 0.05
 _RETRY_S, _RETRIES_IN_S = 1.0, 100
 # Engines that are asked at a time, not counting those that are slow to answer.
 _AT_ONCE = 16
+
 _SLOW_S = 0.1
 # How long an engine that has answered waits for others of its reading.
 _PATIENCE_S = 5.0
@@ -302,3 +304,43 @@ def _addition(found: "Found", ranks: int | None) -> Addition:
 
 def _order(target: Target) -> tuple[str, str]:
     return target.role.value, target.url
+
+
+# What a source tells of the engines.
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An engine, as its source tells it.
+
+    Attributes:
+        ranks: The ranks of a decode server; None to ask it.
+        bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
+        kv_events: Where a prefiller publishes its KV cache events; None if its source does not say.
+        kv_replay: Where it sends them again; likewise.
+        ready: Whether it serves already. One that is registered stays so either way.
+        leaving: Whether it is about to end.
+    """
+
+    target: Target
+    ranks: int | None = None
+    bootstrap: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    ready: bool = True
+    leaving: bool = False
+
+
+View = Mapping[Target, Found]
+
+"""All engines of a source."""
+
+
+class Source(Protocol):
+    """Where engines are found."""
+
+    async def run(self, tell: Callable[[View], None]) -> None:
+        """Tell all engines whenever they may have changed. What cannot be read tells nothing.
+
+        The same object means that nothing has changed; what was told is not changed afterwards.
+        """

@@ -38,17 +38,15 @@ from balanceroute.proxy.live.openai.routes import Handling, Media, Route, exact_
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security.credentials import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.live.telemetry.trace_context import read_parent
+from balanceroute.proxy.live.telemetry.record import RequestRecord, read_parent
 from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.aliases import Alias
     from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.live.telemetry.trace_context import Tracer
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request

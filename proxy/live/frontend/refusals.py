@@ -18,9 +18,8 @@ from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.telemetry.record import Log
+    from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.live.telemetry.trace_context import Tracer
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
 

@@ -30,8 +30,7 @@ from balanceroute.proxy.live.request.suspects import (
     SUSPECTED,
     EngineDied,
 )
-from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.live.telemetry.trace import Step
+from balanceroute.proxy.live.telemetry.record import Outcome, Step
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.request.suspects import Suspects
-    from balanceroute.proxy.live.telemetry.record import RequestRecord
-    from balanceroute.proxy.live.telemetry.trace import Trace
+    from balanceroute.proxy.live.telemetry.record import RequestRecord, Trace
     from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request

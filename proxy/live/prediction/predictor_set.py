@@ -18,7 +18,7 @@ import numpy as np
 from balanceroute.predictors import RequestFeatures
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
 from balanceroute.proxy.core.prediction import check_survival
-from balanceroute.proxy.live.telemetry.shadow import PredictorScores, Scoreboard
+from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, Scoreboard
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from balanceroute.predictors import Predictor
     from balanceroute.predictors.hinted import Hint
     from balanceroute.proxy.core.events import RequestId, Ticket
-    from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
+    from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 
 _log = logging.getLogger(__name__)
 # Most requests that one call of `score` asks about, and most that it looks at.

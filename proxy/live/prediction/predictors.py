@@ -23,7 +23,7 @@ from balanceroute.topologies import did_you_mean
 if TYPE_CHECKING:
     from balanceroute.predictors.base import Predictor
     from balanceroute.predictors.state import Savable, State
-    from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
+    from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 
 InThread = Callable[[Callable[[], None]], Awaitable[None]]
 """Runs a function where it may wait for a disk, and waits for it."""

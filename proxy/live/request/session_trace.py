@@ -1,9 +1,7 @@
 """What is noted in a request's trace when the times of its record do not tell its way any more."""
 
 from balanceroute.proxy.live.request.phases import Phase
-from balanceroute.proxy.live.telemetry.record import Leg, RequestRecord
-from balanceroute.proxy.live.telemetry.stages import stages_of
-from balanceroute.proxy.live.telemetry.trace import Event, Step
+from balanceroute.proxy.live.telemetry.record import Event, Leg, RequestRecord, Step, stages_of
 
 # Stages as traces name them.
 _STAGES = {

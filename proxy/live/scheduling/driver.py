@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
-    from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.pump import Pump

@@ -8,7 +8,7 @@ from balanceroute.proxy.core.events import RequestFailed, RequestId
 if TYPE_CHECKING:
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.session_host import Host
-    from balanceroute.proxy.live.telemetry.decision_failures import DecisionFailures
+    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
 
 _Arguments = TypeVarTuple("_Arguments")
 _Message = TypeVar("_Message")

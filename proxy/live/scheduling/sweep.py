@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.scheduling.isolation import Isolation
     from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
     from balanceroute.proxy.live.scheduling.stranded import Stranded
-    from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
+    from balanceroute.proxy.live.telemetry.component_metrics import DecisionMetrics
 
 
 class Sweep:

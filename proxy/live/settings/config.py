@@ -3,14 +3,17 @@
 `balanceroute.proxy.live.settings.configure` makes it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from itertools import chain
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import EXPECTING
 from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.ranks import repeated
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -20,32 +23,36 @@ from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.security.credentials import Credentials, Secret
-from balanceroute.proxy.live.settings.admission import AdmissionSettings
-from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.aliases import AliasConfig
 from balanceroute.proxy.live.settings.declared import (
+    AdmissionSettings,
+    DiscoverySettings,
     EngineSettings,
     ExchangeLimits,
     FailureSettings,
+    Http3Settings,
     ListeningSettings,
     LogSettings,
     TimeLimits,
 )
-from balanceroute.proxy.live.settings.discovery import DiscoverySettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
-from balanceroute.proxy.live.settings.http3 import Http3Settings
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
-from balanceroute.proxy.live.settings.score_options import ScoreOptions
-from balanceroute.proxy.live.settings.setting import part
-from balanceroute.proxy.live.tracing.export_settings import ExportSettings
+from balanceroute.proxy.live.settings.tracing import ExportSettings
+from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
+from balanceroute.proxy.settings.setting import flag_of, part, settings_of
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS
+
+if TYPE_CHECKING:
+    from balanceroute.topologies import GroupEntry, Topology
+
 
 _NS_PER_S = 1e9
 # Longer than any process runs.
 _NEVER_NS = 1 << 62
 # Without leases a deep pool costs only memory of the prefillers.
 _POOL_WITHOUT_LEASES = 64
+
 _POOL_PER_PREFILLER = 2
 
 
@@ -230,3 +237,80 @@ def _plain(value: object) -> object:
             return {one.name: _plain(getattr(value, one.name)) for one in fields(value) if one.repr}
         case _:
             return value
+
+
+# What several deployments behind one proxy must not say, or not all of them.
+
+# There is one public listener, one log, and one list of tenants.
+_OF_ALL = frozenset(
+    {
+        *chain.from_iterable(
+            (one.name for one in settings_of(section))
+            for section in (ListeningSettings, Http3Settings, ExchangeLimits, LogSettings)
+        ),
+        *("tenants", "client_priority", "client_deadline"),
+        *("engine_key_file", "drain_timeout_s", "roster_state"),
+    }
+)
+# They say which engines there are.
+_OF_ONE = ("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector", "model")
+
+
+def check_groups(topology: "Topology", flags: Mapping[str, object], whole: "ProxyConfig") -> None:
+    """Check what is said of all groups, and that none says what is said of all.
+
+    Raises:
+        ConfigError: A setting is in the wrong place, or cannot be with several groups.
+    """
+    for name in _OF_ONE:
+        if flags.get(name) is not None:
+            reason = f"names engines of one deployment, and {topology.path} has [[model]] tables"
+            raise ConfigError(f"{flag_of(name)}: {reason}")
+    if whole.discovery.discover:
+        raise ConfigError(
+            f"{topology.path}: discover: each [[model]] table finds its own engines, by [model.proxy]"
+        )
+    for group in topology.groups:
+        check_own(topology, group)
+
+
+def check_own(topology: "Topology", group: "GroupEntry") -> None:
+    """Check that a group says nothing that holds for all.
+
+    Raises:
+        ConfigError: It does.
+    """
+    for name in group.proxy:
+        if name in _OF_ALL:
+            place = f"{topology.path}: [{group.place}.proxy].{name}"
+            raise ConfigError(f"{place}: belongs into [proxy]: it holds for all groups")
+
+
+def check_names(topology: "Topology", group: "GroupEntry") -> None:
+    """Check that a group that is added has no name of an alias.
+
+    Raises:
+        ConfigError: It has.
+    """
+    for name in (group.name, *group.models):
+        if name in topology.aliases:
+            raise ConfigError(f"{group.place}: {name!r} is an alias")
+
+
+def check_apart(topology: "Topology", groups: "Iterable[GroupConfig]") -> None:
+    """Check that no two groups have an engine or a file in common.
+
+    Raises:
+        ConfigError: They have.
+    """
+    owners: dict[object, str] = {}
+    for group, entry in zip(groups, topology.groups, strict=True):
+        config, place = group.config, f"{topology.path}: {entry.place}"
+        urls = [*(one.url for one in config.prefillers), *(one.url for one in config.decoders)]
+        found: list[tuple[object, str]] = [(url.base, f"the engine {url.base}") for url in urls]
+        state = config.scheduling.predictor_state
+        if state is not None:
+            found.append((state, f"predictor_state {state}"))
+        for key, what in found:
+            if owners.setdefault(key, place) != place:
+                raise ConfigError(f"{place} has {what}, which {owners[key]} has already")

@@ -28,37 +28,36 @@ from balanceroute.proxy.live.security.credentials import (
 )
 from balanceroute.proxy.live.security.host_check import is_loopback
 from balanceroute.proxy.live.security.tls import engine_context, server_context
-from balanceroute.proxy.live.settings.admission import AdmissionSettings
-from balanceroute.proxy.live.settings.aimd_options import AimdOptions
 from balanceroute.proxy.live.settings.aliases import read_aliases
 from balanceroute.proxy.live.settings.checks import base_address
-from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
-from balanceroute.proxy.live.settings.declared import (
-    LOG_WORDS,
-    SECTIONS,
-    EngineAddresses,
-    EngineSettings,
-    ExchangeLimits,
-    FailureSettings,
-    ListeningSettings,
-    LogSettings,
-    TimeLimits,
-)
-from balanceroute.proxy.live.settings.discovery import DiscoverySettings
-from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
-from balanceroute.proxy.live.settings.groups import (
+from balanceroute.proxy.live.settings.config import (
+    GroupConfig,
+    ProxyConfig,
     check_apart,
     check_groups,
     check_names,
     check_own,
 )
-from balanceroute.proxy.live.settings.http3 import Http3Settings
-from balanceroute.proxy.live.settings.policy_options import PolicyOptions
-from balanceroute.proxy.live.settings.reader import Given
+from balanceroute.proxy.live.settings.declared import (
+    LOG_WORDS,
+    SECTIONS,
+    AdmissionSettings,
+    DiscoverySettings,
+    EngineAddresses,
+    EngineSettings,
+    ExchangeLimits,
+    FailureSettings,
+    Http3Settings,
+    ListeningSettings,
+    LogSettings,
+    TimeLimits,
+)
+from balanceroute.proxy.live.settings.engines import decode_servers, prefill_servers
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
-from balanceroute.proxy.live.settings.score_options import ScoreOptions
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.live.settings.tracing import export_settings
+from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
 from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.topologies import CONNECTORS, TopologyError, added_group
 

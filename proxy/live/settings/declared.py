@@ -4,14 +4,17 @@ Each class is a part of `balanceroute serve --help`. Times are in seconds. `none
 `auto` for what a rule gives, `inf` for never.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from pathlib import Path
 
+from balanceroute.proxy.core.admission import ADMISSIONS
+from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.settings.admission import AdmissionSettings
-from balanceroute.proxy.live.settings.aimd_options import AimdOptions
+from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.checks import (
     base_address,
     decode_address,
@@ -21,12 +24,11 @@ from balanceroute.proxy.live.settings.checks import (
     own_address,
     web_origin,
 )
-from balanceroute.proxy.live.settings.discovery import DiscoverySettings
-from balanceroute.proxy.live.settings.http3 import Http3Settings
-from balanceroute.proxy.live.settings.policy_options import PolicyOptions
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
-from balanceroute.proxy.live.settings.score_options import ScoreOptions
-from balanceroute.proxy.live.settings.setting import (
+from balanceroute.proxy.live.settings.tracing import TracingSettings
+from balanceroute.proxy.live.telemetry.process_log import LEVELS
+from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
+from balanceroute.proxy.settings.setting import (
     choice,
     file,
     file_or_word,
@@ -38,15 +40,169 @@ from balanceroute.proxy.live.settings.setting import (
     texts,
     words,
 )
-from balanceroute.proxy.live.settings.tracing import TracingSettings
-from balanceroute.proxy.live.telemetry.process_log import LEVELS
 from balanceroute.proxy.wire.messages import ServerLimits
+from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
 from balanceroute.topologies import CONNECTORS
+
+# The settings of HTTP/3.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Http3Settings:
+    """HTTP/3 beside HTTP/1.1, for clients that ask for it; needs the extra h3."""
+
+    http3: bool = switch(
+        False,
+        "serve HTTP/3 too, on the same port over UDP, and say so to clients of https (Alt-Svc)",
+    )
+    http3_order: str = choice(
+        "rr",
+        "which answers of one HTTP/3 connection are sent first: in turns, first come, by deadline, "
+        "by level, or levels above the usual one by deadline and the others in turns",
+        words(STREAM_ORDERS),
+    )
+    http3_hard_deadlines: bool = switch(
+        False,
+        "break off an answer over HTTP/3 that was not sent within its X-Answer-Deadline-Ms",
+    )
+    http3_streams: int = integer(
+        100, "requests that one HTTP/3 connection may have at a time", 1, 10_000
+    )
+    http3_handshakes: int = integer(
+        32,
+        "open handshakes of HTTP/3 from which on a newcomer must first show that it receives at "
+        "its address; at 8 times as many newcomers are dropped",
+        0,
+        10_000,
+    )
+
+
+# The settings of who is let in, and of who goes first.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSettings:
+    """Who is let in, and in what order requests wait."""
+
+    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
+    queue_limit: int = integer(
+        4096, "requests that wait before prefill; further ones are refused", 1, 10**6
+    )
+    tenants: Path | None = file(
+        "holds the tenants, their keys and limits as TOML; then a request needs a tenant"
+    )
+    queue_order: str = choice(
+        "fcfs",
+        "in what order requests wait, for a prefiller and for a rank",
+        words(QUEUE_ORDERS),
+    )
+    fair_queue: str = choice(
+        "none",
+        "what tenants share by weight before prefill, or API keys evenly where there are no tenants; "
+        "--queue-order then holds within each",
+        words(("none", *FAIR_COSTS)),
+    )
+    client_priority: bool = switch(
+        False,
+        "let requests set their level by `priority` or by the header `Priority: u=` (RFC 9218)",
+    )
+    client_deadline: bool = switch(
+        False, "let requests say by X-Request-Deadline-Ms when their first token is due"
+    )
+
+
+# Where engines that come and go are found.
+
+_SOURCE = re.compile(r"(?:(prefill|decode)=)?(file|dns|kubernetes):(.+)", re.DOTALL)
+# A selector of labels, and a namespace behind an @, which no selector has.
+_SELECTOR = re.compile(r"[A-Za-z0-9_.,/=! ()-]{1,1024}(?:@[a-z0-9-]{1,63})?")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSource:
+    """One place where engines are found.
+
+    Attributes:
+        kind: "file", "dns" or "kubernetes".
+        place: A path, `HOST:PORT`, or `SELECTOR[@NAMESPACE]`.
+        role: What the engines do; None if the source tells it.
+    """
+
+    kind: str
+    place: str
+    role: Role | None = None
+
+
+def engine_source(word: str) -> EngineSource:
+    """Read `file:PATH`, `ROLE=dns:HOST:PORT` or `[ROLE=]kubernetes:SELECTOR[@NAMESPACE]`.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    match = _SOURCE.fullmatch(word)
+    if match is None:
+        raise ConfigError(
+            f"is {shown(word)}, must be file:PATH, ROLE=dns:HOST:PORT or "
+            "[ROLE=]kubernetes:SELECTOR[@NAMESPACE], with prefill or decode for ROLE"
+        )
+    role = None if match[1] is None else Role(match[1])
+    kind, place = match[2], match[3]
+    if kind == "file" and role is not None:
+        raise ConfigError(f"is {shown(word)}: the file itself names the role of each engine")
+    if kind == "dns":
+        if role is None:
+            raise ConfigError(f"is {shown(word)}: needs the role, as in decode=dns:HOST:PORT")
+        EngineUrl.parse(f"http://{place}")
+    if kind == "kubernetes" and not _SELECTOR.fullmatch(place):
+        raise ConfigError(f"is {shown(word)}: no selector of labels")
+    return EngineSource(kind, place, role)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoverySettings:
+    """Engines that come and go while the proxy serves."""
+
+    discover: tuple[EngineSource, ...] = texts(
+        "where engines that come and go are found: file:PATH, a TOML file with [[prefill]] and "
+        "[[decode]] tables; ROLE=dns:HOST:PORT, the addresses of a name; "
+        "[ROLE=]kubernetes:SELECTOR[@NAMESPACE], the EndpointSlices with these labels",
+        engine_source,
+        metavar="SOURCE",
+        at_top=False,
+    )
+    discover_interval_s: float = seconds(2.0, "between two readings of a file or a name")
+    discover_hold_s: float = seconds(
+        5.0, "that an engine may be missing where it was found before it is drained", 0
+    )
+    discover_limit: int = integer(
+        4096, "engines that are found and count; of more, some are left out", 1, 100_000
+    )
+    kubernetes_api: str = text(
+        "",
+        "the Kubernetes API server (default: the one of the cluster that this pod is in)",
+        base_address,
+        metavar="URL",
+    )
+    kubernetes_account: Path | None = file(
+        "the folder with token, ca.crt and namespace of the service account "
+        "(default: /var/run/secrets/kubernetes.io/serviceaccount)",
+        metavar="FOLDER",
+    )
+    roster_state: Path | None = file(
+        "keeps the engines and the policy over a restart, as they were ordered and found"
+    )
+
+    def covers(self, role: Role) -> bool:
+        """Return whether engines of a role may be found."""
+        return any(one.role in (role, None) for one in self.discover)
+
 
 LOG_WORDS = ("-", "none")
 # What has defaults of its own without settings.
 _LIMITS = ServerLimits()
+
 _KIB = 1 << 10
+
 _MIB = 1 << 20
 
 
@@ -356,4 +512,5 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "log": (LogSettings,),
     "tracing": (TracingSettings,),
 }
+
 SECTIONS: tuple[type, ...] = tuple(chain.from_iterable(HEADINGS.values()))

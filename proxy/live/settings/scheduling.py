@@ -12,7 +12,7 @@ from balanceroute.proxy.live.prediction.predictors import PREDICTORS
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
-from balanceroute.proxy.live.settings.setting import (
+from balanceroute.proxy.settings.setting import (
     choice,
     file,
     file_or_word,

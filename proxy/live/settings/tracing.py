@@ -17,20 +17,58 @@ from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.security.credentials import Secret
 from balanceroute.proxy.live.security.tls import engine_context
-from balanceroute.proxy.live.settings.setting import number, text
-from balanceroute.proxy.live.tracing.export_settings import ExportSettings
+from balanceroute.proxy.settings.setting import number, text
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.settings.reader import Given
+    from balanceroute.proxy.settings.reader import Given
+
+
+# Where traces go, and which.
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSettings:
+    """How traces are exported.
+
+    Attributes:
+        scheme: "http" or "https".
+        host: The collector's name or address.
+        port: Its port.
+        path: In origin form.
+        share: Of the requests without a parent, which are traced.
+        headers: Sent with every export; their values may be keys.
+        timeout_s: For one export.
+        gzip: Whether exports are compressed.
+        ca_file: Certificates to trust; None for the system's.
+        resource: What the proxy says of itself, by name.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    share: float
+    headers: tuple[tuple[str, Secret], ...]
+    timeout_s: float
+    gzip: bool
+    ca_file: Path | None
+    resource: tuple[tuple[str, str], ...]
+
 
 _TRACES_PATH = "/v1/traces"
+
 _TIMEOUT_MS = "10000"
+
 _URL = re.compile(r"(https?://[^/?#]+)(/[!-~]*)?", re.IGNORECASE)
+
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
+
 _VALUE = re.compile(r"[ -~]{0,4096}")
 # Both go to the same address, and receivers take either.
 _PROTOCOLS = ("http/protobuf", "http/json")
+
 _ALWAYS_ON, _RATIO = "parentbased_always_on", "parentbased_traceidratio"
+
 _SAMPLERS = (_ALWAYS_ON, "parentbased_always_off", _RATIO)
 
 

@@ -10,24 +10,446 @@ Rules:
   pushed by the driver when it happens.
 """
 
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import TypeVar
 
-from balanceroute.proxy.live.telemetry import exposition
-from balanceroute.proxy.live.telemetry.alias_metrics import AliasMetrics
-from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
-from balanceroute.proxy.live.telemetry.engine_metrics import EngineMetrics
-from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
-from balanceroute.proxy.live.telemetry.handshake_metrics import HandshakeMetrics, Handshakes
-from balanceroute.proxy.live.telemetry.leg_metrics import LegMetrics
-from balanceroute.proxy.live.telemetry.metrics_of_state import StateCollector
-from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from balanceroute import __version__
+from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.telemetry import registry as exposition
+from balanceroute.proxy.live.telemetry.component_metrics import (
+    DecisionMetrics,
+    EngineMetrics,
+    HandshakeMetrics,
+    Handshakes,
+    PredictorMetrics,
+    TraceMetrics,
+)
 from balanceroute.proxy.live.telemetry.registry import Histogram, Registry
-from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-from balanceroute.proxy.live.telemetry.snapshot import Snapshot
-from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
-from balanceroute.proxy.live.telemetry.trace_metrics import TraceMetrics
+from balanceroute.proxy.live.telemetry.request_metrics import (
+    AliasMetrics,
+    GroupMetrics,
+    LegMetrics,
+    RequestMetrics,
+    TenantMetrics,
+)
+from balanceroute.proxy.live.telemetry.snapshot import (
+    BudgetState,
+    EngineState,
+    LimitsState,
+    PredictorScores,
+    PrefillerState,
+    RankState,
+    Snapshot,
+    TenantState,
+)
+
+# The metrics that are read from a snapshot of the proxy's state: loads, queues, connections.
+
+_Row = TypeVar("_Row")
+# Name, meaning, and the field of the snapshot.
+_RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
+    ("rank_kv_tokens", "KV tokens on the rank.", attrgetter("kv_tokens")),
+    ("rank_bound_requests", "Requests bound to the rank.", attrgetter("bound")),
+    ("rank_started_requests", "Requests that the rank decodes.", attrgetter("started")),
+    ("rank_free_slots", "Slots that the rank has free.", attrgetter("free_slots")),
+    (
+        "rank_other_requests",
+        "Requests of others on the rank, as its engine tells.",
+        attrgetter("others"),
+    ),
+    ("rank_speed_ratio", "Speed that the rank counts with, 1 on average.", attrgetter("speed")),
+    (
+        "rank_doubts",
+        "What speaks against the place of the rank's engine; the log and /admin/instances say it.",
+        lambda rank: len(rank.doubts),
+    ),
+    ("rank_open", "Whether the rank takes new requests.", lambda rank: int(rank.open)),
+    (
+        "rank_still",
+        "Whether the rank is left out, as it makes no tokens while others do.",
+        lambda rank: int(rank.status == "still"),
+    ),
+)
+
+_PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
+    ("prefiller_probes", "Prefills that run on the prefiller.", attrgetter("probes")),
+    (
+        "prefiller_direct_sequences",
+        "Sequences of the requests that the prefiller does whole.",
+        attrgetter("direct"),
+    ),
+    (
+        "prefiller_held_tokens",
+        "KV tokens that the prefiller holds for requests.",
+        attrgetter("held_tokens"),
+    ),
+    (
+        "prefiller_utilisation_ratio",
+        "KV-cache use that the prefiller counts with.",
+        attrgetter("utilisation"),
+    ),
+    (
+        "prefiller_doubts",
+        "What speaks against the prefiller's place; the log and /admin/instances say it.",
+        lambda one: len(one.doubts),
+    ),
+    ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
+)
+
+_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
+    (
+        "engine_waiting_requests",
+        "Requests that wait in the engine, as it tells; mean over its ranks.",
+        attrgetter("waiting"),
+    ),
+    (
+        "engine_running_requests",
+        "Requests that run in the engine, as it tells; mean over its ranks.",
+        attrgetter("running"),
+    ),
+    (
+        "engine_kv_cache_usage_ratio",
+        "Share of its KV cache in use, as the engine tells; of its fullest rank.",
+        attrgetter("kv_cache_usage"),
+    ),
+)
+
+_LIMIT_GAUGES: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
+    ("batch_limit", "Slots of a rank.", attrgetter("batch")),
+    ("queue_limit", "Requests that may wait for a prefiller.", attrgetter("queue")),
+)
+
+_LIMIT_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
+    (
+        "connection_limit",
+        "Connections of clients that are served; absent without a limit.",
+        attrgetter("connections"),
+    ),
+    ("body_budget_bytes", "Room for the bodies of requests.", attrgetter("body_bytes")),
+)
+
+_TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
+    ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
+    ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
+)
+# Those of one deployment, and below those of the whole proxy.
+_GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    ("oldest_pooled_seconds", "Age of the oldest pooled request.", attrgetter("oldest_pooled_s")),
+    (
+        "imbalance_tokens",
+        "Largest minus smallest KV load of the ranks.",
+        attrgetter("imbalance_tokens"),
+    ),
+    ("decode_step_seconds", "Mean inferred time of a decode step.", attrgetter("step_s")),
+    (
+        "barrier_idle_ratio",
+        "Share of rank time lost at the barrier in the latest five minutes.",
+        attrgetter("idle_ratio"),
+    ),
+    (
+        "decode_still_ranks",
+        "Ranks that stand still, if none that has streams makes tokens; else 0.",
+        attrgetter("still_ranks"),
+    ),
+)
+
+_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    ("client_connections", "Connections of clients.", attrgetter("client_connections")),
+    ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
+    (
+        "body_bytes",
+        "Bodies of requests that are being received or not answered yet.",
+        attrgetter("body_bytes"),
+    ),
+    ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
+)
+
+_COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    (
+        "evicted_connections",
+        "Client connections without a complete request that were closed for a newcomer.",
+        attrgetter("evicted_connections"),
+    ),
+    (
+        "rejected_bodies",
+        "Requests refused because the bodies in flight left no room for theirs.",
+        attrgetter("rejected_bodies"),
+    ),
+    (
+        "pumped_streams",
+        "Times a stream was handed to the native library, which moves its ordinary events.",
+        attrgetter("pumped_streams"),
+    ),
+    ("pumped_events", "Events that it moved.", attrgetter("pumped_events")),
+)
+
+_COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+    (
+        "predictor_rows_judged",
+        "Predictions that came true or not, of each predictor.",
+        attrgetter("rows_judged"),
+    ),
+    ("decode_steps", "Decode steps inferred.", attrgetter("steps")),
+    (
+        "decode_standstills",
+        "Times no decode rank that had streams made tokens.",
+        attrgetter("standstills"),
+    ),
+    (
+        "barrier_idle_tokens",
+        "KV tokens that ranks had less than the fullest, summed over steps.",
+        attrgetter("idle_tokens"),
+    ),
+    (
+        "barrier_capacity_tokens",
+        "Ranks times the KV tokens of the fullest, summed over steps.",
+        attrgetter("capacity_tokens"),
+    ),
+    (
+        "rank_prefix_tokens",
+        "Prompt tokens that ranks should have had in their prefix caches when they got the requests.",
+        attrgetter("kept_tokens"),
+    ),
+)
+
+
+_SCORES: tuple[tuple[str, str, Callable[[PredictorScores], float | None]], ...] = (
+    ("predictor_active", "Whether the policy asks the predictor.", lambda one: int(one.active)),
+    ("predictor_failed", "Whether the shadow predictor broke.", lambda one: int(one.failed)),
+    ("predictor_rows", "Judged predictions that the scores are of.", attrgetter("rows")),
+    ("predictor_auc_ratio", "ROC-AUC of finishing within the horizon.", attrgetter("auc")),
+    ("predictor_brier_ratio", "Brier score of the same.", attrgetter("brier")),
+    ("predictor_calibration_error_ratio", "Expected calibration error.", attrgetter("ece")),
+    (
+        "predictor_remaining_error_tokens",
+        "Mean error of the remaining length, where it was within the horizon.",
+        attrgetter("mae"),
+    ),
+)
+
+_DECILES: tuple[tuple[str, str, Callable[[PredictorScores], Sequence[float | None]]], ...] = (
+    (
+        "predictor_decile_predicted_ratio",
+        "Mean chance to finish within the horizon, by tenth of the scale.",
+        attrgetter("predicted"),
+    ),
+    (
+        "predictor_decile_observed_ratio",
+        "How often those requests finished within the horizon.",
+        attrgetter("observed"),
+    ),
+    ("predictor_decile_rows", "Rows in each tenth.", attrgetter("decile_rows")),
+)
+
+
+class StateCollector(Collector):
+    """Exports one snapshot of each deployment whenever the page is rendered."""
+
+    def __init__(
+        self,
+        snapshots: Callable[[], Sequence[Snapshot]],
+        *,
+        log_lines_dropped: Callable[[], int],
+        descriptor_shortages: Callable[[], int],
+    ) -> None:
+        self._snapshots = snapshots
+        self._process_counters = (
+            ("log_lines_dropped", "Log lines dropped.", log_lines_dropped),
+            (
+                "descriptor_shortages",
+                "Seconds at which no file descriptor, or hardly any, was left.",
+                descriptor_shortages,
+            ),
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """Take the snapshots and yield what they say."""
+        states = self._snapshots()
+        if not states[0].group:
+            yield from _of_deployment(states[0])
+        else:
+            yield from _together({state.group: list(_of_deployment(state)) for state in states})
+        # The same in each.
+        state = states[0]
+        for name, documentation, state_value in _GAUGES_OF_ALL:
+            yield _family("gauge", name, documentation, [{}], [state_value(state)])
+        for name, documentation, state_value in _COUNTERS_OF_ALL:
+            yield _family("counter", name, documentation, [{}], [state_value(state)])
+        if state.tenants:
+            tenants = [{"tenant": one.name} for one in state.tenants]
+            yield from _gauges(_TENANT_GAUGES, tenants, state.tenants)
+        if state.limits is not None:
+            for name, documentation, limit in _LIMIT_GAUGES_OF_ALL:
+                yield _known(name, documentation, [{}], [limit(state.limits)])
+        rejected = state.rejected_connections
+        yield _family(
+            "counter",
+            "rejected_connections",
+            "Client connections that were not served.",
+            [{"reason": reason} for reason in rejected],
+            list(rejected.values()),
+        )
+        for name, documentation, count in self._process_counters:
+            yield _family("counter", name, documentation, [{}], [count()])
+
+
+def _of_deployment(state: Snapshot) -> Iterator[Metric]:
+    """Yield what is told of one deployment."""
+    # Alerts on ranks that are closed would never end for one that is removed.
+    ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
+    prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]
+    # One label set for all metrics of a rank: the page escapes it once.
+    rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
+    yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
+    yield _family(
+        "counter",
+        "progress_vetoes",
+        "Times a decode rank was left out, as it made no tokens while others did.",
+        rank_labels,
+        [rank.vetoes for rank in ranks],
+    )
+    labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]
+    yield from _gauges(_PREFILLER_GAUGES, labels, prefillers)
+    labels = [{"role": one.role, "url": one.url} for one in state.engines]
+    yield from _gauges(_ENGINE_GAUGES, labels, state.engines)
+    yield _family(
+        "gauge",
+        "live_requests",
+        "Requests in the proxy, by state.",
+        [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
+        [state.queued, state.prefilling, state.pooled, state.decoding],
+    )
+    yield from _predictor_families(state.predictors, state.skill_share)
+    for name, documentation, state_value in _GAUGES:
+        yield _family("gauge", name, documentation, [{}], [state_value(state)])
+    for name, documentation, state_value in _COUNTERS:
+        yield _family("counter", name, documentation, [{}], [state_value(state)])
+    yield _known(
+        "pooled_lease_used_ratio",
+        "Largest share of its usable lease that a pooled request has used; absent without leases.",
+        [{}],
+        [state.lease_used],
+    )
+    yield _known(
+        "pool_limit",
+        "Requests that may be in prefill or in the pool; absent without a limit.",
+        [{}],
+        [state.pool_limit],
+    )
+    if state.limits is not None:
+        for name, documentation, limit in _LIMIT_GAUGES:
+            yield _known(name, documentation, [{}], [limit(state.limits)])
+    if state.budget is not None:
+        yield from _budget_families(state.budget)
+    built = {
+        "version": __version__,
+        "python": platform.python_version(),
+        "policy": state.policy,
+        "predictor": state.predictor,
+    }
+    yield _family("gauge", "build_info", "What runs here; always 1.", [built], [1])
+
+
+def _together(by_group: Mapping[str, Sequence[Metric]]) -> Iterator[Metric]:
+    """Yield the families of several deployments, each once, with the label `group`."""
+    families: dict[str, Metric] = {}
+    for group, told in by_group.items():
+        for one in told:
+            family = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+            family.samples += [
+                sample._replace(labels={"group": group, **sample.labels}) for sample in one.samples
+            ]
+    yield from families.values()
+
+
+def _gauges(
+    gauges: Iterable[tuple[str, str, Callable[[_Row], float]]],
+    labels: list[dict[str, str]],
+    rows: Sequence[_Row],
+) -> Iterator[Metric]:
+    """Yield gauges of rows, each with its own labels."""
+    for name, documentation, value in gauges:
+        yield _family("gauge", name, documentation, labels, [value(row) for row in rows])
+
+
+def _budget_families(budget: BudgetState) -> Iterator[Metric]:
+    """Yield the limit on requests in flight, and what moves it."""
+    for name, documentation, value in (
+        ("inflight_limit", "Requests that may be in flight per open rank.", budget.limit_per_rank),
+        ("inflight_requests", "Requests in prefill, in the pool or in decode.", budget.in_flight),
+        ("inflight_ttft_p99_seconds", "Time to first token that moves it.", budget.ttft_p99_s),
+        ("inflight_step_p95_seconds", "Time of a step that moves it.", budget.step_p95_s),
+    ):
+        yield _known(name, documentation, [{}], [value])
+    yield _family(
+        "counter",
+        "inflight_limit_decisions",
+        "Decisions on the limit, by what they were.",
+        [{"decision": name} for name in budget.decisions],
+        list(budget.decisions.values()),
+    )
+
+
+def _predictor_families(
+    predictors: list[PredictorScores], skill_share: float | None
+) -> Iterator[Metric]:
+    """Yield the scores; what is undefined has no sample."""
+    yield _known(
+        "predictor_skill_ratio",
+        "Share of a prediction that counts, by those that came true; absent while none does.",
+        [{}],
+        [skill_share],
+    )
+    labels = [{"predictor": one.name} for one in predictors]
+    by_decile = [
+        [{"predictor": one.name, "decile": str(decile)} for decile in range(len(one.predicted))]
+        for one in predictors
+    ]
+    for name, documentation, score in _SCORES:
+        yield _known(name, documentation, labels, map(score, predictors))
+    for name, documentation, by_tenth in _DECILES:
+        yield _known(
+            name,
+            documentation,
+            [label for of_one in by_decile for label in of_one],
+            [value for one in predictors for value in by_tenth(one)],
+        )
+
+
+def _known(
+    name: str, documentation: str, labels: list[dict[str, str]], values: Iterable[float | None]
+) -> Metric:
+    known = [
+        (label, value) for label, value in zip(labels, values, strict=True) if value is not None
+    ]
+    return _family(
+        "gauge", name, documentation, [label for label, _ in known], [value for _, value in known]
+    )
+
+
+def _family(
+    kind: str,
+    name: str,
+    documentation: str,
+    labels: list[dict[str, str]],
+    values: list[float],
+) -> Metric:
+    family = Metric(f"balanceroute_{name}", documentation, kind)
+    sample_name = f"{family.name}_total" if kind == "counter" else family.name
+    family.samples = [
+        Sample(sample_name, label, value) for label, value in zip(labels, values, strict=True)
+    ]
+    return family
+
 
 CONTENT_TYPE = exposition.CONTENT_TYPE
+
 """The `content-type` of the page."""
 
 _KEPT_S = 1.0

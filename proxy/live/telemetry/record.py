@@ -1,14 +1,67 @@
 """What is known of one client request when it ends: the source of its log line and its metrics."""
 
+import re
+from collections import deque
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from balanceroute.proxy.live.telemetry.trace import Trace
+from msgspec import Struct, field
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from balanceroute.predictors.hinted import Hint
 
-from msgspec import Struct
+
+# A request's place in a trace, and what happened to it that the times of its record do not tell.
+
+
+class Step(Struct, array_like=True):
+    """A stay in one stage.
+
+    Attributes:
+        name: "queue", "prefill", "pool", "transfer", "decode", "backoff", or "engine" of a request that
+            one engine answers alone.
+        began_ns: The loop's time.
+        engine: Who works on the request; empty if nobody does.
+        fault: What ended the stay, if that was a failure.
+    """
+
+    name: str
+    began_ns: int
+    engine: str = ""
+    fault: str = ""
+
+
+class Event(Struct, frozen=True, array_like=True):
+    """Something that happened at one moment, in nanoseconds of the loop's time."""
+
+    name: str
+    at_ns: int
+    detail: str = ""
+
+
+class Trace(Struct):
+    """The trace that a request belongs to.
+
+    Attributes:
+        trace_id: 32 hexadecimal digits.
+        span_id: 16 of them, those of the request's own span: the parent of the engines' spans. The last
+            one is 0, and the ids that follow are those of its children.
+        parent_id: Those of the client's span; empty if it gave none.
+        state: The client's `tracestate`.
+        steps: In order; each ends where the next one begins, and the last with the request. Empty as
+            long as the times of the record tell them; see `stages_of`.
+        events: In order.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    state: str = ""
+    steps: list[Step] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 class Outcome(Enum):
@@ -194,3 +247,162 @@ class Log(Protocol):
 
     def request_ended(self, record: RequestRecord) -> None:
         """Write one request's line."""
+
+
+# Where a request stood when, as far as the times of its record tell.
+
+
+def stages_of(record: RequestRecord) -> list[Step]:
+    """Return the stages that a request was in so far, if none of them was repeated."""
+    arrived_ns, began_ns = record.arrived_ns, record.prefill_started_ns
+    prefilled_ns, admitted_ns, first_ns = (
+        record.prefilled_ns,
+        record.admitted_ns,
+        record.first_token_ns,
+    )
+    engine = record.rank
+    if began_ns is None:
+        if admitted_ns is None:
+            return [Step("queue", arrived_ns)]
+        steps = [Step("pool", arrived_ns)]
+        if prefilled_ns is not None:  # The rank called for the prefill.
+            steps.append(Step("prefill", admitted_ns, record.prefiller))
+            admitted_ns = prefilled_ns
+    else:
+        steps = [Step("queue", arrived_ns), Step("prefill", began_ns, record.prefiller)]
+        if prefilled_ns is not None:
+            steps.append(Step("pool", prefilled_ns))
+        elif admitted_ns is None:
+            engine = record.prefiller  # Which does the whole request.
+    if record.early_first_token:
+        first_ns = record.second_token_ns
+    if admitted_ns is None:
+        if first_ns is not None and record.stream:
+            steps.append(Step("decode", first_ns, engine))
+    elif first_ns is not None and first_ns < admitted_ns:
+        # It came on an earlier binding.
+        steps.append(Step("decode", admitted_ns, engine))
+    else:
+        steps.append(Step("transfer" if record.stream else "decode", admitted_ns, engine))
+        if first_ns is not None and record.stream:
+            steps.append(Step("decode", first_ns, engine))
+    return steps
+
+
+# The requests that ended last, kept for whoever asks for one by its id.
+
+KEPT = 1000
+
+
+class RecentRequests:
+    """A log that keeps the latest records, in front of another."""
+
+    def __init__(self, log: "Log") -> None:
+        self._log = log
+        self._kept: deque[RequestRecord] = deque(maxlen=KEPT)
+
+    def request_ended(self, record: "RequestRecord") -> None:
+        """Keep a record, and pass it on."""
+        self._kept.append(record)
+        self._log.request_ended(record)
+
+    def find(self, request_id: str) -> "list[RequestRecord]":
+        """Return those with an id, which clients may give twice; the latest last."""
+        return [one for one in self._kept if request_id in (one.request_id, one.client_request_id)]
+
+
+# W3C trace context (https://www.w3.org/TR/trace-context/): whose span a request belongs under.
+
+Headers = list[tuple[bytes, bytes]]
+
+# A later version may have more behind the flags.
+_PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+_NAMES = frozenset({b"traceparent", b"tracestate"})
+
+_SAMPLED = 1
+
+_MAX_STATE = 512
+# The ratio of a sampler counts in these bits of the trace id, as in OpenTelemetry's SDKs.
+_RATIO_BITS = 64
+# An id of a trace, and the first 15 digits of one of a span.
+_DRAWN_DIGITS = 32 + 15
+# Requests whose ids are drawn at once: each draw asks the system.
+_DRAWN_AT_ONCE = 64
+
+
+class Parent(NamedTuple):
+    """The span that a client names as the request's parent."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool
+
+
+def read_parent(headers: "Iterable[tuple[bytes, bytes]]") -> Parent | None:
+    """Return the parent that the `traceparent` header names; None if there is none, or no valid one."""
+    given = None
+    for name, value in headers:
+        if name == b"traceparent":
+            if given is not None:
+                return None
+            given = value
+    if given is None:
+        return None
+    match = _PARENT.fullmatch(given.strip())
+    if match is None or match[1] == b"ff" or (match[1] == b"00" and match[5] is not None):
+        return None
+    if not (match[2].strip(b"0") and match[3].strip(b"0")):
+        return None
+    sampled = bool(int(match[4], 16) & _SAMPLED)
+    return Parent(match[2].decode(), match[3].decode(), sampled)
+
+
+class Tracer:
+    """Decides which requests are traced.
+
+    Args:
+        share: Of the requests without a parent, which are traced; a parent's own flag decides.
+        random_bits: Returns an integer of so many random bits.
+    """
+
+    def __init__(self, share: float, random_bits: Callable[[int], int]) -> None:
+        self._all = share == 1.0
+        self._bound = round(share * (1 << _RATIO_BITS))
+        self._random_bits = random_bits
+        self._drawn = self._draw()
+
+    def begin(self, headers: Headers, record: "RequestRecord") -> Headers:
+        """Begin the request's trace; return its headers with the context that engines are to get.
+
+        They get one of a request that is not traced too: it says so, and they do not begin their own.
+        """
+        parent_id, sampled = "", False
+        states: Headers = []
+        drawn = next(self._drawn)
+        trace_id, span_id = drawn[15:], f"{drawn[:15]}0"
+        given = dict(headers)
+        if b"traceparent" in given or b"tracestate" in given:
+            parent = read_parent(headers)
+            states = [one for one in headers if one[0] == b"tracestate"]
+            headers = [one for one in headers if one[0] not in _NAMES]
+            if parent is None:
+                states = []  # It belongs to a parent.
+            else:
+                trace_id, parent_id, sampled = parent
+        if not parent_id:
+            sampled = self._all or int(trace_id[16:], 16) < self._bound
+        record.trace_id = trace_id
+        if sampled:
+            state = b",".join([value for _, value in states])[:_MAX_STATE].decode("latin-1")
+            record.trace = Trace(trace_id, span_id, parent_id, state)
+        flag = "01" if sampled else "00"
+        return [*headers, *states, (b"traceparent", f"00-{trace_id}-{span_id}-{flag}".encode())]
+
+    def _draw(self) -> "Iterator[str]":
+        """Return random digits, those of a request each time."""
+        digits = _DRAWN_DIGITS * _DRAWN_AT_ONCE
+        while True:
+            drawn = f"{self._random_bits(4 * digits):0{digits}x}"
+            for begin in range(0, digits, _DRAWN_DIGITS):
+                yield drawn[begin : begin + _DRAWN_DIGITS]

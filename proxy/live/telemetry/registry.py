@@ -1,39 +1,110 @@
 """Where metrics are made and kept until Prometheus asks."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balanceroute.proxy.live.telemetry import exposition
+# The Prometheus text format, written fast enough for the event loop.
+#
+# While a page is written no stream moves: the client library's writer takes 7 ms for 320 ranks,
+# this one 2. It leaves out the `_created` samples: the text format does not need them, and they
+# would make the pages of two equal runs differ.
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+"""The `content-type` of a page."""
+
+_LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
+# The families of the library that the text format knows under another name.
+_TEXT_TYPES = {"unknown": "untyped", "info": "gauge", "stateset": "gauge"}
+
+_TEXT_SUFFIXES = {"counter": "_total", "info": "_info"}
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """Return everything a registry holds, in the text format 0.0.4.
+
+    See https://prometheus.io/docs/instrumenting/exposition_formats/.
+    """
+    # All families stay alive until the end: the cache below knows label sets by their identity.
+    families = list(registry.collect())
+    label_texts: dict[int, str] = {}
+    pieces: list[str] = []
+    for family in families:
+        name = family.name + _TEXT_SUFFIXES.get(family.type, "")
+        pieces.append(
+            f"# HELP {name} {family.documentation.translate(_HELP_ESCAPES)}\n"
+            f"# TYPE {name} {_TEXT_TYPES.get(family.type, family.type)}\n"
+        )
+        created = f"{family.name}_created"
+        for sample in family.samples:
+            if sample.name == created:
+                continue
+            labels = sample.labels
+            text = ""
+            if labels:
+                # The samples of one rank share one label set, which is then escaped once.
+                text = label_texts.get(id(labels), "")
+                if not text:
+                    text = label_texts[id(labels)] = _labels_text(labels)
+            pieces.append(f"{sample.name}{text} {_number(sample.value)}\n")
+    return "".join(pieces).encode()
+
+
+def _labels_text(labels: dict[str, str]) -> str:
+    pairs = ",".join(
+        f'{name}="{value.translate(_LABEL_ESCAPES)}"' for name, value in labels.items()
+    )
+    return f"{{{pairs}}}"
+
+
+def _number(value: float) -> str:
+    if type(value) is int or math.isfinite(value):
+        return repr(value)
+    if math.isnan(value):
+        return "NaN"
+    return "+Inf" if value > 0 else "-Inf"
+
 
 OTHER = "other"
+
 """The label value of all that has none of its own."""
 
 MAX_REASONS = 32
+
 MAX_ENGINES = 1024
+
 """Of each role, as label values."""
 
 NS_PER_S = 1e9
 # Values that a histogram counts together.
 _TOGETHER = 128
+
 REQUEST_BOUNDS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0),
     *(5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0),
 )
+
 TOKEN_GAP_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
     *(0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
+
 WORK_BOUNDS_S = (
     *(1e-05, 2.5e-05, 5e-05, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
 )
+
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 4.0, 10.0)
+
 TOKENS_BOUNDS = tuple(float(4**power) for power in range(11))
 
 
@@ -222,4 +293,4 @@ class Registry:
 
     def render(self) -> bytes:
         """Return the page, in the text format."""
-        return exposition.render(self._registry)
+        return render(self._registry)

@@ -70,7 +70,7 @@ from functools import lru_cache
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
-from balanceroute.proxy.live.telemetry.json_line import json_line
+from balanceroute.proxy.live.telemetry.process_log import json_line
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
 MAX_TEXT = 256

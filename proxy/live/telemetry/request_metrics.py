@@ -1,14 +1,19 @@
 """Metrics of requests: how many ended how, how long they took, and what they were."""
 
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.openai.routes import ROUTES
-from balanceroute.proxy.live.telemetry.alias_metrics import AliasMetrics
-from balanceroute.proxy.live.telemetry.engine_requests import EngineRequests
-from balanceroute.proxy.live.telemetry.group_metrics import GroupMetrics
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.component_metrics import EngineRequests
+from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
+    MAX_REASONS,
     NS_PER_S,
     OTHER,
     RATIO_BOUNDS,
@@ -17,17 +22,209 @@ from balanceroute.proxy.live.telemetry.registry import (
     TOKENS_BOUNDS,
     CappedLabel,
     Histogram,
+    Histograms,
     Registry,
+    Totals,
 )
-from balanceroute.proxy.live.telemetry.tenant_metrics import TenantMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
+
+# Metrics of several groups behind one proxy: what became of the requests of each.
+#
+# The label `group` has the names of the groups, which clients do not make.
+
+
+class GroupMetrics(Collector):
+    """Counts the requests that a group had when they have ended."""
+
+    def __init__(self) -> None:
+        self._requests = Totals(
+            "balanceroute_group_requests",
+            "Requests ended or refused, by the group that had them last.",
+            *("group", "outcome"),
+        )
+        self._output_tokens = Totals(
+            "balanceroute_group_output_tokens", "Tokens that reached clients, by group.", "group"
+        )
+        self._ttft = Histograms(
+            "balanceroute_group_time_to_first_token_seconds",
+            "Arrival to the first token, by the group that answered.",
+            REQUEST_BOUNDS_S,
+            "group",
+        )
+        self._tpot = Histograms(
+            "balanceroute_group_time_per_output_token_seconds",
+            "Mean gap after the first token, requests that ended well, by the group that answered.",
+            TOKEN_GAP_BOUNDS_S,
+            "group",
+        )
+
+    def ended(self, record: "RequestRecord") -> None:
+        """Count a request whose outcome is set."""
+        assert record.outcome is not None
+        group = record.group
+        self._requests.add(1, group, record.outcome.value)
+        self._output_tokens.add(record.output_tokens, group)
+        if record.first_token_ns is None:
+            return
+        self._ttft.of(group).observe((record.first_token_ns - record.arrived_ns) / NS_PER_S)
+        gaps = record.output_tokens / record.choices - 1
+        if record.outcome is Outcome.OK and gaps > 0:
+            self._tpot.of(group).observe(
+                (record.ended_ns - record.first_token_ns) / NS_PER_S / gaps
+            )
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield everything; nothing where no group had a request."""
+        if self._requests.by_values:
+            for one in (self._requests, self._output_tokens, self._ttft, self._tpot):
+                yield one.family()
+
+
+# Metrics of tenants: what became of their requests, how long they waited, and their tokens.
+#
+# The label `tenant` has the names of the file of tenants alone.
+
+
+class TenantMetrics(Collector):
+    """Counts the requests that have a tenant when they have ended.
+
+    Attributes:
+        names: Those that are labels; a tenant that is gone is `other`.
+    """
+
+    def __init__(self) -> None:
+        self.names: Collection[str] = ()
+        self._requests = Totals(
+            "balanceroute_tenant_requests",
+            "Requests of a tenant ended or refused, by how.",
+            *("tenant", "outcome"),
+        )
+        self._refusals = Totals(
+            "balanceroute_tenant_refusals",
+            "Requests of a tenant that admission refused, by what for.",
+            *("tenant", "reason"),
+        )
+        self._prompt_tokens = Totals(
+            "balanceroute_tenant_prompt_tokens", "Prompt tokens of a tenant.", "tenant"
+        )
+        self._output_tokens = Totals(
+            "balanceroute_tenant_output_tokens", "Tokens that reached a tenant.", "tenant"
+        )
+        self._queue = Histograms(
+            "balanceroute_tenant_queue_time_seconds",
+            "Arrival of a tenant's request to the first engine.",
+            REQUEST_BOUNDS_S,
+            "tenant",
+        )
+
+    def ended(self, record: "RequestRecord") -> None:
+        """Count a request whose outcome is set."""
+        assert record.outcome is not None
+        tenant = record.tenant if record.tenant in self.names else OTHER
+        self._requests.add(1, tenant, record.outcome.value)
+        self._prompt_tokens.add(record.prompt_tokens, tenant)
+        self._output_tokens.add(record.output_tokens, tenant)
+        if record.refused_for:
+            self._refusals.add(1, tenant, record.refused_for)
+        if record.begun_ns is not None:
+            self._queue.of(tenant).observe((record.begun_ns - record.arrived_ns) / NS_PER_S)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield everything; nothing where no tenant had a request."""
+        if not self._requests.by_values:
+            return
+        yield self._requests.family()
+        yield self._refusals.family()
+        yield self._prompt_tokens.family()
+        yield self._output_tokens.family()
+        yield self._queue.family()
+
+
+# Metrics of aliases of models: who answered, whether in time, and what that was worth.
+#
+# The labels have the names of a topology file alone.
+
+_NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class AliasWorth:
+    """What answers to an alias are worth.
+
+    Attributes:
+        tpot_ms: Target of the time per output token; None if there is none.
+        ttft_ms: Target of the time to the first token; None if there is none.
+        scores: The worth of an answer in time, by task and group; empty if it was not told.
+    """
+
+    tpot_ms: float | None
+    ttft_ms: float | None
+    scores: Mapping[tuple[str, str], float]
+
+    def is_kept(self, record: "RequestRecord") -> bool:
+        """Return whether a request was answered within the targets."""
+        first_ns = record.first_token_ns
+        if record.outcome is not Outcome.OK or first_ns is None:
+            return False
+        gaps = record.output_tokens / record.choices - 1
+        tpot_ms = (record.ended_ns - first_ns) / _NS_PER_MS / gaps if gaps > 0 else 0.0
+        ttft_ms = (first_ns - record.arrived_ns) / _NS_PER_MS
+        in_time = self.ttft_ms is None or ttft_ms <= self.ttft_ms
+        return in_time and (self.tpot_ms is None or tpot_ms <= self.tpot_ms)
+
+
+class AliasMetrics(Collector):
+    """Counts the requests that named an alias when they have ended.
+
+    Attributes:
+        worth: What answers are worth, by alias.
+    """
+
+    def __init__(self) -> None:
+        self.worth: Mapping[str, AliasWorth] = {}
+        self._requests = Totals(
+            "balanceroute_alias_requests",
+            "Requests that named an alias, by who answered, and whether in time.",
+            *("alias", "task", "group", "in_time"),
+        )
+        self._scores = Totals(
+            "balanceroute_alias_scores",
+            "Worth of the answers to an alias, 0 if not in time.",
+            *("alias", "task"),
+        )
+        self._fall_backs = Totals(
+            "balanceroute_alias_fall_backs",
+            "Times a request went on from a group, and why.",
+            *("alias", "group", "reason"),
+        )
+
+    def ended(self, record: "RequestRecord") -> None:
+        """Count a request whose outcome is set."""
+        alias, worth = record.alias, self.worth[record.alias]
+        kept = worth.is_kept(record)
+        self._requests.add(1, alias, record.task, record.group, "yes" if kept else "no")
+        if worth.scores:
+            score = worth.scores.get((record.task, record.group), 0.0) if kept else 0.0
+            self._scores.add(score, alias, record.task)
+        for group, reason in record.fall_backs:
+            self._fall_backs.add(1, alias, group, reason)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield everything; nothing where no request named an alias."""
+        if self._requests.by_values:
+            for one in (self._requests, self._scores, self._fall_backs):
+                yield one.family()
+
+
 ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
+
 """The values of the label `endpoint`, besides `other`."""
 
 MAX_MODELS = 32
+
 MAX_STATUSES = 32
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _OK = Outcome.OK
@@ -102,6 +299,7 @@ _SUMMED = (
     ),
     ("lease_lapses", "lease_lapses", "Prefills repeated because the KV lease ran out."),
 )
+
 _SUMMED_OF = attrgetter(*(field for field, _, _ in _SUMMED))
 
 
@@ -234,3 +432,59 @@ class RequestMetrics:
         if OTHER not in labels:
             self._known[key] = counter
         return counter
+
+
+# Metrics of legs: what was sent again, and KV caches that were not pulled.
+
+
+class LegMetrics:
+    """Counts what happens to the legs of requests.
+
+    Attributes:
+        suspected_poison: Prompts under which engines died, and that are refused.
+        gaps: Those between two chunks of a stream, in seconds.
+        observe_itl: Counts one gap between two chunks of a stream, in seconds. Called for every
+            chunk: it is the histogram's own method, with nothing in between.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._leg_label = CappedLabel(MAX_REASONS)
+        self._reason_label = CappedLabel(MAX_REASONS)
+        self._retries = registry.counter(
+            "retries", "Legs of a request sent again.", "leg", "reason"
+        )
+        self._abandoned_leases = registry.counter(
+            "abandoned_leases", "KV leases given up before any rank pulled them.", "reason"
+        )
+        self._kv_transfer_failures = registry.counter(
+            "kv_transfer_failures",
+            "Decode legs that failed where the rank was to pull a KV cache.",
+            "prefiller",
+            "rank",
+            "reason",
+        )
+        self.suspected_poison = registry.counter(
+            "suspected_poison", "Prompts refused for a while because two engines died under each."
+        )
+        self.gaps = registry.histogram(
+            "inter_token_latency_seconds",
+            "Gap between two chunks of a stream.",
+            TOKEN_GAP_BOUNDS_S,
+        )
+        self.observe_itl = self.gaps.observe
+        # An alert finds no data in a sample that is absent.
+        for leg in (*(leg.value for leg in Leg), "single_engine"):
+            for fault in Fault:
+                self._retries.labels(self._leg_label.of(leg), self._reason_label.of(fault.value))
+
+    def retry(self, leg: str, reason: str) -> None:
+        """Count one leg sent again."""
+        self._retries.labels(self._leg_label.of(leg), self._reason_label.of(reason)).inc()
+
+    def abandoned_lease(self, reason: str) -> None:
+        """Count one KV lease given up before any rank pulled it."""
+        self._abandoned_leases.labels(self._reason_label.of(reason)).inc()
+
+    def kv_transfer_failed(self, prefiller: str, rank: str, reason: str) -> None:
+        """Count one decode leg that failed where the rank was to pull a KV cache."""
+        self._kv_transfer_failures.labels(prefiller, rank, reason).inc()

@@ -17,7 +17,7 @@ from balanceroute.proxy.core.errors import PolicyError, PredictorError
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
 from balanceroute.proxy.core.pool import Pool
-from balanceroute.proxy.live.telemetry import decision_failures
+from balanceroute.proxy.live.telemetry import component_metrics
 
 if TYPE_CHECKING:
     import logging
@@ -120,7 +120,7 @@ class DecisionFaults:
         error = record.exc_info[1] if record.exc_info else None
         what = getattr(record, "fields", {}).get("what")
         return (
-            record.name == decision_failures.__name__
+            record.name == component_metrics.__name__
             and what in self.made
             and (
                 (isinstance(error, InjectedError) and error.args == (what,))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 
-from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.testing.chaos.group_judge import GroupJudge
 from balanceroute.proxy.testing.chaos.group_plan import GroupAct, GroupOrder, GroupPlan, draw_groups
 from balanceroute.proxy.testing.chaos.group_world import GroupWorld

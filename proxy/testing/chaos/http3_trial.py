@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper

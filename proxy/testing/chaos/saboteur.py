@@ -8,7 +8,7 @@ from contextlib import suppress
 from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.lab.emulate.faults import AfterPull
 from balanceroute.proxy.live.control.admin import CONNECTIONS
-from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.testing.chaos.clients import Holders
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.machine import EngineName, Naming

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from balanceroute.proxy.live.telemetry.component_metrics import DROPS
 from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.live.telemetry.trace_metrics import DROPS
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Request
 from balanceroute.proxy.wire.reply import Reply

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from balanceroute.engine_patch.records import DUMMY, FIELDS, RECORD, UNKNOWN, header_line
-from balanceroute.proxy.live.telemetry.json_line import json_line
+from balanceroute.proxy.live.telemetry.process_log import json_line
 
 MS = 1_000_000
 START_NS = 1_795_000_000_000_000_000

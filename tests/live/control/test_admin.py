@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, MAX_WAITS, Admin
-from balanceroute.proxy.live.control.errors import ConflictError, UnknownInstanceError
+from balanceroute.proxy.live.control.orders import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.security.credentials import as_secret

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.live.control.live_view import INTERVAL_S, MAX_VIEWERS, LiveView
+from balanceroute.proxy.live.control.pages import INTERVAL_S, MAX_VIEWERS, LiveView
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.sse import event_data
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from balanceroute.proxy.live.control.load_log import LoadLog
+from balanceroute.proxy.live.control.state import LoadLog
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.live.control.test_admin import SNAPSHOT, Bench, Fleet
 
-from balanceroute.proxy.live.control.page import HEADERS, PAGE
-from balanceroute.proxy.live.control.view import view_of
+from balanceroute.proxy.live.control.pages import HEADERS, PAGE
+from balanceroute.proxy.live.control.state import view_of
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState, RankState, Snapshot
 from balanceroute.proxy.wire.http1.server import Server

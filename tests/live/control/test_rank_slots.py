@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.live.control.rank_slots import RankSlots
+from balanceroute.proxy.live.control.memory import RankSlots
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
 

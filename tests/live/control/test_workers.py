@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.test_proxy_connectors import CHAT, TALK
 
-from balanceroute.proxy.live.control.workers import Rows
+from balanceroute.proxy.live.control.admin import Rows
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from balanceroute.proxy.live.discovery.dns_name import DnsName
-from balanceroute.proxy.live.discovery.found import View
+from balanceroute.proxy.live.discovery.reconciler import View
+from balanceroute.proxy.live.discovery.sources import DnsName
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.live.discovery.api_server import endpoint, slice_of
 
-from balanceroute.proxy.live.discovery.endpoint_slices import ExpiredError, Slices, WatchError
+from balanceroute.proxy.live.discovery.kubernetes import ExpiredError, Slices, WatchError
 from balanceroute.proxy.live.engines.instances import Role
 
 

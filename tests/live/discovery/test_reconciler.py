@@ -9,10 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.errors import ConflictError
+from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.roster import Addition
-from balanceroute.proxy.live.discovery.found import Found, View
-from balanceroute.proxy.live.discovery.reconciler import Reconciler
+from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler, View
 from balanceroute.proxy.live.engines.faults import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.discovery.found import Found, View
-from balanceroute.proxy.live.discovery.watched_file import WatchedFile, read_view
+from balanceroute.proxy.live.discovery.reconciler import Found, View
+from balanceroute.proxy.live.discovery.sources import WatchedFile, read_view
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run

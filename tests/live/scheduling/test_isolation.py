@@ -15,8 +15,7 @@ from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
 from balanceroute.proxy.live.scheduling.decisions import Decisions
-from balanceroute.proxy.live.telemetry.decision_metrics import DecisionMetrics
-from balanceroute.proxy.live.telemetry.predictor_metrics import PredictorMetrics
+from balanceroute.proxy.live.telemetry.component_metrics import DecisionMetrics, PredictorMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 

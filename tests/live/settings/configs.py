@@ -8,7 +8,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
-from balanceroute.proxy.live.settings.setting import settings_of
+from balanceroute.proxy.settings.setting import settings_of
 from balanceroute.topologies import read_topology
 
 P = EngineUrl("http", "p", 80)

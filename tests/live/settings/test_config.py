@@ -20,7 +20,7 @@ from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import ENGINE_KEY_VARIABLE, make_config
 from balanceroute.proxy.live.settings.declared import ListeningSettings, LogSettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
-from balanceroute.proxy.live.settings.setting import settings_of
+from balanceroute.proxy.settings.setting import settings_of
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS, read_topology
 

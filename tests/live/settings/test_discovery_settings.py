@@ -8,7 +8,7 @@ from tests.live.settings.configs import of_file
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.live.settings.discovery import EngineSource, engine_source
+from balanceroute.proxy.live.settings.declared import EngineSource, engine_source
 from balanceroute.topologies import read_topology
 
 IN_A_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}

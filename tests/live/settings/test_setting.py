@@ -10,8 +10,8 @@ import pytest
 from balanceroute.proxy.cli import emulate, evaluate, past_flags, replay, simulate, train, validate
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings import declared
-from balanceroute.proxy.live.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.live.settings.setting import (
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings.setting import (
     choice,
     file,
     flag,

@@ -7,7 +7,7 @@ from tests.live.settings.configs import of_file, of_flags
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security.credentials import Secret
-from balanceroute.proxy.live.tracing.export_settings import ExportSettings
+from balanceroute.proxy.live.settings.tracing import ExportSettings
 
 PLACE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.telemetry import line_writer
-from balanceroute.proxy.live.telemetry.line_writer import LineWriter
+from balanceroute.proxy.live.telemetry import process_log
+from balanceroute.proxy.live.telemetry.process_log import LineWriter
 
 LONG_S = 10.0  # Never waited for: what is tested ends long before.
 
@@ -199,7 +199,7 @@ def test_lines_that_come_one_by_one_are_written_together(
         return disk.write(file, text)
 
     monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr(line_writer, "_GATHER_S", LONG_S)
+    monkeypatch.setattr(process_log, "_GATHER_S", LONG_S)
     writer = LineWriter(tmp_path / "log")
     for number in range(100):
         writer.write(b"line %2d\n" % number)
@@ -269,15 +269,15 @@ def test_that_the_new_file_cannot_be_opened_is_told_once_and_it_is_tried_again(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     writer = LineWriter(path, complain=told.append, clock=clock)
-    usual = line_writer._open
-    monkeypatch.setattr(line_writer, "_open", lacking)
+    usual = process_log._open
+    monkeypatch.setattr(process_log, "_open", lacking)
     path.rename(moved)
     for line in (b"1\n", b"2\n"):
         writer.reopen()
         writer.write(line)
         for _ in range(2):  # The order, and the line.
             assert asked.acquire(timeout=LONG_S)
-    monkeypatch.setattr(line_writer, "_open", usual)
+    monkeypatch.setattr(process_log, "_open", usual)
     writer.write(b"3\n")
     assert writer.close(timeout_s=LONG_S)
     assert (moved.read_bytes(), path.read_bytes()) == (b"1\n2\n", b"3\n")

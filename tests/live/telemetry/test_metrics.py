@@ -14,17 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.live.telemetry import exposition
-from balanceroute.proxy.live.telemetry.decision_metrics import MAX_STAGES
+from balanceroute.proxy.live.telemetry import registry as exposition
+from balanceroute.proxy.live.telemetry.component_metrics import MAX_STAGES
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE, Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import MAX_ENGINES, MAX_REASONS, Histograms
 from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
-from balanceroute.proxy.live.telemetry.shadow import PredictorScores
 from balanceroute.proxy.live.telemetry.snapshot import (
     BudgetState,
     EngineState,
     LimitsState,
+    PredictorScores,
     PrefillerState,
     RankState,
     Snapshot,

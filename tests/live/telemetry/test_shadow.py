@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import Oracle, Survival
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.telemetry.shadow import PredictorScores, Scoreboard
+from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, Scoreboard
 
 H = 10
 

@@ -1,7 +1,6 @@
 """Stages of a request, by the times of its record."""
 
-from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.live.telemetry.stages import stages_of
+from balanceroute.proxy.live.telemetry.record import RequestRecord, stages_of
 
 
 def record() -> RequestRecord:

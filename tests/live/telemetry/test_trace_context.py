@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.live.telemetry.trace_context import Tracer, read_parent
+from balanceroute.proxy.live.telemetry.record import RequestRecord, Tracer, read_parent
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"

@@ -153,7 +153,7 @@ def one_is_added_twice(patch: Patch) -> None:
 
 
 def a_page_fails(patch: Patch) -> None:
-    patch.setattr("balanceroute.proxy.live.control.workers._worker", lambda _: 1 / 0)
+    patch.setattr("balanceroute.proxy.live.control.admin._worker", lambda _: 1 / 0)
 
 
 def an_order_is_not_answered(patch: Patch) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.live.telemetry.trace import Trace
-from balanceroute.proxy.live.tracing.spans import spans_of
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord, Trace
+from balanceroute.proxy.live.tracing.exporter import spans_of
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 from balanceroute.proxy.testing.chaos.traces import SpanCollector, draw_collector
 from balanceroute.proxy.testing.chaos.trial import run_plan

@@ -13,7 +13,7 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 from tests.certificate import CERT, KEY
 
 from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings

@@ -22,7 +22,7 @@ from tests.certificate import make_certificate
 from tests.http3_client import HOST, Http3Client, http3_client
 from tests.wire.http3.site import Http3Site, http3_site
 
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.proxy.wire.quic import endpoint
 

@@ -11,7 +11,7 @@ from aioquic.buffer import encode_uint_var
 from aioquic.h3.connection import encode_frame
 from tests.wire.http3.site import http3_site
 
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from aioquic.h3.connection import encode_frame
 from tests.http3_client import Answered, Http3Client
 from tests.wire.http3.site import Http3Site, http3_site
 
-from balanceroute.proxy.live.settings.http3 import Http3Settings
+from balanceroute.proxy.live.settings.declared import Http3Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.settings.setting import Setting, flag_of, settings_of
+from balanceroute.proxy.settings.setting import Setting, flag_of, settings_of
 from balanceroute.topologies import did_you_mean
 
 T = TypeVar("T")

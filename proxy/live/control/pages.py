@@ -1,0 +1,485 @@
+"""How the admin listener answers."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.control.orders import (
+    MAX_WAIT_S,
+    ConflictError,
+    Refusal,
+    UnknownInstanceError,
+    read_order,
+    text_of,
+)
+from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.wire.messages import Headers, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from balanceroute.proxy.live.control.pausing import Pausing
+
+
+# The state every 0.8 s, as server-sent events, to whoever looks at the page.
+#
+# Nothing runs while nobody does.
+
+MAX_VIEWERS = 8
+
+"""The admin listener has few connections, and orders need some."""
+
+INTERVAL_S = 0.8
+
+"""Between two events. So that 95 of 100 changes are seen within a second."""
+
+EVENTS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+]
+
+"""The headers of the stream."""
+
+_encode = msgspec.json.Encoder().encode
+
+_log = logging.getLogger(__name__)
+
+
+class Viewer(Protocol):
+    """Where the events of one viewer go; see `wire.reply.Reply`."""
+
+    closed: bool
+    on_closed: Callable[[], None] | None
+
+    @property
+    def paused(self) -> bool:
+        """Whether it reads more slowly than it is sent to."""
+        ...
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Begin a streamed answer."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send one piece."""
+        ...
+
+    def end(self) -> None:
+        """End the answer."""
+        ...
+
+
+class LiveView:
+    """Sends what `view` returns to all viewers."""
+
+    def __init__(self, view: Callable[[], dict[str, object]]) -> None:
+        self._view = view
+        self._viewers: dict[Viewer, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def viewers(self) -> int:
+        """How many look."""
+        return len(self._viewers)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many viewers as may be."""
+        return len(self._viewers) >= MAX_VIEWERS
+
+    def open(self, viewer: Viewer) -> None:
+        """Send to one more viewer until it leaves."""
+        event = self._event()  # Before the head, which could not be taken back.
+        viewer.start(200, EVENTS)
+        viewer.on_closed = lambda: self._leave(viewer)
+        self._viewers[viewer] = None
+        viewer.write(event)
+        if self._timer is None:
+            self._wait()
+
+    def close(self) -> None:
+        """End all streams."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for viewer in list(self._viewers):
+            viewer.end()
+        self._viewers.clear()
+
+    def _leave(self, viewer: Viewer) -> None:
+        self._viewers.pop(viewer, None)
+        if not self._viewers:
+            self.close()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            event = self._event()
+        except Exception:
+            _log.exception("admin: the live view failed")
+            self.close()
+            return
+        for viewer in self._viewers:
+            if not viewer.paused:
+                viewer.write(event)
+        self._wait()
+
+    def _event(self) -> bytes:
+        return b"data: " + _encode(self._view()) + b"\n\n"
+
+
+COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+
+
+class Reply(Viewer, Protocol):
+    """Where an answer goes; it ignores what comes after the client left."""
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send the whole answer."""
+        ...
+
+
+def begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
+    """Begin work that is among some tasks until it is done."""
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+@contextmanager
+def answering(reply: Reply) -> Iterator[None]:
+    """Turn what is raised into an error answer."""
+    try:
+        yield
+    except Refusal as error:
+        _send_error(reply, error)
+    except ConfigError as error:
+        _send_error(reply, Refusal(400, str(error)))
+    except UnknownInstanceError as error:
+        _send_error(reply, Refusal(404, str(error)))
+    except ConflictError as error:
+        _send_error(reply, Refusal(409, str(error)))
+    except Exception:
+        _log.exception("admin: a page failed")
+        _send_error(reply, Refusal(500, "internal error; the log says more"))
+
+
+def send_json(reply: Reply, status: int, value: object) -> None:
+    """Send a whole answer."""
+    body = json.dumps(value, default=as_json, allow_nan=False, separators=(",", ":")).encode()
+    reply.send(status, [*JSON_HEADERS, *COMMON_HEADERS], body)
+
+
+def _send_error(reply: Reply, error: Refusal) -> None:
+    reply.send(
+        error.status,
+        [*JSON_HEADERS, *COMMON_HEADERS, *error.headers],
+        error_body(error.status, error.message, param=error.param),
+    )
+
+
+def as_json(value: object) -> object:
+    """Return what `json` can write for a value it cannot: records by field, all else as text."""
+    if is_dataclass(value) and not isinstance(value, type | Secret):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value)
+
+
+# The pages of the admin listener about groups, where there are several.
+
+_KEYS = frozenset({"model", "connector", "prefill", "decode", "proxy"})
+
+
+class GroupOrders(Protocol):
+    """Who adds and removes groups; raises as `admin.Control` does."""
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return each group."""
+        ...
+
+    async def add(self, table: Mapping[str, object]) -> None:
+        """Add a group, given what its `[[model]]` table would have."""
+        ...
+
+    def drain(self, group: str) -> None:
+        """Send nothing new to any engine of a group."""
+        ...
+
+    async def remove(self, group: str, *, force: bool) -> None:
+        """Forget a group; `force` ends what is in flight there."""
+        ...
+
+
+class GroupPages:
+    """Serves them.
+
+    Args:
+        groups: Takes the orders.
+        tasks: Those that carry out orders.
+
+    Attributes:
+        routes: By path and method.
+    """
+
+    def __init__(self, groups: GroupOrders, tasks: set[asyncio.Task[None]]) -> None:
+        self._groups = groups
+        self._tasks = tasks
+        self._busy = False
+        self.routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+            b"/admin/groups": {b"GET": self._rows, b"POST": self._add},
+            b"/admin/groups/drain": {b"POST": self._drain},
+            b"/admin/groups/remove": {b"POST": self._remove},
+        }
+
+    def _rows(self, _request: Request, reply: Reply) -> None:
+        send_json(reply, 200, {"groups": self._groups.rows()})
+
+    def _add(self, request: Request, reply: Reply) -> None:
+        order = read_order(request, required={"name"}, optional=_KEYS)
+        self._carry_out(request, reply, order, lambda: self._groups.add(order), "added")
+
+    def _drain(self, request: Request, reply: Reply) -> None:
+        order = read_order(request, required={"group"})
+        self._groups.drain(text_of(order, "group"))
+        _note(request, order, "drains")
+        self._rows(request, reply)
+
+    def _remove(self, request: Request, reply: Reply) -> None:
+        order = read_order(request, required={"group"}, optional={"force"})
+        group, force = text_of(order, "group"), order.get("force", False)
+        if not isinstance(force, bool):
+            raise Refusal(400, "force must be true or false", param="force")
+        self._carry_out(
+            request, reply, order, lambda: self._groups.remove(group, force=force), "removed"
+        )
+
+    def _carry_out(
+        self,
+        request: Request,
+        reply: Reply,
+        order: dict[str, object],
+        do: Callable[[], Coroutine[None, None, None]],
+        word: str,
+    ) -> None:
+        """Carry out one order at a time: two that begin together might add the same."""
+        if self._busy:
+            raise Refusal(429, "another order about groups is being carried out")
+        self._busy = True
+
+        async def carry_out() -> None:
+            with answering(reply):
+                try:
+                    await do()
+                finally:
+                    self._busy = False
+                _note(request, order, word)
+                self._rows(request, reply)
+
+        begin(self._tasks, carry_out())
+
+
+def _note(request: Request, order: dict[str, object], word: str) -> None:
+    fields = {"peer": request.peer, "order": json.dumps(order)}
+    _log.info("admin: %s a group", word, extra={"fields": fields})
+
+
+# The pages of the admin listener that pause, resume, abort, and send engines to sleep: see
+# `pausing.py`.
+#
+#     POST /pause            ?mode=abort or wait, &clear_cache=, &engines=false, &timeout_s=
+#     POST /resume           ?engines=false
+#     GET  /is_paused        {"is_paused"}
+#     POST /abort_requests   {"request_ids"?}: those, or all
+#     POST /sleep            ?level=0, 1 or 2, &mode=abort or wait, &timeout_s=
+#     POST /wake_up          ?tags=weights, &tags=kv_cache: a part of it
+#     GET  /is_sleeping      {"is_sleeping"}: as is_paused
+#
+# 200 if every engine did as it was told, else 502. The orders stand in both cases, and the body
+# tells what each engine answered.
+
+PATHS = frozenset(
+    {
+        *(b"/pause", b"/resume", b"/is_paused", b"/abort_requests"),
+        *(b"/sleep", b"/wake_up", b"/is_sleeping"),
+    }
+)
+
+_MOST_TAGS = 8
+
+_MOST_IDS = 10_000
+
+_WAIT_S = 600.0
+
+_FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class PausePages:
+    """Serves them.
+
+    Args:
+        pausing: Carries out the orders.
+        tasks: Those that do so.
+        check_places: Raises Refusal if one more may not be waited for long.
+
+    Attributes:
+        routes: By path and method.
+    """
+
+    def __init__(
+        self,
+        pausing: "Pausing",
+        tasks: set[asyncio.Task[None]],
+        check_places: "Callable[[], None]",
+    ) -> None:
+        self._pausing = pausing
+        self._check_places = check_places
+        self._tasks = tasks
+        self.routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+            b"/pause": {b"POST": self._pause},
+            b"/resume": {b"POST": self._resume},
+            b"/is_paused": {b"GET": self._is_paused},
+            b"/abort_requests": {b"POST": self._abort},
+            b"/sleep": {b"POST": self._sleep},
+            b"/wake_up": {b"POST": self._wake_up},
+            b"/is_sleeping": {b"GET": self._is_sleeping},
+        }
+
+    def _pause(self, request: Request, reply: Reply) -> None:
+        asked = _query(request, "mode", "clear_cache", "engines", "timeout_s")
+        self._check_places()
+        self._begin(
+            request,
+            reply,
+            self._pausing.pause(
+                asked.get("mode", "abort"),
+                clear_cache=_flag(asked, "clear_cache"),
+                engines=_flag(asked, "engines"),
+                limit_s=_seconds(asked, "timeout_s"),
+            ),
+        )
+
+    def _resume(self, request: Request, reply: Reply) -> None:
+        asked = _query(request, "engines")
+        self._begin(request, reply, self._pausing.resume(engines=_flag(asked, "engines")))
+
+    def _is_paused(self, request: Request, reply: Reply) -> None:
+        _query(request)
+        send_json(reply, 200, {"is_paused": self._pausing.paused})
+
+    def _sleep(self, request: Request, reply: Reply) -> None:
+        asked = _query(request, "level", "mode", "timeout_s")
+        self._check_places()
+        level = asked.get("level", "1")
+        if not (level.isascii() and level.isdigit()):
+            raise Refusal(400, "level must be 0, 1 or 2", param="level")
+        limit_s = _seconds(asked, "timeout_s")
+        work = self._pausing.sleep(int(level[:9]), asked.get("mode", "abort"), limit_s=limit_s)
+        self._begin(request, reply, work)
+
+    def _wake_up(self, request: Request, reply: Reply) -> None:
+        pairs = _pairs(request)
+        if len(pairs) > _MOST_TAGS or any(name != "tags" for name, _ in pairs):
+            raise Refusal(400, f"the page takes tags, at most {_MOST_TAGS}")
+        self._begin(request, reply, self._pausing.wake_up([tag for _, tag in pairs]))
+
+    def _is_sleeping(self, request: Request, reply: Reply) -> None:
+        _query(request)
+        send_json(reply, 200, {"is_sleeping": self._pausing.paused})
+
+    def _abort(self, request: Request, reply: Reply) -> None:
+        _query(request)
+        order = read_order(request, required=set(), optional={"request_ids"})
+        ids = order.get("request_ids")
+        if ids is not None and not (
+            isinstance(ids, list) and len(ids) <= _MOST_IDS and all(isinstance(i, str) for i in ids)
+        ):
+            message = f"request_ids must be a list of at most {_MOST_IDS:,} texts"
+            raise Refusal(400, message, param="request_ids")
+        self._begin(request, reply, self._pausing.abort(ids))
+
+    def _begin(self, request: Request, reply: Reply, work: "Awaitable[dict[str, object]]") -> None:
+        async def carry_out() -> None:
+            with answering(reply):
+                done = await work
+                engines = done["engines"]
+                assert isinstance(engines, list)
+                status = 200 if all(one["status"] == 200 for one in engines) else 502
+                words = {"peer": request.peer, "path": request.path.decode(), "status": status}
+                _log.info("admin: %s", done["status"], extra={"fields": words})
+                send_json(reply, status, done)
+
+        begin(self._tasks, carry_out())
+
+
+def _pairs(request: Request) -> list[tuple[str, str]]:
+    return parse_qsl(request.query.decode("latin-1"), keep_blank_values=True)
+
+
+def _query(request: Request, *known: str) -> dict[str, str]:
+    """Return the members of a query. Raises Refusal: one is unknown, or stands twice."""
+    pairs = _pairs(request)
+    asked = dict(pairs)
+    if len(asked) < len(pairs) or not asked.keys() <= set(known):
+        raise Refusal(400, f"the page takes {', '.join(known) or 'no query'}, each once")
+    return asked
+
+
+def _flag(asked: dict[str, str], name: str) -> bool:
+    """Return a flag, which is true unless it is said. Raises Refusal: it is none."""
+    said = _FLAGS.get(asked.get(name, "true").lower())
+    if said is None:
+        raise Refusal(400, f"{name} must be true or false", param=name)
+    return said
+
+
+def _seconds(asked: dict[str, str], name: str) -> float:
+    try:
+        value = float(asked.get(name, _WAIT_S))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= MAX_WAIT_S:
+        raise Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
+    return value
+
+
+# The page of the admin listener: one file with its style and script, and nothing from elsewhere.
+
+PAGE = files(__package__).joinpath("page.html").read_bytes()
+
+"""The page, as UTF-8."""
+
+
+def _hash(tag: bytes) -> str:
+    inside = PAGE.partition(b"<%b>" % tag)[2].partition(b"</%b>" % tag)[0]
+    return base64.b64encode(hashlib.sha256(inside).digest()).decode()
+
+
+# It runs no other script, asks nobody else, and no other page can frame it and steal clicks.
+_POLICY = (
+    f"default-src 'none'; script-src 'sha256-{_hash(b'script')}'; "
+    f"style-src 'sha256-{_hash(b'style')}'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+HEADERS: Headers = [
+    (b"content-type", b"text/html; charset=utf-8"),
+    (b"content-security-policy", _POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+"""Of the answer."""

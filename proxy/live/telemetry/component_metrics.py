@@ -1,0 +1,396 @@
+"""Metrics of the proxy's own decisions: their cost, their failures, and how late the loop is."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.telemetry.registry import (
+    MAX_ENGINES,
+    MAX_REASONS,
+    OTHER,
+    TOKENS_BOUNDS,
+    WORK_BOUNDS_S,
+    CappedLabel,
+    Histogram,
+    Registry,
+)
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.engines.faults import Fault
+    from balanceroute.proxy.live.engines.instances import Target
+    from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+
+
+MAX_STAGES = 8
+
+
+class DecisionMetrics:
+    """Counts decisions."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._stages = registry.histograms(
+            "dispatch_duration_seconds",
+            "Time of one dispatch decision, by stage.",
+            WORK_BOUNDS_S,
+            "stage",
+        )
+        self._stage_label = CappedLabel(MAX_STAGES)
+        self._known: dict[str, Histogram] = {}  # By stage, unless labelled `other`.
+        self._reason_label = CappedLabel(MAX_REASONS)
+        self._failures = registry.counter(
+            "decision_failures",
+            "Exceptions in the proxy's own decisions, which others took the place of.",
+            "what",
+        )
+        self._loop_lag = registry.histogram(
+            "loop_lag_seconds", "Lateness of a timer of the event loop.", WORK_BOUNDS_S
+        )
+
+    def dispatched(self, stage: str, seconds: float) -> None:
+        """Count one dispatch decision and the time it took."""
+        histogram = self._known.get(stage)
+        if histogram is None:
+            label = self._stage_label.of(stage)
+            histogram = self._stages.of(label)
+            if label != OTHER:
+                self._known[stage] = histogram
+        histogram.observe(seconds)
+
+    def failed(self, what: str) -> None:
+        """Count one exception in a decision of the proxy's own."""
+        self._failures.labels(self._reason_label.of(what)).inc()
+
+    def loop_lag(self, seconds: float) -> None:
+        """Count how late a timer of the event loop fired."""
+        self._loop_lag.observe(seconds)
+
+
+# Metrics of engines: failed legs and scrapes, quarantines, late pulls, lost KV cache events.
+
+
+class EngineMetrics:
+    """Counts what happens to engines. Labels `role` and `url` name one."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._url_labels = {role: CappedLabel(MAX_ENGINES) for role in Role}
+        self._leg_failures = registry.counter(
+            "leg_failures",
+            "Legs that failed by an engine's fault, which is the reason.",
+            *("role", "url", "reason"),
+        )
+        self._scrape_failures = registry.counter(
+            "scrape_failures", "Scrapes of an engine's /metrics that failed.", "role", "url"
+        )
+        self._late_pulls = registry.counter(
+            "late_pulls",
+            "KV caches that a prefiller was notified of when it kept them no longer: aborted, or pulled "
+            "after their lease, when such an answer may be wrong. vLLM's NIXL connector tells.",
+        )
+        self._without_kv = registry.counter(
+            "prefills_without_kv",
+            "Prompts that a prefiller computed and left no KV cache of, so that they are computed again.",
+            *("prefiller", "reason"),
+        )
+        self._quarantines = registry.counter(
+            "quarantines", "Times an engine was quarantined.", "role", "url"
+        )
+        self._kv_events_lost = registry.counter(
+            "kv_events_lost",
+            "Times that what a prefiller's KV cache events told was dropped, for the reason given.",
+            "reason",
+        )
+
+    def added(self, target: "Target") -> None:
+        """Begin at zero for an engine: an alert finds no data in a sample that is absent."""
+        self._quarantines.labels(*self._labels(target))
+        self._scrape_failures.labels(*self._labels(target))
+        if target.role is Role.PREFILL:
+            self._without_kv.labels(self._labels(target)[1], "absent")
+
+    def leg_failed(self, target: "Target", fault: "Fault") -> None:
+        """Count one leg that failed by its engine's fault."""
+        self._leg_failures.labels(*self._labels(target), fault.value).inc()
+
+    def scrape_failed(self, target: "Target") -> None:
+        """Count one failed scrape of an engine's metrics."""
+        self._scrape_failures.labels(*self._labels(target)).inc()
+
+    def left_no_kv(self, target: "Target", kind: str) -> None:
+        """Count one prefill that left no KV cache which a rank could pull."""
+        self._without_kv.labels(self._labels(target)[1], kind).inc()
+
+    def pulled_late(self, count: int) -> None:
+        """Count KV caches that were pulled after their lease."""
+        self._late_pulls.inc(count)
+
+    def kv_events_lost(self, reason: str) -> None:
+        """Count one index of a prefiller's blocks that was emptied."""
+        self._kv_events_lost.labels(reason).inc()
+
+    def quarantined(self, target: "Target") -> None:
+        """Count one engine sent to quarantine."""
+        self._quarantines.labels(*self._labels(target)).inc()
+
+    def _labels(self, target: "Target") -> tuple[str, str]:
+        return target.role.value, self._url_labels[target.role].of(target.url)
+
+
+# Metrics of HTTP/3's handshakes, where it is on.
+
+
+@dataclass(frozen=True, slots=True)
+class Handshakes:
+    """What became of handshakes. Counters are since start.
+
+    Attributes:
+        open: Those that are not over.
+        retries: Newcomers that were told to show that they receive at their address.
+        ended_badly: Newcomers that got no connection, by reason: `crowd` were not taken, `late` took too
+            long, `failed` ended otherwise.
+    """
+
+    open: int
+    retries: int
+    ended_badly: dict[str, int]
+
+
+class HandshakeMetrics(Collector):
+    """Exports them.
+
+    Args:
+        count: Returns them.
+    """
+
+    def __init__(self, count: Callable[[], Handshakes]) -> None:
+        self._count = count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family for each figure."""
+        handshakes = self._count()
+        yield GaugeMetricFamily(
+            "balanceroute_http3_open_handshakes",
+            "Handshakes of HTTP/3 that are not over.",
+            handshakes.open,
+        )
+        yield CounterMetricFamily(
+            "balanceroute_http3_retries",
+            "Newcomers over HTTP/3 that had to show their address (Retry).",
+            handshakes.retries,
+        )
+        ended_badly = CounterMetricFamily(
+            "balanceroute_http3_failed_handshakes",
+            "Newcomers over HTTP/3 that got no connection, for the reason given.",
+            labels=["reason"],
+        )
+        for reason, count in handshakes.ended_badly.items():
+            ended_badly.add_metric([reason], count)
+        yield ended_badly
+
+
+# Metrics of predictors: their work, their errors, and their saved state.
+
+
+class PredictorMetrics:
+    """Counts what predictors do."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._refreshes = registry.counter("predictor_refreshes", "Predictions renewed.")
+        self._state_saves = registry.counter(
+            "predictor_state_saves", "Times the predictor's state was to be saved.", "outcome"
+        )
+        self._state_refusals = registry.counter(
+            "predictor_state_refusals", "Saved states of the predictor that could not be used."
+        )
+        self._refresh = registry.histogram(
+            "predictor_refresh_duration_seconds",
+            "Time of one batch of refreshed predictions.",
+            WORK_BOUNDS_S,
+        )
+        self._error = registry.histogram(
+            "predictor_error_tokens",
+            "Distance of a prediction from what the request had left.",
+            TOKENS_BOUNDS,
+        )
+        self._scoring = registry.histogram(
+            "predictor_scoring_duration_seconds",
+            "Time of asking all predictors, shadows too, for their scores alone.",
+            WORK_BOUNDS_S,
+        )
+        for outcome in ("ok", "failed"):  # An alert finds no data in a sample that is absent.
+            self._state_saves.labels(outcome)
+
+    def refreshed(self, count: int, seconds: float) -> None:
+        """Count one batch of `count` refreshed predictions and the time it took."""
+        self._refreshes.inc(count)
+        self._refresh.observe(seconds)
+
+    def error(self, abs_tokens: float) -> None:
+        """Count one prediction that has come due, by how many tokens it was off."""
+        self._error.observe(abs_tokens)
+
+    def scored(self, seconds: float) -> None:
+        """Count one batch of questions to all predictors and the time it took."""
+        self._scoring.observe(seconds)
+
+    def state_saved(self, *, ok: bool) -> None:
+        """Count one attempt to save what the predictor has learned."""
+        self._state_saves.labels("ok" if ok else "failed").inc()
+
+    def state_refused(self) -> None:
+        """Count one saved state that could not be used."""
+        self._state_refusals.inc()
+
+
+# Metrics of traces: how many reached the collector.
+
+DROPS = ("queue_full", "refused", "unreachable", "closed")
+
+
+class TraceMetrics:
+    """Counts the traces of requests, each of which has several spans."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._exported = registry.counter(
+            "traces_exported", "Traces of requests that the collector took."
+        )
+        self._dropped = registry.counter(
+            "traces_dropped",
+            "Traces of requests that were dropped, for the reason given.",
+            "reason",
+        )
+        for reason in DROPS:
+            self._dropped.labels(reason)
+
+    def exported(self, count: int) -> None:
+        """Count traces that the collector took."""
+        self._exported.inc(count)
+
+    def dropped(self, count: int, reason: str) -> None:
+        """Count traces that were dropped."""
+        self._dropped.labels(reason).inc(count)
+
+
+# Failures of the proxy's own decisions: counted, logged, and part of the readiness.
+#
+# An exception out of a policy, a predictor, a timer, a probe or a request's own handling never
+# ends service. It is reported here.
+
+PERSISTENT_S = 10.0
+
+"""For so long rounds of decisions must fail, with none that succeeds, to make the proxy unready."""
+
+_LOG_INTERVAL_S = 60.0
+# What the scheduler reports.
+_OF_ROUNDS = ("policy", "projection")
+
+_log = logging.getLogger(__name__)
+
+
+class FailureCounts(Protocol):
+    """Counts failures."""
+
+    def failed(self, what: str) -> None:
+        """Count one."""
+
+
+class DecisionFailures:
+    """Takes note of failures.
+
+    Attributes:
+        rounds_failed: How often a policy or a projection failed.
+    """
+
+    def __init__(self, metrics: "FailureCounts", clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._logged_s: dict[str, float] = {}
+        # Since when every round failed, and the last of them that did.
+        self._failing_since_s: float | None = None
+        self._failed_s = 0.0
+        self.rounds_failed = 0
+
+    def report(self, what: str, error: Exception, **fields: object) -> None:
+        """Count a failure, and log it unless one of the same kind was logged within a minute.
+
+        Args:
+            what: What failed, in a word of a few: the metric's label.
+            error: How.
+            fields: For the log.
+        """
+        self._metrics.failed(what)
+        self.rounds_failed += what in _OF_ROUNDS
+        now_s = self._clock()
+        logged_s = self._logged_s.get(what)
+        if logged_s is not None and now_s - logged_s < _LOG_INTERVAL_S:
+            return
+        self._logged_s[what] = now_s
+        _log.error(
+            "a decision failed; service goes on",
+            exc_info=error,
+            extra={"fields": {"what": what, **fields}},
+        )
+
+    def round_ended(self, *, well: bool) -> None:
+        """Note how a round of decisions ended that had something to decide."""
+        if well:
+            self._failing_since_s = None
+            return
+        self._failed_s = self._clock()
+        if self._failing_since_s is None:
+            self._failing_since_s = self._failed_s
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last round failed."""
+        return self._failing_since_s is not None
+
+    @property
+    def persist(self) -> bool:
+        """Whether rounds have failed for `PERSISTENT_S` and go on doing so.
+
+        A proxy that is asked nothing cannot fail: without rounds it counts as well again after
+        another `PERSISTENT_S`, so that it is tried.
+        """
+        since_s = self._failing_since_s
+        if since_s is None or self._clock() - self._failed_s >= PERSISTENT_S:
+            return False
+        return self._failed_s - since_s >= PERSISTENT_S
+
+
+# Metrics of requests by the engines that had them: which engine's requests end badly.
+
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE
+
+
+class EngineRequests(Collector):
+    """Counts a request for the last prefiller and for the last rank that had it."""
+
+    def __init__(self) -> None:
+        self._prefiller_label, self._rank_label = CappedLabel(MAX_ENGINES), CappedLabel(MAX_ENGINES)
+        self._ended: Counter[tuple[Role, str, Outcome]] = Counter()
+
+    def ended(self, record: "RequestRecord") -> None:
+        """Count a request whose outcome is set."""
+        assert record.outcome is not None
+        if record.prefiller:
+            self._ended[_PREFILL, self._prefiller_label.of(record.prefiller), record.outcome] += 1
+        if record.rank:
+            self._ended[_DECODE, self._rank_label.of(record.rank), record.outcome] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts."""
+        family = CounterMetricFamily(
+            "balanceroute_engine_requests",
+            "Requests ended, by the last prefiller and by the last rank that had them, and how.",
+            labels=("role", "name", "outcome"),
+        )
+        for (role, name, outcome), count in self._ended.items():
+            family.add_metric((role.value, name, outcome.value), count)
+        yield family

@@ -1,0 +1,1 @@
+"""How a setting is declared, read from flags and files, and checked."""
