@@ -21,10 +21,8 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.prefill.base import PrefillRequest
-from balanceroute.proxy.core.prefill.block_index import block_keys
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
-from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
-from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
+from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory, block_keys
 from balanceroute.proxy.testing.arguments import positive
 
 PROMPT_TOKENS = 131_072

@@ -5,18 +5,75 @@ its place in the pool, and a decoding one slots and KV tokens of a rank. The pre
 charged until the KV cache has left it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 
-from balanceroute.proxy.core.events import AbortDecode, AbortPrefill, Action, RankId, ReleasePrefill
+from balanceroute.proxy.core.errors import LifecycleError
+from balanceroute.proxy.core.events import (
+    AbortDecode,
+    AbortPrefill,
+    Action,
+    PrefillLost,
+    RankId,
+    ReleasePrefill,
+    RequestId,
+)
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request, State
+from balanceroute.proxy.core.lifecycle import Request, State, Trigger
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
+from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import KvMeter
-from balanceroute.proxy.core.recount import check_holdings
+from balanceroute.proxy.core.warm_up import with_loss
+
+# The scheduler's self-check: what is charged against what the requests' states say.
+
+
+def check_holdings(
+    requests: "Collection[Request]",
+    *,
+    prefill_queue: "PrefillQueue",
+    prefillers: "Prefillers",
+    pool: "Pool",
+    ledger: "Ledger",
+    waiting: int,
+) -> None:
+    """Recount every holding from the requests' states and assert that nothing leaked."""
+    ledger.check()
+    held = [0] * len(prefillers.held_tokens)
+    prefills, direct = held.copy(), held.copy()
+    slots = [0] * len(ledger.bound)
+    for request in requests:
+        state, decodes = request.state, request.decode
+        # Rule 2 of `lifecycle`: what a request holds follows from its state.
+        if request.prefiller is not None:
+            assert request.ticket.prefill
+            held[request.prefiller] += request.held_tokens()
+            prefills[request.prefiller] += request.prefilling
+            direct[request.prefiller] += 0 if decodes else request.ticket.slots
+        if request.rank is not None:
+            slots[request.rank] += request.ticket.slots
+        # A direct request holds sequences instead of a prefill.
+        assert request.prefilling == (state is State.PREFILLING and decodes)
+        assert (request.rank is not None) == (state is State.DECODING)
+        assert (request.request in pool) == (state is State.POOLED)
+        assert (request in prefill_queue) == (state is State.QUEUED)
+        assert request.ticket.prefill or state is not State.PREFILLING
+        assert decodes or state in {State.QUEUED, State.PREFILLING}
+    assert direct == prefillers.direct, f"{direct} != {prefillers.direct}"
+    assert held == prefillers.held_tokens, f"{held} != {prefillers.held_tokens}"
+    assert prefills == prefillers.prefills, f"{prefills} != {prefillers.prefills}"
+    assert sum(prefills) == prefillers.prefilling
+    assert slots == ledger.bound.tolist(), f"{slots} != {ledger.bound}"
+    assert pool.slots == sum(entry.slots for entry in pool)
+    # The count that bounds admission, derived from its complement.
+    answered = sum(
+        request.rank is not None or (request.state is State.PREFILLING and not request.decode)
+        for request in requests
+    )
+    assert waiting == len(requests) - answered
 
 
 class Holdings:
@@ -165,3 +222,89 @@ def _bind(ledger: Ledger, request: Request, rank: RankId, *, emitted: int = 0) -
     if request.started:
         ledger.emit(request.request, emitted)
         ledger.start(request.request)
+
+
+# A request whose engine lost it: what it releases, and which instances it avoids from then on.
+
+
+def lose_prefill(
+    request: Request, event: PrefillLost, holdings: Holdings, now_ns: int
+) -> list[Action]:
+    """Release what a request holds that has to be prefilled again; the caller queues it.
+
+    Raises:
+        LifecycleError: Its rank has the KV cache already, or it has no prefill.
+    """
+    if request.started:
+        # From the first token on the rank holds the KV cache, and its loss is a
+        # `RequestRecomputed`.
+        raise LifecycleError(f"request {request.request} has pulled its KV cache already")
+    if not request.ticket.prefill:
+        raise LifecycleError(f"request {request.request} has no prefill to lose")
+    # Read first: the holdings follow from the state before the move, and `release` clears them.
+    state, prefiller, rank = request.state, request.prefiller, request.rank
+    request.move(Trigger.PREFILL_LOST)
+    actions = holdings.release(request, state, gone=True)
+    if rank is not None and not event.same_rank:
+        request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
+    if event.elsewhere:
+        assert prefiller is not None
+        request.lost_on_prefillers = with_loss(request.lost_on_prefillers, prefiller)
+    request.decode = request.decode and event.decode
+    if request.answered:
+        # The limit of the wait before prefill is for the first token.
+        request.waiting_since_ns = now_ns
+    return actions
+
+
+def lose_decode(request: Request, holdings: Holdings) -> None:
+    """Release the rank of a request that never joined its batch; the caller puts it in the pool.
+
+    Raises:
+        LifecycleError: It is on no rank, or in the batch.
+    """
+    if request.started:
+        # Likewise: a request in the batch can be recomputed, but not go back to the pool as it
+        # was.
+        raise LifecycleError(f"request {request.request} is in its rank's batch already")
+    request.move(Trigger.DECODE_LOST)
+    assert request.rank is not None
+    request.lost_on_ranks = with_loss(request.lost_on_ranks, request.rank)
+    # Only the rank's slots: the prefiller still holds the KV cache, under the same lease.
+    holdings.unbind(request)
+
+
+def recompute(
+    request: Request, holdings: Holdings, now_ns: int, *, elsewhere: bool
+) -> list[Action]:
+    """Release what a request holds whose rank dropped it; the caller queues it.
+
+    Raises:
+        LifecycleError: It is on no rank.
+    """
+    state, rank = request.state, request.rank
+    request.move(Trigger.RECOMPUTE)
+    actions = holdings.release(request, state, gone=True)
+    if elsewhere:
+        assert rank is not None
+        request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
+        # Either end of the KV transfer may be at fault.
+        if request.pulled_from is not None:
+            lost_on = with_loss(request.lost_on_prefillers, request.pulled_from)
+            request.lost_on_prefillers = lost_on
+    # It was served in between, so a new wait begins, with new time limits.
+    request.wait_anew(now_ns)
+    return actions
+
+
+def unpaired(requests: Mapping[RequestId, Request], pairs: Pairs) -> list[RequestId]:
+    """Return the pooled requests whose KV caches no open rank can use."""
+    if not pairs.limited:
+        return []
+    return [
+        request.request
+        for request in requests.values()
+        if request.state is State.POOLED
+        and request.prefiller is not None
+        and not pairs.feeds(request.prefiller, request.ticket.eligible)
+    ]

@@ -10,11 +10,11 @@ only on the prefillers that it waits for.
 from collections.abc import Collection, Iterator, Mapping
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RequestId, Ticket
+from balanceroute.proxy.core.leases import earliest
 from balanceroute.proxy.core.lifecycle import Request
+from balanceroute.proxy.core.pool import Timers
 from balanceroute.proxy.core.prefill import Prefillers, PrefillRequest
 from balanceroute.proxy.core.queueing import MakeStartOrder, StartOrder
-from balanceroute.proxy.core.time_limits import earliest
-from balanceroute.proxy.core.timers import Timers
 
 
 class PrefillQueue:

@@ -11,11 +11,13 @@ If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from balanceroute.proxy.core.config import SchedulerConfig
-from balanceroute.proxy.core.decision import OnFailure, decide
-from balanceroute.proxy.core.errors import ConfigError, LifecycleError
+from balanceroute.proxy.core.errors import ConfigError, LifecycleError, PolicyError
 from balanceroute.proxy.core.events import (
     Action,
     Admit,
@@ -27,6 +29,7 @@ from balanceroute.proxy.core.events import (
     InstanceEvent,
     Observer,
     PrefillDone,
+    PrefillerId,
     PrefillLost,
     RankClosed,
     RequestArrived,
@@ -38,26 +41,105 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     StepCompleted,
     Tick,
+    Ticket,
     TokensEmitted,
 )
-from balanceroute.proxy.core.holdings import Holdings
+from balanceroute.proxy.core.holdings import (
+    Holdings,
+    lose_decode,
+    lose_prefill,
+    recompute,
+    unpaired,
+)
 from balanceroute.proxy.core.intake import Intake
-from balanceroute.proxy.core.leases import Leases
+from balanceroute.proxy.core.leases import Leases, earliest, pool_entry, queue_end_ns
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
-from balanceroute.proxy.core.losses import lose_decode, lose_prefill, recompute, unpaired
-from balanceroute.proxy.core.policies.base import Policy
+from balanceroute.proxy.core.local_prefill import FleetState
+from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
+from balanceroute.proxy.core.policies.baselines import least_kv_with_room
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
-from balanceroute.proxy.core.ranks import Ranks
-from balanceroute.proxy.core.switching import switch
-from balanceroute.proxy.core.time_limits import earliest, pool_entry, queue_end_ns
+from balanceroute.proxy.core.ranks import Ranks, switch
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+# One round of admissions: decided by the policy, or oldest first if it fails.
+#
+# A policy takes entries out of the pool while it decides. If it raises halfway, or if its
+# decision cannot be carried out, all of them are put back: a round takes effect as a whole or not
+# at all.
+
+OnFailure = Callable[[str, Exception], None]
+
+"""Called with what failed ("policy" or "projection") and the exception."""
+
+# Without a projection or any state, so it does not fail for the same reason.
+_OLDEST_FIRST = OldestFirst(least_kv_with_room, slots_beyond_batch=0)
+
+
+def decide(
+    policy: Policy,
+    make_fleet: Callable[[], Fleet],
+    pool: Pool,
+    now_ns: int,
+    *,
+    on_failure: OnFailure,
+) -> list[Assignment]:
+    """Return the admissions to make now, whose entries have left the pool.
+
+    Args:
+        policy: Decides the round.
+        make_fleet: Returns the ranks as they are now.
+        pool: Not empty. Restored if the policy fails.
+        now_ns: For deadlines.
+        on_failure: Called if the policy fails. The round is then decided oldest first: each request
+            goes to the least loaded rank with room.
+    """
+    fleet = make_fleet()
+    # The policy may write to its fleet, so the check needs its own copy.
+    free_slots = fleet.free_slots.copy()
+    pool.begin_round()
+    try:
+        assignments = policy.dispatch(fleet, pool, now_ns)
+        _check(assignments, free_slots, pool)
+    # Any exception: a policy may be third-party code, and no request may be lost by its failure.
+    except Exception as error:
+        # First, as `on_failure` may raise.
+        pool.undo_round()
+        on_failure("policy", error)
+        # Another fleet: the policy may have written to the first one.
+        return _OLDEST_FIRST.dispatch(make_fleet(), pool, now_ns)
+    pool.end_round()
+    return assignments
+
+
+def _check(assignments: Sequence[Assignment], free_slots: NDArray[np.int64], pool: Pool) -> None:
+    """Reject a decision that cannot be carried out.
+
+    Raises:
+        PolicyError: An entry or a rank is unknown, a rank has no slot or cannot serve the entry, or
+            an entry was taken and not assigned.
+    """
+    taken, ranks = pool.taken, len(free_slots)
+    free: dict[int, int] = {}
+    for number, rank in assignments:
+        entry = taken.pop(number, None)
+        if entry is None:
+            raise PolicyError(f"request {number!r} was not taken from the pool, or is there twice")
+        if not 0 <= rank < ranks:
+            raise PolicyError(f"rank {rank!r} is unknown: there are {ranks}")
+        if entry.ranks is not None and rank not in entry.ranks:
+            raise PolicyError(f"rank {rank} cannot serve request {number}")
+        # One free slot is enough, so the last request of a rank may take the count below 0.
+        left = free[rank] if rank in free else free_slots.item(rank)
+        if left < 1:
+            raise PolicyError(f"rank {rank} is closed or has no slot for request {number}")
+        free[rank] = left - entry.slots
+    # Neither in the pool nor on a rank, such an entry would be lost.
+    for number in taken:
+        raise PolicyError(f"request {number} was taken from the pool, but has no rank")
+
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -73,6 +155,7 @@ _PREFILLED, _ADMIT, _FINISH = (
     Trigger.ADMIT,
     Trigger.FINISH,
 )
+
 _QUEUED, _DECODING = State.QUEUED, State.DECODING
 
 
@@ -505,3 +588,33 @@ def _check_ranks(config: SchedulerConfig, policy: Policy) -> None:
     projection = policy.projection
     if projection is not None and projection.ranks != config.ranks:
         raise ConfigError(f"the policy is for {projection.ranks} ranks, there are {config.ranks}")
+
+
+# Who computes the prompt of a request that arrives: a prefiller, or the rank that decodes it.
+
+
+def placed(scheduler: Scheduler, ticket: Ticket, now_ns: int) -> Ticket:
+    """Return the ticket of a request that is about to arrive; without prefill if a rank computes it."""
+    local = scheduler.intake.local_prefill
+    if local is None:
+        return ticket
+    able, ledger = ticket.eligible, scheduler.ledger
+    is_open = enumerate(scheduler.prefillers.is_open)
+    free_slots = scheduler.free_slots() * scheduler.ranks.is_open
+    if able is not None:
+        free_slots *= [rank in able.ranks for rank in range(len(free_slots))]
+    state = FleetState(
+        [
+            PrefillerId(n)
+            for n, yes in is_open
+            if yes
+            and (able is None or n in able.prefillers)
+            and scheduler.prefillers.pairs.feeds(PrefillerId(n), able)
+        ],
+        waiting_slots=scheduler.pool.slots,
+        free_slots=free_slots,
+        loads=ledger.loads,
+        bound=len(ledger),
+        departures_per_step=ledger.turnover.per_step,
+    )
+    return local.placed(ticket, state, now_ns)

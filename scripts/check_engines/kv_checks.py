@@ -16,8 +16,7 @@ from fleet import Fleet, Proxy, until
 from pd_checks import completion
 
 from balanceroute.proxy.core.events import PrefillerId, Ticket
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
-from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, token_hashes
 from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 from balanceroute.proxy.live.engines.kv_subscriber import subscribe
 from balanceroute.proxy.live.openai.body import RequestBody

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.avoidance import allowed, with_loss
+from balanceroute.proxy.core.warm_up import allowed, with_loss
 
 T, F = True, False
 

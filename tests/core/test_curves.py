@@ -7,9 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from balanceroute.predictors import Oracle
-from balanceroute.proxy.core.curves import Curves
+from balanceroute.proxy.core.curves import POINTS, Curves
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.trajectories import POINTS
 
 WIDTH = 10
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.predictors import NoPrediction
-from balanceroute.proxy.core.decision import decide
 from balanceroute.proxy.core.errors import PolicyError
 from balanceroute.proxy.core.events import (
     Admit,
@@ -43,7 +42,7 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, decide
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.kv_peak import PeakRoom, Residents
 from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.policies.within_peak import WithinPeak
+from balanceroute.proxy.core.policies.within_peak import PeakRoom, Residents, WithinPeak
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.lab.sim.driver import Deployment

@@ -26,7 +26,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.leases import MOST_LAPSES
 from balanceroute.proxy.core.policies.base import Assignment, OldestFirst
 from balanceroute.proxy.core.policies.base import Fleet as View
-from balanceroute.proxy.core.policies.fifo import least_kv_with_room
+from balanceroute.proxy.core.policies.baselines import least_kv_with_room
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 

@@ -11,10 +11,15 @@ from balanceroute.predictors import NoPrediction, Oracle
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.ledger import BoundRequest
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
-from balanceroute.proxy.core.policies.dynamo_kv import BLOCK_TOKENS, decayed_blocks
-from balanceroute.proxy.core.policies.least_charged import Charge, LeastCharged
-from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
-from balanceroute.proxy.core.policies.smg_least_load import kv_pressure, queued_s
+from balanceroute.proxy.core.policies.baselines import (
+    BLOCK_TOKENS,
+    Charge,
+    LeastCharged,
+    bucket_tokens,
+    decayed_blocks,
+    kv_pressure,
+    queued_s,
+)
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 

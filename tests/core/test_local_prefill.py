@@ -27,9 +27,8 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import FleetState, LocalPrefill
-from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Event

@@ -46,9 +46,8 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.local_prefill import LocalPrefill
-from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
 
 RANKS, BLOCK = 3, 10
 INDEX = st.integers(0, 1_000)

@@ -13,7 +13,7 @@ from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
-from balanceroute.proxy.core.policies.two_stage.only_rank import fill_only_rank
+from balanceroute.proxy.core.policies.two_stage import fill_only_rank
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.queueing import Fcfs

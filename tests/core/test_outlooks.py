@@ -7,9 +7,9 @@ import pytest
 
 from balanceroute.proxy.core.balance import Weights
 from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.policies import two_stage_round as round_module
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
-from balanceroute.proxy.core.policies.two_stage import round as round_module
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 

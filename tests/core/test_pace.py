@@ -17,9 +17,9 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
-from balanceroute.proxy.core.pace import Pace
+from balanceroute.proxy.core.leases import Pace
 from balanceroute.proxy.core.policies.base import OldestFirst
-from balanceroute.proxy.core.policies.fifo import least_kv_with_room
+from balanceroute.proxy.core.policies.baselines import least_kv_with_room
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 WINDOW_NS = 1_000

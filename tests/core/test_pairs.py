@@ -35,7 +35,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill.pairs import Pairs
+from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:

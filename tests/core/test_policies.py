@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from balanceroute.predictors import NoPrediction, Survival
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
+from balanceroute.proxy.core.ledger import Turnover
 from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
@@ -24,12 +25,11 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
-from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
+from balanceroute.proxy.core.policies.baselines import PowerOfTwo
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.core.turnover import Turnover
 
 RIVALS = ["dynamo-kv", "smg-least-load", "llmd-token-load"]
 SCORES = ["s1-enhanced", "s2-enhanced", "s2-dynamic-waiting"]

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.pool import PoolEntry
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
-from balanceroute.proxy.core.prefill.text_prompts import named
-from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.core.prefill.engine_blocks import (
+    EngineBlocks,
+    Knowledge,
+    named,
+    token_hashes,
+)
 from balanceroute.proxy.core.rank_memory import RankMemory
 
 BLOCK = 100

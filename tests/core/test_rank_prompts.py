@@ -1,7 +1,7 @@
 """What a prompt on one rank costs the others, and what its time tells."""
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.rank_prompts import RankPrompts
+from balanceroute.proxy.core.local_prefill import RankPrompts
 
 RANK0, RANK1, RANK2 = RankId(0), RankId(1), RankId(2)
 A, B, C = RequestId(0), RequestId(1), RequestId(2)

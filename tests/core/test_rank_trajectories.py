@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.predictors import Oracle, Survival
-from balanceroute.proxy.core.curves import Curves
+from balanceroute.proxy.core.curves import POINTS, Curves, Slots
 from balanceroute.proxy.core.events import RankId, RequestId
+from balanceroute.proxy.core.policies.own_trajectory import RankTrajectories
 from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.projection import Form, Projection
-from balanceroute.proxy.core.rank_trajectories import RankTrajectories
-from balanceroute.proxy.core.trajectories import POINTS, Slots
 
 RANKS = 4
 OUTPUTS = random.Random(5).choices([1, 2, 5, 30, 90, 400], k=400)

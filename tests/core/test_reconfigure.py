@@ -34,6 +34,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
+from balanceroute.proxy.core.leases import pool_entry
 from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
@@ -47,7 +48,6 @@ from balanceroute.proxy.core.prediction import Predictor
 from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
-from balanceroute.proxy.core.time_limits import pool_entry
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

@@ -8,7 +8,7 @@ from balanceroute.proxy.core.balance import Balance, Weights
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.fscore import discounts
 from balanceroute.proxy.core.policies.base import Fleet
-from balanceroute.proxy.core.policies.two_stage.roomiest import Roomiest
+from balanceroute.proxy.core.policies.two_stage_round import Roomiest
 from balanceroute.proxy.core.pool import PoolEntry
 
 HORIZON = 3

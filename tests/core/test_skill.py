@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from balanceroute.proxy.core.skill import Skill
+from balanceroute.proxy.core.policies.own_trajectory import Skill
 
 
 def learned(scale: float, noise: float, count: int = 2_000) -> float:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.balance import Balance, Weights
-from balanceroute.proxy.core.policies.two_stage.stage_2 import _Order
+from balanceroute.proxy.core.policies.two_stage import _Order
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.policies.two_stage.round import Round
+    from balanceroute.proxy.core.policies.two_stage_round import Round
 
 RANK = st.tuples(st.integers(0, 300), st.integers(0, 3))
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from balanceroute.proxy.core.trajectories import POINTS, Slots
+from balanceroute.proxy.core.curves import POINTS, Slots
 
 ONE = np.ones(1, np.int64)
 

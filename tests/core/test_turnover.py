@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.turnover import Turnover
+from balanceroute.proxy.core.ledger import Ledger, Turnover
 
 
 def advance(turnover: Turnover, departures: int) -> None:

@@ -13,8 +13,7 @@ import pytest
 from tests.live.served import COMPLETIONS, ENGINES, Client, Served, play, serving
 
 from balanceroute.proxy.core.events import PrefillerId
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
-from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
 from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
 from balanceroute.proxy.lab.emulate.prefix_caches import _blocks
 from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source

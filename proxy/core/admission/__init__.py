@@ -10,14 +10,24 @@ Each of them can be within the limits of tenants, see `tenants`.
 
 from collections.abc import Callable
 
-from balanceroute.proxy.core.admission.aimd import POST_4, POST_5, Aimd, AimdSettings, Decision
-from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refusal
-from balanceroute.proxy.core.admission.bounded import BoundedQueue
-from balanceroute.proxy.core.admission.bucket import Rate
-from balanceroute.proxy.core.admission.budget import Budget
-from balanceroute.proxy.core.admission.early import EarlyRefusal
-from balanceroute.proxy.core.admission.first_token import FirstTokens
-from balanceroute.proxy.core.admission.tenants import Allowance, TenantLimits, Tenants
+from balanceroute.proxy.core.admission.base import (
+    Admission,
+    BoundedQueue,
+    EarlyRefusal,
+    Ending,
+    FirstTokens,
+    Load,
+    Refusal,
+)
+from balanceroute.proxy.core.admission.budget import (
+    POST_4,
+    POST_5,
+    Aimd,
+    AimdSettings,
+    Budget,
+    Decision,
+)
+from balanceroute.proxy.core.admission.tenants import Allowance, Rate, TenantLimits, Tenants
 
 __all__ = [
     "ADMISSIONS",

@@ -11,10 +11,152 @@ and would raise the limit of a fleet that fails.
 """
 
 from collections import Counter, deque
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import inf
 
 import numpy as np
 
-from balanceroute.proxy.core.admission.aimd import Aimd, AimdSettings, Decision
+from balanceroute.proxy.core.errors import ConfigError
+
+# A limit that follows a percentile: additive increase, multiplicative decrease.
+#
+# At each tick, in this order:
+#
+# 1. The percentile is unknown: nothing changes, and a cooldown does not run down.
+# 2. A cooldown runs: it runs down by one tick, and nothing changes. What is measured then was caused
+#    by the limit before the last decrease.
+# 3. The percentile is above the target by more than the band: the limit is multiplied by `factor`,
+#    then reduced by `step_down`, down to `cap_min`. A cooldown begins, also at `cap_min`.
+# 4. It is below the target by more than the band and there is demand: the limit grows by one.
+#    Without demand a low percentile says nothing about a higher limit.
+# 5. Else nothing changes.
+#
+# Source: the second version of the gateway of github.com/Nicolas-Richard/vllm-on-eks (0c78403),
+# with its values as defaults; `POST_4` has those of the first one (2dca487).
+
+_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AimdSettings:
+    """How a limit per decode rank is moved.
+
+    Attributes:
+        target_ns: Of the p99 time to first token.
+        tpot_target_ns: Of the p95 time of a decode step, which is the time per output token: above it
+            the limit is too high as well. None for no such guard.
+        window_ns: Time that the percentiles cover.
+        tick_ns: Time between two decisions.
+        band: Around a target, as a share of it.
+        cooldown_ticks: Ticks without a change after a decrease.
+        cap_min: The lowest limit.
+        cap_max: The highest limit.
+        cap_initial: The first limit.
+        factor: The limit is multiplied by it to decrease.
+        step_down: What is taken off after that.
+
+    Raises:
+        ConfigError: A value is out of range; the message begins with its name.
+    """
+
+    target_ns: int = 2 * _S
+    tpot_target_ns: int | None = None
+    window_ns: int = 10 * _S
+    tick_ns: int = 5 * _S
+    band: float = 0.2
+    cooldown_ticks: int = 3
+    cap_min: int = 32
+    cap_max: int = 256
+    cap_initial: int = 64
+    factor: float = 0.75
+    step_down: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("target_ns", self.target_ns, 1, inf),
+            ("tpot_target_ns", self.tpot_target_ns or 1, 1, inf),
+            ("window_ns", self.window_ns, 1, inf),
+            ("tick_ns", self.tick_ns, 1, inf),
+            ("band", self.band, 0, 1),
+            ("cooldown_ticks", self.cooldown_ticks, 0, inf),
+            ("cap_min", self.cap_min, 1, inf),
+            ("cap_max", self.cap_max, self.cap_min, inf),
+            ("cap_initial", self.cap_initial, self.cap_min, self.cap_max),
+            ("factor", self.factor, 0, 1),
+            ("step_down", self.step_down, 0, inf),
+        ):
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value}, must be from {least} to {most}")
+
+    def beginning_at(self, cap: int) -> "AimdSettings":
+        """Return these with a limit to begin with, or the nearest that they allow."""
+        return replace(self, cap_initial=min(max(cap, self.cap_min), self.cap_max))
+
+
+POST_5 = AimdSettings()
+
+"""Multiplicative decrease and a high floor, for an acquire timeout of half the target."""
+
+POST_4 = AimdSettings(
+    window_ns=30 * _S, cap_min=16, cap_max=128, cap_initial=64, factor=1.0, step_down=4
+)
+
+"""Subtractive decrease and a long window, for an acquire timeout of 30 s."""
+
+
+class Decision(Enum):
+    """What a tick did, and why."""
+
+    UNKNOWN = "unknown"
+    COOLDOWN = "cooldown"
+    DECREASE = "decrease"
+    INCREASE = "increase"
+    HOLD = "hold"
+
+
+class Aimd:
+    """The controller: no clock, no measurement.
+
+    Attributes:
+        cap: The limit.
+    """
+
+    def __init__(self, settings: AimdSettings) -> None:
+        self.settings = settings
+        self.cap = settings.cap_initial
+        self._cooldown = 0
+
+    def decide(
+        self, ttft_ns: float | None, *, demand: bool, tpot_ns: float | None = None
+    ) -> Decision:
+        """Move the limit.
+
+        Args:
+            ttft_ns: The p99 time to first token; None if it is unknown.
+            demand: Whether anything is in flight or waits.
+            tpot_ns: The p95 time of a step; None if it is unknown, or without a target for it.
+        """
+        settings = self.settings
+        if ttft_ns is None:
+            return Decision.UNKNOWN
+        if self._cooldown:
+            self._cooldown -= 1
+            return Decision.COOLDOWN
+        # Relative to their targets: the worse one counts.
+        excess = ttft_ns / settings.target_ns
+        if settings.tpot_target_ns is not None and tpot_ns is not None:
+            excess = max(excess, tpot_ns / settings.tpot_target_ns)
+        if excess > 1 + settings.band:
+            lower = int(self.cap * settings.factor) - settings.step_down
+            self.cap = max(settings.cap_min, lower)
+            self._cooldown = settings.cooldown_ticks
+            return Decision.DECREASE
+        if excess < 1 - settings.band and demand:
+            self.cap = min(settings.cap_max, self.cap + 1)
+            return Decision.INCREASE
+        return Decision.HOLD
+
 
 # With fewer samples a percentile means nothing.
 _LEAST_SAMPLES = 10

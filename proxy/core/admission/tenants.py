@@ -9,15 +9,138 @@ be larger than they said.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import exp, expm1, inf
 from typing import NamedTuple
 
 from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refusal
-from balanceroute.proxy.core.admission.bucket import Bucket, Rate
-from balanceroute.proxy.core.admission.occupancy import Occupancy
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import Ticket
+
+# A token bucket: what may be taken at a steady rate, and in bursts of a given size.
+#
+# All of it is in integers, so that over any time no more is granted than rate x time + burst,
+# exactly.
+
+# A bucket counts in these parts, of which each nanosecond adds `per_minute`.
+_PARTS = 60_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How much may be taken.
+
+    Attributes:
+        per_minute: In the long run.
+        burst: At once, after a time in which nothing was taken.
+
+    Raises:
+        ConfigError: One of them is below 1.
+    """
+
+    per_minute: int
+    burst: int
+
+    def __post_init__(self) -> None:
+        for name in ("per_minute", "burst"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be at least 1")
+
+
+class Bucket:
+    """Refills from `now_ns` on; full at first. Times never go back."""
+
+    __slots__ = ("_level", "_since_ns", "rate")
+
+    def __init__(self, rate: Rate, now_ns: int) -> None:
+        self.rate = rate
+        self._level = rate.burst * _PARTS
+        self._since_ns = now_ns
+
+    def available(self, now_ns: int) -> int:
+        """Return what may be taken now; negative if more was taken than there was."""
+        self._refill(now_ns)
+        return self._level // _PARTS
+
+    def take(self, amount: int, now_ns: int) -> None:
+        """Take something, whatever there is; a negative amount is given back."""
+        self._refill(now_ns)
+        self._level = min(self._level - amount * _PARTS, self.rate.burst * _PARTS)
+
+    def wait_ns(self, amount: int, now_ns: int) -> int:
+        """Return the time until so much may be taken; 0 if that is now.
+
+        It is never if `amount` exceeds the burst, which the caller has to see.
+        """
+        self._refill(now_ns)
+        return max(0, -((self._level - amount * _PARTS) // self.rate.per_minute))
+
+    def change(self, rate: Rate, now_ns: int) -> None:
+        """Refill at another rate. What was taken stays taken."""
+        self._refill(now_ns)
+        self._level = min(self._level, rate.burst * _PARTS)
+        self.rate = rate
+
+    def _refill(self, now_ns: int) -> None:
+        assert now_ns >= self._since_ns, f"time went back from {self._since_ns} to {now_ns}"
+        grown = self._level + (now_ns - self._since_ns) * self.rate.per_minute
+        self._level = min(grown, self.rate.burst * _PARTS)
+        self._since_ns = now_ns
+
+
+# How many are somewhere, and how soon they leave: the source of an honest `Retry-After`.
+
+# Time constant of the mean: it forgets what is a few of these ago.
+_MEMORY_NS = 30_000_000_000
+
+
+class Occupancy:
+    """Counts who is there, and measures the rate at which they leave while anybody is.
+
+    Attributes:
+        count: How many are there.
+    """
+
+    __slots__ = ("_busy_ns", "_score", "_scored_ns", "_since_ns", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._since_ns = 0
+        # Time in which anybody was there: an empty queue says nothing of how fast it empties.
+        self._busy_ns = self._scored_ns = 0
+        self._score = 0.0
+
+    def enter(self, now_ns: int) -> None:
+        """Note that one more is there."""
+        self._pass(now_ns)
+        self.count += 1
+
+    def leave(self, now_ns: int) -> None:
+        """Note that one is there no more."""
+        assert self.count, "nobody is there"
+        self._pass(now_ns)
+        self.count -= 1
+        self._score = self._score * exp((self._scored_ns - self._busy_ns) / _MEMORY_NS) + 1.0
+        self._scored_ns = self._busy_ns
+
+    def wait_ns(self, places: int, now_ns: int) -> float:
+        """Return the time in which so many will leave; infinite if none ever did."""
+        self._pass(now_ns)
+        score = self._score * exp((self._scored_ns - self._busy_ns) / _MEMORY_NS)
+        if not score:
+            return inf
+        # In a past that is shorter than the memory the same rate scores less.
+        seen = -expm1(-self._busy_ns / _MEMORY_NS)
+        return places * _MEMORY_NS * seen / score
+
+    def _pass(self, now_ns: int) -> None:
+        if self.count:
+            self._busy_ns += now_ns - self._since_ns
+        self._since_ns = now_ns
+
 
 # Of a sequence of a request that names no limit.
 UNSTATED_OUTPUT_TOKENS = 256
+
 _NS_PER_S = 1_000_000_000
 # Nobody knows what a queue does beyond it.
 _LONGEST_S = 60

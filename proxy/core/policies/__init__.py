@@ -31,19 +31,22 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.fscore import discounts
 from balanceroute.proxy.core.outside import is_outside, made
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
-from balanceroute.proxy.core.policies.bypass import BestScore
-from balanceroute.proxy.core.policies.dynamo_kv import decayed_blocks
-from balanceroute.proxy.core.policies.fifo import least_kv_with_room
-from balanceroute.proxy.core.policies.jsq import shortest_queue
-from balanceroute.proxy.core.policies.least_charged import LeastCharged
-from balanceroute.proxy.core.policies.least_kv import least_kv
-from balanceroute.proxy.core.policies.llmd_token_load import bucket_tokens
+from balanceroute.proxy.core.policies.baselines import (
+    BestScore,
+    LeastCharged,
+    PowerOfTwo,
+    RandomRank,
+    RoundRobin,
+    ScoredRank,
+    bucket_tokens,
+    decayed_blocks,
+    kv_pressure,
+    least_kv,
+    least_kv_with_room,
+    queued_s,
+    shortest_queue,
+)
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
-from balanceroute.proxy.core.policies.power_of_two import PowerOfTwo
-from balanceroute.proxy.core.policies.random_rank import RandomRank
-from balanceroute.proxy.core.policies.round_robin import RoundRobin
-from balanceroute.proxy.core.policies.scored_rank import ScoredRank
-from balanceroute.proxy.core.policies.smg_least_load import kv_pressure, queued_s
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.policies.within_peak import WithinPeak
 from balanceroute.proxy.core.pool import PoolEntry

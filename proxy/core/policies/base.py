@@ -12,12 +12,11 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.avoidance import allowed
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import BoundRequest, Follower
+from balanceroute.proxy.core.ledger import BoundRequest, Follower, Turnover
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.rank_memory import Keeping
-from balanceroute.proxy.core.turnover import Turnover
+from balanceroute.proxy.core.warm_up import allowed
 
 # Stands for "no limit" in `Fleet.free_slots` and `Fleet.free_kv_tokens`.
 UNLIMITED = 1 << 62

@@ -24,21 +24,132 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.curves import Curves
+from balanceroute.proxy.core.curves import POINTS, WEIGHTS, Curves, Slots
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
-from balanceroute.proxy.core.policies.two_stage.only_rank import fill_only_rank
+from balanceroute.proxy.core.policies.two_stage import fill_only_rank
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.projection import Projection
-from balanceroute.proxy.core.rank_trajectories import RankTrajectories
-from balanceroute.proxy.core.skill import Skill
-from balanceroute.proxy.core.trajectories import WEIGHTS, Slots
+from balanceroute.proxy.core.projection import Projection, first_of_each
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import Predictor
 
+
+# How far predictions of single requests come true, measured on those that leave.
+#
+# A prediction is a request's deviation from the mean request, and so is its outcome. The best
+# linear use of the prediction is its regression slope: 1 if it is calibrated, less if it
+# exaggerates, 0 or below if it tells nothing. A predictor that says the same of all requests has
+# no slope; a little of the outcomes' variance, added to that of the predictions, makes it 0 then.
+
+# Latest requests that the slope is of, and how many without any skill are taken to be before them.
+_WEIGHT = 1 / 256
+
+_DOUBTED = 16
+# A predictor that explains this share of the variance is followed half the way.
+_MARGIN = 0.05
+
+
+class Skill:
+    """The slope of outcome on prediction.
+
+    Attributes:
+        share: How much of a prediction to believe, 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._count = 0
+        # Running means: prediction, outcome, and their second moments.
+        self._means = [0.0] * 5
+
+    def learn(self, predicted: float, outcome: float) -> None:
+        """Compare one request's prediction with what it did."""
+        self._count += 1
+        weight = max(1 / self._count, _WEIGHT)
+        latest = (predicted, outcome, predicted**2, outcome**2, predicted * outcome)
+        self._means = [
+            mean + weight * (value - mean) for mean, value in zip(self._means, latest, strict=True)
+        ]
+        x, y, xx, yy, xy = self._means
+        spread = (xx - x * x) + _MARGIN * (yy - y * y)
+        slope = (xy - x * y) / spread if spread > 0.0 else 0.0
+        self.share = min(max(slope, 0.0), 1.0) * self._count / (self._count + _DOUBTED)
+
+
+# The summed trajectories of the requests of each rank.
+#
+# A row is the survival of the requests times the KV tokens that they hold, and their survival
+# times what a slot gains while its request runs (`Slots.gains`). The gains differ from one
+# decision to the next, as another pool would refill the slots. So the survival is summed first,
+# and the gains count once for each rank. The two sums are kept until the next step, or a change
+# of the rank.
+
+
+class RankTrajectories:
+    """What each rank is expected to hold over a whole output.
+
+    Args:
+        projection: The running requests.
+        curves: Of these.
+        slots: The grid, and what refilled slots hold.
+    """
+
+    def __init__(self, projection: "Projection", curves: "Curves", slots: "Slots") -> None:
+        self._projection = projection
+        self._curves = curves
+        self._slots = slots
+        # Of each rank, since when its row is kept, and since when its sums, -1 for neither.
+        self._made_at = np.full(projection.ranks, -1)
+        self._summed_at = np.full(projection.ranks, -1)
+        self._rows = np.zeros((projection.ranks, POINTS))
+        # The survival, times the KV tokens that the requests hold and times their sequences.
+        self._sums = np.zeros((projection.ranks, 2, POINTS))
+
+    def forget(self) -> None:
+        """Make all rows anew, as the grid is another."""
+        self._made_at[:] = self._summed_at[:] = -1
+
+    def rows(self, free: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return float64[G, POINTS], the trajectories of the ranks. Read-only.
+
+        Args:
+            free: bool[G], ranks with a free slot.
+        """
+        # Between two free slots a rank's requests go on as expected, but a point's width later its row
+        # has to move. The step clock may have restarted.
+        now = self._projection.now
+        age = now - self._made_at
+        due = free | (self._made_at < 0) | (age < 0) | (age >= self._slots.width)
+        # Within a step most ranks are as they were, but what would refill their slots is not.
+        stale = due & (self._projection.changed | (self._summed_at != now))
+        if stale.any():
+            self._sum(stale)
+        sums = self._sums[due]
+        self._rows[due] = sums[:, 0] + sums[:, 1] @ self._slots.gains
+        self._made_at[due] = now
+        return self._rows
+
+    def _sum(self, stale: NDArray[np.bool_]) -> None:
+        running = self._projection.running_on(stale)
+        self._sums[stale] = 0.0
+        self._summed_at[stale] = self._projection.now
+        self._projection.changed[stale] = False
+        if not len(running.places):
+            return
+        curves = self._curves.rows_of(running)
+        weights = np.array([running.kv_tokens, running.sequences], np.float64)
+        ranks = running.ranks[first_of_each(running.ranks)]
+        self._sums[ranks] = self._curves.sums(
+            curves, running.ages, self._slots.width, weights=weights, groups=running.ranks
+        )
+        # These have the mean of the latest candidates, which is another at each decision.
+        self._summed_at[running.ranks[curves == 0]] = -1
+
+
 # With prompts of two thirds of the outputs a slot holds on average as much of one as of the other.
 _LEAST_RATIO = 1.5
+
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0

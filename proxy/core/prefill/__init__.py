@@ -27,16 +27,18 @@ from balanceroute.proxy.core.prefill.base import (
     ScoreLimits,
 )
 from balanceroute.proxy.core.prefill.budgets import Prefillers
-from balanceroute.proxy.core.prefill.cache_aware import CacheAware
-from balanceroute.proxy.core.prefill.fewest_tokens import FewestTokens
-from balanceroute.proxy.core.prefill.least_conn import LeastConn
-from balanceroute.proxy.core.prefill.lmetric import LMetric
-from balanceroute.proxy.core.prefill.power_of_two import PowerOfTwo
-from balanceroute.proxy.core.prefill.prefix_aware import PrefixAware
-from balanceroute.proxy.core.prefill.random_one import RandomOne
-from balanceroute.proxy.core.prefill.round_robin import RoundRobin
-from balanceroute.proxy.core.prefill.scored import Scored
-from balanceroute.proxy.core.prefill.sticky import Sticky
+from balanceroute.proxy.core.prefill.choices import (
+    CacheAware,
+    FewestTokens,
+    LeastConn,
+    LMetric,
+    PowerOfTwo,
+    PrefixAware,
+    RandomOne,
+    RoundRobin,
+    Scored,
+    Sticky,
+)
 from balanceroute.proxy.core.prefill.tblb_scores import s1_enhanced, s2_dynamic_waiting, s2_enhanced
 
 __all__ = [

@@ -11,17 +11,350 @@ a cache salt, the images in it. These are mixed into the proxy's own hash too.
 Memory: 64 bytes for each block that fits, taken as they come.
 """
 
+import re
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import cache
+from hashlib import blake2b
+from operator import mul
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import Ticket
-from balanceroute.proxy.core.prefill.key_table import KeyTable
-from balanceroute.proxy.core.prefill.text_prompts import TextPrompts
-from balanceroute.proxy.core.prefill.token_blocks import HASH_MASK, chain, chain_one
+
+# A hash table of 64-bit keys in two arrays: a quarter of a dictionary's memory.
+#
+# Open addressing with linear probing; a removed key is filled up from behind, so that no search
+# gets longer with time. The memory is taken by the first use of each page.
+
+_ODD = 0x9E3779B97F4A7C15
+
+_MASK = (1 << 64) - 1
+
+
+class KeyTable:
+    """Keys above 0, each with a value.
+
+    Args:
+        most: How many keys it takes; it is at most half full.
+    """
+
+    def __init__(self, most: int) -> None:
+        bits = max(4, (2 * most - 1).bit_length())
+        self.count = 0
+        self.most = most
+        self._shift, self._last = 64 - bits, (1 << bits) - 1
+        self._keys = np.zeros(1 << bits, np.uint64)
+        self._values = np.zeros(1 << bits, np.uint64)
+        # Reading single items of an array is three times slower.
+        self._key_at, self._value_at = self._keys.data, self._values.data
+
+    def get(self, key: int) -> int | None:
+        """Return the value of a key; None if it is not there."""
+        at = self._find(key)
+        return int(self._value_at[at]) if self._key_at[at] else None
+
+    def put(self, keys: NDArray[np.uint64], values: NDArray[np.uint64]) -> None:
+        """Add keys, and give those that are there their new values; what does not fit is left out."""
+        keys, first = np.unique(keys, return_index=True)
+        values = values[first]
+        above = keys > 0
+        keys, values = keys[above], values[above]
+        room = self.most - self.count
+        if len(keys) > room:
+            keys, values = keys[:room], values[:room]
+        slots = (keys * np.uint64(_ODD) >> np.uint64(self._shift)).astype(np.intp)
+        while len(keys):
+            free = self._keys[slots] == 0
+            # Of several keys for one slot the last stays; the others move on.
+            self._keys[slots[free]] = keys[free]
+            there = self._keys[slots] == keys
+            self._values[slots[there]] = values[there]
+            self.count += int(np.count_nonzero(free & there))
+            keys, values, slots = keys[~there], values[~there], (slots[~there] + 1) & self._last
+
+    def put_one(self, key: int, value: int) -> None:
+        """Do the same with one key; of so few a loop is quicker."""
+        if not key:
+            return
+        at = self._find(key)
+        if not self._key_at[at]:
+            if self.count >= self.most:
+                return
+            self._key_at[at] = key
+            self.count += 1
+        self._value_at[at] = value
+
+    def remove(self, key: int) -> int | None:
+        """Remove a key and return its value; None if it is not there."""
+        keys, values, last = self._key_at, self._value_at, self._last
+        hole = self._find(key)
+        if not keys[hole]:
+            return None
+        value = int(values[hole])
+        at = hole
+        while found := keys[at := (at + 1) & last]:
+            # A key may move to the hole unless its own slot is between the two.
+            if (at - self._slot(found)) & last >= (at - hole) & last:
+                keys[hole], values[hole] = found, values[at]
+                hole = at
+        keys[hole] = values[hole] = 0
+        self.count -= 1
+        return value
+
+    def _slot(self, key: int) -> int:
+        return (key * _ODD & _MASK) >> self._shift
+
+    def _find(self, key: int) -> int:
+        """Return where a key is, or the free slot where it would be."""
+        keys, at = self._key_at, self._slot(key)
+        while (found := keys[at]) and found != key:
+            at = (at + 1) & self._last
+        return at
+
+
+# Hashes of blocks of token ids, each of all that comes before it too.
+#
+# The proxy's own: an engine's hashes cannot be computed without its seed. They are the
+# coefficients of one polynomial, so that a piece of a prompt can be continued from the hash
+# before it without a loop.
+# Tickets hold hashes below 2**63.
+HASH_MASK = (1 << 63) - 1
+
+_FACTOR = 0x9E3779B97F4A7C15
+
+_encode = msgspec.msgpack.Encoder().encode
+
+_INVERSE = pow(_FACTOR, -1, 1 << 64)
+
+
+def chain(
+    tokens: NDArray[np.int64], block_tokens: int, before: int, extras: Sequence[int] = ()
+) -> NDArray[np.uint64]:
+    """Return the hashes of all full blocks, uint64[n].
+
+    Args:
+        tokens: Token ids.
+        block_tokens: Tokens of a block.
+        before: The hash of the block before the first one; 0 at the start of a prompt.
+        extras: 64 bits of each block that depends on more than its tokens; empty if none does.
+    """
+    count = len(tokens) // block_tokens
+    blocks = tokens[: count * block_tokens].astype(np.uint64).reshape(count, block_tokens)
+    own = (blocks + np.uint64(1)) @ _multipliers(block_tokens)
+    own = (own ^ (own >> np.uint64(29))) * np.uint64(_FACTOR)
+    own ^= own >> np.uint64(32)
+    if len(extras):
+        own += np.array(extras, np.uint64)
+    # S[n] = S[n-1] * f + own[n], solved for S[n] by dividing by f**n.
+    factors, inverses = _powers(_FACTOR, count), _powers(_INVERSE, count)
+    sums = np.cumsum(own * inverses, dtype=np.uint64) + np.uint64(before)
+    return np.asarray(factors * sums, np.uint64)
+
+
+def chain_one(tokens: Sequence[int], before: int, extra: int = 0) -> int:
+    """Return the same hash of one full block; of so few a loop is quicker."""
+    multipliers = _plain_multipliers(len(tokens))
+    own: int = sum(map(mul, multipliers, tokens)) + _plain_sum(len(tokens)) & _MASK
+    own = (own ^ own >> 29) * _FACTOR & _MASK
+    own ^= own >> 32
+    return before * _FACTOR + own + extra & _MASK
+
+
+def mixed_in(keys: object) -> int:
+    """Return a hash of what an engine mixes into a block's hash beside its tokens; 0 for nothing.
+
+    Raises:
+        TypeError: It is nothing that MessagePack can say.
+        RecursionError: It is nested too deeply.
+    """
+    return int.from_bytes(blake2b(_encode(keys), digest_size=8).digest()) if keys else 0
+
+
+def token_hashes(tokens: NDArray[np.int64], block_tokens: int) -> tuple[int, ...]:
+    """Return the hashes of a prompt's full blocks as tickets have them, below 2**63."""
+    hashes = chain(tokens, block_tokens, 0) & np.uint64(HASH_MASK)
+    return tuple(hashes.tolist())
+
+
+def _powers(factor: int, count: int) -> NDArray[np.uint64]:
+    """Return factor**1 to factor**count modulo 2**64."""
+    return np.cumprod(np.full(count, factor, np.uint64), dtype=np.uint64)
+
+
+@cache
+def _plain_multipliers(count: int) -> tuple[int, ...]:
+    return tuple(_multipliers(count).tolist())
+
+
+@cache
+def _plain_sum(count: int) -> int:
+    return sum(_plain_multipliers(count))
+
+
+@cache
+def _multipliers(count: int) -> NDArray[np.uint64]:
+    """Return odd numbers without a pattern (SplitMix64)."""
+    found = []
+    for number in range(1, count + 1):
+        bits = number * _FACTOR & _MASK
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _MASK
+        found.append((bits ^ bits >> 31) | 1)
+    return np.array(found, np.uint64)
+
+
+# The token blocks of prompts that came as text, from the events of the engines that computed
+# them.
+#
+# Nothing here tokenises. But an engine tells the token ids of the blocks that it stores, and the
+# name that the request had for it (`session_id`, vLLM 0.32 and later). So the proxy names each
+# text that it sends by the hash of its last full block of text; see `named`. What comes back
+# under that name are the blocks of that text, whatever made them: a chat template, tools, images,
+# an adapter, a cache salt. The next turn of a conversation begins with the same text, and so, up
+# to there, with the same blocks of tokens.
+#
+# How many tokens a part of a text has is interpolated: the rest is exact.
+
+# Of tokens, that are remembered in all prompts, and what a block of text counts beside these: 12 MB.
+_MOST_BLOCKS = 1 << 20
+
+_TEXT_BLOCK = 16
+# Blocks of text on their way to engines that are remembered.
+_MOST_SENT = 1 << 17
+# The length of a text is told in so many parts of a block.
+_PARTS = 64
+
+_NAME = re.compile(r"br-([0-9a-f]{1,16})-([0-9a-f]{1,4})-([0-9a-f]{1,10})")
+
+
+def named(blocks: tuple[int, ...], length: float) -> str:
+    """Return the name of a prompt of at least one full block, of `length` blocks in all."""
+    return f"br-{blocks[-1]:x}-{len(blocks):x}-{round(length * _PARTS):x}"
+
+
+class _Prompt(Struct):
+    """What is known of a text.
+
+    Attributes:
+        texts: The hashes of its beginnings that are known by it.
+        tokens: The proxy's hashes of its blocks of tokens.
+        share: What part of it one block of text is.
+    """
+
+    texts: tuple[int, ...]
+    tokens: "array[int]"
+    share: float
+
+    @property
+    def weight(self) -> int:
+        return len(self.tokens) + _TEXT_BLOCK * len(self.texts)
+
+
+class TextPrompts:
+    """The latest texts whose blocks of tokens are known.
+
+    Args:
+        most: How many blocks are remembered.
+    """
+
+    def __init__(self, most: int = _MOST_BLOCKS) -> None:
+        self._most, self._weight = most, 0
+        # By the hash of the last full block of text, those used last behind.
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        # By the hash of any beginning: which text knows it, and how many blocks it has.
+        self._beginnings: dict[int, tuple[int, int]] = {}
+        self._sent: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._sent_blocks = 0
+
+    def sent(self, texts: tuple[int, ...]) -> None:
+        """Note the blocks of a text that goes to an engine, which will tell its tokens."""
+        self._sent_blocks += len(texts) - len(self._sent.pop(texts[-1], ()))
+        self._sent[texts[-1]] = texts
+        while self._sent_blocks > _MOST_SENT:
+            _, oldest = self._sent.popitem(last=False)
+            self._sent_blocks -= len(oldest)
+
+    def tokens(self, texts: tuple[int, ...]) -> "array[int]":
+        """Return the blocks of tokens that a text surely begins with, as far as they are known."""
+        for text in reversed(texts):
+            found = self._beginnings.get(text)
+            if found is not None:
+                end, blocks = found
+                prompt = self._prompts[end]
+                self._prompts.move_to_end(end)
+                return prompt.tokens[: int(len(prompt.tokens) * min(1.0, blocks * prompt.share))]
+        return array("Q")
+
+    def told(
+        self, name: str, before: int, tokens: Iterable[int], ancestors: Callable[[], "array[int]"]
+    ) -> None:
+        """Note that an engine has stored consecutive blocks of a prompt.
+
+        Args:
+            name: What the prompt is called there; ignored if it is not one of `named`.
+            before: The proxy's hash of the block before them; 0 if they begin the prompt.
+            tokens: The proxy's hashes of the blocks.
+            ancestors: Returns all blocks up to `before`; empty if they are not known.
+        """
+        match = _NAME.fullmatch(name)
+        stored = array("Q", tokens)
+        if match is None or not stored:
+            return
+        end, count, parts = (int(part, 16) for part in match.groups())
+        if not 0 < _PARTS * count <= parts:
+            return
+        old = self._prompts.get(end)
+        if old is not None and old.tokens[-1] == before:
+            old.tokens += stored  # The next part of it.
+            old.share = _PARTS / parts
+            self._weight += len(stored)
+            self._shrink()
+            return
+        texts = self._sent.get(end, (end,))
+        count = len(texts) if end in self._sent else count
+        known = old.tokens if old is not None else self.tokens(texts)
+        if stored[-1] in known and old is not None:
+            return  # From another engine, or of a part that was dropped.
+        if before:
+            found = before in known
+            known = known[: known.index(before) + 1] if found else ancestors()
+            if not known:
+                return
+            stored = known + stored
+        self._keep(end, count, _Prompt(texts, stored, _PARTS / parts))
+
+    def _keep(self, end: int, count: int, prompt: _Prompt) -> None:
+        self._drop(end)
+        first = count - len(prompt.texts) + 1
+        for number, text in enumerate(prompt.texts, first):
+            # An earlier turn of the same conversation.
+            earlier = self._prompts.get(text)
+            if earlier is not None and len(earlier.tokens) <= len(prompt.tokens):
+                self._drop(text)
+            self._beginnings[text] = end, number
+        self._prompts[end] = prompt
+        self._weight += prompt.weight
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self._weight > self._most and self._prompts:
+            self._drop(next(iter(self._prompts)))
+
+    def _drop(self, end: int) -> None:
+        prompt = self._prompts.pop(end, None)
+        if prompt is None:
+            return
+        self._weight -= prompt.weight
+        for text in prompt.texts:
+            if self._beginnings.get(text, (None, 0))[0] == end:
+                del self._beginnings[text]
+
 
 # The largest token id that is taken.
 _MOST_ID = 1 << 40

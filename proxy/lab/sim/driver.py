@@ -51,7 +51,6 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
-from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.prefill import (
@@ -62,7 +61,7 @@ from balanceroute.proxy.core.prefill import (
 )
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
 from balanceroute.proxy.lab.sim.engines import (
     DecodeFleet,
     EngineOptions,

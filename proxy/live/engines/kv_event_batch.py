@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
-from balanceroute.proxy.core.prefill.token_blocks import mixed_in
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, mixed_in
 
 _STORED = (
     "type",

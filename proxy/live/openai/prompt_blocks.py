@@ -16,8 +16,7 @@ import numpy as np
 from msgspec import structs
 
 from balanceroute.proxy.core.events import Ticket
-from balanceroute.proxy.core.prefill.text_prompts import named
-from balanceroute.proxy.core.prefill.token_blocks import token_hashes
+from balanceroute.proxy.core.prefill.engine_blocks import named, token_hashes
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import FRONT
 from balanceroute.proxy.live.openai.shape import PROMPT_MEMBER, TAKES_IDS, Api

@@ -19,8 +19,8 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
-from balanceroute.proxy.core.placement import placed
 from balanceroute.proxy.core.prediction import mean_output_tokens
+from balanceroute.proxy.core.scheduler import placed
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from balanceroute.proxy.core.admission.occupancy import Occupancy
+from balanceroute.proxy.core.admission.tenants import Occupancy
 
 S = 1_000_000_000
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.prefill.block_index import BlockIndex, block_keys
+from balanceroute.proxy.core.prefill.prefix_memory import BlockIndex, block_keys
 
 # Prompts as paths in a small tree, so that many share a beginning.
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

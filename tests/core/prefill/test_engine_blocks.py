@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.prefill.base import PrefillRequest
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
-from balanceroute.proxy.core.prefill.key_table import KeyTable
+from balanceroute.proxy.core.prefill.engine_blocks import (
+    EngineBlocks,
+    KeyTable,
+    Knowledge,
+    chain,
+    chain_one,
+    token_hashes,
+)
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
-from balanceroute.proxy.core.prefill.token_blocks import chain, chain_one, token_hashes
 
 P0, P1 = PrefillerId(0), PrefillerId(1)
 BLOCK = 4

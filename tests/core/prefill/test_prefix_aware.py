@@ -16,7 +16,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
-from balanceroute.proxy.core.prefill.prefix_aware import PrefixAware
+from balanceroute.proxy.core.prefill.choices import PrefixAware
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

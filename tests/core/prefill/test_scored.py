@@ -23,7 +23,7 @@ from balanceroute.proxy.core.prefill import (
     PrefillRequest,
     ScoreLimits,
 )
-from balanceroute.proxy.core.prefill.scored import Scored
+from balanceroute.proxy.core.prefill.choices import Scored
 from balanceroute.proxy.core.prefill.tblb_scores import (
     Scores,
     adaptive,

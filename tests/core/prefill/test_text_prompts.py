@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId, Ticket
 from balanceroute.proxy.core.prefill.base import PrefillRequest
-from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.prefill.engine_blocks import (
+    EngineBlocks,
+    Knowledge,
+    TextPrompts,
+    named,
+    token_hashes,
+)
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
-from balanceroute.proxy.core.prefill.text_prompts import TextPrompts, named
-from balanceroute.proxy.core.prefill.token_blocks import token_hashes
 
 P0, P1 = PrefillerId(0), PrefillerId(1)
 # Tokens of a block; letters of a token, and of a block of text.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from balanceroute.proxy.core.events import EngineLoad, PrefillerId
-from balanceroute.proxy.core.prefill.scored import Scored
+from balanceroute.proxy.core.prefill.choices import Scored
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

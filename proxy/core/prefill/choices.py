@@ -1,0 +1,402 @@
+"""`fewest-tokens`: the prefiller that holds the fewest KV tokens."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from balanceroute.proxy.core.events import (
+    Action,
+    EngineLoad,
+    Event,
+    PrefillDone,
+    PrefillerId,
+    PrefillerScraped,
+    PrefillLost,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestId,
+    StartPrefill,
+)
+from balanceroute.proxy.core.prefill.base import PrefillInputs, PrefillRequest, PrefillView, Turns
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
+from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory
+from balanceroute.proxy.core.prefill.tblb_scores import Scores
+from balanceroute.proxy.core.prefill.work import PrefillWork
+
+if TYPE_CHECKING:
+    import random
+
+
+class FewestTokens:
+    """The candidate that holds the fewest KV tokens; equal ones take turns."""
+
+    observer = None
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the candidate with the fewest tokens; of equal ones that chosen least recently."""
+        del request
+        return self._turns.least(candidates, view.held_tokens.__getitem__)
+
+
+# `least-conn`: the prefiller that works on the fewest requests.
+
+
+class LeastConn:
+    """The candidate with the fewest prefills and direct sequences; equal ones take turns."""
+
+    observer = None
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the candidate with the fewest; of equal ones that chosen least recently."""
+        del request
+        return self._turns.least(candidates, lambda one: under_way(view, one))
+
+
+def under_way(view: PrefillView, prefiller: PrefillerId) -> int:
+    """Return what a prefiller works on: prefills, and sequences of direct requests."""
+    return view.prefills[prefiller] + view.direct[prefiller]
+
+
+# `lmetric`: LMetric's product of new prefill tokens and batch size.
+#
+# The tokens that a prefiller would have to compute for the request, times the requests that it
+# then works on. The product has no unit and no parameter.
+#
+# Source: https://arxiv.org/abs/2603.15202.
+
+
+class LMetric:
+    """The candidate with the lowest product; equal ones take turns.
+
+    Args:
+        index_blocks: Blocks that are remembered of each prefiller.
+    """
+
+    observer = None
+
+    def __init__(self, index_blocks: int) -> None:
+        self._memory = PrefixMemory(index_blocks)
+        self._turns = Turns()
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the candidate with the lowest product."""
+        expected = self._memory.expect(request, candidates)
+        chosen = self._turns.least(
+            candidates,
+            lambda one: (request.tokens - expected[one].cached_tokens) * (under_way(view, one) + 1),
+        )
+        self._memory.add(request, chosen)
+        return chosen
+
+
+# `cache-aware`: vllm-router's rule: the longest cached prefix, unless loads differ a lot.
+#
+# If the busiest candidate works on over 64 requests more than the least busy one, and on over 1.5
+# times as many, the least busy one takes the request. Else the one that was given the longest
+# beginning of the prompt does, if that is over 0.3 of it; else the least busy one. Theirs matches
+# characters, in a tree that all workers share; here the unit is a block.
+#
+# Source: https://github.com/vllm-project/router, src/policies/cache_aware.rs at 16917f49522f.
+
+_CACHE_THRESHOLD = 0.3
+
+_BALANCE_ABS_THRESHOLD = 64
+
+_BALANCE_REL_THRESHOLD = 1.5
+
+
+class CacheAware:
+    """The candidate with the longest cached prefix or the fewest requests.
+
+    Args:
+        index_blocks: Blocks that are remembered of each prefiller.
+    """
+
+    observer = None
+
+    def __init__(self, index_blocks: int) -> None:
+        self._memory = PrefixMemory(index_blocks)
+        self._turns = Turns()
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the candidate by the rule above; equal ones take turns."""
+        busy = {prefiller: under_way(view, prefiller) for prefiller in candidates}
+        most, least = max(busy.values()), min(busy.values())
+        expected = self._memory.expect(request, candidates)
+        longest = max(found.cached_tokens for found in expected.values())
+        imbalanced = most - least > _BALANCE_ABS_THRESHOLD and most > _BALANCE_REL_THRESHOLD * least
+        if imbalanced or longest <= _CACHE_THRESHOLD * request.tokens:
+            chosen = self._turns.least(candidates, busy.__getitem__)
+        else:
+            chosen = self._turns.least(candidates, lambda one: -expected[one].cached_tokens)
+        self._memory.add(request, chosen)
+        return chosen
+
+
+# `power-of-two`: the less busy of two prefillers drawn at random.
+
+
+class PowerOfTwo:
+    """Of two candidates drawn uniformly, the one that works on fewer requests."""
+
+    observer = None
+
+    def __init__(self, rng: "random.Random") -> None:
+        self._rng = rng
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the less busy of two; on a tie the one drawn first."""
+        del request
+        drawn = self._rng.sample(candidates, min(2, len(candidates)))
+        return min(drawn, key=lambda prefiller: under_way(view, prefiller))
+
+
+# `prefix-aware`: where a request's prefill delays all requests least, cached prefixes counted.
+#
+# A prefiller that is behind by w and needs s for the request's tokens that are not in its cache
+# has it done in R = w + s. Those that come to it until its queue is empty have to wait s longer.
+# At a utilisation of u, its own lately, and a mean service time of m they are R / m x u / (1 - u)
+# in number, so the sum of the delays is
+#
+#     R x (1 + s / m x u / (1 - u)).
+#
+# All times are measured. A cached prefix is worth the work that it saves and no more: a prefiller
+# that is behind by more than that loses the conversation to another.
+
+# Bounds of u. Where half of the requests share a prefix of 20k tokens, TTFT p99 is 5.3 s if u is 0.8 for
+# all: their one prefiller is behind for long before another one computes the prefix. It is 2.3 s so. On
+# the Mooncake trace it is the same within 2 %, but without the lower bound fewer prefixes are found.
+_LEAST_BUSY, _MOST_BUSY = 0.6, 0.9
+
+_ENDS = (PrefillDone, PrefillLost, RequestFinished, RequestFailed, RequestCancelled)
+
+
+class PrefixAware:
+    """The candidate with the lowest sum of delays; equal ones take turns.
+
+    Args:
+        index_blocks: Blocks that are remembered of each prefiller.
+        engine_blocks: What prefillers tell of their caches; None if nobody listens.
+    """
+
+    def __init__(self, index_blocks: int, engine_blocks: EngineBlocks | None = None) -> None:
+        self.observer = self._observe
+        self._memory = PrefixMemory(index_blocks, engine_blocks)
+        self._work = PrefillWork()
+        self._turns = Turns()
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the candidate where the request delays all requests least."""
+        del view
+        work, now_ns = self._work, request.now_ns
+        expected = self._memory.expect(request, candidates)
+
+        def cost(prefiller: PrefillerId) -> float:
+            uncached = request.tokens - expected[prefiller].cached_tokens
+            service_ns = work.service_ns(prefiller, uncached)
+            busy = min(max(work.utilisation(prefiller, now_ns), _LEAST_BUSY), _MOST_BUSY)
+            delayed = busy / (1.0 - busy) * service_ns / work.mean_ns if work.mean_ns else 0.0
+            return (work.wait_ns(prefiller, now_ns) + service_ns) * (1.0 + delayed)
+
+        chosen = self._turns.least(candidates, cost)
+        found = expected[chosen]
+        self._memory.add(request, chosen)
+        self._memory.watch(request, chosen, found)
+        work.begin(request.request, chosen, request.tokens - found.cached_tokens, now_ns)
+        return chosen
+
+    def _observe(self, event: Event, _actions: Sequence[Action], now_ns: int) -> None:
+        if isinstance(event, _ENDS):
+            done = event if isinstance(event, PrefillDone) else None
+            computed = None if done is None else done.prompt_tokens - (done.cached_tokens or 0)
+            self._memory.ended(event.request, done)
+            self._work.end(event.request, computed, now_ns)
+
+
+# `random`: a prefiller drawn at random.
+
+
+class RandomOne:
+    """A candidate drawn uniformly."""
+
+    observer = None
+
+    def __init__(self, rng: "random.Random") -> None:
+        self._rng = rng
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return any candidate."""
+        del request, view
+        return self._rng.choice(candidates)
+
+
+# `round-robin`: the prefillers in turn.
+
+
+class RoundRobin:
+    """The first candidate after the last one chosen, in the order of their numbers."""
+
+    observer = None
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the candidate whose turn it is."""
+        del request, view
+        later = [prefiller for prefiller in candidates if prefiller > self._last]
+        self._last = (later or candidates)[0]
+        return PrefillerId(self._last)
+
+
+# `sticky`: a conversation stays on one prefiller, by rendezvous hashing, whatever its load.
+#
+# What other routers do with a session's id. Without one the second block of the prompt stands for
+# the conversation: the first one is often a system prompt that all share. Of several candidates
+# the one with the highest hash of conversation and prefiller takes it, so that a prefiller more
+# or less moves only its own conversations.
+#
+# Source: https://github.com/vllm-project/router, src/policies/rendezvous_hash.rs at 292889ebe341.
+
+_MASK = (1 << 64) - 1
+
+
+class Sticky:
+    """The candidate with the highest hash; without session and blocks, of the request's id."""
+
+    observer = None
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return the conversation's prefiller."""
+        del view
+        ticket = request.ticket
+        blocks = ticket.blocks or (request.request,)
+        conversation = ticket.session or blocks[min(1, len(blocks) - 1)]
+        return max(candidates, key=lambda prefiller: _mix(conversation, prefiller))
+
+
+def _mix(conversation: int, prefiller: int) -> int:
+    """Return 64 bits that depend on both evenly (the finaliser of SplitMix64)."""
+    bits = (conversation + (prefiller + 1) * 0x9E3779B97F4A7C15) & _MASK
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _MASK
+    return bits ^ bits >> 31
+
+
+# `s1-enhanced`, `s2-enhanced`, `s2-dynamic-waiting`: prefillers drawn by a score of their
+# metrics.
+#
+# As TBLB does: a member is drawn with the probability of its score's share; one that scores 0 is
+# not; without any, the one with the fewest requests is taken. One of which nothing was scraped
+# yet scores 0.001. Different from TBLB, and off by default: limits that exclude a member before
+# it is scored, and a limit to its share of the requests between two scrapes. Always different:
+# what was sent to a member since its scrape counts as waiting there, and what ended since no
+# longer.
+#
+# Source: https://github.com/f5devcentral/llm-inference-lb, core/scheduler.py at f254c3e.
+
+_UNKNOWN_SCORE = 0.001
+
+
+class Scored:
+    """A candidate drawn by its score.
+
+    Args:
+        scores: The score of each member.
+        inputs: Their generator and limits.
+    """
+
+    def __init__(self, scores: Scores, inputs: PrefillInputs) -> None:
+        self.observer = self._observe
+        self._scores = scores
+        self._rng = inputs.rng
+        self._limits = inputs.limits
+        self._turns = Turns()
+        self._scraped: dict[PrefillerId, EngineLoad] = {}
+        # Since the last scrape of each: requests begun less those ended, and requests given.
+        self._since: defaultdict[PrefillerId, int] = defaultdict(int)
+        self._given: defaultdict[PrefillerId, int] = defaultdict(int)
+        self._places: dict[RequestId, PrefillerId] = {}
+
+    def choose(
+        self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
+    ) -> PrefillerId:
+        """Return a candidate drawn by the scores, or that with the fewest requests."""
+        del request
+        scores = self._scored([one for one in candidates if self._within_limits(one)])
+        if len(scores) == 1:
+            (chosen,) = scores
+        elif scores:
+            (chosen,) = self._rng.choices(list(scores), list(scores.values()))
+        else:
+            chosen = self._turns.least(candidates, lambda one: under_way(view, one))
+        self._given[chosen] += 1
+        return chosen
+
+    def _scored(self, members: Sequence[PrefillerId]) -> dict[PrefillerId, float]:
+        """Return the members with positive scores."""
+        known = [one for one in members if one in self._scraped]
+        scores = dict.fromkeys(members, _UNKNOWN_SCORE)
+        if known:
+            scores |= zip(known, self._scores([self._load(one) for one in known]), strict=True)
+        return {one: score for one, score in scores.items() if score > 0.0}
+
+    def _load(self, prefiller: PrefillerId) -> EngineLoad:
+        load = self._scraped[prefiller]
+        waiting = load.waiting + self._since[prefiller]
+        running = max(0.0, load.running + min(0.0, waiting))
+        return structs.replace(load, waiting=max(0.0, waiting), running=running)
+
+    def _within_limits(self, prefiller: PrefillerId) -> bool:
+        limits = self._limits
+        if limits.share is not None:
+            most = ceil(limits.share * (sum(self._given.values()) + 1))
+            if self._given[prefiller] >= max(1, most):
+                return False
+        if prefiller not in self._scraped:
+            return True
+        load = self._load(prefiller)
+        return (limits.waiting is None or load.waiting <= limits.waiting) and (
+            limits.running is None or load.running <= limits.running
+        )
+
+    def _observe(self, event: Event, actions: Sequence[Action], _now_ns: int) -> None:
+        if isinstance(event, PrefillerScraped):
+            self._scraped[event.prefiller] = event.load
+            self._since[event.prefiller] = self._given[event.prefiller] = 0
+        elif isinstance(event, _ENDS):
+            place = self._places.pop(event.request, None)
+            if place is not None:
+                self._since[place] -= 1
+        for action in actions:
+            if isinstance(action, StartPrefill):
+                self._places[action.request] = action.prefiller
+                self._since[action.prefiller] += 1
