@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from balanceroute.engine_patch.records import FIELDS, FORMAT, MAX_HEADER_BYTES, RECORD, VERSION
+from balanceroute.engine_patch.writer import FIELDS, FORMAT, MAX_HEADER_BYTES, RECORD, VERSION
 
 STEP_DTYPE = np.dtype([(name, {"Q": "<u8", "I": "<u4"}[code]) for name, code in FIELDS])
 

@@ -1,12 +1,16 @@
 """Predictors of remaining output length: see `balanceroute.predictors.base` for the contract."""
 
-from balanceroute.predictors.base import PastRequest, Predictor, RequestFeatures
-from balanceroute.predictors.capped import Capped
+from balanceroute.predictors.base import (
+    Capped,
+    NoPrediction,
+    Oracle,
+    PastRequest,
+    Predictor,
+    RequestFeatures,
+)
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import PredictorFileError, load, save
 from balanceroute.predictors.hinted import Hinted
-from balanceroute.predictors.none import NoPrediction
-from balanceroute.predictors.oracle import Oracle
 from balanceroute.predictors.state import Savable, State, StateError
 from balanceroute.predictors.survival import Survival
 

@@ -5,18 +5,244 @@ one request depend on each other, and so do requests of one hour, so the error i
 requests that follow each other in time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.predictors import scores
-from balanceroute.predictors.base import Predictor
-from balanceroute.predictors.capped import Capped
+from balanceroute.predictors.base import Capped, PastRequest, Predictor
 from balanceroute.predictors.hinted import Hinted
-from balanceroute.predictors.questions import Answers, Replay, Rows
+from balanceroute.proxy.core.errors import ConfigError, PredictorError
+from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.core.prediction import check_survival, composite_steps, two_stage_estimate
+
+# The past as questions: what a predictor would have been asked, and when.
+#
+# A predictor is told when a request begins, asked about it each time it has emitted `age_step`
+# more tokens, and told when it ends, as a proxy would do. Each question is one row: did the
+# request end within the horizon, and after how many steps? The rows do not depend on the
+# predictor, so two of them can be compared row by row.
+#
+# Time is cut into slices, and the questions of a slice are asked in one batch, as a proxy asks
+# those of one decode step. In a slice first come the requests that begin, then the questions,
+# then the ends: no end is told before a question of an earlier time.
+
+# Above the numbers of any requests that a predictor may have met before.
+_FIRST_REQUEST = 1 << 48
+# What a slice holds, in this order.
+_BEGIN, _ASK, _END = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Requests before and after a moment.
+
+    Attributes:
+        at_s: The moment.
+        before: Those that had ended by then: all that can have been learned from.
+        after: The others, by arrival; some already ran.
+    """
+
+    at_s: float
+    before: list[PastRequest]
+    after: list[PastRequest]
+
+
+def cut_in_time(past: Sequence[PastRequest], share: float) -> Cut:
+    """Cut requests at the moment by which a share of them has arrived.
+
+    Raises:
+        ConfigError: Nothing is left on one side.
+    """
+    ordered = sorted(past, key=attrgetter("arrival_s"))
+    place = round(share * len(ordered))
+    if not 0 < place < len(ordered):
+        raise ConfigError(f"{len(ordered)} requests cannot be cut at {share:.4g} of them")
+    at_s = ordered[place].arrival_s
+    before = [request for request in ordered if request.finished_s <= at_s]
+    if not before:
+        raise ConfigError(f"none of {len(ordered)} requests had ended when {place} had arrived")
+    return Cut(at_s, before, [request for request in ordered if request.finished_s > at_s])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The questions, in the order in which they are asked, and their truth.
+
+    Attributes:
+        horizon_steps: H.
+        request: int64[n], which of the requests it is about, by arrival.
+        age: int64[n], tokens that it has emitted.
+        remaining: int64[n], tokens that it will still emit, at least 1.
+        finishes: bool[n], whether that is within H.
+    """
+
+    horizon_steps: int
+    request: NDArray[np.int64]
+    age: NDArray[np.int64]
+    remaining: NDArray[np.int64]
+    finishes: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a predictor says to each row; see `two_stage_estimate` and `composite_steps`.
+
+    Attributes:
+        p_finish: float64[n], the chance that the request ends within the horizon.
+        mean_remaining: float64[n], the mean of what remains if it does, in steps.
+        composite: int64[n], the gated composite estimate; H means that it stays.
+    """
+
+    p_finish: NDArray[np.float64]
+    mean_remaining: NDArray[np.float64]
+    composite: NDArray[np.int64]
+
+
+class Replay:
+    """Requests of the past, made into questions once for all the predictors that are to answer.
+
+    Args:
+        past: The requests, in any order.
+        horizon_steps: H, at least 1.
+        age_step: Tokens between two questions about a request, at least 1; the first is at age 0.
+        slice_s: Length of a slice of time, in seconds; above 0.
+        from_s: Questions before this time are not asked.
+
+    Raises:
+        ConfigError: There is nothing to ask.
+    """
+
+    def __init__(
+        self,
+        past: Sequence[PastRequest],
+        *,
+        horizon_steps: int = 40,
+        age_step: int = 20,
+        slice_s: float = 0.05,
+        from_s: float = -inf,
+    ) -> None:
+        assert horizon_steps >= 1
+        assert age_step >= 1
+        assert slice_s > 0
+        self.past = sorted(past, key=attrgetter("arrival_s"))
+        count = len(self.past)
+        arrival: NDArray[np.float64] = np.fromiter(
+            (request.arrival_s for request in self.past), np.float64, count
+        )
+        finished = np.fromiter((request.finished_s for request in self.past), np.float64, count)
+        outputs = np.fromiter((request.output_tokens for request in self.past), np.int64, count)
+        assert (finished >= arrival).all(), "a request ended before it came"
+        assert (outputs >= 1).all(), "a request without output"
+        questions = -(-outputs // age_step)
+        request = np.repeat(np.arange(count), questions)
+        age = age_step * (
+            np.arange(len(request)) - np.repeat(questions.cumsum() - questions, questions)
+        )
+        time = arrival[request] + age * ((finished - arrival) / outputs)[request]
+        # Rounding must not put a question behind the end of its request.
+        time = np.minimum(time, finished[request])
+        asked = time >= from_s
+        if not asked.any():
+            raise ConfigError("there are no requests to judge a predictor on")
+        request, age, time = request[asked], age[asked], time[asked]
+        first = np.floor(time.min() / slice_s)
+
+        def slice_of(times: NDArray[np.float64]) -> NDArray[np.int64]:
+            slices: NDArray[np.int64] = (np.floor(times / slice_s) - first).astype(np.int64)
+            return slices
+
+        order = np.lexsort((request, time))
+        request, age = request[order], age[order]
+        remaining = outputs[request] - age
+        self.rows = Rows(horizon_steps, request, age, remaining, remaining <= horizon_steps)
+        numbers = np.arange(count)
+        self._order = _Order(
+            slices=np.concatenate([slice_of(arrival), slice_of(time[order]), slice_of(finished)]),
+            kinds=np.repeat([_BEGIN, _ASK, _END], [count, len(request), count]),
+            times=np.concatenate([arrival, time[order], finished]),
+            places=np.concatenate([numbers, np.arange(len(request)), numbers]),
+        )
+
+    def ask(
+        self,
+        predictor: Predictor,
+        *,
+        learn: bool = True,
+        progress: Callable[[float], None] = lambda _share: None,
+    ) -> Answers:
+        """Replay the requests to a predictor, as trained as it is, and return its answers.
+
+        Args:
+            predictor: Changed by it.
+            learn: Whether it is told how long requests were that have ended.
+            progress: Called with the share of the rows that is done, now and then.
+        """
+        rows = self.rows
+        total, done = len(rows.request), 0
+        answers = Answers(np.empty(total), np.empty(total), np.empty(total, np.int64))
+        for kind, places in self._order.groups():
+            if kind == _ASK:
+                done += len(places)
+                self._ask_batch(predictor, slice(done - len(places), done), answers)
+                progress(done / total)
+                continue
+            for place in places.tolist():
+                request, known = RequestId(_FIRST_REQUEST + place), self.past[place]
+                if kind == _BEGIN:
+                    predictor.begin(request, known.features)
+                elif learn:
+                    predictor.observe(request, known.output_tokens)
+                else:
+                    predictor.forget(request)
+        return answers
+
+    def _ask_batch(self, predictor: Predictor, batch: slice, answers: Answers) -> None:
+        """Ask some rows that follow each other, and fill in what is answered."""
+        rows, steps = self.rows, self.rows.horizon_steps
+        requests = [RequestId(_FIRST_REQUEST + one) for one in rows.request[batch].tolist()]
+        survival = predictor.survival(requests, rows.age[batch].copy(), steps)
+        check_survival(survival, len(requests), steps)
+        if (survival[:, 0] != 1.0).any() or (np.diff(survival, axis=1) > 0.0).any():
+            raise PredictorError("survival does not begin at 1, or it rises")
+        answers.p_finish[batch], answers.mean_remaining[batch] = two_stage_estimate(survival, steps)
+        answers.composite[batch] = composite_steps(survival, steps)
+
+    def blocks(self, count: int = 20) -> NDArray[np.int64]:
+        """Return int64[n], each row's block: requests that follow each other, about equally many.
+
+        Fewer than `count` if there are not two requests for each.
+        """
+        first, last = int(self.rows.request.min()), int(self.rows.request.max())
+        requests = last - first + 1
+        count = max(1, min(count, requests // 2))
+        block: NDArray[np.int64] = (self.rows.request - first) * count // requests
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What happens in which slice: int64[events], float64[events] for the times."""
+
+    slices: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    times: NDArray[np.float64]
+    places: NDArray[np.int64]
+
+    def groups(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield what is of one kind in one slice, in the order of its times."""
+        order = np.lexsort((self.places, self.times, self.kinds, self.slices))
+        kinds, slices = self.kinds[order], self.slices[order]
+        starts = np.flatnonzero(np.diff(3 * slices + kinds, prepend=-1))
+        for places, kind in zip(
+            np.split(self.places[order], starts[1:]), kinds[starts].tolist(), strict=True
+        ):
+            yield kind, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +341,7 @@ def _better_mae(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_
 _GAINS: dict[str, _Better] = {"auc": _better_auc, "brier": _better_brier, "mae": _better_mae}
 
 GAINS = tuple(_GAINS)
+
 """The scores whose differences between predictors are given with an error."""
 
 

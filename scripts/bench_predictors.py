@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from balanceroute.predictors import PastRequest, Savable, load, save
-from balanceroute.predictors.registry import KINDS, train
-from balanceroute.predictors.traced import past_requests
+from balanceroute.predictors.files import KINDS, train
+from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import read_trace

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "proxy.lab.service_levels": set[str](),
     "proxy.lab": set[str](),
     "proxy.page_client": {"proxy.core.errors", "proxy.live.security", "__version__"},
-    "proxy.model_choice": {"proxy.core.errors", "proxy.lab.pictures"},
+    "proxy.model_choice": {"proxy.core.errors"},
+    "proxy.lab.model_choice": {"proxy.core.errors", "proxy.lab.pictures", "proxy.model_choice"},
     "proxy.wire": {"proxy.core.errors"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
     "proxy.wire.http3": {"proxy.core.errors", "proxy.wire"},
@@ -111,7 +112,7 @@ MAY_IMPORT = {
     },
     "proxy.lab.validate": {
         *("proxy.core.errors", "proxy.lab.pictures"),
-        *("engine_patch.reader", "engine_patch.records"),
+        *("engine_patch.reader", "engine_patch.writer"),
     },
     "proxy.testing.virtual": set[str](),
     "proxy.testing.certificate": set[str](),

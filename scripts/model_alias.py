@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.model_choice.environment import paper_scenario
 from balanceroute.proxy.lab.pictures import INK, SOFT, empty_figure, write_pictures
-from balanceroute.proxy.model_choice.scenario import paper_scenario
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError, first_value

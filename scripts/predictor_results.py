@@ -43,8 +43,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from balanceroute.predictors import Predictor, RequestFeatures
-from balanceroute.predictors.limit_habits import LimitHabits
-from balanceroute.predictors.registry import KINDS
+from balanceroute.predictors.files import KINDS
+from balanceroute.predictors.hinted import LimitHabits
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form

@@ -16,10 +16,9 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from balanceroute.predictors import registry
-from balanceroute.predictors.evaluation import GAINS, Judgement, judge
-from balanceroute.predictors.questions import Cut, Replay, cut_in_time
-from balanceroute.predictors.traced import past_requests
+from balanceroute.predictors import files
+from balanceroute.predictors.evaluation import GAINS, Cut, Judgement, Replay, cut_in_time, judge
+from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import read_trace
 
@@ -56,7 +55,7 @@ def rows_of(
     for kind in kinds:
         print(f"{trace.name}: {kind}", file=sys.stderr, flush=True)
         begin_s = time.perf_counter()
-        predictors[kind] = registry.train(kind, cut.before, horizon_steps=horizon_steps)
+        predictors[kind] = files.train(kind, cut.before, horizon_steps=horizon_steps)
         trained_s[kind] = time.perf_counter() - begin_s
     judgements = judge(replay, predictors, baseline=BASELINE, learn=not frozen)
     return [
@@ -108,7 +107,7 @@ def main() -> int:
     """Judge the chosen predictors on the chosen traces, all by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, action="append", metavar="FILE")
-    parser.add_argument("--kinds", nargs="+", choices=registry.KINDS, default=registry.KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=files.KINDS, default=files.KINDS)
     parser.add_argument(
         "--requests", type=positive, metavar="N", help="only the first N of each trace"
     )

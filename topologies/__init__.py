@@ -3,17 +3,24 @@
 This folder is a leaf: it imports nothing else of the project.
 """
 
-from balanceroute.topologies.checks import PortUse, check_engines, check_local_prefill
+from balanceroute.topologies.checks import (
+    EngineOptions,
+    PortUse,
+    check_engines,
+    check_local_prefill,
+    check_options,
+    known_options,
+)
 from balanceroute.topologies.commands import Command, engine_commands, proxy_command
 from balanceroute.topologies.connector_facts import CONNECTORS, ConnectorFacts, KvFlow
-from balanceroute.topologies.engine_options import EngineOptions, check_options, known_options
 from balanceroute.topologies.engines import MAX_RANKS, Engines, RoleEngines
-from balanceroute.topologies.entries import DecodeEntry, PrefillEntry
-from balanceroute.topologies.findings import Finding
-from balanceroute.topologies.groups import GroupEntry, added_group
-from balanceroute.topologies.tables import TopologyError, did_you_mean
+from balanceroute.topologies.tables import Finding, TopologyError, did_you_mean
 from balanceroute.topologies.topology import (
+    DecodeEntry,
+    GroupEntry,
+    PrefillEntry,
     Topology,
+    added_group,
     read_engine_list,
     read_topology,
     shipped_topologies,

@@ -3,13 +3,15 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 MAX_PORT = 65_535
 # The most known keys or values that a message lists.
 _LISTED = 16
+
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
@@ -184,3 +186,26 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
     """Return whether a value is an integer in a range. In Python a bool is an int; here it is not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+# One finding of `balanceroute topology check`.
+
+Level = Literal["error", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding about a topology.
+
+    Attributes:
+        level: "error" if it cannot work, "note" if it may be intended.
+        key: The key in question, as in `engines.prefill.port`; "" if the reason has it.
+        reason: The problem.
+    """
+
+    level: Level
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.level, self.key, self.reason) if part)

@@ -37,20 +37,204 @@ from pathlib import Path
 from types import MappingProxyType
 
 from balanceroute.topologies.connector_facts import CONNECTORS
-from balanceroute.topologies.engines import Engines, read_engines
-from balanceroute.topologies.entries import (
-    DecodeEntry,
-    PrefillEntry,
-    decode_entries,
-    prefill_entries,
-)
-from balanceroute.topologies.groups import GroupEntry, has_groups, read_groups
+from balanceroute.topologies.engines import MAX_RANKS, Engines, read_engines
 from balanceroute.topologies.placement import bracketed, place
-from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean
+from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
+
+# The engines that a topology names by their addresses: `[[prefill]]` and `[[decode]]`.
+
+_PREFILL_KEYS = ("bootstrap", "kv_events", "kv_replay")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEntry:
+    """One prefiller: its URL, and what else the file names.
+
+    Attributes:
+        bootstrap: The URL of its Mooncake bootstrap server.
+        kv_events: Where it publishes its KV cache events.
+        kv_replay: Where it sends them again.
+    """
+
+    url: str
+    bootstrap: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEntry:
+    """One decode server.
+
+    Attributes:
+        rank_ids: The data-parallel ranks that it hosts; None if it is one rank with its own URL.
+        discover: Whether the proxy asks the server for its ranks.
+    """
+
+    url: str
+    rank_ids: tuple[int, ...] | None = None
+    discover: bool = False
+
+
+def prefill_entries(table: Table) -> tuple[PrefillEntry, ...]:
+    """Return the prefillers of a table. Raises TopologyError."""
+    return tuple(
+        PrefillEntry(entry.required_text("url"), *map(entry.text, _PREFILL_KEYS))
+        for entry in table.tables("prefill", ("url", *_PREFILL_KEYS))
+    )
+
+
+def decode_entries(table: Table) -> tuple[DecodeEntry, ...]:
+    """Return the decode servers of a table. Raises TopologyError."""
+    entries, ranks = [], 0
+    for entry in table.tables("decode", ("url", "ranks", "rank_ids")):
+        entries.append(_decode_entry(entry))
+        ranks += len(entries[-1].rank_ids or (0,))
+        if ranks > MAX_RANKS:
+            raise entry.error("ranks", f"all decode servers may have {MAX_RANKS}, and have more")
+    return tuple(entries)
+
+
+def _decode_entry(entry: Table) -> DecodeEntry:
+    url = entry.required_text("url")
+    ranks = entry.get("ranks")
+    ids = entry.get("rank_ids")
+    if ids is not None:
+        if ranks is not None:
+            raise entry.error("rank_ids", "excludes ranks")
+        if (
+            not isinstance(ids, list)
+            or not ids
+            or not all(is_integer(i, 0, MAX_RANKS - 1) for i in ids)
+        ):
+            reason = f"must be a list of integers from 0 to {MAX_RANKS - 1}, is {ids!r}"
+            raise entry.error("rank_ids", reason)
+        if len(set(ids)) != len(ids):
+            raise entry.error("rank_ids", f"names a rank twice: {ids!r}")
+        return DecodeEntry(url, tuple(ids))
+    match ranks:
+        case None:
+            return DecodeEntry(url)
+        case "discover":
+            return DecodeEntry(url, discover=True)
+        case int() if is_integer(ranks, 1, MAX_RANKS):
+            return DecodeEntry(url, tuple(range(ranks)))
+        case _:
+            reason = f"must be an integer from 1 to {MAX_RANKS} or 'discover', is {ranks!r}"
+            raise entry.error("ranks", reason)
+
+
+# Several deployments behind one address: the `[[model]]` tables of a topology file.
+#
+# ```toml
+# [[model]]
+# name = "large"                      # the group's, and that of its model unless `model` says others
+# model = ["large", "large-sql"]      # served names, adapters too; optional
+# connector = "nixl"                  # optional
+# [[model.prefill]]
+# url = "http://10.0.0.1:8100"
+# [[model.decode]]
+# url = "http://10.0.0.2:8200"
+# [model.proxy]                       # settings of this group; [proxy] has those of all
+# batch = 64
+# ```
+
+_KEYS = ("name", "model", "connector", "prefill", "decode", "proxy")
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+
+MAX_GROUPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    """One `[[model]]` table.
+
+    Attributes:
+        place: What to call it in messages, as in `model[1]`.
+        name: The group's.
+        models: Its served names; empty for its name and those that its engines serve.
+        connector: One of `CONNECTORS`; None if the table has none.
+        proxy: Its settings.
+    """
+
+    place: str
+    name: str
+    models: tuple[str, ...]
+    connector: str | None
+    prefill: tuple[PrefillEntry, ...]
+    decode: tuple[DecodeEntry, ...]
+    proxy: Mapping[str, object]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that are known to be its own before an engine was asked."""
+        return self.models or (self.name,)
+
+
+def has_groups(table: Table) -> bool:
+    """Return whether `model` of a file is tables, and not the name of a model."""
+    value = table.get("model")
+    return isinstance(value, list) and any(isinstance(one, dict) for one in value)
+
+
+def read_groups(table: Table) -> tuple[GroupEntry, ...]:
+    """Return the groups of a file.
+
+    Raises:
+        TopologyError: One of them is wrong, or two have one name.
+    """
+    tables = table.tables("model", _KEYS)
+    if len(tables) > MAX_GROUPS:
+        raise table.error("model", f"has {len(tables)} tables, may have {MAX_GROUPS}")
+    groups = tuple(_read(f"model[{place}]", one) for place, one in enumerate(tables))
+    group_of: dict[str, str] = {}
+    for one, found in zip(tables, groups, strict=True):
+        if any(found.name == other.name for other in groups if other is not found):
+            raise one.error("name", f"is {found.name!r}, as that of another group")
+        for name in found.names:
+            if name in group_of:
+                key = "model" if found.models else "name"
+                raise one.error(key, f"has {name!r}, which is served by {group_of[name]}")
+            group_of[name] = found.place
+    return groups
+
+
+def added_group(path: Path, content: object) -> GroupEntry:
+    """Return a group that a file has not, from what its table would have; perhaps without engines.
+
+    Raises:
+        TopologyError: It is wrong.
+    """
+    return _read("group", Table(path, "group", content, _KEYS), may_be_empty=True)
+
+
+def _read(place: str, table: Table, *, may_be_empty: bool = False) -> GroupEntry:
+    name = table.required_text("name")
+    if not _MODEL_NAME.fullmatch(name):
+        reason = f"may have letters, digits and . _ : / @ -, is {name!r}"
+        raise table.error("name", reason)
+    prefill, decode = prefill_entries(table), decode_entries(table)
+    proxy = table.mapping("proxy") or MappingProxyType({})
+    if "discover" not in proxy and not may_be_empty:
+        for key, entries in (("prefill", prefill), ("decode", decode)):
+            if not entries:
+                raise table.error(key, f"is missing: write [[model.{key}]]")
+    return GroupEntry(
+        place=place,
+        name=name,
+        models=table.texts("model"),
+        connector=table.word("connector", tuple(CONNECTORS)),
+        prefill=prefill,
+        decode=decode,
+        proxy=proxy,
+    )
+
 
 MAX_FILE_BYTES = 1 << 20
 # A comment, a document mark, or a key with a colon on the first line that has anything.
 _YAML = re.compile(rb"(?:\s|#[^\n]*\n)*(?:---|[\w.\"'-]+:(?:\s|$))")
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

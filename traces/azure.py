@@ -10,9 +10,16 @@ from collections.abc import Iterator
 from datetime import date
 from functools import lru_cache
 
-from balanceroute.traces.csv_table import columns_of, read_columns
-from balanceroute.traces.fields import NS_PER_S, MalformedLineError, shown, tokens_from_text
-from balanceroute.traces.record import MAX_ARRIVAL_NS, TraceRequest
+from balanceroute.traces.lines import (
+    MAX_ARRIVAL_NS,
+    NS_PER_S,
+    MalformedLineError,
+    TraceRequest,
+    columns_of,
+    read_columns,
+    shown,
+    tokens_from_text,
+)
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

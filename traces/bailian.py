@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import NoneType
 
-from balanceroute.traces.fields import NS_PER_S
-from balanceroute.traces.json_lines import decode_object, keys_of
+from balanceroute.traces.lines import NS_PER_S, TraceRequest, decode_object, keys_of
 from balanceroute.traces.mooncake import BAILIAN_KEYS, KEYS, in_blocks, requests_of
-from balanceroute.traces.record import TraceRequest
 
 _BLOCK_TOKENS = 16
 

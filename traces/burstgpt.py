@@ -7,9 +7,14 @@ that failed.
 
 from collections.abc import Iterator
 
-from balanceroute.traces.csv_table import columns_of, read_columns
-from balanceroute.traces.fields import NS_PER_S, nanoseconds_from_text, tokens_from_text
-from balanceroute.traces.record import TraceRequest
+from balanceroute.traces.lines import (
+    NS_PER_S,
+    TraceRequest,
+    columns_of,
+    nanoseconds_from_text,
+    read_columns,
+    tokens_from_text,
+)
 
 # The other columns have nothing that a scheduler may use, so a file may lack them.
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")

@@ -10,20 +10,21 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from balanceroute.traces.azure import timestamp_ns
-from balanceroute.traces.csv_table import read_columns
-from balanceroute.traces.fields import (
+from balanceroute.traces.lines import (
     NS_PER_S,
     MalformedLineError,
+    TraceRequest,
+    decode_object,
     level_from_json,
     level_from_text,
     name_from_json,
     nanoseconds_from_json,
     nanoseconds_from_text,
+    read_columns,
+    required,
     tokens_from_json,
     tokens_from_text,
 )
-from balanceroute.traces.json_lines import decode_object, required
-from balanceroute.traces.record import TraceRequest
 
 FIELDS = ("arrival", "prompt", "output")
 # Of a request that failed when it was recorded.

@@ -10,16 +10,18 @@ blocks of 512. Times that are more likely seconds are refused.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from balanceroute.traces.fields import (
+from balanceroute.traces.lines import (
     NS_PER_MS,
     NS_PER_S,
     MalformedLineError,
+    TraceRequest,
+    decode_object,
     hash_ids_from_json,
+    keys_of,
     nanoseconds_from_json,
+    required,
     tokens_from_json,
 )
-from balanceroute.traces.json_lines import decode_object, keys_of, required
-from balanceroute.traces.record import TraceRequest
 
 KEYS = ("timestamp", "input_length", "output_length")
 BAILIAN_KEYS = frozenset({"chat_id", "parent_chat_id"})

@@ -14,16 +14,18 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 
-from balanceroute.traces.fields import (
+from balanceroute.traces.lines import (
     NS_PER_S,
+    TraceRequest,
+    decode_object,
     hash_ids_from_json,
+    keys_of,
     level_from_json,
     name_from_json,
     nanoseconds_from_json,
+    required,
     tokens_from_json,
 )
-from balanceroute.traces.json_lines import decode_object, keys_of, required
-from balanceroute.traces.record import TraceRequest
 
 KEYS = ("arrival_s", "prompt_tokens", "output_tokens")
 _OF_THE_PROCESS = frozenset({"time", "level", "logger", "message"})

@@ -18,12 +18,17 @@ from typing import Protocol
 
 from balanceroute.traces import azure, bailian, burstgpt, mooncake, native
 from balanceroute.traces import columns as own_columns
-from balanceroute.traces.csv_table import has_no_header
-from balanceroute.traces.fields import MalformedLineError, shown
-from balanceroute.traces.json_lines import ONE_A_LINE, keys_of
-from balanceroute.traces.record import TraceError, TraceRequest
+from balanceroute.traces.lines import (
+    ONE_A_LINE,
+    MalformedLineError,
+    TraceError,
+    TraceRequest,
+    has_no_header,
+    keys_of,
+    shown,
+    text_lines,
+)
 from balanceroute.traces.shipped import open_trace
-from balanceroute.traces.text_lines import text_lines
 
 _log = logging.getLogger(__name__)
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.outputs import (
+    Watched,
     as_json_text,
     check_output,
     for_people,
+    look_at,
     make_plots_folder,
     write_output,
 )
-from balanceroute.proxy.cli.watched_fleet import Watched, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.audit.observation import Engines, Look, observe
 from balanceroute.proxy.lab.audit.prometheus import Window, looks_of

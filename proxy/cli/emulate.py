@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.cli.engine_flags import EngineFlags
+from balanceroute.proxy.cli.run_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate import (
     DpMode,

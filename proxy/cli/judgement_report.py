@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.predictors import scores
-from balanceroute.predictors.evaluation import GAINS, Gain, Judgement
-from balanceroute.predictors.questions import Replay, Rows
+from balanceroute.predictors.evaluation import GAINS, Gain, Judgement, Replay, Rows
 
 # Wide enough for the table where there is no terminal to ask.
 _PLAIN_WIDTH = 200

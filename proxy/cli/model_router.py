@@ -11,24 +11,31 @@ from rich.console import Console
 from rich.table import Table
 
 from balanceroute.proxy.cli.outputs import (
+    StageBar,
     as_json_text,
     check_output,
     for_people,
     make_plots_folder,
     write_output,
 )
-from balanceroute.proxy.cli.stage_bar import StageBar
-from balanceroute.proxy.model_choice.base import Outlook
-from balanceroute.proxy.model_choice.double_dqn import DoubleDqn
-from balanceroute.proxy.model_choice.greedy import Greedy
-from balanceroute.proxy.model_choice.judgement import RATES, THRESHOLDS, Judgement, judge
-from balanceroute.proxy.model_choice.plots import write_mix, write_training
-from balanceroute.proxy.model_choice.recent import WINDOW
-from balanceroute.proxy.model_choice.scenario import Scenario, paper_scenario
-from balanceroute.proxy.model_choice.scenario_file import read_scenario
-from balanceroute.proxy.model_choice.static import Static
-from balanceroute.proxy.model_choice.training import Trainer, Window
-from balanceroute.proxy.model_choice.workload import bursty, stable
+from balanceroute.proxy.lab.model_choice.environment import (
+    Scenario,
+    bursty,
+    paper_scenario,
+    read_scenario,
+    stable,
+)
+from balanceroute.proxy.lab.model_choice.training import (
+    RATES,
+    THRESHOLDS,
+    Judgement,
+    Trainer,
+    Window,
+    judge,
+    write_mix,
+    write_training,
+)
+from balanceroute.proxy.model_choice import WINDOW, DoubleDqn, Greedy, Outlook, Static
 from balanceroute.proxy.settings.reader import add_flags, read_flags
 from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
@@ -36,7 +43,7 @@ from balanceroute.traces import read_trace
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from balanceroute.proxy.model_choice.base import ModelChoice
+    from balanceroute.proxy.model_choice import ModelChoice
 
 _LENGTHS = Path("azure_2023_conv")
 _PHASE_S = 40  # Of a stable rate, as in the paper.

@@ -5,10 +5,18 @@ import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.lab.audit.observation import Look, Watcher
 from balanceroute.proxy.lab.pictures import require_matplotlib
+from balanceroute.proxy.settings.setting import file, number
 
 STDOUT = Path("-")
 
@@ -78,3 +86,73 @@ def as_json_text(report: object) -> str:
 def for_people(written: Path | None) -> AbstractContextManager[object]:
     """Return a context in which tables go to standard error if `written` takes standard output."""
     return redirect_stdout(sys.stderr) if written == STDOUT else nullcontext()
+
+
+# A bar for a command that goes through several long stages.
+
+
+class StageBar:
+    """Shows the present stage on standard error while it is entered, if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
+        self._stage: str | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, stage: str, share: float | None = None) -> None:
+        """Show how much of a stage is done; None if that is not known."""
+        if self._task is None or stage != self._stage:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(stage, total=None if share is None else 1.0)
+            self._stage = stage
+        if share is not None:
+            self._bar.update(self._task, completed=share)
+
+
+# How a command looks at a running fleet for some time, with a line on the terminal meanwhile.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """How long and how closely is looked."""
+
+    minutes: float = number(5.0, "look at a running fleet for so long", 0.1, 1440.0, metavar="N")
+    interval_s: float = number(1.0, "between two looks", 0.05, 60.0, metavar="S")
+    timeout_s: float = number(5.0, "for one page", 0.1, 60.0, metavar="S")
+    ca_file: Path | None = file(
+        "verifies the certificates of https:// addresses (default: the system's authorities)"
+    )
+
+
+async def look_at(fleet: Watcher, watched: Watched) -> list[Look]:
+    """Look at a fleet as asked for.
+
+    Raises:
+        ConfigError: The fleet cannot be read.
+    """
+    with Console(stderr=True).status("looking at the engines") as status:
+        return await fleet.watch(
+            seconds=60.0 * watched.minutes,
+            interval_s=watched.interval_s,
+            progress=lambda looks: status.update(f"{looks:,} looks at the engines"),
+        )

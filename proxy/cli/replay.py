@@ -20,9 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.goodput_flags import Goodput
 from balanceroute.proxy.cli.outputs import check_output, for_people, options, write_output
-from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
+from balanceroute.proxy.cli.trace_flags import (
+    Goodput,
+    add_trace_flags,
+    read_flagged_mix,
+    trace_path,
+)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.exchange import parse_target

@@ -11,18 +11,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.engine_flags import EngineFlags
-from balanceroute.proxy.cli.goodput_flags import Goodput
-from balanceroute.proxy.cli.machine_flags import Machines, deployment_of
 from balanceroute.proxy.cli.outputs import (
+    StageBar,
     check_output,
     for_people,
     make_plots_folder,
     options,
     write_output,
 )
-from balanceroute.proxy.cli.stage_bar import StageBar
-from balanceroute.proxy.cli.trace_flags import add_trace_flags, read_flagged_mix, trace_path
+from balanceroute.proxy.cli.run_flags import EngineFlags, Machines, deployment_of
+from balanceroute.proxy.cli.trace_flags import (
+    Goodput,
+    add_trace_flags,
+    read_flagged_mix,
+    trace_path,
+)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.outside import is_outside, outside_name
 from balanceroute.proxy.core.policies import POLICIES

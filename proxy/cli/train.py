@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.predictors import NoPrediction, Survival, files, registry
-from balanceroute.predictors.evaluation import judge
-from balanceroute.predictors.questions import Replay, cut_in_time
+from balanceroute.predictors import NoPrediction, Survival, files
+from balanceroute.predictors import files as registry
+from balanceroute.predictors.evaluation import Replay, cut_in_time, judge
 from balanceroute.proxy.cli.judgement_report import print_judgements, terms
-from balanceroute.proxy.cli.outputs import STDOUT, check_output
-from balanceroute.proxy.cli.past_flags import (
+from balanceroute.proxy.cli.outputs import STDOUT, StageBar, check_output
+from balanceroute.proxy.cli.trace_flags import (
     MAX_HORIZON,
     Chosen,
     add_past_flags,
@@ -25,7 +25,6 @@ from balanceroute.proxy.cli.past_flags import (
     source_of,
     warn_of_limits,
 )
-from balanceroute.proxy.cli.stage_bar import StageBar
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.settings.reader import add_flags, read_flags
 from balanceroute.proxy.settings.setting import integer, number

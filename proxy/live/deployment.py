@@ -51,9 +51,9 @@ from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.live.engines.scrape import Scraper
 from balanceroute.proxy.live.engines.served_models import ServedModels
 from balanceroute.proxy.live.following_kv_events import follow_kv_events, subscribed
-from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
+from balanceroute.proxy.live.frontend.groups import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
-from balanceroute.proxy.live.frontend.tenancy import Tenancy
+from balanceroute.proxy.live.frontend.refusals import Tenancy
 from balanceroute.proxy.live.kept_orders import KeptOrders
 from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
 from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named

@@ -20,7 +20,7 @@ from balanceroute.proxy.live.openai.urgency import (
     urgency,
 )
 from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
-from balanceroute.proxy.wire.http3.server_connection import Http3ServerConnection, Priorities
+from balanceroute.proxy.wire.http3.server import Http3ServerConnection, Priorities
 from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
 from balanceroute.proxy.wire.quic.stream_orders import Standing
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.declared import Http3Settings
     from balanceroute.proxy.wire.http1.service import Service
     from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.quic.carrier import Carrier, NetworkAddress
+    from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
 
 # How far a client may be ahead of what was read, in one request and in all of a connection.
 _STREAM_BYTES, _CONNECTION_BYTES = 256 << 10, 1 << 20

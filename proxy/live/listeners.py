@@ -16,10 +16,10 @@ from balanceroute.proxy.live.control.admin import (
     Orders,
 )
 from balanceroute.proxy.live.control.pages import GroupOrders
-from balanceroute.proxy.live.frontend.aliases import make_aliases
-from balanceroute.proxy.live.frontend.clients import Clients
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
+from balanceroute.proxy.live.frontend.groups import make_aliases
+from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.security.tls import ServerTls, server_context

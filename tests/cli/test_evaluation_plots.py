@@ -13,10 +13,9 @@ from balanceroute.predictors import (
     RequestFeatures,
     Survival,
 )
-from balanceroute.predictors.evaluation import Judgement, judge
-from balanceroute.predictors.questions import Replay, Rows
-from balanceroute.proxy.cli import evaluation_plots
-from balanceroute.proxy.cli.evaluation_plots import WIDTH_INCHES, write_plots
+from balanceroute.predictors.evaluation import Judgement, Replay, Rows, judge
+from balanceroute.proxy.cli import evaluate
+from balanceroute.proxy.cli.evaluate import WIDTH_INCHES, write_plots
 from balanceroute.proxy.lab.pictures import DPI
 
 NAMES = ["reliability.png", "roc.png", "mae_by_age.png"]
@@ -77,11 +76,11 @@ def test_the_same_answers_give_the_same_bytes(tmp_path: Path) -> None:
 
 def test_legends_tell_the_scores() -> None:
     rows, judgements = judged(mixed(), models=0)
-    looks = dict(zip(judgements, evaluation_plots._BASELINES, strict=True))
+    looks = dict(zip(judgements, evaluate._BASELINE_LOOKS, strict=True))
     for draw, words in (
-        (evaluation_plots._draw_reliability, ("calibration error {0.ece:.3f}",)),
-        (evaluation_plots._draw_roc, ("area {0.auc:.3f}",)),
-        (evaluation_plots._draw_mae, ("{0.mae:.1f} tokens",)),
+        (evaluate._draw_reliability, ("calibration error {0.ece:.3f}",)),
+        (evaluate._draw_roc, ("area {0.auc:.3f}",)),
+        (evaluate._draw_mae, ("{0.mae:.1f} tokens",)),
     ):
         figure = draw(rows, judgements, looks, "title")
         legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
@@ -92,6 +91,6 @@ def test_legends_tell_the_scores() -> None:
 
 def test_a_roc_curve_that_does_not_exist_is_left_out() -> None:
     rows, judgements = judged([3] * 5, models=0)
-    looks = dict(zip(judgements, evaluation_plots._BASELINES, strict=True))
-    figure = evaluation_plots._draw_roc(rows, judgements, looks, "title")
+    looks = dict(zip(judgements, evaluate._BASELINE_LOOKS, strict=True))
+    figure = evaluate._draw_roc(rows, judgements, looks, "title")
     assert figure.axes[0].get_legend() is None

@@ -15,8 +15,7 @@ import pytest
 from balanceroute.engine_patch import hooks
 from balanceroute.engine_patch.hooks import UnsupportedEngineError, install
 from balanceroute.engine_patch.reader import EngineTrace, read_steps
-from balanceroute.engine_patch.records import DUMMY, UNKNOWN
-from balanceroute.engine_patch.writer import StepWriter
+from balanceroute.engine_patch.writer import DUMMY, UNKNOWN, StepWriter
 
 MS = 1_000_000
 

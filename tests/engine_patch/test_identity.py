@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.engine_patch.identity import http_port
+from balanceroute.engine_patch.hooks import http_port
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.engine_patch.reader import STEP_DTYPE, TraceFormatError, read_steps
-from balanceroute.engine_patch.records import FIELDS, RECORD, header_line
+from balanceroute.engine_patch.writer import FIELDS, RECORD, header_line
 
 U64, U32 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
 VALUES = st.tuples(*(U64 if code == "Q" else U32 for _, code in FIELDS))

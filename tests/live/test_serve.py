@@ -31,7 +31,7 @@ from tests.live.served import (
 
 from balanceroute.predictors import Survival
 from balanceroute.predictors.files import load
-from balanceroute.predictors.logged import read_log
+from balanceroute.predictors.past import read_log
 from balanceroute.proxy.lab.emulate import engine as emulated_engine
 from balanceroute.proxy.wire.http1.server import Server
 

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.predictors import NoPrediction, PastRequest, Predictor, RequestFeatures, Survival
-from balanceroute.predictors.evaluation import GAINS, Judgement, judge, scores_of
-from balanceroute.predictors.questions import Answers, Replay, Rows
+from balanceroute.predictors.evaluation import (
+    GAINS,
+    Answers,
+    Judgement,
+    Replay,
+    Rows,
+    judge,
+    scores_of,
+)
 
 HORIZON = 10
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import PastRequest, RequestFeatures
 from balanceroute.predictors.gbdt import Gbdt
-from balanceroute.predictors.gbdt_features import Features
-from balanceroute.predictors.gbdt_marginal import Marginal
+from balanceroute.predictors.gbdt_features import Features, Marginal
 from balanceroute.predictors.gbdt_training import train
 from balanceroute.predictors.state import State, StateError
 from balanceroute.proxy.core.errors import ConfigError

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.predictors import Survival
-from balanceroute.predictors.gbdt_marginal import Marginal
+from balanceroute.predictors.gbdt_features import Marginal
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.prediction import two_stage_estimate
 

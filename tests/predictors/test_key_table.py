@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.predictors.key_table import KeyTable
+from balanceroute.predictors.exact_match import KeyTable
 
 
 def still(_: int) -> float:

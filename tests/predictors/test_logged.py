@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from balanceroute.predictors import PastRequest, RequestFeatures
-from balanceroute.predictors.logged import read_log
+from balanceroute.predictors.past import read_log
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
 from balanceroute.proxy.live.telemetry.process_log import JsonFormatter
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.script import ROOT, script
 
-from balanceroute.predictors import registry
+from balanceroute.predictors import files
 
 table = script("predictor_table")
 
@@ -38,7 +38,7 @@ def test_a_row_for_each_predictor_and_trace(
 
 
 def test_all_predictors_are_compared_on_traces_that_are_there() -> None:
-    assert set(registry.KINDS) == {"survival", "exact-match", "gbdt"}
+    assert set(files.KINDS) == {"survival", "exact-match", "gbdt"}
     assert all((ROOT / trace).is_file() for trace in table.TRACES)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Oracle, PastRequest, RequestFeatures
-from balanceroute.predictors.questions import Replay, cut_in_time
+from balanceroute.predictors.evaluation import Replay, cut_in_time
 from balanceroute.proxy.core.errors import ConfigError, PredictorError
 from balanceroute.proxy.core.events import RequestId
 

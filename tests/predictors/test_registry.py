@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from balanceroute.predictors import PastRequest, RequestFeatures
-from balanceroute.predictors.registry import KINDS, train
+from balanceroute.predictors.files import KINDS, train
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.sim.experiment import FORECASTS
 from balanceroute.proxy.live.prediction.predictors import PREDICTORS

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from balanceroute.predictors.traced import features_of, past_requests
+from balanceroute.predictors.past import features_of, past_requests
 from balanceroute.traces import TraceRequest
 
 

@@ -13,9 +13,10 @@ import pytest
 from tests.command_line import refused, report, unwrapped
 
 from balanceroute import __version__
-from balanceroute.predictors import PastRequest, Survival, files, registry
+from balanceroute.predictors import PastRequest, Survival, files
+from balanceroute.predictors import files as registry
 from balanceroute.predictors.evaluation import GAINS
-from balanceroute.predictors.traced import past_requests
+from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.__main__ import main
 from balanceroute.traces import TraceRequest, write_native
 
@@ -133,7 +134,7 @@ def test_the_check_learns_from_nothing_that_it_is_judged_on(
         given.append(past)
         return Survival.of_past(past)
 
-    monkeypatch.setattr("balanceroute.predictors.registry.train", train)
+    monkeypatch.setattr("balanceroute.predictors.files.train", train)
     words = ["--out", str(tmp_path / "p.json"), "--holdout", "0.25"]
     assert main(["train", "exact-match", "--trace", TRACE, *words]) == 0
     past = past_requests(traced())
@@ -163,7 +164,7 @@ def test_the_flags_reach_the_training(tmp_path: Path, monkeypatch: pytest.Monkey
         given.extend([kind, len(past), options])
         return Survival.of_past([])
 
-    monkeypatch.setattr("balanceroute.predictors.registry.train", train)
+    monkeypatch.setattr("balanceroute.predictors.files.train", train)
     words = ["--holdout", "0", "--horizon", "64", "--seed", "9"]
     assert main(["train", "gbdt", "--log", LOG, "--out", str(tmp_path / "p"), *words]) == 0
     assert given == ["gbdt", 400, {"horizon_steps": 64, "seed": 9}]
@@ -176,7 +177,7 @@ def test_a_token_takes_as_long_as_told(tmp_path: Path, monkeypatch: pytest.Monke
         given.append(token_s)
         return past_requests(trace, token_s=token_s)
 
-    monkeypatch.setattr("balanceroute.proxy.cli.past_flags.past_requests", recorded)
+    monkeypatch.setattr("balanceroute.proxy.cli.trace_flags.past_requests", recorded)
     for words in ([], ["--token-ms", "20"]):
         assert main([*TRAIN, "--out", str(tmp_path / "p"), "--holdout", "0", *words]) == 0
     assert list(dict.fromkeys(given)) == [0.05, 0.02]

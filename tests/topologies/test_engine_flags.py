@@ -12,7 +12,7 @@ from tests.script import ROOT
 from tests.topologies.engine_files import read, text
 
 from balanceroute.proxy.__main__ import main
-from balanceroute.proxy.cli.engine_parser import parse_with
+from balanceroute.proxy.cli.topology import parse_with
 from balanceroute.topologies import (
     Command,
     Engines,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.traces import TraceRequest, detect_format, read_trace, write_native
-from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
+from balanceroute.traces.lines import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
 
 REQUESTS = st.builds(
     TraceRequest,

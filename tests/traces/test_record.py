@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from balanceroute.traces import TraceError, TraceRequest
-from balanceroute.traces.record import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
+from balanceroute.traces.lines import MAX_ARRIVAL_NS, MAX_LEVEL, MAX_TOKENS
 
 VALID: dict[str, Any] = {"arrival_ns": 0, "prompt_tokens": 1, "output_tokens": 1}
 

@@ -16,7 +16,7 @@ from statistics import median_low
 from msgspec import structs
 
 from balanceroute.predictors import Predictor
-from balanceroute.predictors.traced import features_of
+from balanceroute.predictors.past import features_of
 from balanceroute.proxy.core.admission import (
     Admission,
     AimdSettings,

@@ -26,11 +26,10 @@ from balanceroute.predictors import (
     RequestFeatures,
     Survival,
 )
-from balanceroute.predictors.files import load
+from balanceroute.predictors.files import KINDS, load, train
 from balanceroute.predictors.hinted import Hint
 from balanceroute.predictors.outside import Checked
-from balanceroute.predictors.registry import KINDS, train
-from balanceroute.predictors.traced import past_requests
+from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.core.errors import ConfigError, PolicyError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.outside import outside_name

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.engine_patch.reader import EngineTrace, TraceFormatError, read_steps
-from balanceroute.engine_patch.records import DUMMY, SUFFIX, UNKNOWN
+from balanceroute.engine_patch.writer import DUMMY, SUFFIX, UNKNOWN
 from balanceroute.proxy.core.errors import BalanceRouteError
 
 CONTINUOUS_NS = 10_000_000

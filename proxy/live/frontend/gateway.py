@@ -3,35 +3,46 @@
 What the head of a request rules out is rejected before its body is read.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import unquote_to_bytes
 
 from msgspec import structs
 
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
-from balanceroute.proxy.live.frontend.asking import LateRefusals
-from balanceroute.proxy.live.frontend.body_queue import BodyQueue, read_at_once
-from balanceroute.proxy.live.frontend.clients import EVERYBODY, KEY_IS_GONE, Clients, refuse_route
-from balanceroute.proxy.live.frontend.generation import Generation, deny_model
+from balanceroute.proxy.live.frontend.generation import Generation, LateRefusals, deny_model
 from balanceroute.proxy.live.frontend.groups import unknown_alone
-from balanceroute.proxy.live.frontend.hand_offs import HandOffs
-from balanceroute.proxy.live.frontend.known_head import KnownHead, know
-from balanceroute.proxy.live.frontend.model_pages import MODELS, is_of_models, model_page
 from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
+    EVERYBODY,
+    KEY_IS_GONE,
     NOT_FOUND,
+    Clients,
+    KnownHead,
     client_request_id,
     engine_headers,
     engine_lines,
     key_headers,
+    know,
+    refuse_model,
+    refuse_route,
     trace_headers,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.openai.body import SMALL_BYTES, BodyError, RequestBody
+from balanceroute.proxy.live.openai.body import (
+    SMALL_BYTES,
+    BodyError,
+    RequestBody,
+    is_deep,
+    read_in_slices,
+)
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, exact_path
@@ -43,8 +54,9 @@ from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.frontend.aliases import Alias
-    from balanceroute.proxy.live.frontend.groups import Groups
+    from collections.abc import Collection
+
+    from balanceroute.proxy.live.frontend.groups import Alias, Groups
     from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
@@ -52,9 +64,180 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, Request
 
 
+# The large bodies that are being read: a slice at a time, and all of them in turn.
+#
+# Neither one body of many megabytes nor many of them at a time may hold the event loop for long:
+# it also relays every stream.
+
+Done = Callable[[RequestBody | BodyError], None]
+
+_Reading = Generator[None, None, RequestBody]
+
+
+class Waiting(Protocol):
+    """Who waits for a body.
+
+    Attributes:
+        closed: The client is gone.
+    """
+
+    closed: bool
+
+
+def read_at_once(data: bytes) -> RequestBody | BodyError:
+    """Read a body that is small."""
+    try:
+        return RequestBody(data)
+    except BodyError as error:
+        return _told(error)
+
+
+def _told(error: BodyError) -> BodyError:
+    """Return an error that is handed on: its traceback would keep the body, and frames that keep it."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+class BodyQueue:
+    """Reads bodies."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[_Reading, Waiting, Done]] = deque()
+        self._scheduled = False
+
+    def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
+        """Read a body; call `done`, at once if it is small, and not if the client is gone."""
+        if len(data) > SMALL_BYTES:
+            self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
+        else:
+            done(read_at_once(data))
+
+    def _read_on(self, reading: _Reading, waiting: Waiting, done: Done) -> None:
+        result: RequestBody | BodyError
+        try:
+            next(reading)
+        except StopIteration as end:
+            result = end.value
+        except BodyError as error:
+            result = _told(error)
+        else:
+            self._queue.append((reading, waiting, done))
+            if not self._scheduled:
+                self._scheduled = True
+                asyncio.get_running_loop().call_soon(self._next)
+            return
+        done(result)
+
+    def _next(self) -> None:
+        """Read one slice of the body whose turn it is."""
+        self._scheduled = False
+        reading, waiting, done = self._queue.popleft()
+        if self._queue:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._next)
+        if not waiting.closed:
+            self._read_on(reading, waiting, done)
+
+
+# Decode engines' calls for a prefill: who may call, and who takes what they post.
+#
+# The path is the secret that authorises a call.
+
+# Ids and addresses of the blocks of one prompt.
+_MOST_BYTES = 1 << 20
+
+_BAD = Rejection(400, "the hand-off must be a JSON object of moderate depth")
+
+
+class HandOffs:
+    """Takes what decode ranks post."""
+
+    def __init__(self, groups: "Groups") -> None:
+        self._groups = groups
+
+    def admit(self, head: "RequestHead") -> Rejection | None:
+        """Return why a call is not taken, as far as its head tells."""
+        if head.method != b"POST" or self._awaited(head.path) is None:
+            return NOT_FOUND
+        if head.content_length is None:
+            return Rejection(411, "the hand-off needs a Content-Length")
+        if head.content_length > _MOST_BYTES:
+            return Rejection(413, f"the hand-off is over {_MOST_BYTES} bytes")
+        return None
+
+    def take(self, request: "Request", reply: "Reply") -> Rejection | None:
+        """Take a call that was admitted, and answer it; or return why it is refused."""
+        awaited = self._awaited(request.path)
+        if awaited is None:  # It was given up while the body came.
+            return NOT_FOUND
+        try:
+            params = json.loads(request.body)
+        except (ValueError, RecursionError):
+            params = None
+        if not isinstance(params, dict) or is_deep(params):
+            return _BAD
+        awaited(params)
+        reply.send(200, JSON_HEADERS, b"{}")
+        return None
+
+    def _awaited(self, path: bytes) -> Callable[[Mapping[str, Any]], None] | None:
+        """Return who takes what a decode rank posts there."""
+        transfer = path.removeprefix(METASERVER_PATH).decode("ascii", "replace")
+        for group in self._groups:
+            awaited = group.intake.context.hand_offs.get(transfer)
+            if awaited is not None:
+                return awaited
+        return None
+
+
+# The pages about models that the proxy answers itself.
+
+MODELS = b"/v1/models"
+
+"""The path of the list; those of single models are below it."""
+
+_MODEL = b"/v1/models/"
+
+
+def is_of_models(path: bytes) -> bool:
+    """Return whether a page is one of these."""
+    return path == MODELS or path.startswith(_MODEL)
+
+
+def model_page(
+    path: bytes, groups: "Groups", aliases: "Collection[str]", tenant: "Tenant"
+) -> bytes | Rejection:
+    """Return the list of the models that a tenant may use, or what it tells of one of them.
+
+    The latter is what an engine's list tells; vLLM has no such route.
+    """
+    if path == MODELS:
+        cards = [*map(_card, aliases), *(one for group in groups for one in group.cards())]
+        allowed = [one for one in cards if refuse_model(tenant, one["id"]) is None]
+        return _dump({"object": "list", "data": allowed})
+    name = unquote_to_bytes(path.removeprefix(_MODEL)).decode("utf-8", "replace")
+    if name in aliases and refuse_model(tenant, name) is None:
+        return _dump(_card(name))
+    group = groups.find(name)
+    model = None if group is None else group.served.find(name)
+    if model is None or refuse_model(tenant, name) is not None:
+        return Rejection(404, f"The model `{name[:128]}` does not exist.", param="model")
+    return _dump(model.card)
+
+
+def _card(alias: str) -> "Mapping[str, Any]":
+    """Return the entry of an alias."""
+    return {"id": alias, "object": "model", "created": 0, "owned_by": "balanceroute"}
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _JSON = Media.JSON
+
 _OWN, _GENERATES = Handling.OWN, Handling.GENERATION
 
 

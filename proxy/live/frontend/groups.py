@@ -4,23 +4,37 @@ Most proxies have one group, which serves whatever is asked for. Several share n
 the keys and the tenants' limits: each has a scheduler, a pool and a step clock of its own.
 """
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from balanceroute.proxy.core.events import Eligible
+from balanceroute.proxy.live.engines.instances import (
+    Instances,
+    Prefiller,
+    Rank,
+    Role,
+    Status,
+    Target,
+)
+from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.openai.routes import Media
+from balanceroute.proxy.model_choice import ArrivalRate, Outlook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from balanceroute.proxy.live.engines.model_list import ModelList
-    from balanceroute.proxy.live.frontend.model_routes import ModelRoutes
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
-    from balanceroute.proxy.live.frontend.tenancy import Tenancy
+    from balanceroute.proxy.live.frontend.refusals import Tenancy
     from balanceroute.proxy.live.openai.routes import Route
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.request.session_host import SessionContext
     from balanceroute.proxy.live.scheduling.driver import Driver
+    from balanceroute.proxy.live.security.credentials import Tenant
+    from balanceroute.proxy.live.settings.aliases import AliasConfig
+    from balanceroute.proxy.wire.messages import Headers
+
 
 NO_MODEL = (400, "you must provide a model parameter: the proxy serves several")
 
@@ -157,3 +171,214 @@ def unknown_alone(route: "Route", model: str, *, is_alias: bool) -> tuple[int, s
     if route.media is Media.JSON:
         return unknown_model(model)
     return 400, "the proxy serves several models, and the request cannot tell which one it is for"
+
+
+# Names that stand for several models: which of them answers a request.
+
+_TASK = b"x-task"
+
+_MOST_SHOWN = 64
+
+
+class UnknownTaskError(Exception):
+    """X-Task names no task of the alias, or is given twice."""
+
+
+class Alias:
+    """One alias.
+
+    Args:
+        config: Its settings.
+        groups: Those of the listener.
+        clock: The loop's time, in seconds.
+    """
+
+    def __init__(self, config: "AliasConfig", groups: "Groups", clock: Callable[[], float]) -> None:
+        self.config = config
+        self._groups = groups
+        self._clock = clock
+        self._choice = config.make_choice()
+        self._rate = ArrivalRate()
+        self._places = {task: place for place, task in enumerate(config.tasks)}
+        self._by_path = dict(config.paths)
+
+    def task(self, headers: "Headers", tenant: "Tenant", path: str) -> str:
+        """Return what a request asks for: by its word, its tenant, its path, or by default.
+
+        Raises:
+            UnknownTaskError: It asks for something else.
+        """
+        given = [value for name, value in headers if name == _TASK]
+        if given:
+            task = given[0].decode("latin-1")
+            if len(given) == 1 and task in self._places:
+                return task
+            known = ", ".join(self.config.tasks)
+            raise UnknownTaskError(
+                f"X-Task is {task[:_MOST_SHOWN]!r}, must be given once and be one of {known}"
+            )
+        if tenant.task in self._places:
+            return tenant.task
+        return self._by_path.get(path, self.config.default_task)
+
+    def choose(self, task: str, shape: "Shape") -> "Iterator[Group]":
+        """Yield the group that is to answer, and then who may in its place.
+
+        Those of smaller models come first, as they have more room. A group that takes no requests when
+        its turn comes is left out.
+        """
+        rate_per_s = self._rate.observe(1e3 * self._clock())
+        found = [self._groups.get(name) for name in self.config.groups]
+        outlooks = [self._outlook(one, shape) for one in found]
+        if not any(one.healthy for one in outlooks):
+            return
+        chosen = self._choice.choose(self._places[task], rate_per_s, outlooks)
+        first = found[chosen]
+        assert first is not None, "it is healthy"
+        yield first
+        for place in (*range(chosen - 1, -1, -1), *range(chosen + 1, len(found))):
+            # By now it may be gone, or another one.
+            group = self._groups.get(self.config.groups[place])
+            if group is not None and _takes(group):
+                yield group
+
+    def _outlook(self, group: "Group | None", shape: "Shape") -> Outlook:
+        if group is None or not _takes(group):
+            return Outlook(inf, healthy=False)
+        targets = self.config.targets
+        if targets is None or group.forecast is None:
+            return Outlook(0.0)
+        return Outlook(targets.share_used(*group.forecast(shape)))
+
+
+def _takes(group: "Group") -> bool:
+    """Return whether a group takes requests for its model now."""
+    routes, model = group.routes, group.model
+    return group.intake.ready and routes.refuse(model, routes.eligible(model)) is None
+
+
+def make_aliases(
+    configs: "Iterable[AliasConfig]", groups: "Groups", clock: Callable[[], float]
+) -> Mapping[str, Alias]:
+    """Return the aliases by name."""
+    return {one.name: Alias(one, groups, clock) for one in configs}
+
+
+# Which engines serve a model, where not all of them serve the same ones.
+#
+# An engine that is down, or whose list cannot be read, counts as serving what it served last; one
+# whose list was never read may serve anything. While all known lists name the same models nothing
+# is restricted.
+
+_log = logging.getLogger(__name__)
+
+_Models = tuple[ServedModel, ...]
+
+
+def refuse_unlisted(model: str, listed: Collection[str]) -> tuple[int, str] | None:
+    """Return status and reason, in vLLM's words, if a model is not served and no engine says so."""
+    if not model or not listed or model in listed:
+        return None
+    return 404, f"The model `{model[:128]}` does not exist. Valid aliases: {', '.join(listed)}."
+
+
+class ModelRoutes:
+    """The engines of each model.
+
+    Attributes:
+        differ: Whether the engines serve different models.
+        names: What any of them is known to serve.
+    """
+
+    def __init__(self, instances: Instances) -> None:
+        self.differ = False
+        self.names: frozenset[str] = frozenset()
+        self._instances = instances
+        self._last: dict[Target, _Models] = {}
+        self._names: list[tuple[Prefiller | Rank, frozenset[str] | None]] = []
+        self._eligible: dict[str, Eligible] = {}
+        # For names on no list.
+        self._unlisted: Eligible | None = None
+
+    def update(self, known: Mapping[Target, _Models]) -> None:
+        """Take in what is known of the engines that are up, and of which engines there are."""
+        engines: list[Prefiller | Rank] = [*self._instances.prefillers, *self._instances.ranks]
+        engines = [one for one in engines if one.status is not Status.REMOVED]
+        last = {**self._last, **known}
+        self._last = {one.target: last[one.target] for one in engines if one.target in last}
+        # Many ranks may share a server, and so its list.
+        names_of = {
+            target: frozenset(model.name for model in models)
+            for target, models in self._last.items()
+            if models
+        }
+        names = [(one, names_of.get(one.target)) for one in engines]
+        if names == self._names:
+            return
+        self._names = names
+        lists = {those for _, those in names if those is not None}
+        self.differ = len(lists) > 1
+        self.names = frozenset().union(*lists)
+        self._eligible, self._unlisted = {}, None
+        if not self.differ:
+            return
+        self._eligible = {name: self._find(name) for name in self.names}
+        bases = {
+            frozenset(model.name for model in models if model.parent is None)
+            for models in self._last.values()
+        }
+        if len(bases) > 1:
+            self._unlisted = self._find(None)
+        # Else only adapters differ, and engines may load one on demand.
+        self._warn()
+
+    def eligible(self, model: str) -> Eligible | None:
+        """Return who can serve a model; None for all.
+
+        Args:
+            model: The `model` of a request; empty for any.
+        """
+        if not self.differ or not model:
+            return None
+        return self._eligible.get(model, self._unlisted)
+
+    def refuse(
+        self, model: str, eligible: Eligible | None, *, decode: bool = True
+    ) -> tuple[int, str] | None:
+        """Return the status and the reason of a request that no engine can serve now, else None."""
+        if eligible is None:
+            return None
+        missing, name = self._instances.missing_for(eligible), f"`{model[:128]}`"
+        roles = [("prefiller", bool(eligible.prefillers), Role.PREFILL not in missing)]
+        if decode:
+            roles.append(("decode rank", bool(eligible.ranks), Role.DECODE not in missing))
+        for role, able, _ in roles:
+            if not able:
+                why = f" No {role} serves it." if model in self._eligible else ""
+                return 404, f"The model {name} does not exist.{why}"
+        for role, _, up in roles:
+            if not up:
+                return 503, f"no {role} that may serve the model {name} is up"
+        return None
+
+    def _find(self, name: str | None) -> Eligible:
+        """Return who serves a model; for None, of whom nothing is known."""
+        able = [one for one, names in self._names if names is None or name in names]
+        return Eligible(
+            frozenset(one.id for one in able if isinstance(one, Prefiller)),
+            frozenset(one.id for one in able if isinstance(one, Rank)),
+        )
+
+    def _warn(self) -> None:
+        found = sorted(self._eligible.items())
+        names_by_engine = {one.name: names for one, names in self._names}
+        fields = {
+            "engines": "; ".join(
+                f"{engine}: {'unknown' if names is None else ', '.join(sorted(names))}"
+                for engine, names in names_by_engine.items()
+            ),
+            "without_prefiller": ", ".join(name for name, who in found if not who.prefillers),
+            "without_rank": ", ".join(name for name, who in found if not who.ranks),
+        }
+        message = "the engines serve different models: a request goes to those that serve its model"
+        _log.warning(message, extra={"fields": fields})

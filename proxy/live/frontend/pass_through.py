@@ -7,24 +7,430 @@ prefiller works on so many of them at a time; the others wait here, so many of t
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
+from balanceroute.proxy.live.engines.faults import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Instances
-from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
-from balanceroute.proxy.live.frontend.tenancy import Tenancy
+from balanceroute.proxy.live.frontend.refusals import Tenancy
+from balanceroute.proxy.live.openai.answer import (
+    counts_of,
+    headers_of_refusal,
+    passable_headers,
+    stream_headers,
+)
+from balanceroute.proxy.live.openai.api_error import (
+    JSON_HEADERS,
+    NEVER_AGAIN,
+    error_body,
+    error_event,
+)
+from balanceroute.proxy.live.openai.engine_error import error_words, says_dead, tells_death
+from balanceroute.proxy.live.openai.form_body import boundary_of
+from balanceroute.proxy.live.request.failures import lacks_route
 from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
-from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.live.request.suspects import MOST_DEATHS, REASON, SUSPECTED, EngineDied
+from balanceroute.proxy.live.telemetry.record import Outcome, Step
+from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
+    import asyncio
+
     from balanceroute.proxy.core.events import PrefillerId
-    from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
+    from balanceroute.proxy.live.request.leg_settings import LegSettings
+    from balanceroute.proxy.live.request.suspects import Suspects
     from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
+    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord, Trace
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
+    from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, Request
+
+
+# One request that one engine answers, and the way of its answer back to the client.
+#
+# A short answer is taken as a whole, so that another engine may give a better one. A long one, or
+# a stream, is relayed as it comes, at the pace of its client; whatever breaks it off then is
+# shown as a cut body. A failed request is tried on one other engine at most: it may be the
+# request that fails.
+
+# An answer that is longer is relayed as it comes.
+_WHOLE_BYTES = 65_536
+# Of a body whose answer has begun, and that is remembered as what may kill engines nevertheless.
+_MOST_HASHED = 1 << 20
+
+_BUSY = frozenset({429, 503})
+# The engine has no such API, and the next one will not either.
+_NOT_IMPLEMENTED = 501
+# Headers that name a place.
+_PLACES = frozenset({b"content-location", b"location"})
+
+
+class Owner(Protocol):
+    """What an exchange needs of `PassThrough`."""
+
+    @property
+    def legs(self) -> "LegSettings": ...  # noqa: D102
+    @property
+    def suspects(self) -> "Suspects": ...  # noqa: D102
+    @property
+    def clock(self) -> "Callable[[], float]": ...  # noqa: D102
+
+    def call_later(self, delay: float, callback: "Callable[[], None]") -> "asyncio.TimerHandle":
+        """Call back after so many seconds."""
+
+    def again(self, exchange: "SingleExchange", fault: Fault) -> bool:
+        """Send a request that failed to another prefiller; return whether there is one for it."""
+
+    def failed(self, target: "Target", fault: Fault, reason: str) -> None:
+        """Note that an engine failed."""
+
+    def succeeded(self, target: "Target") -> None:
+        """Note that an engine answered."""
+
+    def crashed(self, exchange: "SingleExchange", error: Exception) -> None:
+        """End a request whose handling failed."""
+
+    def ended(self, exchange: "SingleExchange", outcome: Outcome, reason: str) -> None:
+        """Note that the request is over."""
+
+
+class SingleExchange:
+    """One request and its answer; see `ResponseHandler`.
+
+    Attributes:
+        among: The only prefillers that can serve it; None for all.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        request: "Request",
+        reply: "Reply",
+        headers: "Headers",
+        record: "RequestRecord",
+        *,
+        among: "frozenset[PrefillerId] | None" = None,
+    ) -> None:
+        self.record = record
+        self.among = among
+        self._owner = owner
+        self._request: Request | None = request
+        self._reply = reply
+        self._headers = headers
+        self._prefiller: Prefiller | None = None
+        self._call: Call | None = None
+        self._tried = self._fresh = False
+        self._fingerprint = b""
+        # Of the answer; begun with each `send`.
+        self._sent_s = 0.0
+        self._status = self._bytes = 0
+        self._answer_headers: Headers = []
+        self._pieces: list[bytes] = []
+        self._streams = False
+        self._limit_s = owner.legs.prefill_timeout_s
+        self._progress_s = owner.clock()
+        self._timer = owner.call_later(self._limit_s, self._check_time)
+        reply.on_closed = self.client_left
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What names what it asks for, see `Suspects`; empty for nothing that engines compute."""
+        request = self._request
+        if request is not None and request.body and not self._fingerprint:
+            path, boundary = request.path.decode("latin-1"), boundary_of(request.headers)
+            self._fingerprint = self._owner.suspects.of_bytes(path, request.body, boundary)
+        return self._fingerprint
+
+    @property
+    def refused(self) -> bool:
+        """Whether what it asks for may be what kills engines."""
+        suspects = self._owner.suspects
+        return bool(suspects.prompts) and suspects.refuses(self.fingerprint)
+
+    def send(self, prefiller: "Prefiller") -> None:
+        """Send it to a prefiller."""
+        assert self._request is not None
+        request = self._request
+        if self._owner.suspects.prompts:
+            self._owner.suspects.sends(self.fingerprint, self)
+        self._prefiller = prefiller
+        self._status = self._bytes = 0
+        self._pieces = []
+        self._progress_s = self._sent_s = self._owner.clock()
+        self.record.prefiller = prefiller.name
+        if self.record.trace is not None:
+            self._trace(self.record.trace, prefiller.name)
+        target = request.path
+        if request.query:
+            target += b"?" + request.query
+        self._call = prefiller.endpoint.request(
+            # vLLM's GET routes refuse HEAD; the reply leaves the body out.
+            b"GET" if request.method == b"HEAD" else request.method,
+            target,
+            self._headers,
+            request.body,
+            self,
+            crashed=partial(self._owner.crashed, self),
+            fresh=self._fresh,
+        )
+
+    def _trace(self, trace: "Trace", engine: str) -> None:
+        now_ns = round(self._progress_s * 1e9)
+        if trace.steps:
+            trace.steps[-1].fault = "failed"
+        else:
+            trace.steps.append(Step("queue", self.record.arrived_ns))
+        trace.steps.append(Step("engine", now_ns, engine))
+
+    def refuse(self, status: int, reason: str) -> None:
+        """Refuse it before anything was done for it."""
+        self._fail(status, reason, Outcome.REJECTED, retry_after=True)
+
+    def refuse_suspect(self) -> None:
+        """Refuse it: it may be what kills engines."""
+        self.record.refused_for = SUSPECTED
+        self._fail(502, REASON, Outcome.REJECTED, for_good=True)
+
+    def prompt_refused(self) -> None:
+        """End it before another engine dies of it, unless its answer has begun."""
+        if not self._reply.started:
+            self._abort()
+            self._give_up()
+
+    def crash(self) -> None:
+        """End it, as its handling failed."""
+        self._abort()
+        reason = "internal error; the proxy's log says more"
+        self._fail(500, reason, Outcome.INTERNAL_ERROR)
+
+    def engine_lost(self) -> None:
+        """Go on elsewhere, unless the answer has begun: the engine is quarantined."""
+        if not self._status and not (self._call is not None and self._call.lost):
+            self._abort()
+            self._mend(Fault.CONNECT, "the engine is quarantined")
+
+    # What the engine answers: ResponseHandler.
+
+    def on_head(self, status: int, headers: "Headers") -> None:
+        """Take the response head."""
+        self._status = status
+        self._answer_headers = headers
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        self._streams = kind.lower().startswith(b"text/event-stream")
+
+    def on_data(self, data: bytes) -> None:
+        """Take a piece of the body."""
+        self._progress_s = self._owner.clock()
+        self._bytes += len(data)
+        if self._bytes > self._owner.legs.answer_limit_bytes:
+            self._abort()
+            text = "the answer is too long"
+            self.on_error(WireError(WireFault.TOO_LARGE, text, sent=True, answered=True))
+        elif self._reply.started:
+            if self._streams and b'"error"' in data and tells_death(data.decode("latin-1")):
+                self._died(said=True)
+            self._reply.write(data)
+        else:
+            self._pieces.append(data)
+            if self._streams or self._bytes > _WHOLE_BYTES:
+                self._relay()
+
+    def on_end(self) -> None:
+        """Take the end of the response."""
+        self._call = None
+        status = self._status
+        if self._reply.started:
+            self._reply.end()
+            self._answered("")
+            return
+        body = b"".join(self._pieces)
+        if status >= 500 and says_dead(body):
+            self._died(said=True)
+        elsewhere = status in _BUSY or (status >= 500 and status != _NOT_IMPLEMENTED)
+        if (elsewhere or lacks_route(status, body)) and self._again(Fault.SERVER_ERROR):
+            return
+        if status >= 500 and self._kills:
+            self._mend(Fault.SERVER_ERROR, "")
+            return
+        self.record.status = status
+        self.record.prompt_tokens, self.record.output_tokens = counts_of(body)
+        passed = headers_of_refusal(status, self._answer_headers)
+        self._reply.send(status, self._own_headers(passed), body)
+        self._answered(error_words(body) if status >= 400 else "")
+
+    def on_error(self, error: WireError) -> None:
+        """Take the failure of the response."""
+        assert self._prefiller is not None
+        self._call = None
+        if error.kind is WireFault.STALE and not self._fresh and self._request is not None:
+            self._fresh = True  # What is served so changes nothing in the engine.
+            self.send(self._prefiller)
+            return
+        target, fault = self._prefiller.target, fault_of(error)
+        if error.is_loss:
+            self._died(said=False)
+        self._mend(fault, f"the engine failed: {error}")
+        # Afterwards: an engine that is quarantined loses all its requests.
+        self._owner.failed(target, fault, str(error))
+
+    def _relay(self) -> None:
+        """Begin to send what comes, as it comes."""
+        self.record.status = self._status
+        self.record.stream = self._streams
+        self.record.first_token_ns = round(self._progress_s * 1e9)
+        self._limit_s = self._owner.legs.idle_stream_timeout_s
+        self._timer.cancel()
+        self._timer = self._owner.call_later(self._limit_s, self._check_time)
+        if self._request is not None and len(self._request.body) <= _MOST_HASHED:
+            self._fingerprint = self.fingerprint
+        self._request = None  # Large, and not sent again.
+        assert self._call is not None
+        self._reply.on_pause = self._call.pause
+        self._reply.on_resume = self._resume
+        passed = (stream_headers if self._streams else passable_headers)(self._answer_headers)
+        self._reply.start(self._status, self._own_headers(passed))
+        self._reply.write(b"".join(self._pieces))
+        self._pieces.clear()
+
+    def _resume(self) -> None:
+        self._progress_s = self._owner.clock()
+        if self._call is not None:
+            self._call.resume()
+
+    # Ends.
+
+    def _check_time(self) -> None:
+        left_s = self._progress_s + self._limit_s - self._owner.clock()
+        # A client that reads too slowly is the HTTP server's business.
+        if self._reply.paused or left_s > 0:
+            self._timer = self._owner.call_later(max(left_s, 1.0), self._check_time)
+            return
+        self._abort()
+        if self._prefiller is None:
+            self._fail(503, "no prefiller was free in time", Outcome.EXPIRED, retry_after=True)
+            return
+        reason = f"no answer within {self._limit_s:g} s"
+        self._fail(504, reason, Outcome.UPSTREAM_ERROR)
+        self._owner.failed(self._prefiller.target, Fault.TIMEOUT, reason)
+
+    def client_left(self) -> None:
+        """End it: nobody waits for its answer."""
+        self._abort()
+        self._end(Outcome.CANCELLED, "")
+
+    def _died(self, *, said: bool) -> None:
+        """Note that the engine died while it worked on this."""
+        assert self._prefiller is not None
+        if self.fingerprint:
+            self._owner.suspects.died(
+                EngineDied(
+                    self.fingerprint,
+                    self.record.request_id,
+                    self._prefiller.target,
+                    self._sent_s,
+                    self._owner.clock(),
+                    said=said,
+                )
+            )
+
+    def _mend(self, fault: Fault, reason: str) -> None:
+        if not self._reply.started and self._again(fault):
+            return
+        if self._kills:
+            self._give_up()
+        else:
+            self._fail(502, reason, Outcome.UPSTREAM_ERROR)
+
+    def _give_up(self) -> None:
+        """End it: it may be what kills engines."""
+        self.record.refused_for = SUSPECTED
+        self._fail(502, REASON, Outcome.UPSTREAM_ERROR, for_good=True)
+
+    def _again(self, fault: Fault) -> bool:
+        """Try one other engine, once."""
+        if self._tried or self._request is None or self._kills:
+            return False
+        self._tried = True
+        return self._owner.again(self, fault)
+
+    @property
+    def _kills(self) -> bool:
+        """Whether as many engines have died of it as may."""
+        suspects = self._owner.suspects
+        return bool(suspects.prompts) and suspects.deaths(self.fingerprint) >= MOST_DEATHS
+
+    def _answered(self, words: str) -> None:
+        assert self._prefiller is not None
+        status = self.record.status
+        if status < 500:
+            # A 5xx may be the request's own fault, and says nothing of other requests.
+            self._owner.succeeded(self._prefiller.target)
+        if status < 400:
+            self._end(Outcome.OK, "")
+            return
+        reason = f"the engine answered {status}" + (f": {words}" if words else "")
+        client = status < 500 or status == _NOT_IMPLEMENTED
+        self._end(Outcome.CLIENT_ERROR if client else Outcome.UPSTREAM_ERROR, reason)
+
+    def _fail(
+        self,
+        status: int,
+        reason: str,
+        outcome: Outcome,
+        *,
+        retry_after: bool = False,
+        for_good: bool = False,
+    ) -> None:
+        endpoint = self.record.endpoint
+        if self._reply.started:
+            if self._streams:
+                self._reply.write(error_event(status, reason, endpoint=endpoint))
+            self._reply.abort()
+        else:
+            self.record.status = status
+            headers = [*JSON_HEADERS, (b"retry-after", b"1")] if retry_after else JSON_HEADERS
+            if for_good:
+                headers = [*JSON_HEADERS, NEVER_AGAIN]
+            body = error_body(status, reason, endpoint=endpoint)
+            self._reply.send(status, self._own_headers(headers), body)
+        self._end(outcome, reason)
+
+    def _abort(self) -> None:
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+
+    def _end(self, outcome: Outcome, reason: str) -> None:
+        self._timer.cancel()
+        if self._fingerprint and self._owner.suspects.prompts:
+            self._owner.suspects.ended(self._fingerprint, self)
+        self._request = None
+        # The reply refers to this object: leave no cycle behind.
+        self._reply.on_closed = self._reply.on_pause = self._reply.on_resume = None
+        self._owner.ended(self, outcome, reason)
+
+    def _own_headers(self, headers: "Headers") -> "Headers":
+        request_id = (b"x-request-id", self.record.request_id.encode())
+        if self._prefiller is not None:
+            engine = self._prefiller.endpoint.name
+            headers = [
+                (name, _here(value, engine) if name in _PLACES else value)
+                for name, value in headers
+            ]
+        return [*headers, request_id]
+
+
+def _here(place: bytes, engine: str) -> bytes:
+    """Return a URL below an engine's as one below the proxy's: its clients do not reach the engine."""
+    authority = engine.partition("://")[2].encode()
+    scheme, _, rest = place.partition(b"://")
+    if scheme.lower() not in (b"http", b"https") or not rest.startswith(authority):
+        return place
+    rest = rest.removeprefix(authority)
+    return place if rest and rest[0] not in b"/?#" else rest if rest[:1] == b"/" else b"/" + rest
 
 
 @dataclass(frozen=True, slots=True)

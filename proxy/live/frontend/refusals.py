@@ -6,15 +6,22 @@ That is so wherever it is refused: by the HTTP server (malformed, too large, too
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.admission import Admission, Allowance, Refusal, TenantLimits, Tenants
 from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
-from balanceroute.proxy.live.frontend.request_head import client_request_id, user_agent
+from balanceroute.proxy.live.frontend.request_head import (
+    allowance_headers,
+    client_request_id,
+    user_agent,
+)
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.routes import exact_path
+from balanceroute.proxy.live.security.credentials import Tenant
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.snapshot import TenantState
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
@@ -23,13 +30,17 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.messages import Headers, Request
 
+
 BURST = 100
+
 """Lines of refused requests that may be logged at once."""
 
 PER_S = 10.0
+
 """Lines of refused requests a second that may be logged for ever."""
 
 _REPORT_S = 60.0
+
 _log = logging.getLogger(__name__)
 # 502 is for prompts under which engines died: nothing is done for them either.
 _REFUSED = frozenset({429, 502, 503})
@@ -166,3 +177,95 @@ def outcome_of(status: int) -> Outcome:
     if status < 500 or status in _NOT_OURS:
         return Outcome.CLIENT_ERROR
     return Outcome.INTERNAL_ERROR
+
+
+# What the tenants of one deployment may ask for, as the file of tenants said last.
+
+_NO_ALLOWANCES: Mapping[str, Allowance] = {}
+
+
+class Tenancy:
+    """The tenants' limits around an admission rule, if there are tenants.
+
+    Args:
+        within: What the deployment as a whole accepts.
+        tenants: Empty if there are none.
+        now_ns: The loop's time.
+        beside: Of another deployment: each tenant has one account for both.
+
+    Attributes:
+        admission: For the driver.
+    """
+
+    def __init__(
+        self,
+        within: Admission,
+        tenants: Iterable[Tenant],
+        now_ns: Callable[[], int],
+        *,
+        beside: "Tenancy | None" = None,
+    ) -> None:
+        limits = _limits(tenants)
+        other: Tenants | None = None if beside is None else beside._tenants
+        accounts = None if other is None else other.accounts
+        self._tenants: Tenants | None = (
+            Tenants(within, limits, now_ns(), accounts) if limits else None
+        )
+        self.admission: Admission = self._tenants or within
+        self._now_ns = now_ns
+
+    def change(self, tenants: Iterable[Tenant]) -> None:
+        """Take other tenants and limits; see `Tenants.change`."""
+        if self._tenants is not None:
+            self._tenants.change(_limits(tenants), self._now_ns())
+
+    def refuse_early(self, tenant: str) -> Limited | None:
+        """Return why a request is rejected before its body is read, or None."""
+        if self._tenants is None:
+            return None
+        refusal = self._tenants.refuse_early(tenant, self._now_ns())
+        if refusal is None:
+            return None
+        headers = allowance_headers(self.allowances(tenant))
+        if refusal.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % refusal.retry_after_s))
+        return Limited(refusal.status, refusal.reason, tuple(headers), cause=refusal.cause)
+
+    def refuse_alone(self, tenant: str) -> Refusal | None:
+        """Return why a request that one engine answers alone is rejected, or None; see `Tenants`."""
+        if self._tenants is None:
+            return None
+        return self._tenants.offer_alone(tenant, self._now_ns())
+
+    def ended_alone(self, record: "RequestRecord") -> None:
+        """Note the end of such a request that was accepted."""
+        if self._tenants is not None:
+            tokens = record.prompt_tokens + record.output_tokens
+            self._tenants.ended_alone(record.tenant, tokens, self._now_ns())
+
+    def allowances(self, tenant: str) -> Mapping[str, Allowance]:
+        """Return what is left of a tenant's rates; empty without tenants."""
+        account = None if self._tenants is None else self._tenants.accounts.get(tenant)
+        return _NO_ALLOWANCES if account is None else account.allowances(self._now_ns())
+
+    def states(self) -> list[TenantState]:
+        """Return where each tenant stands."""
+        if self._tenants is None:
+            return []
+        return [
+            TenantState(
+                name,
+                in_flight=account.in_flight.count,
+                waiting=account.waiting.count,
+                remaining={
+                    unit: allowance.remaining
+                    for unit, allowance in account.allowances(self._now_ns()).items()
+                },
+                limits=account.limits,
+            )
+            for name, account in self._tenants.accounts.items()
+        ]
+
+
+def _limits(tenants: Iterable[Tenant]) -> dict[str, TenantLimits]:
+    return {one.name: one.limits for one in tenants}

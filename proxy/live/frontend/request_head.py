@@ -5,27 +5,50 @@ headers, proxies' own headers and cookies cannot pass by being forgotten.
 """
 
 import re
-from hashlib import sha256
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.openai.routes import Media
-from balanceroute.proxy.live.security.credentials import Secret
+import msgspec
+from msgspec import Struct
+
+from balanceroute.proxy.live.openai.routes import Media, Route, find
+from balanceroute.proxy.live.openai.urgency import (
+    FIRST_TOKEN_DUE,
+    Urgency,
+    deadline_ms,
+    read_level,
+    unreadable_deadline,
+)
+from balanceroute.proxy.live.security.credentials import Secret, Tenant, digest_of, matches_any
+from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
-    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.core.admission import Allowance
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.shape import Api
+    from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.messages import Headers, Request
+
 
 NOT_FOUND = Rejection(404, "Not Found")
+
 """Of what is not served."""
 
 # Visible ASCII that stands in JSON as it is.
 _REQUEST_ID = re.compile(rb"[!#-\[\]-~]{1,128}")
+
 _MOST_OF_AN_ID = 256
+
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
+
 _NO_CODING = frozenset({b"", b"identity"})
+
 _ID_DIGITS = 8
+
 _MAX_USER_AGENT = 128
 # The others choose what of Anthropic's API a client speaks.
 _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
@@ -33,12 +56,17 @@ _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
 _TRACE = frozenset({b"traceparent", b"tracestate"})
 # Answers are read here, for counts and errors, so no engine is to compress one.
 _PLAIN = (b"accept-encoding", b"identity")
+
 _ENGINE_LINES = (
     b"content-type: application/json\r\nx-request-id: %b\r\naccept-encoding: identity\r\n"
 )
+
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
+
 _OPEN_WEBSOCKETS = frozenset({b"GET", b"CONNECT"})
+
 _KEYS = frozenset({b"api-key", b"authorization", b"x-api-key"})
+
 _WITH_KEYS = _PASSED | _KEYS
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _FORM = Media.FORM
@@ -192,3 +220,327 @@ def passed_headers(headers: "Sequence[tuple[bytes, bytes]]", *, keep_key: bool) 
 def trace_headers(headers: "Sequence[tuple[bytes, bytes]]") -> "Headers":
     """Return those of a trace."""
     return [field for field in headers if field[0] in _TRACE]
+
+
+# Who a client is by the keys that it gives, and what it may ask for.
+
+EVERYBODY = Tenant("")
+
+"""Whom clients are where there are no tenants."""
+
+KEY_IS_GONE = (401, "Unauthorized")
+
+"""For a request whose key was nobody's any more when its body had come."""
+
+_NS_PER_MS = 1_000_000
+
+_MS_PER_S = 1_000
+
+
+class Clients:
+    """Tells clients apart.
+
+    Args:
+        api_keys: Keys that are no tenant's own.
+        tenants: Empty if there are none; then everybody with one of the keys is `everybody`.
+        everybody: May what all may.
+    """
+
+    def __init__(
+        self,
+        api_keys: Sequence[Secret],
+        tenants: Iterable[Tenant] = (),
+        *,
+        everybody: Tenant = EVERYBODY,
+    ) -> None:
+        tenants = tuple(tenants)
+        self.has_keys = bool(api_keys or tenants)
+        self._api_keys = api_keys
+        self._owners = {digest: one for one in tenants for digest in one.digests}
+        self._others = next((one for one in tenants if one.default), None)
+        if not tenants:
+            self._others = everybody
+
+    def find(self, headers: "Headers") -> Tenant | None:
+        """Return whose request it is that has these headers; None if nobody may send it.
+
+        A key may be given as the bearer token, as Anthropic's X-Api-Key and as Azure's Api-Key, each
+        once; those that are given must be of one tenant.
+        """
+        if not self.has_keys:
+            return self._others
+        given = given_keys(headers)
+        if not given:
+            return None if self._api_keys else self._others
+        found, *others = [self._owner(key) for key in given]
+        return found if all(one is found for one in others) else None
+
+    def _owner(self, key: bytes) -> Tenant | None:
+        if self._owners:
+            owner = self._owners.get(digest_of(key))
+            if owner is not None:
+                return owner
+        return self._others if matches_any(self._api_keys, key) else None
+
+
+def refuse_model(tenant: Tenant, model: str) -> tuple[int, str] | None:
+    """Return the status and the reason, in OpenAI's words, if a tenant may not use a model."""
+    if not tenant.models or model in tenant.models:
+        return None
+    if not model:
+        return 400, "you must provide a model parameter"
+    return 404, f"The model `{model[:128]}` does not exist or you do not have access to it."
+
+
+def refuse_route(tenant: Tenant | None, route: "Route", model: str) -> tuple[int, str] | None:
+    """Return the status and the reason if a tenant may not have one engine answer a request."""
+    if tenant is None:
+        return KEY_IS_GONE
+    if not tenant.models or route.media is Media.NONE:
+        return None
+    if route.media is Media.FORM:
+        return 403, "the tenant's models cannot be told from others in a form"
+    return refuse_model(tenant, model)
+
+
+def urgency_of(
+    tenant: Tenant, api: "Api", headers: "Headers", body: "RequestBody", arrived_ns: int
+) -> Urgency:
+    """Return how urgent a request is: by its own word where its tenant may, else by the tenant's.
+
+    A deadline that cannot be read was refused with the head.
+    """
+    level, deadline_ns = tenant.level, None
+    if tenant.client_priority:
+        level += read_level(api, headers, body)
+    if tenant.client_deadline and (ms := deadline_ms(headers, FIRST_TOKEN_DUE)) is not None:
+        deadline_ns = arrived_ns + ms * _NS_PER_MS
+    if deadline_ns is None and tenant.deadline_s is not None:
+        deadline_ns = arrived_ns + round(tenant.deadline_s * 1e9)
+    return Urgency(level, deadline_ns, tenant.weight)
+
+
+def allowance_headers(allowances: "Mapping[str, Allowance]") -> "Headers":
+    """Return what is left of a tenant's rates, in OpenAI's headers.
+
+    Source: https://platform.openai.com/docs/guides/rate-limits, "Rate limits in headers".
+    """
+    headers: Headers = []
+    for name, allowance in allowances.items():
+        unit = name.encode()
+        headers += [
+            (b"x-ratelimit-limit-" + unit, b"%d" % allowance.limit),
+            (b"x-ratelimit-remaining-" + unit, b"%d" % allowance.remaining),
+            (b"x-ratelimit-reset-" + unit, duration(allowance.reset_ns)),
+        ]
+    return headers
+
+
+def duration(time_ns: int) -> bytes:
+    """Return a time as OpenAI writes it, which is as Go does: 12ms, 1s, 8.64s, 6m0s, 1h0m0s.
+
+    In whole milliseconds, rounded up.
+    """
+    ms = -(-time_ns // _NS_PER_MS)
+    if 0 < ms < _MS_PER_S:
+        return b"%dms" % ms
+    seconds, ms = divmod(ms, _MS_PER_S)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    text = b"%d" % seconds + ((b".%03d" % ms).rstrip(b"0") if ms else b"") + b"s"
+    if hours:
+        return b"%dh%dm" % (hours, minutes) + text
+    return b"%dm" % minutes + text if minutes else text
+
+
+# Which conversation a request belongs to, as its client names it: one rule for every client.
+#
+# | from | who sends it |
+# | --- | --- |
+# | `X-Session-Id` | anybody; OpenCode |
+# | `X-Claude-Code-Session-Id`, with `X-Claude-Code-Agent-Id` of a subagent | Claude Code |
+# | `X-Session-Affinity` | OpenCode |
+# | `Thread-Id`, then `Session-Id`, then `session_id` | Codex; the last one its older versions |
+# | the session in `metadata.user_id`, or in `user` | Claude Code; LiteLLM in front of it |
+# | `session_id`, then `prompt_cache_key` | clients of vLLM; Codex and OpenAI's clients |
+#
+# The first that is there decides. Names are read by what the clients' own sources and pages say:
+# code.claude.com/docs/en/llm-gateway-protocol; openai/codex,
+# codex-rs/codex-api/src/requests/headers.rs and codex-rs/core/src/client.rs; opencode,
+# packages/opencode/src/session/llm/request.ts. Threads of Codex and subagents of Claude Code
+# share a session, but no prompt: each of them is a conversation.
+
+# A longer name is none.
+_MOST_BYTES = 1_024
+
+_HEADERS = (
+    b"x-session-id",
+    b"x-claude-code-session-id",
+    b"x-session-affinity",
+    b"thread-id",
+    b"session-id",
+    b"session_id",
+)
+
+_AGENT = b"x-claude-code-agent-id"
+
+_CLAUDE_CODE = b"x-claude-code-session-id"
+
+_NAMING = frozenset((*_HEADERS, _AGENT))
+# How Claude Code wrote it before its user ids were JSON.
+_SUFFIX = re.compile(r"_session_([0-9A-Za-z-]{1,128})")
+
+_HASH_BYTES = 8
+
+
+class _UserId(msgspec.Struct):
+    session_id: str = ""
+
+
+_decode_user_id = msgspec.json.Decoder(_UserId).decode
+
+
+def named_in_head(headers: "Headers") -> bytes:
+    """Return the name in a request's headers; empty if there is none. Of repeated ones the first counts."""
+    given: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in _NAMING and 0 < len(value) <= _MOST_BYTES:
+            given.setdefault(name, value)
+    for name in _HEADERS if given else ():
+        if name in given:
+            agent = given.get(_AGENT, b"") if name == _CLAUDE_CODE else b""
+            # No header holds a NUL, so no two pairs are one name.
+            return b"%b\0%b" % (given[name], agent) if agent else given[name]
+    return b""
+
+
+def named_in_body(body: "RequestBody") -> bytes:
+    """Return the name in a request's body; empty if there is none."""
+    for user in _users(body):
+        found = _SUFFIX.search(user)
+        if found is not None and found.end() == len(user):
+            return found[1].encode()
+        if user.startswith("{"):
+            try:
+                session = _decode_user_id(user).session_id
+            except (msgspec.MsgspecError, RecursionError, ValueError):
+                continue
+            if session:
+                return session.encode("utf-8", "surrogatepass")
+    name = _short_text(body, "session_id") or _short_text(body, "prompt_cache_key")
+    return name.encode("utf-8", "surrogatepass")
+
+
+def session_of(name: bytes, tenant: str) -> int:
+    """Return a hash of a conversation's name, below 2**63; 0 if it has none.
+
+    Conversations of two tenants are two, whatever their names.
+    """
+    if not name:
+        return 0
+    digest = blake2b(name, digest_size=_HASH_BYTES, key=sha256(tenant.encode()).digest())
+    return int.from_bytes(digest.digest()) >> 1 or 1
+
+
+def _users(body: "RequestBody") -> "Iterator[str]":
+    if _is_short(body, "metadata"):
+        metadata = body.values["metadata"]
+        user = metadata.get("user_id") if isinstance(metadata, dict) else None
+        if isinstance(user, str):
+            yield user
+    yield _short_text(body, "user")
+
+
+def _short_text(body: "RequestBody", name: str) -> str:
+    value = body.values[name] if _is_short(body, name) else None
+    return value if isinstance(value, str) else ""
+
+
+def _is_short(body: "RequestBody", name: str) -> bool:
+    """Return whether a member is there and as short as a name; a longer one is not decoded for it."""
+    return 0 < len(body.value_text(name)) <= _MOST_BYTES
+
+
+# What follows from the head of a request alone, which is worked out once for all that repeat it.
+#
+# Most clients repeat a head with every request of a connection, except for the length of the
+# body. What is kept says nothing of that length, and nothing of limits or loads, which change.
+
+_UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
+# Headers that few requests have, and that are read for each of these.
+_RARE = frozenset(
+    {
+        b"traceparent",
+        b"tracestate",
+        b"x-expected-output-tokens",
+        b"x-request-id",
+    }
+)
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_JSON = Media.JSON
+
+
+class KnownHead(Struct, frozen=True):
+    """One head.
+
+    Attributes:
+        clients: Who told whose it is: others say nothing of it.
+        route: None if there is none.
+        rejection: Why such a request is not served, whatever its body and the limits; None if it is.
+        tenant: Whose it is; None if nobody's.
+        api_key_id: See `RequestRecord`.
+        session: The conversation's name in it; empty if there is none.
+        rare: The headers it has of those that few requests have.
+        lines: Of the headers that engines get, except for those of a trace and the engines' own key.
+    """
+
+    clients: "Clients"
+    route: Route | None
+    rejection: Rejection | None
+    tenant: "Tenant | None"
+    api_key_id: str
+    user_agent: str
+    session: bytes
+    rare: frozenset[bytes]
+    lines: bytes
+
+
+def know(head: "RequestHead | Request", clients: "Clients", *, keep_key: bool) -> KnownHead:
+    """Return what follows from a head.
+
+    Args:
+        head: The request, or its head.
+        clients: Tell whose it is.
+        keep_key: Whether the client's own key is for the engines.
+    """
+    headers = head.headers
+    route = find(head.path)
+    tenant = clients.find(headers) if route is not None and route.keyed else EVERYBODY
+    return KnownHead(
+        clients,
+        route,
+        NOT_FOUND if route is None else _refuse(head, route, tenant),
+        tenant,
+        api_key_id(headers) if clients.has_keys else "",
+        user_agent(headers),
+        named_in_head(headers),
+        _RARE & {name for name, _ in headers},
+        encode_fields(passed_headers(headers, keep_key=keep_key)),
+    )
+
+
+def _refuse(
+    head: "RequestHead | Request", route: Route, tenant: "Tenant | None"
+) -> Rejection | None:
+    if route.websocket and asks_for_websocket(head.method, head.headers):
+        return Rejection(426, f"WebSockets are not served: {route.websocket}")
+    if route.reason:
+        return Rejection(404, f"Not Found: {route.reason}")
+    if head.method not in route.methods:
+        return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
+    if tenant is None:
+        return _UNAUTHORISED
+    unreadable = unreadable_deadline(head.headers)
+    if unreadable is not None:
+        return Rejection(400, unreadable, param=unreadable.split(" ", 1)[0])
+    return check_json_body(head.headers) if route.media is _JSON else None

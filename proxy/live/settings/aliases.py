@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
-from balanceroute.proxy.model_choice.base import Targets
-from balanceroute.proxy.model_choice.double_dqn import DoubleDqn
-from balanceroute.proxy.model_choice.greedy import Greedy
-from balanceroute.proxy.model_choice.static import Static
+from balanceroute.proxy.model_choice import DoubleDqn, Greedy, Static, Targets
 from balanceroute.proxy.settings.reader import Given
 from balanceroute.proxy.settings.setting import choice, file, number, table, text, texts, words
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.model_choice.base import ModelChoice
+    from balanceroute.proxy.model_choice import ModelChoice
     from balanceroute.topologies import Topology
 
 CHOOSERS = ("static", "greedy", "ddqn")

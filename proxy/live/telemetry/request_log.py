@@ -52,7 +52,7 @@ Fields, in this order; names and meanings are stable, and new ones come last:
 
 Times are seconds, rounded to microseconds. The first three names are those of the native trace
 format (`balanceroute.traces`), so that a log can be replayed as it is;
-`balanceroute.predictors.logged` reads it for training.
+`balanceroute.predictors.past` reads it for training.
 
 A proxy with several groups writes `group` too: the one that had the request last, if one had it. Of a
 request that named an alias of models it writes `alias`, `task`, and `fall_backs`, the groups that had it

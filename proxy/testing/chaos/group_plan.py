@@ -10,8 +10,7 @@ from enum import Enum
 import numpy as np
 
 from balanceroute.proxy.live.settings.aliases import CHOOSERS, FALL_BACKS
-from balanceroute.proxy.model_choice.double_dqn import inputs_of
-from balanceroute.proxy.model_choice.q_network import QNetwork
+from balanceroute.proxy.model_choice import QNetwork, inputs_of
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings
 from balanceroute.proxy.testing.chaos.plan import (

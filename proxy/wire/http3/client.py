@@ -21,11 +21,9 @@ from aioquic.quic.events import (
 
 from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.caller import ResponseHandler
-from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
-from balanceroute.proxy.wire.http3.heads import sent_fields
+from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage, sent_fields
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
-from balanceroute.proxy.wire.quic.carrier import Carrier, NetworkAddress
-from balanceroute.proxy.wire.quic.connection import OrderedConnection
+from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress, OrderedConnection
 from balanceroute.proxy.wire.quic.stream_orders import USUAL, Standing
 
 # How far the server may be ahead, in one answer and in all.

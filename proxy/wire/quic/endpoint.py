@@ -29,8 +29,13 @@ from aioquic.quic.packet import (
 )
 from aioquic.quic.retry import QuicRetryTokenHandler
 
-from balanceroute.proxy.wire.quic.carrier import Carried, Carrier, Datagrams, NetworkAddress
-from balanceroute.proxy.wire.quic.connection import OrderedConnection
+from balanceroute.proxy.wire.quic.connection import (
+    Carried,
+    Carrier,
+    Datagrams,
+    NetworkAddress,
+    OrderedConnection,
+)
 
 _ID_BYTES = 8
 _LEAST_INITIAL_BYTES = 1200

@@ -11,9 +11,8 @@ import pytest
 from tests.two_leg_router import TwoLegRouter
 
 from balanceroute.predictors import NoPrediction
-from balanceroute.predictors.evaluation import judge
-from balanceroute.predictors.logged import read_log
-from balanceroute.predictors.questions import Replay
+from balanceroute.predictors.evaluation import Replay, judge
+from balanceroute.predictors.past import read_log
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.replay.driver import ReplayResult, replay

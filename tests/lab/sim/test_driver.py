@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 import pytest
 
 from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, Survival
-from balanceroute.predictors.traced import features_of
+from balanceroute.predictors.past import features_of
 from balanceroute.proxy.core.events import (
     Action,
     Admit,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balanceroute.predictors import ExactMatch, NoPrediction, Oracle, Survival, save
-from balanceroute.predictors.traced import features_of
+from balanceroute.predictors.past import features_of
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import PolicySettings

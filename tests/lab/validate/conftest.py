@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from balanceroute.engine_patch.records import DUMMY, FIELDS, RECORD, UNKNOWN, header_line
+from balanceroute.engine_patch.writer import DUMMY, FIELDS, RECORD, UNKNOWN, header_line
 from balanceroute.proxy.live.telemetry.process_log import json_line
 
 MS = 1_000_000

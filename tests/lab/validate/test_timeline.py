@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balanceroute.engine_patch.reader import STEP_DTYPE, EngineTrace, read_steps
-from balanceroute.engine_patch.records import UNKNOWN
+from balanceroute.engine_patch.writer import UNKNOWN
 from balanceroute.proxy.lab.validate.traces import timeline_of
 
 if TYPE_CHECKING:

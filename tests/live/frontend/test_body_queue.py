@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.live.frontend.body_queue import BodyQueue
+from balanceroute.proxy.live.frontend.gateway import BodyQueue
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 
 if TYPE_CHECKING:

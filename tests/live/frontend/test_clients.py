@@ -3,7 +3,7 @@
 import pytest
 
 from balanceroute.proxy.core.admission import Allowance
-from balanceroute.proxy.live.frontend.clients import (
+from balanceroute.proxy.live.frontend.request_head import (
     EVERYBODY,
     Clients,
     allowance_headers,

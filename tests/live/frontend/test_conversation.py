@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from balanceroute.proxy.live.frontend.conversation import named_in_body, named_in_head, session_of
+from balanceroute.proxy.live.frontend.request_head import named_in_body, named_in_head, session_of
 from balanceroute.proxy.live.openai.body import RequestBody
 
 CLAUDE = "x-claude-code-session-id"

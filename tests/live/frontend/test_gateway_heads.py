@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error, keys
 
-from balanceroute.proxy.live.frontend.clients import Clients
+from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.security.credentials import Secret
 
 if TYPE_CHECKING:

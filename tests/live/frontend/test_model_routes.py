@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Status
-from balanceroute.proxy.live.frontend.model_routes import refuse_unlisted
+from balanceroute.proxy.live.frontend.groups import refuse_unlisted
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -11,8 +11,7 @@ import pytest
 from tests.live.conftest import LARGE, SMALL
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.model_choice.double_dqn import DoubleDqn, inputs_of
-from balanceroute.proxy.model_choice.q_network import QNetwork
+from balanceroute.proxy.model_choice import DoubleDqn, QNetwork, inputs_of
 from balanceroute.proxy.testing.chaos.group_world import GroupSettings
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ import pytest
 
 from balanceroute.predictors import NoPrediction, PastRequest, RequestFeatures, Survival
 from balanceroute.predictors.exact_match import ExactMatch
-from balanceroute.predictors.files import load, save
-from balanceroute.predictors.limit_habits import LEAST_ANSWERS
-from balanceroute.predictors.logged import read_log
-from balanceroute.predictors.registry import train
+from balanceroute.predictors.files import load, save, train
+from balanceroute.predictors.hinted import LEAST_ANSWERS
+from balanceroute.predictors.past import read_log
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name

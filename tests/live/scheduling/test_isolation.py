@@ -10,7 +10,7 @@ import pytest
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import Action
 from balanceroute.proxy.core.policies.two_stage import TwoStage
-from balanceroute.proxy.live.frontend.single_exchange import SingleExchange
+from balanceroute.proxy.live.frontend.pass_through import SingleExchange
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module

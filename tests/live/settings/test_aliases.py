@@ -6,8 +6,7 @@ import pytest
 from tests.live.settings.test_groups import TWO, made
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.model_choice.greedy import Greedy
-from balanceroute.proxy.model_choice.static import Static
+from balanceroute.proxy.model_choice import Greedy, Static
 
 AUTO = '[alias.auto]\ngroups = ["small", "large"]\n'
 TASKS = "tasks = { chat = [0.7, 1.0], code = [0.5, 0.9] }\n"

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy.cli import emulate, evaluate, past_flags, replay, simulate, train, validate
+from balanceroute.proxy.cli import (
+    emulate,
+    evaluate,
+    replay,
+    simulate,
+    trace_flags,
+    train,
+    validate,
+)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.settings import declared
 from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
@@ -54,7 +62,7 @@ ALL: list[type] = [
     *emulate.SECTIONS,
     *simulate.SECTIONS,
     *replay.SECTIONS,
-    *(past_flags.Chosen, evaluate.Questions, train.Training, validate.Samples),
+    *(trace_flags.Chosen, evaluate.Questions, train.Training, validate.Samples),
 ]
 
 

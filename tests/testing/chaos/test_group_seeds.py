@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.frontend.fall_back import Attempt
+from balanceroute.proxy.live.frontend.generation import Attempt
 from balanceroute.proxy.live.frontend.groups import Groups
 from balanceroute.proxy.testing.chaos.group_plan import GroupAct, draw_groups
 from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups

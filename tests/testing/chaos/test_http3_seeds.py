@@ -10,7 +10,7 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 from tests.certificate import make_certificate
 
 from balanceroute.proxy.testing.chaos.http3_trial import run_seed_over_http3
-from balanceroute.proxy.wire.http3.reply import Http3Reply
+from balanceroute.proxy.wire.http3.stream import Http3Reply
 
 if TYPE_CHECKING:
     from balanceroute.proxy.testing.chaos.trial import Report

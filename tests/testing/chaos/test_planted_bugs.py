@@ -11,8 +11,8 @@ from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
-from balanceroute.proxy.live.frontend import asking
-from balanceroute.proxy.live.frontend.clients import Clients
+from balanceroute.proxy.live.frontend import generation
+from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
@@ -95,7 +95,7 @@ def any_key_is_the_first_tenants(patch: Patch) -> None:
 
 @bug("is logged as", seed=4)
 def a_refused_request_is_not_logged_as_rejected(patch: Patch) -> None:
-    patch.setattr(asking, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
+    patch.setattr(generation, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
 
 
 @bug("that its tenant has not", seed=14)

@@ -8,7 +8,7 @@ from aioquic.buffer import encode_uint_var
 from aioquic.h3.connection import ErrorCode, encode_frame
 from aioquic.quic.events import StreamDataReceived
 
-from balanceroute.proxy.wire.http3.control_frames import ControlError, ControlFrames
+from balanceroute.proxy.wire.http3.server import ControlError, ControlFrames
 
 UPDATE = 0xF0700
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from balanceroute.proxy.wire.http3.server_connection import Http3ServerConnection
+    from balanceroute.proxy.wire.http3.server import Http3ServerConnection
     from balanceroute.proxy.wire.messages import Request
     from balanceroute.proxy.wire.reply import Reply
 

@@ -10,7 +10,7 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from balanceroute.proxy.testing.virtual.loop import START_S, VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.quic.carrier import Carrier
+from balanceroute.proxy.wire.quic.connection import Carrier
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.quic.connection import OrderedConnection

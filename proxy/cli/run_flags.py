@@ -1,0 +1,256 @@
+"""The flags of a simulated deployment."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES
+from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
+from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.engines import EngineOptions, PrefillModel
+from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
+from balanceroute.proxy.settings.setting import (
+    choice,
+    flag,
+    integer,
+    integers,
+    number,
+    numbers,
+    part,
+    words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from balanceroute.proxy.core.admission import Admission
+
+
+# The flags of engines that are not plain, for `simulate` and `emulate`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """How the decode ranks differ from plain ones."""
+
+    rank_speeds: tuple[float, ...] = numbers(
+        "how fast each rank reads its KV cache, relative to b; repeated over the ranks",
+        1e-3,
+        1e3,
+        metavar="X[,X..]",
+    )
+    rank_batches: tuple[int, ...] = integers(
+        "batch limit of each rank, repeated over the ranks", 1, 10**9, metavar="B[,B..]"
+    )
+    tokens_per_step: float = number(
+        1.0, "mean tokens that a request emits in a step, by speculative decoding", 1, 64
+    )
+    speculation_seed: int = integer(0, "of the accepted tokens", -(1 << 63), (1 << 63) - 1)
+    pause_above: float | None = number(
+        None,
+        "share of its time that the mean rank idles at the barrier, from which the heaviest rank "
+        "pauses requests, as with DyntraLB",
+        1e-3,
+        1,
+        shown_default="never",
+    )
+
+    @property
+    def options(self) -> EngineOptions:
+        """What the flags say."""
+        return part(EngineOptions, self)
+
+
+# Keeps memory in bounds.
+_UNLIMITED = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The deployment."""
+
+    ranks: int = integer(8, "decode ranks", 1, 10_000, metavar="G")
+    batch: int = integer(16, "batch limit of a rank", 1, 10**9, metavar="B")
+    # A step of no time would let virtual time stand still.
+    step_base_ms: float = number(30.0, "step = a + b x max load", 0.001, 1e6, metavar="a")
+    step_us_per_token: float = number(0.2, "see a", 0, 1e6, metavar="b")
+    kv_capacity: int | None = integer(
+        None, "KV tokens per rank", 1, 10**9, shown_default="no limit", metavar="TOKENS"
+    )
+    recompute_us_per_token: float | None = number(
+        None,
+        "a rank computes again what its KV capacity had no room for, within a step, as vLLM does",
+        0.001,
+        1e6,
+        shown_default="it is prefilled again, as with vllm-ascend's recomputed",
+        metavar="x",
+    )
+    prefill_servers: int | None = integer(
+        None, "prefillers", 1, 10_000, shown_default="prefill at once", metavar="P"
+    )
+    prefill_base_ms: float = number(20.0, "prefill = c + d x prompt", 0, 1e6, metavar="c")
+    prefill_us_per_token: float = number(50.0, "see c", 0, 1e6, metavar="d")
+    prefill_choice: str = choice(
+        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
+    )
+    probe_limit: int | None = integer(
+        1, "prefills at a time on one prefiller, where they wait in turn", 1, 10**6, word="none"
+    )
+    prefiller_kv_tokens: int | None = integer(
+        None,
+        "KV tokens that one prefiller may hold for the pool",
+        1,
+        10**9,
+        shown_default="no limit",
+        metavar="TOKENS",
+    )
+    prefix_cache: int | None = integer(
+        None,
+        "tokens in a prefiller's prefix cache, for traces with hash_ids",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+    )
+    prefix_block_tokens: int = integer(
+        512,
+        "tokens that one of the trace's hash_ids stands for (Mooncake's and Bailian's: 512)",
+        1,
+        10**6,
+        metavar="TOKENS",
+    )
+    transfer_base_ms: float = number(0.0, "KV transfer = e + f x KV tokens", 0, 1e6, metavar="e")
+    transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")
+    local_prefill_tokens: int | None = integer(
+        None,
+        "a rank computes prompts of at most so many tokens itself, d for each, where that delays "
+        "all requests less",
+        1,
+        10**9,
+        shown_default="prefillers compute all",
+        metavar="TOKENS",
+    )
+    rank_prefix_cache: int | None = integer(
+        None,
+        "tokens in a rank's prefix cache, which it neither pulls nor computes again",
+        0,
+        10**12,
+        shown_default="no cache",
+        metavar="TOKENS",
+    )
+    local_prefill_always: bool = flag("let ranks compute all such prompts, whatever it costs")
+    pool_limit: int | None = integer(
+        None,
+        "requests in prefill or in the pool; others wait before prefill",
+        1,
+        10**9,
+        shown_default="no limit; with leases as in `serve`",
+    )
+    deep_pool: bool = flag(
+        "a pool limit as deep as leases allow, as of `serve --first-token prefill`"
+    )
+    first_token: str = choice(
+        "decode",
+        "whose first token clients get: that of a rank, or at once the one of the prefiller, which "
+        "needs --prefill-servers and implies --deep-pool",
+        words(("prefill", "decode")),
+    )
+    queue_order: str = choice(
+        "fcfs", "in what order requests wait, before prefill and in the pool", words(QUEUE_ORDERS)
+    )
+    fair_queue: str = choice(
+        "none",
+        "what tenants share by weight before prefill; --queue-order then holds within a tenant",
+        words(("none", *FAIR_COSTS)),
+    )
+    admission: str = choice("bounded", "who is let in", words(ADMISSIONS))
+    queue_limit: int | None = integer(
+        None, "requests that wait; further ones are refused", 1, 10**6, shown_default="no limit"
+    )
+    queue_ttl_s: float | None = number(
+        None,
+        "wait before prefill after which a request expires",
+        0.001,
+        1e6,
+        shown_default="for ever; with --aimd as in `serve`",
+        metavar="S",
+    )
+    lease_s: float | None = number(
+        None,
+        "how long a prefiller keeps a KV cache that no rank has asked for, from the start of its "
+        "prefill",
+        0.001,
+        1e6,
+        shown_default="for ever",
+        metavar="S",
+    )
+    lease_margin_s: float = number(
+        5.0, "how long before the end of its lease a KV cache counts as lost", 0, 1e6, metavar="S"
+    )
+    speeds_unknown: bool = flag("do not tell the scheduler the --rank-speeds")
+    learn_speeds: bool = flag("let the scheduler learn the --rank-speeds instead of telling it")
+
+    def prefill_model(self, servers: int) -> PrefillModel:
+        """Return so many prefill servers."""
+        return PrefillModel(
+            servers=servers,
+            base_ns=round(1e6 * self.prefill_base_ms),
+            ns_per_token=1e3 * self.prefill_us_per_token,
+            cache_tokens=self.prefix_cache,
+            block_tokens=self.prefix_block_tokens,
+        )
+
+
+def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
+    """Return the deployment that is asked for; `deadline_s` as in `Deployment`."""
+    machines, aimd = given.read(Machines), given.read(AimdOptions)
+    queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s
+    recompute = machines.recompute_us_per_token
+    servers = machines.prefill_servers
+    prefill = None if servers is None else machines.prefill_model(servers)
+    early = machines.first_token == "prefill"  # noqa: S105 - no password.
+    if early and prefill is None:
+        raise ConfigError("--first-token prefill: needs --prefill-servers too")
+    return Deployment(
+        ranks=machines.ranks,
+        batch_limit=machines.batch,
+        step_base_ns=round(1e6 * machines.step_base_ms),
+        step_ns_per_token=1e3 * machines.step_us_per_token,
+        rank_kv_tokens=machines.kv_capacity,
+        recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
+        prefill=prefill,
+        prefill_choice=machines.prefill_choice,
+        score_limits=given.read(ScoreOptions).limits,
+        probe_limit=machines.probe_limit,
+        prefiller_kv_tokens=machines.prefiller_kv_tokens,
+        transfer_base_ns=round(1e6 * machines.transfer_base_ms),
+        transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
+        local_prefill_tokens=machines.local_prefill_tokens,
+        rank_cache_tokens=machines.rank_prefix_cache,
+        local_prefill_always=machines.local_prefill_always,
+        deadline_ns=None if deadline_s is None else round(1e9 * deadline_s),
+        pool_limit=machines.pool_limit,
+        deep_pool=machines.deep_pool or early,
+        early_tokens=early,
+        queue_order=machines.queue_order,
+        fair_queue=None if machines.fair_queue == "none" else machines.fair_queue,
+        admission=_admission(machines),
+        expects_first_tokens=machines.admission in EXPECTING,
+        aimd=aimd.settings,
+        queue_ttl_ns=None if queue_ttl_s is None else round(1e9 * queue_ttl_s),
+        lease_ns=None if machines.lease_s is None else round(1e9 * machines.lease_s),
+        lease_margin_ns=round(1e9 * machines.lease_margin_s),
+        engines=given.read(EngineFlags).options,
+        speeds_known=not (machines.speeds_unknown or machines.learn_speeds),
+        learn_speeds=machines.learn_speeds,
+    )
+
+
+def _admission(machines: Machines) -> "Callable[[], Admission] | None":
+    limit = machines.queue_limit
+    if limit is None and machines.admission not in EXPECTING:
+        return None
+    return partial(ADMISSIONS[machines.admission], limit or _UNLIMITED)

@@ -1,0 +1,408 @@
+"""One request of a client and its answer, on a stream of its own.
+
+The rules are those of `http1/server_connection.py`: a request reaches the application complete or not
+at all, and what its head rules out is answered before the body is read.
+"""
+
+import logging
+from enum import Enum, auto
+from typing import Protocol
+
+from balanceroute.proxy.wire.connection_limit import Loss, loss_of_body, loss_of_head
+from balanceroute.proxy.wire.http1.heads import WITHOUT_BODY, RequestHead
+from balanceroute.proxy.wire.http1.incoming_body import IncomingBody
+from balanceroute.proxy.wire.http1.service import Service
+from balanceroute.proxy.wire.http3.framing import request_head, sent_fields
+from balanceroute.proxy.wire.messages import Headers, MalformedError, Rejection, Request
+from balanceroute.proxy.wire.reply import Late
+from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
+from balanceroute.proxy.wire.write_progress import WriteProgress
+
+# The answer to one request, framed as HTTP/3; see `Reply`.
+
+
+class ReplyStream(AnyTransport, Protocol):
+    """The stream of a reply."""
+
+    def send_head(self, fields: Headers, *, end: bool) -> None:
+        """Send a field section."""
+
+    def send_data(self, data: bytes, *, end: bool) -> None:
+        """Send a part of the body."""
+
+    def cut(self, *, flush: bool) -> None:
+        """Reset the stream, once what was written has arrived if `flush`."""
+
+
+class Http3Reply(ReplyState[ReplyStream]):
+    """The answer to one request over one stream."""
+
+    __slots__ = ("_common",)
+
+    def __init__(self, stream: ReplyStream, *, head_only: bool, common: Headers) -> None:
+        super().__init__(stream, head_only=head_only)
+        self._common = common
+
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        assert not self.started, "this reply is streamed"
+        if self._late is not None:
+            self.write(self._late(status, body))
+            self.abort()
+            return
+        fields = self._fields(status, headers)
+        if status not in WITHOUT_BODY:
+            fields.append((b"content-length", b"%d" % len(body)))
+        if self._head_only or status in WITHOUT_BODY:
+            body = b""
+        self._transport.send_head(fields, end=not body)
+        if body:
+            self._send(body, end=True)
+        self._finish()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        assert not self.started, "this reply is streamed"
+        if self._late is None:
+            self._begin(status, headers)
+        self.started = True
+
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        if self._late is None and not self.started:
+            self._begin(200, headers)
+            self._late = late
+        self.write(data)
+
+    def _begin(self, status: int, headers: Headers) -> None:
+        fields = self._fields(status, headers)
+        self._head_only |= status in WITHOUT_BODY
+        self._transport.send_head(fields, end=False)
+
+    def write(self, data: bytes) -> None:
+        """See `Reply`."""
+        if self.closed or not data:
+            return
+        assert self.started or self.commented, "start the reply first"
+        if not self._head_only:
+            self._send(data, end=False)
+
+    def end(self) -> None:
+        """See `Reply`."""
+        if self.closed:
+            return
+        assert self.started, "start the reply first"
+        self._transport.send_data(b"", end=True)
+        self._finish()
+
+    def abort(self) -> None:
+        """Reset the stream, so that the client sees an incomplete answer."""
+        if self.closed:
+            return
+        self._close()
+        self._transport.cut(flush=self.started or self.commented)
+
+    def _fields(self, status: int, headers: Headers) -> Headers:
+        fields = sent_fields([*headers, *self.more_headers, *self._common])
+        return [(b":status", b"%d" % status), *fields]
+
+    def _send(self, data: bytes, *, end: bool) -> None:
+        self.written += len(data)
+        self._transport.send_data(data, end=end)
+
+
+_LOG = logging.getLogger(__name__)
+
+_CONTINUE: Headers = [(b":status", b"100")]
+
+
+class StreamOwner(Protocol):
+    """The connection of a stream.
+
+    Attributes:
+        service: What all connections share.
+        peer: The client's address and port.
+        rejection: Why no request of the connection is served; None if they are.
+    """
+
+    service: Service
+    peer: str
+    rejection: Rejection | None
+
+    def began(self, stream: "ServerStream", head: RequestHead) -> None:
+        """Note the head of a request that is served."""
+
+    def send_head(self, stream_id: int, fields: Headers, *, end: bool) -> None:
+        """Send a field section."""
+
+    def send_data(self, stream_id: int, data: bytes, *, end: bool) -> None:
+        """Send a part of a body."""
+
+    def refuse_rest(self, stream_id: int) -> None:
+        """Read nothing more of a stream."""
+
+    def reset(self, stream_id: int) -> None:
+        """End a stream without its answer."""
+
+    def unsent(self, stream_id: int) -> int:
+        """Return the bytes of a stream that were never sent."""
+
+    def unacknowledged(self, stream_id: int) -> int:
+        """Return the bytes of a stream that the client has not acknowledged."""
+
+    def left(self, stream: "ServerStream") -> None:
+        """Note that nobody works on a stream any more; what was written may still be on its way."""
+
+
+class _Stage(Enum):
+    HEAD = auto()
+    BODY = auto()
+    ANSWER = auto()  # The application has the request, or it was refused.
+    LEFT = auto()
+
+
+class ServerStream:
+    """A request and its answer; see `ReplyStream`.
+
+    Attributes:
+        deadline_s: When the sweep calls `expire`.
+        cut_when_sent: Reset once what was written has arrived.
+    """
+
+    __slots__ = (
+        *(
+            "_body",
+            "_body_since_s",
+            "_head",
+            "_head_bytes",
+            "_origin",
+            "_owner",
+            "_reply",
+            "_stage",
+            "_written",
+        ),
+        *("_writes", "cut_when_sent", "deadline_s", "number", "paused"),
+    )
+
+    def __init__(self, owner: StreamOwner, number: int) -> None:
+        service = owner.service
+        self.number = number
+        self.paused = False
+        self.cut_when_sent = False
+        self._owner = owner
+        self._stage = _Stage.HEAD
+        self._head: RequestHead | None = None
+        self._head_bytes = 0
+        self._origin: Headers = []  # Of a head that could not be parsed.
+        self._body = IncomingBody(service.bodies, service.limits.body_limit_bytes)
+        self._body_since_s = 0.0
+        self._reply: Http3Reply | None = None
+        self._written = 0
+        self._writes = WriteProgress(service.limits.write_timeout_s)
+        self.deadline_s = service.loop.time() + service.limits.header_timeout_s
+
+    # What the client sends.
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything that still comes is of interest."""
+        return self._stage in (_Stage.HEAD, _Stage.BODY)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nobody works on it any more."""
+        return self._stage is _Stage.LEFT
+
+    def check_head(self, size: int) -> None:
+        """Note that so many bytes were read; refuse a request whose head does not end."""
+        if self._stage is _Stage.HEAD:
+            self._head_bytes += size
+            if self._head_bytes > self._owner.service.limits.header_limit_bytes:
+                self.refuse(Rejection(431, "the request's head is too long"))
+
+    def on_head(self, fields: Headers, *, ended: bool) -> None:
+        """Take the field section before the body; the one behind it says nothing here."""
+        if self._stage is not _Stage.HEAD:
+            if ended and self._stage is _Stage.BODY:
+                self._dispatch()
+            return
+        owner, service = self._owner, self._owner.service
+        self._origin = [field for field in fields if field[0] == b"origin"]
+        try:
+            head = self._head = request_head(fields, service.limits)
+            rejection = owner.rejection
+            if rejection is None and service.admit is not None:
+                rejection = service.admit(head, owner.peer)
+            if rejection is None:
+                self._body.check_length(head.content_length or 0)
+        except MalformedError as error:
+            self.refuse(error.rejection, rest=not ended)
+            return
+        if rejection is not None:
+            self.refuse(rejection, rest=not ended)
+            return
+        owner.began(self, head)
+        self._stage = _Stage.BODY
+        self._body_since_s = service.loop.time()
+        self.deadline_s = self._body_deadline_s
+        if ended:
+            self._dispatch()
+        elif head.expects_continue:
+            owner.send_head(self.number, _CONTINUE, end=False)
+
+    def on_data(self, data: bytes, *, ended: bool) -> None:
+        """Take a part of the body."""
+        if self._stage is not _Stage.BODY:
+            return
+        try:
+            self._body.add(data)
+        except MalformedError as error:
+            self.refuse(error.rejection, rest=not ended)
+            return
+        if ended:
+            self._dispatch()
+
+    def lose(self) -> None:
+        """Note that the client does not want an answer any more, or is gone."""
+        reply, self._reply = self._reply, None
+        self._leave()
+        if reply is not None:
+            reply.lose_client()
+
+    def refuse(self, rejection: Rejection, *, rest: bool = True) -> None:
+        """Answer a request that does not reach the application.
+
+        Args:
+            rejection: Why.
+            rest: Whether more of it is still to come.
+        """
+        service = self._owner.service
+        if rest:
+            self._owner.refuse_rest(self.number)
+        self._body.drop()
+        headers, body = service.refuse(rejection, self._head, self._owner.peer)
+        self._begin_answer().send(rejection.status, headers, body)
+
+    # What the application writes.
+
+    def send_head(self, fields: Headers, *, end: bool) -> None:
+        """See `ReplyStream`."""
+        self._owner.send_head(self.number, fields, end=end)
+
+    def send_data(self, data: bytes, *, end: bool) -> None:
+        """See `ReplyStream`."""
+        self._written += len(data)
+        self._owner.send_data(self.number, data, end=end)
+        waiting = self._owner.unsent(self.number)
+        if not self.paused and waiting > self._owner.service.limits.write_buffer_bytes:
+            self.paused = True
+            if self._reply is not None and self._reply.on_pause is not None:
+                self._reply.on_pause()
+
+    def answered(self) -> None:
+        """See `ReplyStream`."""
+        self._reply = None
+        self._leave()
+
+    def release_body(self) -> None:
+        """See `ReplyStream`."""
+        self._body.release()
+
+    def cut(self, *, flush: bool) -> None:
+        """See `ReplyStream`."""
+        self._reply = None
+        self.cut_when_sent = flush and self._owner.unacknowledged(self.number) > 0
+        if not self.cut_when_sent:
+            self._owner.reset(self.number)
+        self._leave()
+
+    # Called by the connection.
+
+    def resume(self) -> None:
+        """Go on with a paused reply if enough was sent."""
+        limit = self._owner.service.limits.write_buffer_bytes
+        if self.paused and self._owner.unsent(self.number) <= limit // 2:
+            self.paused = False
+            if self._reply is not None and self._reply.on_resume is not None:
+                self._reply.on_resume()
+
+    def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
+        """See `Evictable`."""
+        match self._stage:
+            case _Stage.HEAD:
+                begun_s = self.deadline_s - self._owner.service.limits.header_timeout_s
+                return loss_of_head(begun_s, now_s, begun=True)
+            case _Stage.BODY:
+                assert self._head is not None
+                expects = self._head.expects_continue
+                return loss_of_body(self._body_due_s, now_s, expects_continue=expects)
+            case _Stage.ANSWER | _Stage.LEFT:
+                return None
+
+    def expire(self, now_s: float) -> bool:
+        """Act on a deadline that has passed; return whether the client has stalled."""
+        match self._stage:
+            case _Stage.HEAD:
+                self.refuse(Rejection(408, "the request's head did not arrive in time"))
+            case _Stage.BODY:
+                self.deadline_s = self._body_deadline_s
+                if self.deadline_s <= now_s:
+                    self.refuse(Rejection(408, "the request's body did not arrive in time"))
+            case _Stage.ANSWER | _Stage.LEFT:
+                waiting = self._owner.unacknowledged(self.number)
+                if self._writes.has_stalled(now_s, written=self._written, waiting=waiting):
+                    return True
+                self.deadline_s = now_s + self._writes.check_s
+        return False
+
+    @property
+    def _body_due_s(self) -> float:
+        return self._body_since_s + self._body.size / self._owner.service.limits.body_bytes_per_s
+
+    @property
+    def _body_deadline_s(self) -> float:
+        return self._body_due_s + self._owner.service.limits.body_timeout_s
+
+    def _dispatch(self) -> None:
+        head, service = self._head, self._owner.service
+        assert head is not None
+        body, peer = self._body.take(), self._owner.peer
+        request = Request(
+            head.method, head.path, head.query, head.headers, body, peer, head.learned
+        )
+        reply = self._begin_answer()
+        try:
+            service.application(request, reply)
+        except Exception:
+            _LOG.exception("the application failed on %r", head.path)
+            if reply.started:
+                reply.abort()
+            elif not reply.closed:
+                headers, text = service.refuse(Rejection(500, "internal error"), head, peer)
+                reply.send(500, headers, text)
+
+    def _begin_answer(self) -> Http3Reply:
+        head = self._head
+        reply = self._reply = Http3Reply(
+            self,
+            head_only=head is not None and head.method == b"HEAD",
+            common=self._owner.service.common_headers(
+                self._origin if head is None else head.headers
+            ),
+        )
+        self._stage = _Stage.ANSWER
+        now_s = self._owner.service.loop.time()
+        self._writes.begin(now_s)
+        self.deadline_s = now_s + self._writes.check_s
+        return reply
+
+    def _leave(self) -> None:
+        self._stage = _Stage.LEFT
+        self._body.drop()
+        self._owner.left(self)

@@ -1,0 +1,101 @@
+"""A group in virtual time, against the same group step by step."""
+
+import random
+
+import pytest
+
+from balanceroute.proxy.lab.model_choice.environment import Answer, GroupModel, GroupSim, Request
+
+MODEL = GroupModel(name="m", ranks=2, slots=4, step_base_ms=10, step_us_per_token=5)
+
+
+def test_a_lone_request_takes_its_steps() -> None:
+    group = GroupSim(MODEL)
+    group.add(Request(0, 0.0, 1_000, 3))
+    # Steps of 10 + 5 us x tokens / 2: the tokens grow from 1,000 by one in each.
+    (answer,) = group.advance(1e9)
+    assert answer.number == 0
+    assert answer.ttft_ms == pytest.approx(12.5)
+    assert answer.tpot_ms == pytest.approx((3 * 12.5 + 0.0025 * 4.5 - 12.5) / 2)
+
+
+def test_nothing_ends_before_its_time() -> None:
+    group = GroupSim(MODEL)
+    group.add(Request(0, 0.0, 1_000, 3))
+    assert group.advance(37.4) == []
+    assert len(group.advance(37.6)) == 1
+
+
+def by_steps(model: GroupModel, requests: list[Request]) -> list[Answer]:
+    """Run the group step by step, with requests that join at the beginning of a step."""
+    now, waiting, answers = 0.0, list(requests), list[Answer]()
+    running: dict[Request, tuple[int, float]] = {}  # By tokens done and the first one's time.
+    while waiting or running:
+        if not running and waiting[0].arrived_ms > now:
+            now = waiting[0].arrived_ms
+        while waiting and waiting[0].arrived_ms <= now and len(running) < model.ranks * model.slots:
+            running[waiting.pop(0)] = (0, 0.0)
+        tokens = sum(one.prompt_tokens + done for one, (done, _) in running.items())
+        now += model.step_base_ms + model.step_us_per_token * tokens / model.ranks * 1e-3
+        for one, (done, began_ms) in list(running.items()):
+            first_ms = began_ms or now
+            running[one] = (done + 1, first_ms)
+            if done + 1 == one.output_tokens:
+                del running[one]
+                later = one.output_tokens - 1
+                tpot_ms = (now - first_ms) / later if later else 0.0
+                answers.append(Answer(one.number, first_ms - one.arrived_ms, tpot_ms))
+    return answers
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_follows_a_group_that_is_run_step_by_step(seed: int) -> None:
+    drawn = random.Random(seed)
+    arrived_ms = 0.0
+    requests = []
+    for number in range(200):
+        arrived_ms += drawn.expovariate(1 / 250)
+        requests.append(
+            Request(number, arrived_ms, drawn.randint(1, 4_000), drawn.randint(60, 300))
+        )
+    group, answers = GroupSim(MODEL), []
+    for request in requests:
+        answers += group.advance(request.arrived_ms)
+        group.add(request)
+    answers += group.advance(1e12)
+    stepped = {one.number: one for one in by_steps(MODEL, requests)}
+    assert sorted(one.number for one in answers) == sorted(stepped)
+    # Requests join between two steps here, and at the beginning of the next one there.
+    for answer in answers:
+        assert answer.tpot_ms == pytest.approx(stepped[answer.number].tpot_ms, rel=0.05)
+        assert answer.ttft_ms == pytest.approx(stepped[answer.number].ttft_ms, abs=300, rel=0.2)
+
+
+def test_a_prefill_takes_its_time_and_one_at_a_time() -> None:
+    model = GroupModel(
+        name="m",
+        ranks=1,
+        slots=4,
+        step_base_ms=1,
+        step_us_per_token=0,
+        prefill_servers=1,
+        prefill_base_ms=5,
+        prefill_us_per_token=10,
+    )
+    group = GroupSim(model)
+    assert group.outlook(500) == (1, 11)
+    for number in range(2):
+        group.add(Request(number, 0.0, 500, 1))
+    assert group.outlook(500) == (1, 31)
+    answers = group.advance(100)
+    assert [one.ttft_ms for one in answers] == [11, 21]
+
+
+def test_a_full_group_tells_when_a_slot_comes_free() -> None:
+    model = GroupModel(name="m", ranks=1, slots=1, step_base_ms=2, step_us_per_token=0)
+    group = GroupSim(model)
+    group.add(Request(0, 0.0, 1, 10))
+    assert group.outlook(1) == (2, 22)
+    group.add(Request(1, 0.0, 1, 10))
+    answers = group.advance(1e3)
+    assert [one.ttft_ms for one in answers] == [2, 22]
