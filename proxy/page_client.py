@@ -18,8 +18,7 @@ import msgspec
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
-from balanceroute.proxy.live.security.credentials import read_secret
-from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.security import engine_context, read_secret
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

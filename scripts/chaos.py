@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups
-from balanceroute.proxy.testing.chaos.summary import Summary
-from balanceroute.proxy.testing.chaos.trial import run_seed
+from balanceroute.proxy.testing.chaos.groups import run_seed_of_groups
+from balanceroute.proxy.testing.chaos.trial import Summary, run_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

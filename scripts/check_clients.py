@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from balanceroute.proxy.testing.soak.audit import held_by_proxy
+from balanceroute.proxy.testing.soak.run import held_by_proxy
 
 # The checks themselves stand in a folder, some of them for other environments than this one.
 sys.path.insert(0, str(Path(__file__).parent / "client_checks"))

@@ -45,8 +45,7 @@ from aioquic.quic.events import QuicEvent
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
-from balanceroute.proxy.testing.virtual.udp_relay import UdpRelay
+from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
 from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch

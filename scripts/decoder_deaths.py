@@ -20,8 +20,7 @@ from statistics import median
 
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.chaos.deaths import kill_decoders
-from balanceroute.proxy.testing.chaos.freezes import freeze_ranks
+from balanceroute.proxy.testing.chaos.deaths import freeze_ranks, kill_decoders
 
 
 def main() -> int:

@@ -25,9 +25,8 @@ from urllib.parse import urlsplit
 
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.soak.control import Control
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
-from balanceroute.proxy.testing.soak.report import Report
+from balanceroute.proxy.testing.soak.run import Control, Report
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import WireError
 

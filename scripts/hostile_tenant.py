@@ -38,7 +38,7 @@ from balanceroute.proxy.testing.chaos.log_keeper import log_kept
 from balanceroute.proxy.testing.chaos.requests import COMPLETIONS, ClientRequest
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.soak.proxy_process import running_proxy
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

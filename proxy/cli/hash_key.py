@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     del arguments
     # Here, so that the other subcommands start without it.
-    from balanceroute.proxy.live.security.credentials import as_secret, digest_of  # noqa: PLC0415
+    from balanceroute.proxy.live.security import as_secret, digest_of  # noqa: PLC0415
 
     lines = sys.stdin.buffer.read().removeprefix(BOM_UTF8).split(b"\n")
     if not lines[-1]:  # The end of the last line.

@@ -28,7 +28,7 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.engines.pairing import VersionPage
 from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
-from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.page_client import PageClient, UnansweredError
 from balanceroute.topologies import (

@@ -55,12 +55,10 @@ from balanceroute.proxy.live.frontend.groups import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.refusals import Tenancy
 from balanceroute.proxy.live.kept_orders import KeptOrders
-from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
-from balanceroute.proxy.live.prediction.predictors import StateKeeper, make_predictor, named
+from balanceroute.proxy.live.prediction import PredictorSet, StateKeeper, make_predictor, named
 from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
-from balanceroute.proxy.live.scheduling.others_on_ranks import OthersOnRanks
-from balanceroute.proxy.live.scheduling.prefiller_loads import feed_loads
+from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import set_log_level
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.control.state import take_snapshot
-from balanceroute.proxy.live.prediction.predictors import predictor_name
+from balanceroute.proxy.live.prediction import predictor_name
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.wire.addresses import Addresses
 from balanceroute.proxy.wire.http1.client import Endpoint
 

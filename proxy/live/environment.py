@@ -13,8 +13,8 @@ from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.live.control.standing import Keeper, KeepingPart
 from balanceroute.proxy.live.engines.kv_feed import Subscribe
-from balanceroute.proxy.live.prediction.predictors import InThread
-from balanceroute.proxy.live.security.credentials import Credentials
+from balanceroute.proxy.live.prediction import InThread
+from balanceroute.proxy.live.security import Credentials
 from balanceroute.proxy.live.settings.config import GroupConfig
 from balanceroute.proxy.live.telemetry.record import Log
 from balanceroute.proxy.wire.http1.pump import Pump

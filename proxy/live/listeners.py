@@ -21,8 +21,7 @@ from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
 from balanceroute.proxy.live.frontend.groups import make_aliases
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.security.credentials import Tenant
-from balanceroute.proxy.live.security.tls import ServerTls, server_context
+from balanceroute.proxy.live.security import ServerTls, Tenant, server_context
 from balanceroute.proxy.live.telemetry.record import Tracer
 from balanceroute.proxy.wire.http1.server import Server
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.security.credentials import Credentials
+    from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics

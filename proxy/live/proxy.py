@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.request.suspects import Death
-    from balanceroute.proxy.live.security.credentials import Credentials
+    from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
@@ -515,7 +515,7 @@ def _trace_export(
     settings = config.tracing
     if settings is None or metrics is None:
         return None
-    from balanceroute.proxy.live.security.tls import engine_context  # noqa: PLC0415
+    from balanceroute.proxy.live.security import engine_context  # noqa: PLC0415
     from balanceroute.proxy.live.tracing.exporter import SpanExporter  # noqa: PLC0415
     from balanceroute.proxy.wire.http1.client import Endpoint  # noqa: PLC0415
 

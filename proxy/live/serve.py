@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from balanceroute.proxy.live.control.standing import Keeper
-    from balanceroute.proxy.live.security.credentials import Credentials
+    from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 
 _log = logging.getLogger(__name__)

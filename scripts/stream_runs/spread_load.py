@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
+from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings
 
 REQUESTS = 90
 LINK = ThinLinkSettings(bits_per_s=5e6, delay_s=0.025, loss=0.005)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spread_load import LINK, Kind, Planned
 
-from balanceroute.proxy.testing.virtual.thin_link import ThinLink
+from balanceroute.proxy.testing.virtual.datagrams import ThinLink
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000

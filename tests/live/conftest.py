@@ -15,7 +15,7 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
+from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run

@@ -11,7 +11,7 @@ import pytest
 
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
-from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
+from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.security.credentials import Credentials, Secret
+from balanceroute.proxy.live.security import Credentials, Secret
 from balanceroute.proxy.live.serve import renew
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
 
 from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.oracle import comparable
+from balanceroute.proxy.testing.chaos.expectation import comparable
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from balanceroute import simulate
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.errors import ConfigError, PredictorError
-from balanceroute.proxy.live.prediction.predictors import make_predictor, named
+from balanceroute.proxy.live.prediction import make_predictor, named
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.traces import TraceRequest
 

@@ -8,7 +8,7 @@ from balanceroute.predictors import PastRequest, RequestFeatures
 from balanceroute.predictors.files import KINDS, train
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.sim.experiment import FORECASTS
-from balanceroute.proxy.live.prediction.predictors import PREDICTORS
+from balanceroute.proxy.live.prediction import PREDICTORS
 
 PAST = [
     PastRequest(float(i), i + 1.0, RequestFeatures(8 + i % 9), 20 + i * 7 % 60) for i in range(400)

@@ -71,8 +71,7 @@ from balanceroute.proxy.live.control.pages import PATHS as PAUSE_PATHS
 from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
-from balanceroute.proxy.live.security.credentials import Secret
-from balanceroute.proxy.live.security.host_check import check_host
+from balanceroute.proxy.live.security import Secret, check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.messages import Request

@@ -24,7 +24,7 @@ from balanceroute.proxy.live.control.orders import (
     text_of,
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.wire.messages import Headers, Request
 
 if TYPE_CHECKING:

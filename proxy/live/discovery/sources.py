@@ -12,7 +12,7 @@ from balanceroute.proxy.live.discovery.kubernetes import ACCOUNT, KubernetesSlic
 from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.topologies import TopologyError, read_engine_list

@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 from msgspec import structs
 
 from balanceroute import __version__
-from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.connectors import METASERVER_PATH
 from balanceroute.proxy.live.frontend.generation import Generation, LateRefusals, deny_model
 from balanceroute.proxy.live.frontend.groups import unknown_alone
 from balanceroute.proxy.live.frontend.refusals import Refusals
@@ -47,7 +47,7 @@ from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.leg_body import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, exact_path
 from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.live.security.credentials import Secret, Tenant
+from balanceroute.proxy.live.security import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord, read_parent
 from balanceroute.proxy.wire.http1.heads import encode_fields

@@ -27,7 +27,7 @@ from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_
 from balanceroute.proxy.live.openai.token_shape import read_token_shape
 from balanceroute.proxy.live.request.direct import check_direct
 from balanceroute.proxy.live.request.suspects import REASON, SUSPECTED
-from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
+from balanceroute.proxy.live.scheduling.driver import Arrival, Asked
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.request_head import KnownHead
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.request.session_host import SessionContext
-    from balanceroute.proxy.live.security.credentials import Tenant
+    from balanceroute.proxy.live.security import Tenant
     from balanceroute.proxy.live.settings.aliases import AliasConfig
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics

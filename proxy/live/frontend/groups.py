@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.shape import Shape
     from balanceroute.proxy.live.request.session_host import SessionContext
     from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.security.credentials import Tenant
+    from balanceroute.proxy.live.security import Tenant
     from balanceroute.proxy.live.settings.aliases import AliasConfig
     from balanceroute.proxy.wire.messages import Headers
 

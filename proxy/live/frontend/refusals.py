@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import Admission, Allowance, Refusal, TenantLimits, Tenants
-from balanceroute.proxy.live.connectors.layerwise import METASERVER_PATH
+from balanceroute.proxy.live.connectors import METASERVER_PATH
 from balanceroute.proxy.live.frontend.request_head import (
     allowance_headers,
     client_request_id,
@@ -19,7 +19,7 @@ from balanceroute.proxy.live.frontend.request_head import (
 )
 from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.routes import exact_path
-from balanceroute.proxy.live.security.credentials import Tenant
+from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.snapshot import TenantState
 from balanceroute.proxy.wire.messages import Rejection

@@ -20,7 +20,7 @@ from balanceroute.proxy.live.openai.urgency import (
     read_level,
     unreadable_deadline,
 )
-from balanceroute.proxy.live.security.credentials import Secret, Tenant, digest_of, matches_any
+from balanceroute.proxy.live.security import Secret, Tenant, digest_of, matches_any
 from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 

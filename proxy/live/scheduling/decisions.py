@@ -7,8 +7,8 @@ one decision.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from balanceroute.proxy.core.events import (
     AbortDecode,
@@ -21,6 +21,8 @@ from balanceroute.proxy.core.events import (
     Expire,
     OthersOnRank,
     PrefillDone,
+    PrefillerClosed,
+    PrefillerOpened,
     PrefillerPaired,
     PrefillLost,
     RankClosed,
@@ -35,21 +37,284 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     Tick,
 )
-from balanceroute.proxy.live.scheduling.apart import Apart
+from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
 from balanceroute.proxy.live.scheduling.progress import Progress
-from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
     from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.engines.instances import Instances
     from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.session_host import Host
     from balanceroute.proxy.live.request.suspects import Suspects
-    from balanceroute.proxy.live.scheduling.isolation import Isolation
-    from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
+
+
+# Keeps requests apart whose engines died, so that the next death tells which of them it was.
+#
+# While there are suspects (see `Suspects`), a request that lost its engine goes to an engine that
+# has no other such request: to another one that is open, or it waits, a second at most. It is on
+# its own there until its prefill is done, its stream has begun, or its whole answer has come.
+
+# The longest that one waits for an engine to itself.
+_PATIENCE_S = 1.0
+
+_LOOK_S = 0.05
+
+_LOST = (PrefillLost, DecodeLost)
+# Up to Python 3.11 each look at a member of an enumeration is a call.
+_PREFILLING = State.PREFILLING
+
+
+class Apart:
+    """Looks after the requests that lost an engine.
+
+    Args:
+        start: Performs an action.
+        feed: Gives the scheduler an event.
+
+    Attributes:
+        on: These requests, with the engine that each is on; None for none.
+    """
+
+    def __init__(
+        self,
+        suspects: "Suspects",
+        scheduler: "Scheduler",
+        sessions: Mapping[RequestId, "Session"],
+        instances: "Instances",
+        isolation: "Isolation",
+        *,
+        start: "Callable[[Session, StartPrefill | Admit], None]",
+        feed: "Callable[[Event], None]",
+    ) -> None:
+        self.on: dict[RequestId, Target | None] = {}
+        self._suspects = suspects
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._instances = instances
+        self._isolation = isolation
+        self._start = start
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[RequestId, tuple[StartPrefill | Admit, float]] = {}
+        self._moves: dict[RequestId, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def lost(self, event: Event) -> None:
+        """Note that a request lost its engine."""
+        if isinstance(event, _LOST) and self._suspects.prompts:
+            self._forget()
+            self.on[event.request] = None
+
+    def passed(self, event: Event) -> None:
+        """Note that a request is past what its engine may die of."""
+        if isinstance(event, DecodeStarted):
+            self.on.pop(event.request, None)
+        elif isinstance(event, PrefillDone) and event.request in self.on:
+            self.on[event.request] = None
+
+    def holds(self, action: StartPrefill | Admit) -> bool:
+        """Return whether a request is not to be given to an engine now, as another one is there."""
+        number = action.request
+        if number not in self.on:
+            return False
+        engines, chosen = self._engines(action)
+        taken = self._taken(number)
+        if chosen.target not in taken:
+            self.on[number] = chosen.target
+            return False
+        moves = self._moves.get(number, 0)
+        if moves < len(engines) and any(e.open and e.target not in taken for e in engines):
+            self._moves[number] = moves + 1
+            self._loop.call_soon(self._move, action)
+            return True
+        self._held[number] = action, self._loop.time() + _PATIENCE_S
+        self._look_soon()
+        return True
+
+    def stop(self) -> None:
+        """Look after nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _engines(
+        self, action: StartPrefill | Admit
+    ) -> "tuple[Sequence[Prefiller | Rank], Prefiller | Rank]":
+        if isinstance(action, StartPrefill):
+            return self._instances.prefillers, self._instances.prefillers[action.prefiller]
+        return self._instances.ranks, self._instances.ranks[action.rank]
+
+    def _taken(self, number: RequestId) -> set[Target | None]:
+        """Return the engines that other such requests are on."""
+        return {at for one, at in self.on.items() if one != number and one in self._sessions}
+
+    def _move(self, action: StartPrefill | Admit) -> None:
+        """Have a request go to another engine, unless it is elsewhere by now."""
+        if not self._is_current(action):
+            return
+        number = action.request
+        event: Event = DecodeLost(number)
+        if isinstance(action, StartPrefill):
+            decode = self._scheduler.requests[number].decode
+            event = PrefillLost(number, elsewhere=True, decode=decode)
+        self._isolation.run_for(self._sessions[number], "apart", self._feed, event)
+
+    def _is_current(self, action: StartPrefill | Admit) -> bool:
+        request = self._scheduler.requests.get(action.request)
+        if request is None or action.request not in self._sessions:
+            return False
+        if isinstance(action, StartPrefill):
+            return request.state is _PREFILLING and request.prefiller == action.prefiller
+        return not request.started and request.rank == action.rank
+
+    def _look_soon(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Give those to their engines that are alone there now, or have waited for long enough.
+
+        An engine that takes nothing any more gets nothing: its requests go elsewhere.
+        """
+        self._timer = None
+        for number, (action, until_s) in list(self._held.items()):
+            if not self._is_current(action):
+                del self._held[number]
+                continue
+            _, chosen = self._engines(action)
+            waits = chosen.target in self._taken(number) and self._loop.time() < until_s
+            if waits and chosen.usable:
+                continue
+            del self._held[number]
+            if not chosen.usable:  # It was drained, removed or lost meanwhile.
+                self._move(action)
+                continue
+            self.on[number] = chosen.target
+            session = self._sessions[number]
+            self._isolation.run_for(session, "apart", self._start, session, action)
+        if self._held:
+            self._look_soon()
+
+    def _forget(self) -> None:
+        """Forget requests that are over."""
+        for number in [one for one in self.on if one not in self._sessions]:
+            del self.on[number]
+            self._moves.pop(number, None)
+
+
+# What happens to one request ends that request alone: exceptions of its handling stop here.
+
+_Arguments = TypeVarTuple("_Arguments")
+
+_Message = TypeVar("_Message")
+
+
+class Isolation:
+    """Runs what may fail.
+
+    Args:
+        host: Fed with the failure of a request.
+        requests: Those that the scheduler has.
+        sessions: All live requests.
+        failures: Told of every exception.
+    """
+
+    def __init__(
+        self,
+        host: "Host",
+        requests: Container[RequestId],
+        sessions: "Mapping[RequestId, Session]",
+        failures: "DecisionFailures",
+    ) -> None:
+        self.failures = failures
+        self._host = host
+        self._requests = requests
+        self._sessions = sessions
+        self._ending: set[RequestId] = set()
+
+    def run(self, what: str, do: Callable[[*_Arguments], object], *args: *_Arguments) -> bool:
+        """Run what concerns no single request; return whether it worked."""
+        try:
+            do(*args)
+        except Exception as error:
+            self.failures.report(what, error)
+            return False
+        return True
+
+    def run_for(
+        self,
+        session: "Session",
+        what: str,
+        do: Callable[[*_Arguments], object],
+        *args: *_Arguments,
+    ) -> None:
+        """Run what concerns one request, which ends if it fails."""
+        try:
+            do(*args)
+        except Exception as error:
+            self.crashed(session.number, session.record.request_id, what, error)
+
+    def check_deadlines(self, now_s: float) -> None:
+        """Have every request act on the deadline of its leg."""
+        for session in list(self._sessions.values()):
+            self.run_for(session, "timer", session.check_deadline, now_s)
+
+    def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
+        """End a request whose handling failed: a 500, or an error event, and nothing held."""
+        self.failures.report(what, error, request_id=request_id)
+        if number in self._ending:  # Ending it failed.
+            return
+        self._ending.add(number)
+        session = self._sessions.get(number)
+        if number in self._requests:
+            self.run(what, self._host.feed, RequestFailed(number))
+        if session is not None:
+            self.end(session, what)
+        self._ending.discard(number)
+
+    def end(self, session: "Session", what: str) -> None:
+        """End a request whose handling failed, unless it is over. The scheduler knows."""
+        for do in (session.crash, session.abandon):
+            if session.number in self._sessions:
+                self.run(what, do)
+
+
+# When the next decision comes.
+
+
+class TickTimer:
+    """Calls for one decision at a time, at once or a moment later."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tick: Callable[[], None]) -> None:
+        self._loop = loop
+        self._tick = tick
+        self._timer: asyncio.Handle | None = None
+        self._soon = False
+
+    def wake(self, delay_s: float) -> None:
+        """See that a decision comes after at most `delay_s`."""
+        if self._timer is not None:
+            if self._soon or delay_s > 0.0:
+                return
+            self._timer.cancel()
+        self._soon = delay_s == 0.0
+        if self._soon:
+            self._timer = self._loop.call_soon(self._tick)
+        else:
+            self._timer = self._loop.call_later(delay_s, self._tick)
+
+    def cancel(self) -> None:
+        """Call for none."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
 
 # After these a slot may be free for a request that waits.
 _FREEING = frozenset(
@@ -244,3 +509,77 @@ class Decisions:
         else:
             assert isinstance(action, Expire)
             session.expire("the request waited longer than it may")
+
+
+# Which instances the scheduler may use, as it was told.
+
+
+class OpenInstances:
+    """Tells the scheduler which instances open and close. At first it takes all of them for open.
+
+    Args:
+        instances: The engines.
+        feed: Tells the scheduler.
+        warm_up: Whether those that were away get a share that grows.
+
+    Attributes:
+        serving: The ranks that are not removed, whose loads make the barrier.
+    """
+
+    def __init__(
+        self, instances: Instances, feed: Callable[[Event], None], *, warm_up: bool = True
+    ) -> None:
+        self.serving = instances.serving()
+        self._instances = instances
+        self._feed = feed
+        self._warm_up = warm_up
+        # Those that were away since they were open last: not only crowded, say.
+        self._cold: set[Prefiller | Rank] = set()
+        self._prefillers: list[tuple[bool, bool]] = []  # Whether it is open, and on trial.
+        self._ranks: list[bool] = []
+        self._grow()
+
+    def update(self, changed: Iterable[Prefiller | Rank] | None = None) -> None:
+        """Tell which instances are open now.
+
+        The scheduler knows of new ones by `Scheduler.reconfigure`, and takes them for open.
+
+        Args:
+            changed: Those that may have opened or closed; None if any of them changed, was added or
+                was removed.
+        """
+        if changed is None:
+            self._grow()
+            self.serving = self._instances.serving()
+            changed = [*self._instances.prefillers, *self._instances.ranks]
+        for one in changed:
+            if not one.usable:
+                self._cold.add(one)
+            if isinstance(one, Prefiller):
+                state = one.open, one.kv_trial
+                if self._prefillers[one.id] != state:
+                    self._prefillers[one.id] = state
+                    is_open, on_trial = state
+                    self._feed(
+                        PrefillerOpened(one.id, on_trial, self._is_cold(one))
+                        if is_open
+                        else PrefillerClosed(one.id)
+                    )
+            elif self._ranks[one.id] != one.open:
+                self._ranks[one.id] = one.open
+                self._feed(
+                    RankOpened(one.id, one.on_trial, self._is_cold(one))
+                    if one.open
+                    else RankClosed(one.id)
+                )
+
+    def _is_cold(self, one: Prefiller | Rank) -> bool:
+        """Return whether an instance that opens was away."""
+        was_away = one in self._cold
+        self._cold.discard(one)
+        return was_away and self._warm_up
+
+    def _grow(self) -> None:
+        prefillers, ranks = self._instances.prefillers, self._instances.ranks
+        self._prefillers += [(True, False)] * (len(prefillers) - len(self._prefillers))
+        self._ranks += [True] * (len(ranks) - len(self._ranks))

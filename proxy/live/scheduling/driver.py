@@ -9,16 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from balanceroute.proxy.core.admission import Admission, Ending, Refusal
-from balanceroute.proxy.core.events import (
-    Event,
-    PrefillerId,
-    RequestArrived,
-    RequestId,
-    Ticket,
-)
+from balanceroute.proxy.core.events import Event, PrefillerId, RequestArrived, RequestId, Ticket
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.scheduler import placed
 from balanceroute.proxy.live.engines.faults import Fault
@@ -27,7 +21,8 @@ from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
-from balanceroute.proxy.live.prediction.predictor_set import ticket_features
+from balanceroute.proxy.live.prediction import ticket_features
+from balanceroute.proxy.live.request.direct import Direct, guessed_tokens
 from balanceroute.proxy.live.request.leg_settings import LegSettings
 from balanceroute.proxy.live.request.lost_engines import LostEngines
 from balanceroute.proxy.live.request.reports import Report
@@ -35,28 +30,113 @@ from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.request.stall_watch import StallWatch
 from balanceroute.proxy.live.request.suspects import Suspects
-from balanceroute.proxy.live.scheduling.arrival import Arrival, Asked
-from balanceroute.proxy.live.scheduling.decisions import Decisions
-from balanceroute.proxy.live.scheduling.feedback import Feedback
-from balanceroute.proxy.live.scheduling.isolation import Isolation
-from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+from balanceroute.proxy.live.scheduling.decisions import Decisions, Isolation, OpenInstances
+from balanceroute.proxy.live.scheduling.feedback import Feedback, SessionTable
 from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
-from balanceroute.proxy.live.scheduling.session_table import SessionTable
-from balanceroute.proxy.live.scheduling.stranded import Stranded
-from balanceroute.proxy.live.scheduling.sweep import Sweep
-from balanceroute.proxy.live.scheduling.sweep_timer import SWEEP_S
-from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
+from balanceroute.proxy.live.scheduling.sweep import SWEEP_S, Stranded, Sweep
 from balanceroute.proxy.live.telemetry.record import Log
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.openai.urgency import Urgency
+    from balanceroute.proxy.live.prediction import PredictorSet
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.pump import Pump
+    from balanceroute.proxy.wire.http1.server import Reply
+
+
+# A request that clients sent and that nobody has accepted or refused yet.
+
+
+class Asked(Struct, frozen=True):
+    """What a request asks for.
+
+    Attributes:
+        eligible: The engines of its model; None for all.
+        expected_tokens: What its client expects one sequence to emit; None if it does not say.
+        tenant: Whose it is; empty if tenants are not told apart.
+        session: See `Ticket`.
+        early_token: See `Ticket`.
+        adapter: Whether its model is an adapter: its token ids are not all that its blocks depend on.
+    """
+
+    shape: "Shape"
+    eligible: "Eligible | None"
+    expected_tokens: int | None
+    urgency: "Urgency"
+    tenant: str
+    session: int = 0
+    early_token: bool = False
+    adapter: bool = False
+
+    def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
+        """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
+        shape = self.shape
+        decode = (
+            not shape.direct or context.legs.direct_of(guessed_tokens(shape)) is not Direct.PREFILL
+        )
+        split = not shape.direct and not context.connector.facts.decode_first
+        return Ticket(
+            prompt_tokens=prompt_tokens,
+            slots=shape.sequences,
+            prefill=split or not decode,
+            decode=decode,
+            eligible=self.eligible,
+            max_tokens=shape.max_tokens,
+            expected_tokens=self.expected_tokens,
+            model=shape.model,
+            tenant=self.tenant,
+            level=self.urgency.level,
+            weight=self.urgency.weight,
+            deadline_ns=self.urgency.deadline_ns,
+            session=self.session,
+            early_token=self.early_token,
+        )
+
+
+class Arrival(Struct, frozen=True):
+    """One request.
+
+    Attributes:
+        headers: Returns the lines of every engine leg, given what the engines are to call the request.
+        record: What is known of it.
+        refuse: Answers the client that it is refused.
+    """
+
+    asked: Asked
+    body: "RequestBody"
+    headers: "Callable[[str], bytes]"
+    reply: "Reply"
+    record: "RequestRecord"
+    refuse: "Callable[[Refusal], None]"
+
+
+# Tokens that nobody can guess, made in batches: the system is asked for randomness once for many.
+
+_BATCH = 64
+
+_DIGITS = 32  # Of 128 bits.
+
+
+class UniqueTokens:
+    """Returns a token that no other has, 32 hexadecimal digits, whenever it is called."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._made: list[str] = []
+
+    def __call__(self) -> str:
+        """Return the next token."""
+        if not self._made:
+            digits = f"{self._rng.getrandbits(_BATCH * _DIGITS * 4):0{_BATCH * _DIGITS}x}"
+            self._made = [digits[at : at + _DIGITS] for at in range(0, len(digits), _DIGITS)]
+        return self._made.pop()
 
 
 _NEVER_BEGUN = Ending(served=False, first_token_ns=None, output_tokens=0, began=False)

@@ -1,6 +1,8 @@
 """What sessions report and ask goes to those who keep count for all of them."""
 
+import asyncio
 import logging
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +10,7 @@ from balanceroute.proxy.core.admission import Admission, Ending
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.openai.token_estimate import TokenEstimate
-from balanceroute.proxy.live.prediction.predictor_set import ticket_features
+from balanceroute.proxy.live.prediction import ticket_features
 from balanceroute.proxy.live.request.reports import (
     EngineSeen,
     KvAbandoned,
@@ -30,14 +32,17 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.instances import Instances, Prefiller
     from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
-    from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
+    from balanceroute.proxy.live.prediction import PredictorSet
     from balanceroute.proxy.live.request.lost_engines import LostEngines
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.progress import Progress
-    from balanceroute.proxy.live.scheduling.session_table import SessionTable
     from balanceroute.proxy.live.telemetry.metrics import Metrics
 
+
 _log = logging.getLogger(__name__)
+
 _WARN_AGAIN_NS = 60 * 10**9
+
 _WITHOUT_KV = (
     "a prefiller computed a prompt and left no KV cache to pull, so it is computed again: has it the "
     "--kv-transfer-config of --connector?"
@@ -198,3 +203,67 @@ def _ending(record: RequestRecord, *, began: bool) -> Ending:
         prompt_tokens=record.prompt_tokens,
         began=began,
     )
+
+
+# All live requests, and the names under which engines know them.
+
+
+class SessionTable:
+    """Adds requests and forgets them; `live` has them in order of arrival."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.live: dict[RequestId, Session] = {}
+        self._rng = rng
+        self._arrived = 0
+        self._ids: dict[str, int] = {}  # Client request ids in use, and by how many.
+        self._waiting: set[RequestId] = set()  # Those that no engine was given yet.
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def next_number(self) -> RequestId:
+        """Return the number of a request that arrives."""
+        number = RequestId(self._arrived)
+        self._arrived += 1
+        return number
+
+    def add(self, session: "Session") -> None:
+        """Take in a request."""
+        self.live[session.number] = session
+        self._waiting.add(session.number)
+        request_id = session.record.request_id
+        self._ids[request_id] = self._ids.get(request_id, 0) + 1
+        self._empty.clear()
+
+    def begin(self, number: RequestId) -> bool:
+        """Note that an engine is given a request; return whether that is the first time."""
+        waited = number in self._waiting
+        self._waiting.discard(number)
+        return waited
+
+    def remove(self, number: RequestId, record: "RequestRecord") -> bool:
+        """Forget a request that is over; return whether an engine was given it."""
+        del self.live[number]
+        others = self._ids.pop(record.request_id) - 1
+        if others:
+            self._ids[record.request_id] = others
+        if not self.live:
+            self._empty.set()
+        return not self.begin(number)
+
+    def engine_id(self, request_id: str) -> str:
+        """Return what a request is called at the engines: its id, unless that is in use.
+
+        Two requests of one name would be one to some engines.
+        """
+        if request_id in self._ids:
+            return f"{request_id}-{self._rng.getrandbits(32):08x}"
+        return request_id
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept for any request, past or present."""
+        return not (self.live or self._ids or self._waiting)
+
+    async def drained(self) -> None:
+        """Wait until no request is left."""
+        await self._empty.wait()

@@ -1,7 +1,11 @@
 """How far the requests in decode are, as the scheduler's ledger takes them to be."""
 
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from balanceroute.proxy.core.events import (
     DecodeLost,
@@ -13,22 +17,335 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     TokensEmitted,
 )
-from balanceroute.proxy.live.scheduling.barrier_idle import BarrierIdle
-from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
-from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
-from balanceroute.proxy.live.scheduling.step_clock import StepClock
+from balanceroute.proxy.core.fscore import idle_tokens
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.request.reports import StreamLent, StreamReturned
     from balanceroute.proxy.live.request.session import Session
+
+
+# The decode fleet's steps, inferred from the token counts of the streams.
+#
+# An engine does not say when a step ends. But every started request emits one token a step, so
+# the median progress of the streams tells how many steps passed, and one `StepCompleted` brings
+# all of the scheduler's ledger forward. A request that deviates (its engine paused it, its text
+# comes in larger pieces) is corrected singly once it is off by more than a few tokens: on loads
+# of thousands of tokens less does not matter, and single corrections are expensive. With
+# speculative decoding a step of this clock is a token of the median request, of which the
+# engine's step has several.
+#
+# While no stream runs, answers that are not streamed progress by the running mean of the step
+# time.
+
+# Tokens that a request may be off before it is corrected.
+_TOLERANCE = 4
+# Weight of one more measurement in the running mean of the step time.
+_WEIGHT = 0.1
+# A step counts as at most this many mean steps: a pause of the fleet is not one slow step. It counts
+# all the same, so that a first measurement which was too short is outgrown.
+_LONGEST_STEP = 4.0
+# No engine is faster. Without a least step, an answer with a wrong length would make the clock
+# race.
+_SHORTEST_STEP_S = 1e-4
+# Steps taken at a time without a stream to tell them: time spent suspended is no progress.
+_MOST_SILENT_STEPS = 1_000
+
+
+_Request = TypeVar("_Request", bound="Started")
+
+
+@dataclass(slots=True)
+class Advance(Generic[_Request]):
+    """What changed since the last look.
+
+    Attributes:
+        steps: Steps that passed.
+        step_s: Time of each, in seconds; None if it was not measured, or if the fleet paused.
+        corrections: Who is off the clock, and by how many tokens of each sequence.
+    """
+
+    steps: int
+    step_s: float | None
+    corrections: list[tuple[_Request, int]]
+
+
+class StepClock:
+    """Counts inferred steps.
+
+    Attributes:
+        steps: Steps so far.
+        step_s: Running mean of a step's time; 0.0 before the first measurement.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.step_s = 0.0
+        self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
+        self._heard = False  # Whether streams told the progress the last time.
+
+    def advance(self, counts: "PulledCounts[_Request]", now_s: float) -> Advance[_Request]:
+        """Compare every started request with the clock and move the clock on."""
+        steps = counts.passed(self.steps)
+        self._heard = steps is not None
+        if steps is None:
+            steps = self._advance_silently(now_s) if counts.silent else self._rest()
+            return Advance(steps, None, [])
+        step_s = None
+        if steps:
+            self.steps += steps
+            step_s = self._measure(steps, now_s)
+        return Advance(steps, step_s, counts.corrected(self.steps, _TOLERANCE))
+
+    def observe_answer(self, step_s: float) -> None:
+        """Learn the time of a step, in seconds, from a whole answer, unless streams tell it."""
+        if step_s > 0.0 and (self._since_s is None or not self._heard):
+            self._learn(step_s)
+
+    def _learn(self, step_s: float) -> None:
+        step_s = max(step_s, _SHORTEST_STEP_S)
+        if self.step_s:
+            step_s = min(step_s, _LONGEST_STEP * self.step_s)
+            self.step_s += _WEIGHT * (step_s - self.step_s)
+        else:
+            self.step_s = step_s
+
+    def _measure(self, steps: int, now_s: float) -> float | None:
+        since_s, self._since_s = self._since_s, now_s
+        if since_s is None:
+            return None
+        step_s, mean_s = (now_s - since_s) / steps, self.step_s
+        self._learn(step_s)
+        return step_s if mean_s and step_s <= _LONGEST_STEP * mean_s else None
+
+    def _rest(self) -> int:
+        self._since_s = None
+        return 0
+
+    def _advance_silently(self, now_s: float) -> int:
+        if self._since_s is None or not self.step_s:
+            self._since_s = now_s
+            return 0
+        steps = int((now_s - self._since_s) / self.step_s)
+        if steps > _MOST_SILENT_STEPS:
+            self._since_s = now_s
+            return 0
+        self._since_s += steps * self.step_s
+        self.steps += steps
+        return steps
+
+
+# How far streams are: each is asked. The **lead** of a stream is its place on the step clock.
+
+
+class Started(Protocol):
+    """One started request.
+
+    Attributes:
+        offset: What to add to its rounds to compare them with the clock; not its own to set.
+    """
+
+    offset: int
+
+    @property
+    def rounds(self) -> int | None:
+        """Tokens that each sequence has emitted on this binding; None if it is not streamed."""
+        ...
+
+
+class PulledCounts(Generic[_Request]):
+    """Asks every started stream how far it is.
+
+    Attributes:
+        silent: Whether there is a request without a stream to tell how far it is.
+    """
+
+    def __init__(self) -> None:
+        self.silent = False
+        self._streams: dict[int, _Request] = {}  # In the order of their starts.
+        self._others: dict[int, _Request] = {}
+        self._leads: list[tuple[int, _Request]] = []
+
+    def start(self, request: _Request, place: int) -> None:
+        """Note that a request has started; a stream without a token has the lead `place`."""
+        request.offset = place
+        if request.rounds is None:
+            self._others[id(request)] = request
+        else:
+            self._streams[id(request)] = request
+
+    def stop(self, request: _Request) -> None:
+        """Note that a request which had started is over, or on no rank any more."""
+        for requests in (self._streams, self._others):
+            requests.pop(id(request), None)
+
+    def passed(self, steps: int) -> int | None:
+        """Return by how much the median lead, of two the larger, exceeds `steps`; 0 if it is less.
+
+        None if there is no stream.
+        """
+        places = sorted(self._ask())
+        return max(0, places[len(places) // 2] - steps) if places else None
+
+    def _ask(self) -> list[int]:
+        """Return the leads of all streams."""
+        leads: list[tuple[int, _Request]] = []
+        self.silent = bool(self._others)
+        for request in self._streams.values():
+            rounds = request.rounds
+            if rounds is None:
+                self.silent = True
+            else:
+                leads.append((rounds + request.offset, request))
+        self._leads = leads
+        return [lead for lead, _ in leads]
+
+    def corrected(self, steps: int, tolerance: int) -> list[tuple[_Request, int]]:
+        """Put streams whose lead is more than `tolerance` off at `steps`; return each and by how much.
+
+        The leads are those that `passed` has just looked at.
+        """
+        corrections: list[tuple[_Request, int]] = []
+        for lead, request in self._leads:
+            off = lead - steps
+            if abs(off) > tolerance:
+                request.offset -= off
+                corrections.append((request, off))
+        return corrections
+
+
+# How far streams are of which the native pump moves some: those it tells in an array, the others
+# are asked.
+
+
+class PumpedCounts(PulledCounts["Session"]):
+    """Asks the started requests that are here, and reads the counts of those that are away.
+
+    Args:
+        tokens: int[slots], of each stream that is away; the pump writes it.
+    """
+
+    def __init__(self, tokens: "NDArray[np.uint32]") -> None:
+        super().__init__()
+        self._started: dict[RequestId, Session] = {}
+        self._tokens = tokens
+        self._away: dict[int, Session] = {}  # By slot, like the arrays.
+        self._is_away = np.zeros(len(tokens), np.bool_)
+        self._sequences = np.ones(len(tokens), np.int64)
+        self._offset = np.zeros(len(tokens), np.int64)
+        self._changed = False
+        # Slots of those that are away, and their leads at the last look.
+        self._slots = np.zeros(0, np.int64)
+        self._places = np.zeros(0, np.int64)
+
+    def start(self, request: "Session", place: int) -> None:
+        """Note that a request has started; see `PulledCounts`."""
+        super().start(request, place)
+        self._started[request.number] = request
+
+    def stop(self, request: "Session") -> None:
+        """Note that a request is not started any more; its stream, of which nothing comes, is here."""
+        super().stop(request)
+        self._started.pop(request.number, None)
+
+    def lent(self, number: "RequestId", slot: int) -> None:
+        """Read how far a request is in a slot, if it has started; others have no rank."""
+        request = self._started.get(number)
+        if request is not None:
+            self._streams.pop(id(request), None)
+            self._away[slot] = request
+            self._is_away[slot] = self._changed = True
+            self._sequences[slot] = request.shape.sequences
+            self._offset[slot] = request.offset
+
+    def returned(self, slot: int) -> None:
+        """Ask the request of a slot again."""
+        request = self._away.pop(slot, None)
+        if request is not None:
+            self._streams[id(request)] = request
+            self._is_away[slot], self._changed = False, True
+            request.offset = self._offset.item(slot)
+
+    def passed(self, steps: int) -> int | None:
+        """Return how far ahead of the clock the median is; see `PulledCounts`."""
+        if self._changed:
+            self._changed = False
+            self._slots = np.flatnonzero(self._is_away)
+        slots = self._slots
+        self._places = self._tokens[slots] // self._sequences[slots] + self._offset[slots]
+        if not len(slots):
+            return super().passed(steps)
+        places = np.concatenate((np.array(self._ask(), np.int64), self._places))
+        middle = len(places) // 2
+        return max(0, int(np.partition(places, middle)[middle]) - steps)
+
+    def corrected(self, steps: int, tolerance: int) -> "list[tuple[Session, int]]":
+        """Put streams right that are off; see `PulledCounts`."""
+        corrections = super().corrected(steps, tolerance)
+        off = self._places - steps
+        (which,) = (np.abs(off) > tolerance).nonzero()
+        if len(which):
+            slots, off = self._slots[which], off[which]
+            self._offset[slots] -= off
+            away = zip(slots.tolist(), off.tolist(), strict=True)
+            corrections += [(self._away[slot], by) for slot, by in away]
+        return corrections
+
+
+# Rank time lost at the barrier: since the start, and in the latest minutes.
+
+BUCKET_S = 5.0
+
+BUCKETS = 60
+
+"""Buckets of `BUCKET_S` that are kept."""
+
+
+class BarrierIdle:
+    """Sums what ranks have less than the fullest, step by step.
+
+    Attributes:
+        idle_tokens: Sum over the steps of sum_g (max L - L_g), since the start.
+        capacity_tokens: Sum over the steps of G x max L, since the start.
+    """
+
+    def __init__(self) -> None:
+        self.idle_tokens = self.capacity_tokens = 0
+        # The number of a bucket since the clock's zero, and both sums in it.
+        self._buckets: deque[tuple[int, int, int]] = deque(maxlen=BUCKETS)
+
+    def add(self, steps: int, loads: "NDArray[np.int64]", now_s: float) -> None:
+        """Note `steps` steps that had these loads, int64[G]."""
+        tokens: list[int] = loads.tolist()
+        idle, capacity = steps * idle_tokens(tokens), steps * len(tokens) * max(tokens)
+        self.idle_tokens += idle
+        self.capacity_tokens += capacity
+        place = int(now_s // BUCKET_S)
+        if self._buckets and self._buckets[-1][0] == place:
+            _, before, capacity_before = self._buckets.pop()
+            idle, capacity = before + idle, capacity_before + capacity
+        self._buckets.append((place, idle, capacity))
+
+    def shares(self, now_s: float) -> list[float | None]:
+        """Return the idle share of each bucket, the oldest first; None where there was no load."""
+        last = int(now_s // BUCKET_S)
+        known = {place: (idle, capacity) for place, idle, capacity in self._buckets}
+        sums = [known.get(place, (0, 0)) for place in range(last - BUCKETS + 1, last + 1)]
+        return [idle / capacity if capacity else None for idle, capacity in sums]
+
+    def share(self, now_s: float) -> float:
+        """Return the idle share of all buckets together; 0 if there was no load."""
+        first = int(now_s // BUCKET_S) - BUCKETS
+        kept = [(idle, capacity) for place, idle, capacity in self._buckets if place > first]
+        total = sum(capacity for _, capacity in kept)
+        return sum(idle for idle, _ in kept) / total if total else 0.0
+
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16

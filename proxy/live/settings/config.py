@@ -22,7 +22,7 @@ from balanceroute.proxy.live.engines.scrape import ScrapeSettings
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.leg_settings import LegSettings
-from balanceroute.proxy.live.security.credentials import Credentials, Secret
+from balanceroute.proxy.live.security import Credentials, Secret
 from balanceroute.proxy.live.settings.aliases import AliasConfig
 from balanceroute.proxy.live.settings.declared import (
     AdmissionSettings,

@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import USING_EVENTS
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
+from balanceroute.proxy.live.prediction import make_predictor, predictor_name
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.security.credentials import (
+from balanceroute.proxy.live.security import (
     Credentials,
     Secret,
     Tenant,
     as_secret,
+    engine_context,
+    is_loopback,
     read_secret,
     read_secrets,
+    server_context,
 )
-from balanceroute.proxy.live.security.host_check import is_loopback
-from balanceroute.proxy.live.security.tls import engine_context, server_context
 from balanceroute.proxy.live.settings.aliases import read_aliases
 from balanceroute.proxy.live.settings.checks import base_address
 from balanceroute.proxy.live.settings.config import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.errors import ConfigError, shown
-from balanceroute.proxy.live.security.credentials import Secret, Tenant, digest_of, read_secrets
+from balanceroute.proxy.live.security import Secret, Tenant, digest_of, read_secrets
 from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.registry import OTHER
 from balanceroute.proxy.settings.reader import Given

@@ -15,8 +15,7 @@ from urllib.parse import unquote
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.security.credentials import Secret
-from balanceroute.proxy.live.security.tls import engine_context
+from balanceroute.proxy.live.security import Secret, engine_context
 from balanceroute.proxy.settings.setting import number, text
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security import Secret
 
 # One JSON object a line, as every log writes it.
 

@@ -20,8 +20,7 @@ from balanceroute.proxy.testing.chaos.promises import (
     Said,
     other_role,
 )
-from balanceroute.proxy.testing.chaos.scheduler_watch import Step
-from balanceroute.proxy.testing.chaos.world import Part, World
+from balanceroute.proxy.testing.chaos.world import Part, Step, World
 from balanceroute.proxy.wire.messages import Response, WireError
 
 _LOOK_S = 0.1

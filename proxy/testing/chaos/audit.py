@@ -1,8 +1,11 @@
 """What must hold after a run: nothing is held, every request ended once, every client has a true end."""
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,26 +16,34 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, Phase
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.judge import COMPLETE, Judging, contradictions
-from balanceroute.proxy.testing.chaos.locality import mixed_pairs_allowed
-from balanceroute.proxy.testing.chaos.plan import Plan, Weather
+from balanceroute.proxy.testing.chaos.plan import Plan, Weather, mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.world import Part, World
 from balanceroute.proxy.wire.connection_limit import GAVE_WAY
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord
 
+
 _CALL_BACK = "/v1/metaserver/"
 # What the proxy's retry budget promises.
 _RETRY_SHARE = 0.2
+
 _RETRY_RESERVE = 10
+
 _OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
+
 _RETRY_LINE = re.compile(r'balanceroute_retries_total\{leg="([a-z_]+)".*\} (\S+)')
+
 _PULL_FAILURE_LINE = re.compile(
     r'balanceroute_kv_transfer_failures_total\{.*reason="([a-z_]+)".*\} (\S+)'
 )
+
 _FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
+
 _WIRES = frozenset({Act.SILENCE, Act.LINK, Act.MEDDLE})
+
 SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
+
 """Faults by which a KV cache may be gone when its engine asks for it."""
 
 
@@ -325,3 +336,80 @@ async def audit_answers(
         if len(told) > names[name]
     ]
     return found
+
+
+# The tasks and timers that there are when little happens, and whose they are.
+
+_SAMPLES = 20
+
+_CENSUSES = 20
+# No part of the intervals of the proxy: what wakes up in the moment of a sample has no timer.
+_GAP_S = 0.0517
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """How many there are of each kind."""
+
+    tasks: Counter[str]
+    timers: Counter[str]
+
+    def beyond(self, before: "Census") -> list[str]:
+        """Return what is more than before."""
+        found = []
+        for name in ("tasks", "timers"):
+            was, there_are = getattr(before, name), getattr(self, name)
+            if there_are.total() > was.total():
+                more = ", ".join(f"{one} x {count}" for one, count in (there_are - was).items())
+                found.append(
+                    f"leak: {there_are.total()} {name}, there were {was.total()} before the first "
+                    f"request; more of: {more}"
+                )
+        return found
+
+
+async def take_census(world: "World") -> Census:
+    """Count tasks and timers a few times; the least counts, for the proxy probes its engines."""
+    tasks: list[Counter[str]] = []
+    timers: list[Counter[str]] = []
+    for _ in range(_SAMPLES):
+        await asyncio.sleep(_GAP_S)
+        tasks.append(Counter(map(_of_task, world.loop.pending_tasks())))
+        timers.append(Counter(map(_of_timer, world.loop.timers)))
+    return Census(min(tasks, key=Counter.total), min(timers, key=Counter.total))
+
+
+async def audit_census(world: "World", before: Census) -> list[str]:
+    """Return of what there is more than before.
+
+    A probe that was under way before makes that count too low, so it is counted again until one is.
+    """
+    found: list[str] = []
+    for _ in range(_CENSUSES):
+        found = (await take_census(world)).beyond(before)
+        if not found:
+            break
+    return found
+
+
+def _of_task(task: "asyncio.Task[object]") -> str:
+    return getattr(task.get_coro(), "__qualname__", "?")
+
+
+def _of_timer(handle: asyncio.TimerHandle) -> str:
+    """Return what a timer calls; of one that wakes a task, the task's coroutine."""
+    callback: object = getattr(handle, "_callback", None)
+    waits = [task for task in asyncio.all_tasks() if _is_woken_by(task, handle)]
+    if waits:
+        return _of_task(waits[0])
+    while isinstance(callback, partial):
+        callback = callback.func
+    return str(getattr(callback, "__qualname__", callback))
+
+
+def _is_woken_by(task: "asyncio.Task[object]", handle: asyncio.TimerHandle) -> bool:
+    # A sleep sets its future's result; a time-out belongs to its task.
+    woken = getattr(task, "_fut_waiter", None)
+    owner = getattr(getattr(handle, "_callback", None), "__self__", None)
+    woken_by = getattr(handle, "_args", None) or ()
+    return any(one is woken for one in woken_by) or getattr(owner, "_task", None) is task

@@ -3,21 +3,133 @@
 import asyncio
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
-from balanceroute.proxy.testing.chaos.answer_reader import AnswerReader, Ending, Received
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.chaos.world import World
+from balanceroute.proxy.testing.virtual.addresses import Link
+from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
+from balanceroute.proxy.wire.http1.heads import parse_response_head
+from balanceroute.proxy.wire.messages import Headers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+
+
+# The client's side of HTTP: responses cut out of the bytes of one connection, in order.
+
+
+class Ending(Enum):
+    """How an answer ended, as its client saw it."""
+
+    OPEN = "open"  # It has not.
+    COMPLETE = "complete"
+    CUT = "cut"  # The connection ended first.
+    UNANSWERED = "unanswered"  # It ended before any byte of the answer.
+
+
+@dataclass(slots=True, eq=False)
+class Received:
+    """One answer, as far as it came.
+
+    Attributes:
+        status: 0 until the head came.
+        ending: How it ended.
+        was_reset: Whether the connection ended with a reset.
+        left: Whether the client had gone by itself.
+        ended_s: When it ended, on the loop's clock.
+    """
+
+    status: int = 0
+    headers: Headers = field(default_factory=list)
+    body: bytearray = field(default_factory=bytearray)
+    ending: Ending = Ending.OPEN
+    was_reset: bool = False
+    left: bool = False
+    ended_s: float = 0.0
+
+    def header(self, name: bytes) -> bytes:
+        """Return the values of a header, joined; empty if it is absent."""
+        return b", ".join(value for key, value in self.headers if key == name)
+
+
+class AnswerReader:
+    """Reads one answer.
+
+    Attributes:
+        rest: What came after the answer, once it is complete.
+    """
+
+    def __init__(self, received: Received) -> None:
+        self.rest = b""
+        self._received = received
+        self._head = b""
+        self._decoder: ChunkedDecoder | None = None
+        self._left: int | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes.
+
+        Raises:
+            MalformedError: They are not HTTP.
+        """
+        received = self._received
+        if received.ending is Ending.COMPLETE:
+            self.rest += data
+            return
+        if not received.status:
+            self._head += data
+            end = self._head.find(b"\r\n\r\n") + 4
+            if end < 4:
+                return
+            data = self._head[end:]
+            head = parse_response_head(self._head[:end])
+            received.status, received.headers = head.status, head.headers
+            if head.chunked:
+                self._decoder = ChunkedDecoder()
+            else:
+                self._left = head.content_length
+        if self._decoder is not None:
+            if data:
+                received.body += self._decoder.feed(data)
+            if self._decoder.finished:
+                self._complete(self._decoder.rest)
+        elif self._left is None:
+            received.body += data
+        else:
+            received.body += data[: self._left]
+            rest = data[self._left :]
+            self._left -= min(self._left, len(data))
+            if not self._left:
+                self._complete(rest)
+
+    def end(self, *, was_reset: bool) -> None:
+        """Take the end of the connection."""
+        received = self._received
+        received.was_reset = was_reset
+        if received.ending is not Ending.OPEN:
+            return
+        if not received.status:
+            received.ending = Ending.UNANSWERED
+        elif self._decoder is None and self._left is None and not was_reset:
+            received.ending = Ending.COMPLETE
+        else:
+            received.ending = Ending.CUT
+
+    def _complete(self, rest: bytes) -> None:
+        self._received.ending = Ending.COMPLETE
+        self.rest = rest
+
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
 _HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+
 _COMES_AGAIN_S, _DRIP_S = 0.1, 0.1
 # The end of the text is told, and not that of the stream.
 _LAST_WORDS = (
@@ -25,6 +137,7 @@ _LAST_WORDS = (
     b"event: content_block_stop",
     b"event: response.output_item.done",
 )
+
 _SESSIONS = 12  # Every other one has a name.
 
 
@@ -329,3 +442,19 @@ class Holders:
                 writer.write(bytes([byte]))
                 await asyncio.sleep(_DRIP_S)
         await reader.read()
+
+
+# Requests one after the other, each by a client of its own that waits for the whole answer.
+
+
+async def ask_all(world: World, requests: Sequence[ClientRequest], *, gap_s: float) -> list[Client]:
+    """Send requests to the proxy, `gap_s` apart; return the clients when all have their answers."""
+
+    async def ask(request: ClientRequest) -> Client:
+        await asyncio.sleep(request.number * gap_s)
+        client = Client(Visit(0.0, (request,)), on_left=lambda _: None)
+        await world.loop.create_connection(lambda: client, "127.0.0.1", world.port)
+        await client.over.wait()
+        return client
+
+    return await asyncio.gather(*map(ask, requests))

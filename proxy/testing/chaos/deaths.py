@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from balanceroute.proxy.core.rank_progress import STEPS
+from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.engines.instances import Rank
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.answer_reader import Ending
-from balanceroute.proxy.testing.chaos.ask_all import ask_all
-from balanceroute.proxy.testing.chaos.clients import Client
-from balanceroute.proxy.testing.chaos.expectation import Expectation, error_of, events_of
-from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.clients import Client, Ending, Visit, ask_all
+from balanceroute.proxy.testing.chaos.expectation import Expectation, Oracle, error_of, events_of
 from balanceroute.proxy.testing.chaos.poison import client_name
 from balanceroute.proxy.testing.chaos.requests import (
     CHAT,
@@ -26,15 +26,21 @@ from balanceroute.proxy.testing.chaos.requests import (
     of_tokens,
 )
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.sse import event_data
 
 _MODEL = "emulated"
+
 _RANKS = 8
+
 _HALF = 0.5
+
 _MORE = 0.2
+
 _ITEMS = {"type": "array", "items": {"type": "string"}}
+
 _SCHEMA = {"type": "object", "properties": {f"m{number}": _ITEMS for number in range(30)}}
 # Of chats of agents without tools.
 _KINDS: list[dict[str, Any]] = [
@@ -47,9 +53,13 @@ _KINDS: list[dict[str, Any]] = [
         }
     },
 ]
+
 _BATCH_LIMIT = 16
+
 _GAP_S = 0.03
+
 _PAUSE_S = 3.0
+
 _DOWN_S = 0.4
 
 
@@ -201,3 +211,275 @@ async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: 
         wrong = f"{found.under[request.request_id]} engines died under it"
     if wrong:
         found.wrong.append(f"{request.request_id}: {wrong}")
+
+
+# Decode ranks that freeze, pause, are slow and send in bursts, for as long as wanted: who is left
+# out?
+#
+# What each engine does is known here. So it can be said of every time that the proxy leaves a
+# rank out whether that rank stood still, and of every freeze how long it took until it was left
+# out.
+
+_FROZEN_RANKS, _FREEZES_BATCH_LIMIT, _STEP_S = 4, 8, 0.2
+
+_CLIENTS = 14
+
+_TOKENS = (10, 120)
+
+_WHOLE_SHARE, _SLOW_READERS = 0.1, 0.1
+# What an engine sends is joined in bursts, so many seconds apart; 0 for none.
+_BURSTS_S = (0.0, 0.0, 0.5, 1.5, 3.0)
+
+_WIRES_S = 60.0
+# With a step and the time between two looks a pause is shorter than any limit.
+_PAUSES_S = (0.2, 1.2)
+
+_FREEZES_S, _STANDSTILLS_S, _HOLDS_S = (5.0, 15.0), (2.5, 6.0), (0.3, 5.0)
+
+_BETWEEN_S = (1.0, 12.0)
+# A freeze says nothing of a rank that the proxy does not know well enough to judge.
+_STREAMS = 2
+
+_LATE_S = 1.0
+
+_LOOK_S = 0.05
+
+_WARM_S = 15.0
+
+
+@dataclass(slots=True)
+class Freezes:
+    """What came of an hour, say.
+
+    Attributes:
+        frozen: Ranks that froze under streams, at a pace that the proxy knew.
+        found_s: After how long each of them was left out.
+        limits_s: How long each might be silent by its own pace.
+        missed: Those that were not left out in time, a line each.
+        false: Ranks that were left out and did not stand still, a line each.
+        paused: Ranks that stood still for a moment.
+        held: Times all ranks waited for one.
+        told: How often the proxy said so.
+        stood: Times the proxy itself stood still.
+        requests: All of them.
+        wrong: Answers that were not an engine's own, or no whole answer, a line each.
+        gaps_s: Of each stream that went on elsewhere, its longest silence.
+        left: Requests that the proxy still had at the end.
+    """
+
+    frozen: int = 0
+    found_s: list[float] = field(default_factory=list)
+    limits_s: list[float] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    false: list[str] = field(default_factory=list)
+    paused: int = 0
+    held: int = 0
+    told: int = 0
+    stood: int = 0
+    requests: int = 0
+    wrong: list[str] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    left: int = 0
+
+
+def freeze_ranks(seed: int, *, seconds: float, resume: str = "exact") -> Freezes:
+    """Serve greedy requests while decode ranks freeze, pause, and change their pace.
+
+    Args:
+        seed: Draws everything.
+        seconds: For how long, in virtual time.
+        resume: The proxy's setting.
+    """
+    engines = EmulationSettings(
+        ranks=_FROZEN_RANKS,
+        batch_limit=_FREEZES_BATCH_LIMIT,
+        step_base_ns=round(1e9 * _STEP_S),
+        model=_MODEL,
+        merged_outputs=0.1,
+        lease_s=60.0,
+    )
+    settings = WorldSettings(engines, {"batch": _FREEZES_BATCH_LIMIT, "resume": resume})
+    trial = _Trial(seed, settings, seconds)
+    return run(trial.run, seed=seed, limit_s=2 * seconds + 1_000.0)
+
+
+class _Trial:
+    def __init__(self, seed: int, settings: WorldSettings, seconds: float) -> None:
+        self._rng = random.Random(f"freezes {seed}")
+        self._settings = settings
+        self._seconds = seconds
+        self._found = Freezes()
+        self._asked: list[tuple[ClientRequest, Client]] = []
+        # By engine, since when and until when it stood still last.
+        self._still: dict[str, tuple[float, float]] = {}
+        self._loop: VirtualLoop
+        self._world: World
+        self._end_s = 0.0
+
+    async def run(self, loop: VirtualLoop) -> Freezes:
+        self._loop = loop
+        self._world = world = World(self._settings, loop, self._rng)
+        await world.start()
+        oracle = Oracle(self._settings.engines)
+        await oracle.start()
+        self._end_s = loop.time() + self._seconds
+        works = [loop.create_task(one) for one in (self._watch(), self._change_wires())]
+        clients = [loop.create_task(self._ask()) for _ in range(_CLIENTS)]
+        await asyncio.sleep(_WARM_S)
+        await self._disturb()
+        self._found.told = world.plane.deployment.driver.veto.standstills
+        await asyncio.gather(*clients)
+        for work in works:
+            work.cancel()
+        for request, client in self._asked:
+            await self._judge(request, client, oracle)
+        await asyncio.sleep(1.0)
+        for record in world.ended:
+            if record.resumes and record.outcome is Outcome.OK:
+                self._found.gaps_s.append(record.itl_max_ns / 1e9)
+        self._found.left = len(world.scheduler.requests)
+        await oracle.close()
+        await world.close()
+        return self._found
+
+    # The clients.
+
+    async def _ask(self) -> None:
+        while self._loop.time() < self._end_s:
+            request = self._draw()
+            pauses = ((2_000, 8.0),) if self._rng.random() < _SLOW_READERS else ()
+            client = Client(Visit(0.0, (request,), pauses=pauses), on_left=lambda _: None)
+            self._asked.append((request, client))
+            await self._loop.create_connection(lambda c=client: c, "127.0.0.1", self._world.port)  # type: ignore[misc]
+            await client.over.wait()
+
+    def _draw(self) -> ClientRequest:
+        number = self._found.requests
+        self._found.requests += 1
+        values: dict[str, object] = {
+            "model": _MODEL,
+            "temperature": 0,
+            "stream": self._rng.random() >= _WHOLE_SHARE,
+            "max_tokens": self._rng.randrange(*_TOKENS),
+            "messages": [{"role": "user", "content": f"r{number} of a freeze"}],
+        }
+        return ClientRequest(number, CHAT, values, json.dumps(values).encode(), f"freeze-{number}")
+
+    async def _judge(self, request: ClientRequest, client: Client, oracle: Oracle) -> None:
+        received = client.answers[0]
+        expected = Expectation(request, await oracle.answer(request), reworded=True)
+        if received.status != 200 or received.ending is not Ending.COMPLETE:
+            wrong = f"status {received.status}, {received.ending}"
+        else:
+            wrong = expected.differs(bytes(received.body))
+        if wrong:
+            self._found.wrong.append(f"{request.request_id}: {wrong}")
+
+    # The engines.
+
+    async def _change_wires(self) -> None:
+        """Have the engines send in other bursts now and then."""
+        while True:
+            for engine in self._decoders:
+                burst_s = self._rng.choice(_BURSTS_S)
+                link = Link(coalesce_s=burst_s) if burst_s else None
+                self._loop.network.rule(engine.host, engine.port, link)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * _WIRES_S)
+
+    async def _disturb(self) -> None:
+        kinds = (self._pause, self._pause, self._freeze, self._freeze, self._hold, self._stand)
+        while self._loop.time() < self._end_s:
+            await self._rng.choice(kinds)()
+            await asyncio.sleep(self._rng.uniform(*_BETWEEN_S))
+
+    async def _pause(self) -> None:
+        """Have one rank do nothing for a moment."""
+        self._found.paused += 1
+        await self._freeze_one("alone", _PAUSES_S)
+
+    async def _hold(self) -> None:
+        """Have all ranks wait for one."""
+        self._found.held += 1
+        await self._freeze_one("barrier", _STANDSTILLS_S)
+
+    async def _freeze_one(self, kind: str, times_s: tuple[float, float]) -> None:
+        name = self._rng.choice(self._decoders).name
+        self._world.fleet.faults.set(name, frozen=kind)
+        await asyncio.sleep(self._rng.uniform(*times_s))
+        self._world.fleet.faults.set(name, frozen=None)
+
+    async def _stand(self) -> None:
+        """Have the proxy itself stand still."""
+        self._found.stood += 1
+        seconds = self._rng.uniform(*_HOLDS_S)
+        self._world.stand_still(seconds)
+        await asyncio.sleep(seconds)
+
+    async def _freeze(self) -> None:
+        """Freeze one rank, or its host, until it was left out for a while."""
+        number = self._rng.randrange(_FROZEN_RANKS)
+        engine, rank = self._decoders[number], self._ranks[number]
+        limit_s = self._limit_s(rank)
+        host = self._rng.random() < 0.5
+        if host:
+            self._loop.network.silence(engine.host, engine.port)
+        else:
+            self._world.fleet.faults.set(engine.name, frozen="alone")
+        begin_s = self._loop.time()
+        self._still[engine.name] = begin_s, float("inf")
+        end_s = begin_s + (limit_s or 0.0) + self._rng.uniform(*_FREEZES_S)
+        out_s: float | None = None
+        while self._loop.time() < end_s:
+            if out_s is None and (rank.still or not rank.usable):
+                out_s = self._loop.time() - begin_s
+            await asyncio.sleep(_LOOK_S)
+        self._loop.network.restore(engine.host, engine.port)
+        self._world.fleet.faults.set(engine.name, frozen=None)
+        self._still[engine.name] = begin_s, self._loop.time()
+        if limit_s is None:
+            return
+        self._found.frozen += 1
+        self._found.limits_s.append(limit_s)
+        if out_s is None or out_s > limit_s + _LATE_S:
+            took = "not at all" if out_s is None else f"after {out_s:.2f} s"
+            self._found.missed.append(
+                f"{engine.name} at {begin_s:.1f} s: {took}, limit {limit_s:.2f} s"
+            )
+        else:
+            self._found.found_s.append(out_s)
+
+    def _limit_s(self, rank: Rank) -> float | None:
+        """Return for how long a rank may be silent; None if the proxy does not judge it now."""
+        driver = self._world.plane.deployment.driver
+        started = int(driver.scheduler.ledger.started[rank.id])
+        others = int(driver.scheduler.ledger.started.sum()) - started
+        # Its next burst may have been on its way.
+        known_s = driver.veto.limit_s(rank.id)
+        judged = rank.usable and not rank.on_trial and started >= _STREAMS and others >= _STREAMS
+        return known_s * (1 + 1 / STEPS) + _STEP_S if judged and known_s is not None else None
+
+    async def _watch(self) -> None:
+        """Compare who is left out with who stands still."""
+        veto = self._world.plane.deployment.driver.veto
+        known = dict(veto.vetoes)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for rank in self._ranks:
+                if veto.vetoes[rank.id] != known.get(rank.id, 0):
+                    known[rank.id] = veto.vetoes[rank.id]
+                    self._check(self._decoders[rank.id])
+
+    def _check(self, engine: Engine) -> None:
+        now_s = self._loop.time()
+        since_s, until_s = self._still.get(engine.name, (float("inf"), 0.0))
+        # Its trial may have begun while it stood still.
+        if not (now_s - since_s >= 1.5 and now_s <= until_s + _LATE_S):
+            self._found.false.append(f"{engine.name} at {now_s:.1f} s")
+
+    @property
+    def _decoders(self) -> list[Engine]:
+        return self._world.fleet.engines[self._world.fleet.settings.prefillers :]
+
+    @property
+    def _ranks(self) -> list[Rank]:
+        return self._world.plane.deployment.instances.ranks

@@ -9,11 +9,9 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.testing.chaos.ask_all import ask_all
-from balanceroute.proxy.testing.chaos.clients import Client
-from balanceroute.proxy.testing.chaos.expectation import Expectation
+from balanceroute.proxy.testing.chaos.clients import Client, ask_all
+from balanceroute.proxy.testing.chaos.expectation import Expectation, Oracle, comparable
 from balanceroute.proxy.testing.chaos.judge import is_refusal, refusal_is_wrong
-from balanceroute.proxy.testing.chaos.oracle import Oracle, comparable
 from balanceroute.proxy.testing.chaos.requests import (
     ClientRequest,
     RequestMix,

@@ -24,7 +24,7 @@ from balanceroute.proxy.testing.chaos.clients import Holding
 from balanceroute.proxy.testing.chaos.decision_faults import Lapse, draw_lapse
 from balanceroute.proxy.testing.chaos.machine import Naming, Spoiling
 from balanceroute.proxy.testing.chaos.meddler import Meddling
-from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.proxy.testing.virtual.addresses import Connect, Link
 from balanceroute.topologies import CONNECTORS
 
 _NO_FAULTS = Faults()

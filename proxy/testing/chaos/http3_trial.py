@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
-from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
+from balanceroute.proxy.testing.chaos.clients import Client, Ending, Phase, Received, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
 from balanceroute.proxy.testing.chaos.trial import Report, Trial, run_trial
-from balanceroute.proxy.testing.virtual.address import Address
-from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, VirtualDatagrams
+from balanceroute.proxy.testing.virtual.addresses import Address
+from balanceroute.proxy.testing.virtual.datagrams import (
+    DatagramNetwork,
+    ThinLinkSettings,
+    VirtualDatagrams,
+)
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Headers, WireError
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS

@@ -9,18 +9,17 @@ from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.lab.emulate.settings import Preemption
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
-from balanceroute.proxy.testing.chaos.clients import Client
+from balanceroute.proxy.testing.chaos.clients import Client, Ending, Received
 from balanceroute.proxy.testing.chaos.expectation import (
     ABORTED,
     Expectation,
+    Oracle,
     error_of,
     events_of,
     told_tokens,
 )
 from balanceroute.proxy.testing.chaos.faults import CLIENTS, Act
 from balanceroute.proxy.testing.chaos.meddler import TOO_LARGE
-from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.orders import ABORTING
 from balanceroute.proxy.testing.chaos.plan import Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import (

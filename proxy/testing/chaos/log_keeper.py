@@ -1,16 +1,14 @@
 """What the package logs during a run, kept and shown to nobody."""
 
+import hashlib
 import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.testing.chaos.journal import Journal
 
 _PACKAGE = "balanceroute"
+
 _TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+")
 
 
@@ -69,3 +67,23 @@ def log_kept() -> Iterator[LogKeeper]:
     finally:
         logger.removeHandler(keeper)
         logger.propagate = propagates
+
+
+# What happened in a run, a line each: a seed gives the same lines whenever and wherever it runs.
+
+
+class Journal:
+    """Lines with the time in virtual seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.lines: list[str] = []
+        self._clock = clock
+
+    def write(self, *words: object) -> None:
+        """Add a line."""
+        self.lines.append(f"{self._clock():.6f} {' '.join(map(str, words))}")
+
+    @property
+    def digest(self) -> str:
+        """Identifies the run: SHA-256 of all lines, in hexadecimal."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()

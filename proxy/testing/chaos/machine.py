@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import DecodeError
 from msgspec.json import decode
 
-from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.proxy.testing.virtual.addresses import Connect, Link
 
 if TYPE_CHECKING:
     from balanceroute.proxy.testing.virtual.loop import VirtualLoop

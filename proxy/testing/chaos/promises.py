@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import Admit, StartPrefill
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.engines.instances import Role, Status, Target
-from balanceroute.proxy.testing.chaos.scheduler_watch import Step
-from balanceroute.proxy.testing.chaos.world import Part, World
+from balanceroute.proxy.testing.chaos.world import Part, Step, World
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import Roster

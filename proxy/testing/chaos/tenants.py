@@ -8,8 +8,7 @@ from hashlib import sha256
 
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.testing.chaos.answer_reader import Received
-from balanceroute.proxy.testing.chaos.clients import Visit
+from balanceroute.proxy.testing.chaos.clients import Received, Visit
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
 
 _STRANGER = "key-stranger"

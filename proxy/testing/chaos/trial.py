@@ -4,7 +4,7 @@ import asyncio
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,9 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.testing.chaos.administrator import Administrator
 from balanceroute.proxy.testing.chaos.audit import (
+    Census,
     audit_answers,
+    audit_census,
     audit_decisions,
     audit_lapses,
     audit_leases,
@@ -34,22 +36,48 @@ from balanceroute.proxy.testing.chaos.audit import (
     audit_retries,
     audit_vetoes,
     excused_names,
+    take_census,
 )
-from balanceroute.proxy.testing.chaos.census import Census, audit_census, take_census
-from balanceroute.proxy.testing.chaos.client_faults import client_faults, is_shared
 from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
+from balanceroute.proxy.testing.chaos.expectation import Oracle
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
-from balanceroute.proxy.testing.chaos.oracle import Oracle
 from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
 from balanceroute.proxy.testing.chaos.poison import Poisoner
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
-from balanceroute.proxy.testing.chaos.scheduler_watch import Step
 from balanceroute.proxy.testing.chaos.traces import SpanCollector
-from balanceroute.proxy.testing.chaos.world import Part, World
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.chaos.world import Part, Step, World
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
+
+# What clients do in a plan that is out of the ordinary.
+
+_BIG_BYTES = 20_000
+
+
+def client_faults(plan: Plan) -> Counter[str]:
+    """Count what clients do that is out of the ordinary, besides leaving."""
+    counts: Counter[str] = Counter()
+    for visit in plan.visits:
+        counts["client: pipelines"] += visit.pipelined
+        counts["client: speaks HTTP/1.0"] += visit.http_1_0
+        counts["client: stops reading for a while"] += bool(visit.pauses)
+        counts["client: has a bad wire"] += visit.link is not None and not visit.pauses
+        counts["client: sends a big prompt"] += any(
+            len(request.body) > _BIG_BYTES for request in visit.requests
+        )
+    names = Counter(request.request_id for request in plan.requests)
+    counts["client: repeats a request id"] += sum(count - 1 for count in names.values())
+    starts = Counter(visit.start_s for visit in plan.visits)
+    counts["client: comes in a herd"] += sum(count for count in starts.values() if count > 1)
+    return +counts
+
+
+def is_shared(plan: Plan, name: str) -> bool:
+    """Return whether several requests have a name."""
+    return sum(request.request_id == name for request in plan.requests) > 1
+
 
 # With all faults over, everything ends within this time. A request that fits on no rank takes longest:
 # it is handed back 32 times, two seconds each.
@@ -60,9 +88,11 @@ _QUIET_S = 2.0
 _IDLE_S = 8.0
 # The longest pause before spans are exported again.
 _EXPORT_S = 16.0
+
 _WARM_UP_S = 2.5
 # An engine stops work for a client that left within this time.
 _ABORT_S = 0.1
+
 _STORM_SPAN_S = 0.5
 
 
@@ -416,3 +446,61 @@ class Trial:
             world.journal.write("VIOLATION", violation)
         report.lines = world.journal.lines
         report.digest = world.journal.digest
+
+
+# The sum of many runs, as a table.
+
+
+@dataclass(slots=True)
+class Summary:
+    """The sum of many runs."""
+
+    seeds: int = 0
+    requests: int = 0
+    virtual_s: float = 0.0
+    weathers: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    cancelled: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    violations: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, report: Report) -> None:
+        """Count one run."""
+        self.seeds += 1
+        self.requests += report.requests
+        self.virtual_s += report.virtual_s
+        self.weathers[report.weather] += 1
+        self.faults += report.faults
+        self.outcomes += report.outcomes
+        self.endings += report.endings
+        self.cancelled += report.cancelled
+        self.counters += report.counters
+        if report.violations:
+            self.violations[report.seed] = report.violations
+
+    def lines(self) -> Iterable[str]:
+        """Yield the table's lines."""
+        yield f"seeds           {self.seeds}  ({_listed(self.weathers)})"
+        yield f"requests        {self.requests}"
+        yield f"virtual time    {self.virtual_s:.0f} s"
+        yield f"faults          {sum(self.faults.values())}, of {len(self.faults)} kinds:"
+        for kind, count in sorted(self.faults.items()):
+            yield f"  {count:6}  {kind}"
+        yield "outcomes, by the proxy's log:"
+        for outcome, count in self.outcomes.most_common():
+            yield f"  {count:6}  {outcome}"
+        yield "endings, as the clients saw them:"
+        for ending, count in self.endings.most_common():
+            yield f"  {count:6}  {ending}"
+        yield f"left by clients {_listed(self.cancelled)}"
+        yield f"sums            {_listed(self.counters)}"
+        yield f"violations      {sum(map(len, self.violations.values()))}"
+        for seed, found in sorted(self.violations.items()):
+            for violation in found:
+                yield f"  seed {seed}: {violation}"
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -1,5 +1,6 @@
 """A proxy and its engines in one virtual-time loop."""
 
+import asyncio
 import errno
 import json
 import logging
@@ -17,15 +18,33 @@ from types import MappingProxyType
 from weakref import finalize
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.events import (
+    Action,
+    Admit,
+    Event,
+    OthersOnRank,
+    PrefillerClosed,
+    PrefillerOpened,
+    PrefillerPaired,
+    PrefillerScraped,
+    RankClosed,
+    RankOpened,
+    RequestId,
+    StepCompleted,
+    Tick,
+)
+from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
+from balanceroute.proxy.lab.emulate.prefix_caches import KvLog
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.deployment import Deployment
+from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.pass_through import PassThrough
 from balanceroute.proxy.live.proxy import DEFAULT, Proxy
-from balanceroute.proxy.live.security.credentials import Credentials
+from balanceroute.proxy.live.security import Credentials
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config, read_credentials
 from balanceroute.proxy.live.telemetry.record import RequestRecord
@@ -34,23 +53,199 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
     FaultyPolicy,
     FaultyPredictor,
 )
-from balanceroute.proxy.testing.chaos.journal import Journal
-from balanceroute.proxy.testing.chaos.kv_link import KvLink
+from balanceroute.proxy.testing.chaos.log_keeper import Journal
 from balanceroute.proxy.testing.chaos.machine import Machine, Spoiling
-from balanceroute.proxy.testing.chaos.scheduler_watch import SchedulerWatch, Step
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Response
 
+# KV cache events of emulated engines in virtual time, where ZeroMQ cannot be.
+
+# How often what was published arrives.
+_TURN_S = 0.05
+
+RANK_PORT = 10_000
+
+"""Above it are the ports of ranks, by their number; below it those of prefillers, from 1 on."""
+
+
+class KvLink:
+    """Between the logs of a fleet's engines and the proxy that listens.
+
+    Args:
+        fleet: Its engines, by their numbers, are at the ports of the sources.
+    """
+
+    def __init__(self, fleet: EmulatedFleet) -> None:
+        self._fleet = fleet
+
+    async def subscribe(self, sources: asyncio.Queue[Source]) -> None:
+        """Take the events of all sources that come, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                tasks.create_task(self._follow(await sources.get()))
+
+    async def _follow(self, source: Source) -> None:
+        port = int(source.events.rpartition(":")[2])
+        waiting: list[tuple[int, bytes]] = []
+        heard: KvLog | None = None
+
+        def listen(number: int, payload: bytes) -> None:
+            waiting.append((number, payload))
+
+        try:
+            while source.is_wanted():
+                log = self._log(port)
+                if log is not heard:
+                    if heard is not None:
+                        heard.listeners.remove(listen)
+                        waiting.clear()
+                        source.feed.interrupted()
+                    heard = log
+                    log.listeners.append(listen)
+                    _catch_up(source, log)
+                batches, waiting[:] = [*waiting], []
+                for number, payload in batches:
+                    if source.feed.take(number, payload):
+                        _catch_up(source, log)
+                await asyncio.sleep(_TURN_S)
+        finally:
+            if heard is not None:
+                heard.listeners.remove(listen)
+        source.feed.end()
+
+    def _log(self, port: int) -> KvLog:
+        """Return the log that is published at a port at present."""
+        if port >= RANK_PORT:
+            return self._fleet.rank_kv_logs[port - RANK_PORT]
+        return self._fleet.kv_logs[self._fleet.engines[port - 1]]
+
+
+def _catch_up(source: Source, log: KvLog) -> None:
+    """Have batches sent again, as the subscriber does."""
+    if source.replay is not None and not _replayed(source.feed, log):
+        _replayed(source.feed, log)
+
+
+def _replayed(feed: KvFeed, log: KvLog) -> bool:
+    start = feed.begin_replay()
+    for number, payload in log.batches:
+        if number >= start and not feed.replayed(number, payload):
+            return False
+    return feed.end_replay(complete=True)
+
+
+# The proxy's scheduler under observation: what goes in and comes out, and whether the books are
+# right.
+
+_NOT_OF_A_REQUEST = (
+    StepCompleted,
+    Tick,
+    RankClosed,
+    RankOpened,
+    PrefillerClosed,
+    PrefillerOpened,
+    PrefillerPaired,
+    PrefillerScraped,
+    OthersOnRank,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event and what came of it.
+
+    Attributes:
+        event: What the scheduler was told.
+        request: Whom it concerns; None for all.
+        before: That request's state before; None if it had none.
+        started: Whether it was in its rank's batch before.
+        actions: What the scheduler wants done.
+        group: Whose scheduler it is; empty for the only one.
+    """
+
+    event: Event
+    request: RequestId | None
+    before: State | None
+    started: bool
+    actions: list[Action]
+    group: str = ""
+
+
+class SchedulerWatch:
+    """Observes the proxy's scheduler.
+
+    Args:
+        scheduler: Returns whom it observes.
+        watch: Told of every event that was handled.
+        check_every: How many events pass between two recounts of everything.
+        group: Whose scheduler it is; empty for the only one.
+
+    Attributes:
+        stale_admissions: Requests that were sent to decode with a lease that had run out.
+    """
+
+    def __init__(
+        self,
+        scheduler: Callable[[], Scheduler],
+        watch: Callable[[Step], None],
+        *,
+        check_every: int = 64,
+        group: str = "",
+    ) -> None:
+        self._scheduler = scheduler
+        self.watch = watch
+        self.stale_admissions: list[RequestId] = []
+        self._check_every = check_every
+        self._group = group
+        self._events = 0
+        # State of each request, and whether it is in its rank's batch.
+        self._states: dict[RequestId, tuple[State, bool]] = {}
+
+    def forget(self) -> None:
+        """Forget all requests: the scheduler is another one from now on."""
+        self._states.clear()
+
+    def __call__(self, event: Event, actions: Sequence[Action], now_ns: int) -> None:
+        """See `Observer`."""
+        number = None if isinstance(event, _NOT_OF_A_REQUEST) else event.request
+        before, started = None, False
+        if number is not None:
+            before, started = self._states.get(number, (None, False))
+            self._learn(number)
+        for action in actions:
+            self._learn(action.request)
+            if isinstance(action, Admit):
+                expires_ns = self._scheduler().requests[action.request].lease_expires_ns
+                if expires_ns is not None and expires_ns <= now_ns:
+                    self.stale_admissions.append(action.request)
+        self._events += 1
+        if self._events % self._check_every == 0:
+            self._scheduler().check()
+        self.watch(Step(event, number, before, started, list(actions), self._group))
+
+    def _learn(self, number: RequestId) -> None:
+        request = self._scheduler().requests.get(number)
+        if request is None:
+            self._states.pop(number, None)
+        else:
+            self._states[number] = request.state, request.started
+
+
 _HOST: ContextVar[str] = ContextVar("host", default="")
+
 _PROXY = "proxy"
+
 _MOMENT_S = 1e-6
+
 _STILL_S = 0.3  # Too short to be noticed as a standstill.
+
 EPOCH_S = 1_795_000_000.0
 # An engine that is silent takes two minutes to be told to sleep.
 _ORDER_TIMEOUT_S = 200.0
+
 _ORDER_BYTES = 1 << 26
 
 

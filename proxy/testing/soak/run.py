@@ -1,37 +1,412 @@
 """One run: a load with faults between two without any, and the audit."""
 
 import asyncio
+import json
+import random
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
+from msgspec.structs import fields
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.lab.emulate.faults import AfterPull, MalformedStream
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.testing.chaos.audit import audit_answers, audit_metrics
+from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.testing.chaos.audit import SLOWING, audit_answers, audit_metrics
+from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
+from balanceroute.proxy.testing.chaos.expectation import Oracle
+from balanceroute.proxy.testing.chaos.faults import Act, Injection, draw_injections
 from balanceroute.proxy.testing.chaos.judge import Judge
-from balanceroute.proxy.testing.chaos.oracle import Oracle
+from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather, draw_visits
+from balanceroute.proxy.testing.chaos.requests import RequestMix
 from balanceroute.proxy.testing.chaos.world import WorldSettings
-from balanceroute.proxy.testing.soak.audit import (
-    Line,
-    held_by_engines,
-    held_by_proxy,
-    not_up,
-    phase_of,
-    read_log,
-    record_of,
-)
-from balanceroute.proxy.testing.soak.control import Control
-from balanceroute.proxy.testing.soak.load import Load
-from balanceroute.proxy.testing.soak.plan import draw_plan
 from balanceroute.proxy.testing.soak.proxy_process import Footprint, ProxyProcess, running_proxy
-from balanceroute.proxy.testing.soak.report import Report
-from balanceroute.proxy.testing.soak.saboteur import Saboteur
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.fetch import fetch
+
+# What the proxy and the engines still hold, by their own pages, and what the proxy's log tells.
+
+Line = Mapping[str, Any]
+
+"""A line of the request log."""
+# What the log writes as the record has it.
+_LOGGED = {one.name for one in fields(RequestRecord)} - {"keys", "outcome"}
+
+
+def held_by_proxy(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return what /admin/state says is in use, or not as at the start."""
+    found = {name: state[name] for name in ("queued", "prefilling", "pooled", "decoding")}
+    found["client connections"] = state["client_connections"]
+    for rank in state["ranks"]:
+        for name in ("kv_tokens", "bound", "started"):
+            found[f"{name} of {rank['name']}"] = rank[name]
+    for one in state["prefillers"]:
+        for name in ("probes", "held_tokens"):
+            found[f"{name} of {one['name']}"] = one[name]
+    return {name: value for name, value in found.items() if value}
+
+
+def not_up(state: Mapping[str, Any]) -> list[str]:
+    """Return the engines that the proxy does not use, by /admin/state."""
+    return [one["name"] for one in (*state["ranks"], *state["prefillers"]) if not one["open"]]
+
+
+def held_by_engines(stats: Mapping[str, Any]) -> dict[str, object]:
+    """Return what /emulation/stats says is in use."""
+    found: dict[str, object] = {"leases": stats["leases"]["held"], "anything": not stats["idle"]}
+    for name in ("loads", "running", "waiting", "arriving", "held_blocks"):
+        found[name] = stats[name] if any(stats[name]) else None
+    return {name: value for name, value in found.items() if value}
+
+
+def read_log(log: Path) -> tuple[list[Line], list[str]]:
+    """Return the lines of requests, and those that tell of an error of the proxy's own."""
+    requests, errors = [], []
+    for text in log.read_text().splitlines():
+        line = json.loads(text)
+        if "request_id" in line:
+            requests.append(line)
+        elif line["level"] == "error" or "exception" in line:
+            errors.append(text)
+    return requests, errors
+
+
+def record_of(line: Line) -> RequestRecord:
+    """Return what a log line tells of a request; its times are left out."""
+    told = {name: value for name, value in line.items() if name in _LOGGED}
+    return RequestRecord(
+        **told,
+        arrived_ns=0,
+        arrived_unix_s=line["arrival_s"],
+        outcome=Outcome(line["outcome"]),
+    )
+
+
+def phase_of(line: Line) -> str:
+    """Return where a cancelled request was."""
+    if line["queue_s"] is None:
+        return "queued"
+    if line["prefill_s"] is None:
+        return "prefilling"
+    if not line["rank"]:
+        return "pooled"
+    return "before the first token" if line["ttft_s"] is None else "streaming"
+
+
+# Many clients that work a plan's visits off.
+
+# Longer than all of the proxy's time limits and retries together.
+_HUNG_S = 45.0
+# A client waits so long when it is told to come later: else an outage would use all requests up.
+_LATER_S = 0.3
+
+
+class Load:
+    """One plan's visits, one after the other, whenever a client is free.
+
+    Attributes:
+        lost: Requests that had no end in time, or no connection.
+        done: How many requests were sent and have ended.
+    """
+
+    def __init__(self, plan: Plan, host: str, port: int) -> None:
+        self.plan = plan
+        self.clients: list[Client] = []
+        self.lost: list[str] = []
+        self.done = 0
+        self._host = host
+        self._port = port
+        self._visits = list(reversed(plan.visits))
+        self._waiting: list[tuple[float, asyncio.Event]] = []
+
+    async def run(self, clients: int) -> None:
+        """Send everything, from so many clients at a time; all their connections are closed then."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(self._work())
+
+    async def reached(self, plan_s: float) -> None:
+        """Wait until the plan's time is `plan_s`, or everything was sent."""
+        if self._now_s < min(plan_s, self.plan.calm_s):
+            event = asyncio.Event()
+            self._waiting.append((plan_s, event))
+            await event.wait()
+
+    @property
+    def _now_s(self) -> float:
+        return self.plan.calm_s * self.done / len(self.plan.requests)
+
+    async def _work(self) -> None:
+        while self._visits:
+            visit = self._visits.pop()
+            client = Client(visit, on_left=lambda _: None)
+            self.clients.append(client)
+            try:
+                async with asyncio.timeout(_HUNG_S):
+                    await client.run(self._host, self._port)
+            except TimeoutError:
+                self.lost += [request.request_id for request in visit.requests]
+            if not client.sent:
+                self.lost.append(visit.requests[0].request_id)
+            ended = max(1, client.sent)
+            if rest := visit.requests[ended:]:
+                # The proxy closed the connection behind an answer.
+                self._visits.append(replace(visit, requests=rest))
+            self._advance(ended)
+            if client.answers[0].status in (429, 503):
+                await asyncio.sleep(_LATER_S)
+
+    def _advance(self, count: int) -> None:
+        self.done += count
+        now_s = self._now_s
+        for plan_s, event in self._waiting:
+            if plan_s <= now_s or self.done == len(self.plan.requests):
+                event.set()
+
+
+# What happens in a soak: a chaos run's plan, with what can be done to real processes.
+#
+# Its time is no clock's. It goes on with the load, so that a slow machine has the same faults at
+# the same requests.
+
+S_PER_REQUEST = 0.06
+
+LEAVING = 0.2
+
+_MIX = RequestMix(MODEL, max_tokens=120, big=0.02, big_bytes=(50_000, 150_000), odd=0.02)
+
+_REQUESTS_PER_FAULT = 8
+# In this first part of a load faults begin, so that the last engine is back soon after it.
+_FAULTY = 0.85
+
+_ACTS = frozenset({Act.BOARD, Act.KILL, Act.DRAIN})
+
+
+def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) -> Plan:
+    """Return a plan."""
+    rng = random.Random(f"soak {seed} {numbers.start}")
+    span_s = len(numbers) * S_PER_REQUEST
+    visits = draw_visits(rng, numbers, span_s, _MIX, leaving=0.0 if calm else LEAVING)
+    injections = draw_injections(
+        rng,
+        count=0 if calm else len(numbers) // _REQUESTS_PER_FAULT,
+        prefillers=world.engines.prefillers,
+        decoders=world.engines.ranks,
+        connector=world.engines.connector,
+        policies=("",),  # Nobody switches them here.
+        span_s=_FAULTY * span_s,
+    )
+    return Plan(
+        seed,
+        Weather.CALM if calm else Weather.FAULTS,
+        world,
+        tuple(_with_real_wires(visit) for visit in visits),
+        tuple(one for one in injections if _is_possible(one, world.engines.prefillers - 1)),
+        storm_s=None,
+        calm_s=span_s,
+        shutdown_s=None,
+    )
+
+
+def _with_real_wires(visit: Visit) -> Visit:
+    """Return a visit without what only a wire in memory and a look into the proxy allow."""
+    departure = visit.departure
+    if departure is not None and departure.phase is Phase.QUEUED:
+        departure = replace(departure, phase=Phase.SENDING)
+    elif departure is not None and departure.phase not in (Phase.STREAMING, Phase.LAST_WORD):
+        departure = replace(departure, phase=Phase.AFTER)
+    return replace(visit, departure=departure, pauses=(), link=None)
+
+
+def _is_possible(injection: Injection, control: int) -> bool:
+    """Return whether a fault can be had here.
+
+    Not if it makes an engine late for a KV cache, which no proxy can see (`chaos.audit`), or costs as
+    much memory as a leak. And the prefiller `control` takes the orders to all engines.
+    """
+    changes = injection.changes
+    if injection.act not in _ACTS or changes.get("malformed") is MalformedStream.HUGE:
+        return False
+    if changes.keys() & SLOWING - {"hang"}:
+        return False
+    out_of_reach = injection.act is Act.KILL or "refuse" in changes
+    return not (out_of_reach and (injection.role, injection.engine) == (Role.PREFILL, control))
+
+
+def is_deadly(injection: Injection) -> bool:
+    """Return whether engines die of a fault."""
+    return injection.act is Act.KILL or injection.changes.get("after_pull") is AfterPull.DEATH
+
+
+# What a run found, as a table.
+
+_SHOWN = 20
+
+_SHOWN_CHARACTERS = 600
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        rows: Name, value, and whether it is as it must be.
+        wrong: What is wrong, in words.
+    """
+
+    rows: list[tuple[str, str, bool]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def note(self, name: str, value: object) -> None:
+        """Add a row that cannot be wrong."""
+        self.rows.append((name, str(value), True))
+
+    def check(self, name: str, value: object, right: bool) -> None:
+        """Add a row that is right or wrong."""
+        self.rows.append((name, str(value), right))
+        if not right:
+            self.wrong.append(f"{name}: {value}")
+
+    def faults(self, name: str, faults: list[str]) -> None:
+        """Add a row that counts faults, and the faults."""
+        self.rows.append((name, str(len(faults)), not faults))
+        self.wrong += [f"{name}: {fault}" for fault in faults]
+
+    def text(self) -> str:
+        """Return the table."""
+        width = max(len(name) for name, _, _ in self.rows)
+        lines = [
+            f"{' ' if right else '!'} {name:<{width}}  {value}" for name, value, right in self.rows
+        ]
+        lines += [f"! {text[:_SHOWN_CHARACTERS]}" for text in self.wrong[:_SHOWN]]
+        lines.append(f"{len(self.wrong)} violations")
+        return "\n".join(lines)
+
+
+# Small exchanges with a server's own pages.
+
+_TIMEOUT_S = 10.0
+
+_PAGE_BYTES = 1 << 24
+
+
+class ControlError(BalanceRouteError):
+    """A page that was refused."""
+
+
+class Control:
+    """The pages of one server. Their methods raise ControlError, and WireError if no answer came."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self._endpoint = Endpoint(parts.hostname, parts.port)
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON of a page."""
+        return json.loads(await self.text(path))
+
+    async def text(self, path: str) -> str:
+        """Return a page."""
+        return await self._exchange(b"GET", path, b"")
+
+    async def post(self, path: str, values: Mapping[str, object]) -> None:
+        """Give an order."""
+        await self._exchange(b"POST", path, json.dumps(values, default=_plain).encode())
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._endpoint.close()
+
+    async def _exchange(self, method: bytes, path: str, body: bytes) -> str:
+        response = await fetch(
+            self._endpoint,
+            method,
+            path.encode(),
+            [(b"content-type", b"application/json")],
+            body,
+            timeout_s=_TIMEOUT_S,
+            max_bytes=_PAGE_BYTES,
+        )
+        if response.status != 200:
+            raise ControlError(f"{self._endpoint.name}{path}: {response.status} {response.body!r}")
+        return response.body.decode()
+
+
+def _plain(value: object) -> object:
+    assert isinstance(value, Enum)
+    return value.value
+
+
+# Lets the faults of a plan happen to engines that are processes, and undoes them.
+
+
+class Saboteur:
+    """Gives the orders of one plan."""
+
+    def __init__(
+        self,
+        engines: Control,
+        admin: Control,
+        urls: Mapping[str, str],
+        injections: Sequence[Injection],
+    ) -> None:
+        self._engines = engines
+        self._admin = admin
+        self._urls = urls
+        self._injections = injections
+
+    async def work(self, load: Load) -> None:
+        """Do everything while a load runs, and undo it."""
+        begins = [(one.start_s, number, True) for number, one in enumerate(self._injections)]
+        ends = [(one.end_s, number, False) for number, one in enumerate(self._injections)]
+        for at_s, number, begin in sorted([*begins, *ends]):
+            await load.reached(at_s)
+            await (self._begin if begin else self._end)(self._injections[number])
+        await self._engines.post("/emulation/faults/clear", {})
+
+    async def _begin(self, injection: Injection) -> None:
+        engine = _engine(injection)
+        if injection.act is Act.BOARD:
+            await self._engines.post("/emulation/faults", {"engine": engine, **injection.changes})
+        elif injection.act is Act.KILL:
+            await self._engines.post("/emulation/kill", {"engine": engine})
+        else:
+            await self._admin.post("/admin/instances/drain", self._order(injection))
+
+    async def _end(self, injection: Injection) -> None:
+        engine = _engine(injection)
+        if injection.act is Act.BOARD:
+            await self._engines.post("/emulation/faults", {"engine": engine, **injection.usual})
+        if is_deadly(injection):
+            await self._engines.post("/emulation/restore", {"engine": engine})
+        if injection.act is Act.DRAIN:
+            # Unless another fault of this kind has ended already.
+            with suppress(ControlError):
+                await self._admin.post("/admin/instances", self._order(injection))
+
+    def _order(self, injection: Injection) -> dict[str, object]:
+        return {"role": injection.role.value, "url": self._urls[_engine(injection)]}
+
+
+def _engine(injection: Injection) -> str:
+    return f"{injection.role.value}/{injection.engine}"
+
 
 PREFILLERS, RANKS, BATCH = 2, 4, 8
+
 TIME_SCALE = 10.0
+
 MEAN_OUTPUT = 60.0
 # More than fit into batches (32) and pool (16), so that some wait before prefill.
 CLIENTS = 56
@@ -40,15 +415,19 @@ LEASE_S, MARGIN_S = 3.0, 1.5
 # After this share of the load the proxy stands still: KV caches that it has in hand are too old then.
 # Not for as long as leases last: what it was just sending would come too late, which no proxy can see.
 STANDSTILL, STANDSTILL_S = 0.8, 1.6
+
 _QUIET_S = 20.0
 # Engines that failed again and again are probed every 30 s.
 _BACK_S = 40.0
+
 _POLL_S = 0.05
+
 _LOG_S = 5.0
 # Growth that is no leak: the allocator's, and what prompts of 100 kB leave of it.
 _GROWTH_MIB = 24.0
 # Of health checks and scrapes, to each engine.
 _IDLE_PROBES = 2
+
 _SERVE = (
     f"--port 0 --admin-port 0 --batch {BATCH} --window 8 --pool-limit 16 "
     f"--lease-s {LEASE_S} --lease-margin-s {MARGIN_S} --connect-timeout-s 1 "

@@ -20,10 +20,9 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, TypeVar, TypeVarTuple
 
-from balanceroute.proxy.testing.virtual.address import infos, resolve
+from balanceroute.proxy.testing.virtual.addresses import VirtualServer, infos, resolve
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, VirtualDatagrams
 from balanceroute.proxy.testing.virtual.network import Network
-from balanceroute.proxy.testing.virtual.server import VirtualServer
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

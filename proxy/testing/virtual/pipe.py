@@ -9,8 +9,7 @@ from collections import deque
 from contextvars import Context
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.testing.virtual.link import Link
-from balanceroute.proxy.testing.virtual.traffic import Traffic
+from balanceroute.proxy.testing.virtual.addresses import Link, Traffic
 
 if TYPE_CHECKING:
     import asyncio

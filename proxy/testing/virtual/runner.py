@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import LIMIT_S, START_S, VirtualLoop, VirtualTimeError
 from balanceroute.proxy.testing.virtual.network import Network
 

@@ -14,7 +14,7 @@ from balanceroute.proxy.lab.replay.driver import FleetFigures, Progress, ReplayR
 from balanceroute.proxy.lab.replay.exchange import TargetError
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE, WHOLE_RUN, FaultCount
 from balanceroute.proxy.lab.replay.requests import Api, PlannedRequest, ReplaySettings
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request, WireError

@@ -11,7 +11,7 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.replay.driver import ReplayResult, replay
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE
 from balanceroute.proxy.lab.replay.requests import Api, PlannedRequest, ReplaySettings
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.runner import run
 
 MS = 1_000_000

@@ -15,8 +15,7 @@ from tests.wire.http3.site import http3_site
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
-from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
-from balanceroute.proxy.testing.virtual.udp_relay import UdpRelay
+from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
 from balanceroute.proxy.wire.messages import Request, ServerLimits
 from balanceroute.proxy.wire.reply import Reply
 

@@ -17,7 +17,7 @@ from balanceroute.proxy.live.control.admin import MAX_ADDITIONS, MAX_WAITS, Admi
 from balanceroute.proxy.live.control.orders import ConflictError, UnknownInstanceError
 from balanceroute.proxy.live.control.pausing import Pausing
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.security.credentials import as_secret
+from balanceroute.proxy.live.security import as_secret
 from balanceroute.proxy.live.telemetry.process_log import LOGGER
 from balanceroute.proxy.live.telemetry.snapshot import (
     PrefillerState,

@@ -11,7 +11,7 @@ from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
 
 from balanceroute.proxy.live.discovery.kubernetes import KubernetesSlices
 from balanceroute.proxy.live.discovery.sources import make_sources
-from balanceroute.proxy.live.security.tls import server_context
+from balanceroute.proxy.live.security import server_context
 from balanceroute.proxy.live.settings.declared import DiscoverySettings, engine_source
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run

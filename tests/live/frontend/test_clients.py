@@ -10,7 +10,7 @@ from balanceroute.proxy.live.frontend.request_head import (
     duration,
     refuse_model,
 )
-from balanceroute.proxy.live.security.credentials import Secret, Tenant, digest_of
+from balanceroute.proxy.live.security import Secret, Tenant, digest_of
 
 KEY = Secret(b"sk-client")
 OTHER = Secret(b"other")

@@ -8,7 +8,7 @@ import pytest
 from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error, keys
 
 from balanceroute.proxy.live.frontend.request_head import Clients
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security import Secret
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -10,7 +10,7 @@ from balanceroute.proxy.live.frontend.request_head import (
     passed_headers,
     trace_headers,
 )
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Headers
 

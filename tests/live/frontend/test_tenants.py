@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.frontend.gateway_requests import BODY, TALK, is_error
 
-from balanceroute.proxy.live.security.credentials import digest_of
+from balanceroute.proxy.live.security import digest_of
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:

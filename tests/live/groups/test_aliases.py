@@ -12,7 +12,7 @@ from tests.live.conftest import LARGE, SMALL
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.model_choice import DoubleDqn, QNetwork, inputs_of
-from balanceroute.proxy.testing.chaos.group_world import GroupSettings
+from balanceroute.proxy.testing.chaos.groups import GroupSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -8,7 +8,7 @@ import pytest
 from tests.live.conftest import LARGE, SMALL
 
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.group_world import GroupSettings
+from balanceroute.proxy.testing.chaos.groups import GroupSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.conftest import LARGE, SMALL
 
-from balanceroute.proxy.testing.chaos.group_world import GroupSettings
+from balanceroute.proxy.testing.chaos.groups import GroupSettings
 from balanceroute.proxy.testing.chaos.traces import FLAGS, SpanCollector
 
 if TYPE_CHECKING:

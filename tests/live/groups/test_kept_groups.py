@@ -8,7 +8,7 @@ import pytest
 from tests.live.conftest import LARGE, SMALL
 
 from balanceroute.proxy.live.control.standing import KeepingFile
-from balanceroute.proxy.testing.chaos.group_world import GroupSettings, GroupWorld
+from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

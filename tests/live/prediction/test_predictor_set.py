@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from balanceroute.predictors import RequestFeatures
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.prediction.predictor_set import NamedPredictor, PredictorSet
+from balanceroute.proxy.live.prediction import NamedPredictor, PredictorSet
 
 H = 10
 

@@ -15,7 +15,7 @@ from balanceroute.predictors.hinted import LEAST_ANSWERS
 from balanceroute.predictors.past import read_log
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.prediction.predictors import make_predictor, predictor_name
+from balanceroute.proxy.live.prediction import make_predictor, predictor_name
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.telemetry.request_log import line_of
@@ -24,7 +24,7 @@ from balanceroute.topologies import read_topology
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.live.prediction.predictor_set import PredictorSet
+    from balanceroute.proxy.live.prediction import PredictorSet
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from balanceroute.predictors import Survival
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import load, save
 from balanceroute.predictors.state import Savable, State
-from balanceroute.proxy.live.prediction.predictors import StateKeeper
+from balanceroute.proxy.live.prediction import StateKeeper
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

@@ -10,7 +10,7 @@ import pytest
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.request.direct import Direct
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.oracle import comparable
+from balanceroute.proxy.testing.chaos.expectation import comparable
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from balanceroute.proxy.core.events import Admit, Tick, TokensEmitted
 if TYPE_CHECKING:
     from tests.live.conftest import Site
 
-    from balanceroute.proxy.testing.chaos.scheduler_watch import Step
+    from balanceroute.proxy.testing.chaos.world import Step
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {

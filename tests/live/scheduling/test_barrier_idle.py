@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balanceroute.proxy.live.scheduling.barrier_idle import BUCKET_S, BUCKETS, BarrierIdle
+from balanceroute.proxy.live.scheduling.progress import BUCKET_S, BUCKETS, BarrierIdle
 
 
 def loads(*tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

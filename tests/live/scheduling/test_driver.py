@@ -35,7 +35,7 @@ from balanceroute.topologies import CONNECTORS
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Scenario, Site
 
-    from balanceroute.proxy.testing.chaos.scheduler_watch import Step
+    from balanceroute.proxy.testing.chaos.world import Step
 
 
 @pytest.mark.parametrize("streamed", [1.0, 0.5, 0.0])

@@ -19,7 +19,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+from balanceroute.proxy.live.scheduling.decisions import OpenInstances
 
 P, R = PrefillerId(0), RankId(0)
 

@@ -8,7 +8,7 @@ import pytest
 from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, RankId
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Instances, Rank, Role, Target
-from balanceroute.proxy.live.scheduling.others_on_ranks import OthersOnRanks
+from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks
 
 SERVER = Target(Role.DECODE, "http://d:8000")
 

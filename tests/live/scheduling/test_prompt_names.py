@@ -12,7 +12,7 @@ from balanceroute.proxy.lab.emulate import DpMode
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
 from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.testing.chaos.kv_link import RANK_PORT
+from balanceroute.proxy.testing.chaos.world import RANK_PORT
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Seen, Site

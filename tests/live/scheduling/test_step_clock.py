@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.scheduling.pulled_counts import PulledCounts
-from balanceroute.proxy.live.scheduling.pumped_counts import PumpedCounts
-from balanceroute.proxy.live.scheduling.step_clock import Advance, StepClock
+from balanceroute.proxy.live.scheduling.progress import (
+    Advance,
+    PulledCounts,
+    PumpedCounts,
+    StepClock,
+)
 
 TOLERANCE = 4
 

@@ -6,7 +6,7 @@ from balanceroute.proxy.core.events import Eligible, RequestId, Ticket
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import Request, State
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.scheduling.stranded import Stranded
+from balanceroute.proxy.live.scheduling.sweep import Stranded
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler

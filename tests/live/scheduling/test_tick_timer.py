@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from balanceroute.proxy.live.scheduling.tick_timer import TickTimer
+from balanceroute.proxy.live.scheduling.decisions import TickTimer
 
 if TYPE_CHECKING:
     import asyncio

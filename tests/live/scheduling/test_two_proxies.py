@@ -10,8 +10,7 @@ import pytest
 
 from balanceroute.proxy.core.events import Event, OthersOnRank
 from balanceroute.proxy.lab.emulate.settings import DpMode
-from balanceroute.proxy.testing.chaos.scheduler_watch import Step
-from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.chaos.world import Step, World, WorldSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -2,7 +2,7 @@
 
 import random
 
-from balanceroute.proxy.live.scheduling.unique_tokens import UniqueTokens
+from balanceroute.proxy.live.scheduling.driver import UniqueTokens
 
 
 class Counted(random.Random):

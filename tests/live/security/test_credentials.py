@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import (
+from balanceroute.proxy.live.security import (
     MAX_FILE_BYTES,
     Secret,
     as_secret,

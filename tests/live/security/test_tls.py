@@ -7,7 +7,7 @@ import pytest
 from tests.certificate import CERT, KEY, make_certificate
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.tls import ServerTls, engine_context, server_context
+from balanceroute.proxy.live.security import ServerTls, engine_context, server_context
 from balanceroute.proxy.live.settings.configure import make_config
 
 OTHER_KEY = """-----BEGIN EC PRIVATE KEY-----

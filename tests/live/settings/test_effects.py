@@ -16,7 +16,7 @@ from balanceroute.topologies import read_topology
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.live.security.credentials import Credentials
+    from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
 
 LAYERWISE: dict[str, object] = {"connector": "mooncake-layerwise", "host": "10.0.0.1"}

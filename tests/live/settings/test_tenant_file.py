@@ -9,7 +9,7 @@ from tests.script import ROOT
 
 from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import Tenant, digest_of
+from balanceroute.proxy.live.security import Tenant, digest_of
 from balanceroute.proxy.live.settings.configure import read_credentials
 from balanceroute.proxy.live.settings.tenant_file import TenantTable, read_tenants
 from balanceroute.proxy.settings.setting import settings_of

@@ -6,7 +6,7 @@ import pytest
 from tests.live.settings.configs import of_file, of_flags
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import Secret
+from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.live.settings.tracing import ExportSettings
 
 PLACE = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.security.credentials import as_secret
+from balanceroute.proxy.live.security import as_secret
 from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level, set_up_process_log
 
 logger = logging.getLogger(f"{LOGGER}.tests")

@@ -16,7 +16,7 @@ from balanceroute.proxy.lab.emulate.faults import (
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.request.stall_watch import StallWatch
-from balanceroute.proxy.live.scheduling.step_clock import StepClock
+from balanceroute.proxy.live.scheduling.progress import StepClock
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.decision_faults import DecisionFault, InjectedError, Lapse
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
@@ -25,7 +25,7 @@ from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather
 from balanceroute.proxy.testing.chaos.requests import MESSAGES, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.trial import Report, run_plan
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 
 REQUESTS = 40
 SPAN_S = 5.0

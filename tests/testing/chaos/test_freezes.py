@@ -1,6 +1,6 @@
 """Decode ranks that freeze beside others that are slow, send in bursts, and pause."""
 
-from balanceroute.proxy.testing.chaos.freezes import freeze_ranks
+from balanceroute.proxy.testing.chaos.deaths import freeze_ranks
 
 
 def test_frozen_ranks_are_left_out_in_time_and_no_others() -> None:

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from balanceroute.proxy.live.frontend.gateway import Gateway
-from balanceroute.proxy.testing.chaos.fuzz import fuzz
-from balanceroute.proxy.testing.chaos.fuzz_cases import draw_case
+from balanceroute.proxy.testing.chaos.fuzz import draw_case, fuzz
 from balanceroute.proxy.wire.messages import Request
 from balanceroute.proxy.wire.reply import Reply
 

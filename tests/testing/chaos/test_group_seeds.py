@@ -6,8 +6,7 @@ import pytest
 
 from balanceroute.proxy.live.frontend.generation import Attempt
 from balanceroute.proxy.live.frontend.groups import Groups
-from balanceroute.proxy.testing.chaos.group_plan import GroupAct, draw_groups
-from balanceroute.proxy.testing.chaos.group_trial import run_seed_of_groups
+from balanceroute.proxy.testing.chaos.groups import GroupAct, draw_groups, run_seed_of_groups
 
 REQUESTS = 40
 

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.testing.chaos.answer_reader import Ending, Received
-from balanceroute.proxy.testing.chaos.clients import Visit
+from balanceroute.proxy.testing.chaos.clients import Ending, Received, Visit
 from balanceroute.proxy.testing.chaos.faults import CLIENTS, Act, Injection
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 
 if TYPE_CHECKING:
     from balanceroute.proxy.testing.chaos.clients import Client
-    from balanceroute.proxy.testing.chaos.oracle import Oracle
+    from balanceroute.proxy.testing.chaos.expectation import Oracle
 
 
 class Silent:

@@ -14,10 +14,10 @@ from balanceroute.proxy.live.control import pausing
 from balanceroute.proxy.live.control.admin import Admin
 from balanceroute.proxy.live.control.roster import Roster
 from balanceroute.proxy.live.engines.instances import Instances, Role, Status, Target
-from balanceroute.proxy.live.scheduling.open_instances import OpenInstances
+from balanceroute.proxy.live.scheduling.decisions import OpenInstances
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.expectation import Expectation
-from balanceroute.proxy.testing.chaos.group_plan import draw_groups
+from balanceroute.proxy.testing.chaos.groups import draw_groups
 from balanceroute.proxy.testing.chaos.orders import ADMIN, OF_ENGINES, Order, OrderKind
 from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather, draw_plan
 from balanceroute.proxy.testing.chaos.requests import RequestMix, draw_request

@@ -23,9 +23,8 @@ from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.reports import SessionEnded
 from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.scheduling.feedback import Feedback
-from balanceroute.proxy.live.scheduling.session_table import SessionTable
-from balanceroute.proxy.live.security.credentials import Tenant
+from balanceroute.proxy.live.scheduling.feedback import Feedback, SessionTable
+from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.trial import run_seed
 from balanceroute.proxy.wire.http1 import server_connection

@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from balanceroute.proxy.testing.chaos.faults import Act
-from balanceroute.proxy.testing.chaos.locality import VERSIONS
-from balanceroute.proxy.testing.chaos.plan import Weather, draw_plan
-from balanceroute.proxy.testing.chaos.summary import Summary
-from balanceroute.proxy.testing.chaos.trial import run_plan, run_seed
+from balanceroute.proxy.testing.chaos.plan import VERSIONS, Weather, draw_plan
+from balanceroute.proxy.testing.chaos.trial import Summary, run_plan, run_seed
 
 # Of every weather, and of every connector.
 SEEDS = range(12)

@@ -4,12 +4,7 @@ import json
 
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.request_log import line_of
-from balanceroute.proxy.testing.soak.audit import (
-    held_by_engines,
-    held_by_proxy,
-    phase_of,
-    record_of,
-)
+from balanceroute.proxy.testing.soak.run import held_by_engines, held_by_proxy, phase_of, record_of
 
 
 def test_a_log_line_tells_the_record_but_for_its_times() -> None:

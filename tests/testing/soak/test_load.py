@@ -5,8 +5,7 @@ import socket
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.world import WorldSettings
-from balanceroute.proxy.testing.soak.load import Load
-from balanceroute.proxy.testing.soak.plan import draw_plan
+from balanceroute.proxy.testing.soak.run import Load, draw_plan
 
 
 def test_without_a_proxy_every_request_is_lost_while_the_plan_goes_on() -> None:

@@ -8,7 +8,7 @@ from balanceroute.proxy.testing.chaos.clients import Phase
 from balanceroute.proxy.testing.chaos.faults import Act
 from balanceroute.proxy.testing.chaos.plan import Plan
 from balanceroute.proxy.testing.chaos.world import WorldSettings
-from balanceroute.proxy.testing.soak.plan import draw_plan
+from balanceroute.proxy.testing.soak.run import draw_plan
 
 WORLD = WorldSettings(EmulationSettings(prefillers=2, ranks=4), {})
 SEEN_FROM_OUTSIDE = {Phase.SENDING, Phase.AFTER, Phase.STREAMING, Phase.LAST_WORD}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.testing.virtual.recorder import Recorder
 
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from tests.testing.virtual.recorder import Recorder
 
-from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.proxy.testing.virtual.addresses import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualDeadlock, VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 

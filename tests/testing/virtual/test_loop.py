@@ -12,7 +12,7 @@ import pytest
 from tests.testing.virtual.recorder import Recorder
 
 import balanceroute.proxy.testing.virtual.loop as loop_module
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import (
     VirtualDeadlock,
     VirtualLivelock,

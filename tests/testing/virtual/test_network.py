@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from tests.testing.virtual.recorder import Recorder
 
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.network import Network
 from balanceroute.proxy.testing.virtual.runner import run

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.testing.virtual.recorder import Recorder
 
-from balanceroute.proxy.testing.virtual.link import Connect, Link
+from balanceroute.proxy.testing.virtual.addresses import Connect, Link, NetworkEvent
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.testing.virtual.traffic import NetworkEvent
 
 HOST = "10.0.0.1"
 PORTS = (8000, 8001)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.testing.virtual.thin_link import ThinLink, ThinLinkSettings
-from balanceroute.proxy.testing.virtual.udp_relay import UdpRelay
+from balanceroute.proxy.testing.virtual.datagrams import ThinLink, ThinLinkSettings, UdpRelay
 
 SETTINGS = ThinLinkSettings(
     bits_per_s=8_000, delay_s=0.1, loss=0.0, queue_bytes=2_500, overhead_bytes=0

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from balanceroute.proxy.testing.virtual.link import Link
+from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server

@@ -14,9 +14,8 @@ from tests.certificate import CERT, KEY
 
 from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork
+from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, ThinLinkSettings
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.testing.virtual.thin_link import ThinLinkSettings
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust

@@ -1,20 +1,24 @@
-"""Keys and tokens: read from files, and kept out of everything that is shown; and whose they are.
-
-A key never stands on the command line, where every user of the machine can read it.
-"""
+"""Keys, TLS and the checks of who is asking."""
 
 import hmac
+import ipaddress
 import os
 import re
+import ssl
 import stat
 from codecs import BOM_UTF8
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.wire.messages import Headers, Rejection, first_value
+
+# Keys and tokens: read from files, and kept out of everything that is shown; and whose they are.
+#
+# A key never stands on the command line, where every user of the machine can read it.
 
 MAX_FILE_BYTES = 1 << 20
 # What an Authorization header can carry as it is.
@@ -174,3 +178,142 @@ def _read(path: Path) -> bytes:
 def _open(name: str, flags: int) -> int:
     # Not blocking, so that a pipe without a writer is refused instead of waited for.
     return os.open(name, flags | os.O_NONBLOCK)
+
+
+# Which requests a web page may have made: what a listener without a token must not obey.
+#
+# A page of another site may send requests to loopback, and after its own name was made to resolve
+# to loopback (DNS rebinding) it may read the answers too. The browser tells: Host is the page's
+# name, and Origin, which browsers send with every POST and with requests to another site, is
+# where it came from.
+
+_PORT = re.compile(r":[0-9]*$")
+# Brackets stand around an IPv6 address, and nowhere else.
+_BRACKETED = re.compile(r"\[([0-9a-f:.]+)\]")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's own, which no other machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_loopback_in_url(host: str) -> bool:
+    bracketed = _BRACKETED.fullmatch(host)
+    if bracketed is None:
+        return ":" not in host and is_loopback(host)
+    return ":" in host and is_loopback(bracketed[1])
+
+
+def check_host(headers: Headers, names: Collection[str]) -> Rejection | None:
+    """Return why a request may be a foreign web page's, or None.
+
+    Args:
+        headers: The request's. Without Host it is HTTP/1.0, which no browser speaks.
+        names: Accepted in Host, in lower case, beside loopback.
+    """
+    authority = first_value(headers, b"host")
+    if authority is None:
+        return None
+    host = _PORT.sub("", authority.decode("latin-1").lower())
+    if host not in names and not _is_loopback_in_url(host):
+        return Rejection(
+            403, f"without a token this listener is not called {host[:256]!r}: see --admin-name"
+        )
+    origins = [value for name, value in headers if name == b"origin"]
+    if any(origin.partition(b"://")[2].lower() != authority.lower() for origin in origins):
+        return Rejection(
+            403, "without a token this listener takes no orders of another site's page"
+        )
+    return None
+
+
+# TLS contexts: HTTP/1.1 over TLS 1.2 or newer, and engines' certificates verified by default.
+
+
+class ServerTls:
+    """What clients are served https with, by the newest certificate.
+
+    Each certificate has a context of its own, which a handshake takes: one that cannot be loaded leaves a
+    part of itself in a context, and no handshake succeeds there any more.
+
+    Args:
+        cert: The certificate chain, PEM.
+        key: Its private key, PEM, not encrypted.
+
+    Attributes:
+        context: For the listeners.
+
+    Raises:
+        ConfigError: See `server_context`.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self.context = self._newest = server_context(cert, key)
+        # Called in every handshake, also where the client names no server.
+        self.context.sni_callback = self._choose
+
+    def use(self, newest: ssl.SSLContext) -> None:
+        """Serve with this context's certificate from the next handshake on."""
+        self._newest = newest
+
+    def _choose(self, handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        del name, context
+        handshake.context = self._newest
+
+
+def server_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """Return a context with a certificate to serve clients with.
+
+    Args:
+        cert: The certificate chain, PEM.
+        key: Its private key, PEM, not encrypted.
+
+    Raises:
+        ConfigError: They cannot be read, others may read the key, or they do not belong together.
+            The message reads on from the name of the setting.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    for path in (cert, key):
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError(f"is {path}: {error.strerror}") from None
+        if path is key:
+            refuse_if_shared(path, status)
+
+    def no_password() -> bytes:
+        # Without this, an encrypted key makes OpenSSL ask on the terminal.
+        raise ConfigError(f"is {key}: an encrypted key")
+
+    try:
+        context.load_cert_chain(cert, key, password=no_password)
+    except OSError as error:
+        reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"is {cert} with key {key}: {reason or error}") from None
+    return context
+
+
+def engine_context(ca_file: Path | None, *, insecure: bool) -> ssl.SSLContext:
+    """Return the context to talk to https engines with.
+
+    Raises:
+        ConfigError: The file holds no certificates. The message reads on from the setting's name.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(f"is {ca_file}: {reason or error}") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

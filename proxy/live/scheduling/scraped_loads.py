@@ -11,14 +11,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, RankId
+from balanceroute.proxy.core.events import EngineLoad, Event, OthersOnRank, PrefillerScraped, RankId
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-from balanceroute.proxy.live.engines.instances import Instances, Rank, Target
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
 from balanceroute.proxy.live.engines.scrape import STALE_INTERVALS
 
 _log = logging.getLogger(__name__)
+
 _UNKNOWN = 1 << 62
+
 _READINGS = 3  # Until others count.
+
 _CHANGED = 2  # Until other numbers of them do.
 
 
@@ -127,3 +130,16 @@ def _load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
         return gauges.loads.get(rank.header.decode())
     # It may have any number: that in its data-parallel group.
     return next(iter(gauges.loads.values())) if len(gauges.loads) == 1 else None
+
+
+# How busy prefillers are, for the rules that choose by it.
+
+
+def feed_loads(
+    instances: Instances, feed: Callable[[Event], None], target: Target, gauges: EngineGauges
+) -> None:
+    """Tell the scheduler how busy a prefiller is; nothing of a decode engine."""
+    load = EngineLoad(gauges.waiting, gauges.running, gauges.kv_cache_usage)
+    for instance in instances.of(target):
+        if isinstance(instance, Prefiller):
+            feed(PrefillerScraped(instance.id, load))

@@ -1,1 +1,0 @@
-"""Keys, TLS and the checks of who is asking."""
