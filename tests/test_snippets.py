@@ -186,6 +186,25 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_flags_that_are_offered_to_users_of_other_routers_are_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    offered = [row.split("|")[-2] for row in re.findall(r"(?m)^\| .* \|$", text)]
+    flags = {flag for cell in offered for flag in re.findall(r"--[a-z][a-z0-9-]+", cell)}
+    parser = command_line.make_parser(["serve"])
+
+    def known(flag: str) -> bool:
+        with pytest.raises(SystemExit):
+            parser.parse_args(["serve", flag, "--no-such-flag"])
+        return "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+
+    assert known("--port")
+    assert not known("--worker-urls")
+    assert len(flags) > 30
+    assert [flag for flag in sorted(flags) if not known(flag)] == []
+
+
 def test_a_wrong_command_is_found(
     tmp_path: Path, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
