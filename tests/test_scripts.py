@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from statistics import fmean, median, stdev
 from unittest.mock import Mock
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -585,3 +586,14 @@ def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:
     assert rank("cache_aware", [8, 1, 0], [300, 200, 0], [9_000, 5, 0]) == 2
     assert rank("overlap_and_load", [8, 1, 0], [400, 200, 0], [500, 250, 0]) == 2
     assert rank("overlap_and_load", [8, 1, 0], [501, 200, 0], [500, 250, 0]) == 0
+
+
+def test_the_picture_of_a_requests_way_is_what_its_script_draws(tmp_path: Path) -> None:
+    script("draw_request_path").main([str(tmp_path / "drawn.svg")])
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert (ROOT / "docs" / "img" / "request_path.svg").read_text(encoding="utf-8") == drawn
+    root = ElementTree.fromstring(drawn)  # noqa: S314 - made two lines above.
+    texts = root.findall("{http://www.w3.org/2000/svg}text")
+    assert [text.text for text in texts if (text.text or "")[:1].isdigit()] == [
+        "1 request", "2 prefill", "3 KV params", "4 decode", "5 KV cache", "6 events", "7 events"
+    ]  # fmt: skip
