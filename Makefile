@@ -7,10 +7,11 @@ STREAMING := tests/live/test_serve.py tests/live/test_hand_over.py
 CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/cargo))
 CRATE := proxy/pump
 NATIVE := .venv/.native
+DOCS := build/docs-venv
 export CARGO_TARGET_DIR := $(CURDIR)/build/native
 
 .DEFAULT_GOAL := check
-.PHONY: check install native check-native lint types test test-without-native test-vllm test-deploy demo qos simulate bench fmt clean help
+.PHONY: check install native check-native lint types test test-without-native test-vllm test-deploy demo qos simulate bench docs fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -90,6 +91,21 @@ bench: $(INSTALLED) ## one dispatch decision, the wire, and the proxy beside vll
 	@$(BIN)/python scripts/bench_wire.py
 	@$(BIN)/python scripts/bench_bodies.py
 	@$(BIN)/python scripts/bench_proxy.py
+
+docs: $(DOCS)/.installed ## the pages as a site in build/docs; a link that leads nowhere is an error
+	@$(DOCS)/bin/sphinx-build -q -W --keep-going -c docs . build/docs
+	@echo "build/docs/README.html"
+
+# Apart, as what it needs would change what mypy sees in .venv.
+$(DOCS)/.installed: pyproject.toml
+ifdef UV
+	@uv venv -q --allow-existing --python $(PYTHON) $(DOCS)
+	@uv pip install -q --python $(DOCS)/bin/python -e '.[docs]'
+else
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+endif
+	@touch $@
 
 fmt: $(INSTALLED) ## format in place
 	@$(BIN)/ruff check --fix --quiet .

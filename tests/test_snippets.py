@@ -5,6 +5,7 @@ emulated fleet and its proxy at work; their addresses stand in for those of the 
 and `up`, are parsed by the real parsers. A reader's patience is not needed: `--requests` of a replay is cut.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -203,6 +204,14 @@ def test_flags_that_are_offered_to_users_of_other_routers_are_there(
     assert not known("--worker-urls")
     assert len(flags) > 30
     assert [flag for flag in sorted(flags) if not known(flag)] == []
+
+
+def test_the_site_has_every_page_once() -> None:
+    lines = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
+    parts = re.search(r"(?s)^PARTS = (\{.*?^\})", lines, re.MULTILINE)
+    assert parts is not None
+    named = [name for names in ast.literal_eval(parts[1]).values() for name in names]
+    assert sorted(named) == sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_a_wrong_command_is_found(
