@@ -94,7 +94,8 @@ bench: $(INSTALLED) ## one dispatch decision, the wire, and the proxy beside vll
 
 docs: $(DOCS)/.installed ## the pages as a site in build/docs; a link that leads nowhere is an error
 	@$(DOCS)/bin/sphinx-build -q -W --keep-going -c docs . build/docs
-	@echo "build/docs/README.html"
+	@cp build/docs/README.html build/docs/index.html
+	@echo "build/docs/index.html"
 
 # Apart, as what it needs would change what mypy sees in .venv.
 $(DOCS)/.installed: pyproject.toml

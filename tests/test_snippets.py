@@ -206,6 +206,16 @@ def test_flags_that_are_offered_to_users_of_other_routers_are_there(
     assert [flag for flag in sorted(flags) if not known(flag)] == []
 
 
+@pytest.mark.parametrize(("page", "limit"), [("README.md", 900), ("docs/choosing.md", 1_500)])
+def test_what_a_stranger_reads_first_is_short(page: str, limit: int) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= limit
+
+
+def test_the_first_page_leads_to_all_others() -> None:
+    linked = set(re.findall(r"docs/(\w+)\.md", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert linked == {page.stem for page in (ROOT / "docs").glob("*.md")}
+
+
 def test_the_site_has_every_page_once() -> None:
     lines = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
     parts = re.search(r"(?s)^PARTS = (\{.*?^\})", lines, re.MULTILINE)
