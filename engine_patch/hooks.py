@@ -118,7 +118,6 @@ def _text(value: Any) -> str | None:
 
 # Under vLLM's own logger, whose handlers print it.
 _log = logging.getLogger("vllm.balanceroute")
-
 _TRACE = "_balanceroute_step_trace"
 # Batches without a result yet. vLLM has at most a few; more means that it dropped some.
 _MAX_PENDING = 64

@@ -15,13 +15,10 @@ from struct import Struct
 from typing import Final
 
 FLUSH_S: Final = 1.0
-
 MAX_WAITING: Final = 1 << 16
-
 """Records that may wait; minutes of them, about 4 MB."""
 
 _CLOSE_S: Final = 2.0
-
 _FILE_MODE: Final = 0o640
 
 
@@ -140,9 +137,7 @@ def _write(file: int, text: bytes) -> None:
 # later.
 
 FORMAT: Final = "balanceroute-steps"
-
 VERSION: Final = 1
-
 SUFFIX: Final = ".steps"
 
 FIELDS: Final = (
@@ -158,17 +153,14 @@ FIELDS: Final = (
     ("wave_step", "I"),
     ("flags", "I"),
 )
-
 """Names and struct codes of a record's fields, in order."""
 
 RECORD: Final = Struct("<" + "".join(code for _, code in FIELDS))
 
 UNKNOWN: Final = 0xFFFF_FFFF
-
 """A wave of an engine that has none."""
 
 DUMMY: Final = 1
-
 """Flag: the rank had nothing to compute and only took part in the barrier."""
 
 MAX_HEADER_BYTES: Final = 1 << 16

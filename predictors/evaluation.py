@@ -341,7 +341,6 @@ def _better_mae(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_
 _GAINS: dict[str, _Better] = {"auc": _better_auc, "brier": _better_brier, "mae": _better_mae}
 
 GAINS = tuple(_GAINS)
-
 """The scores whose differences between predictors are given with an error."""
 
 

@@ -48,17 +48,13 @@ from balanceroute.proxy.core.events import RequestId
 # they do, and is hardly trusted: otherwise a few dozen outputs would replace thousands.
 
 _FIRST_SLOTS = 1_024
-
 _SPREAD = 0.2
 # Of a few outputs each counts as many points, for the answers are to change smoothly with the age.
 _FEW = 8
-
 _MANY_POINTS = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
-
 _FEW_POINTS = np.linspace(-1.0, 1.0, 4, dtype=np.float32)
 # A key's moves are relative: 1 is as all outputs move. So it is taken to start with, for so many.
 _FIRST_MOVE = 0.6
-
 _FIRST_MOVES = 10.0
 # Moves remembered, about.
 _KEY_MOVES = 256.0
@@ -269,23 +265,16 @@ class KeyTable:
 
 
 KIND = "exact-match"
-
 MAX_CAPACITY = 1_000_000
-
 MAX_DEPTH = 256
 # Keys used of a request; of more, the least specific are left out.
 MAX_KEYS = 8
 
 _KEY_WEIGHT = 1.5
-
 _BUCKETS = 32
-
 _BUCKET_WEIGHT = 3.0
-
 _HALF_LIFE = 3_000.0
-
 _HISTORY = 20_000
-
 _MAX_PROMPT_TOKENS = 2**40
 # A less specific key must have so many times the outputs.
 _MORE_OUTPUTS = 2
@@ -296,7 +285,6 @@ _BLOCK = 256
 # How far an output lies from the one before, in ranks: two drawn alike differ by a third. An average of
 # about so many.
 _UNRELATED_MOVE = 1 / 3
-
 _MOVES = 1_024.0
 # With outputs that all are the same there is nothing to tell keys apart by.
 _LEAST_MOVE = 0.01

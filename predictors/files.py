@@ -60,7 +60,6 @@ KINDS = {
     ),
     "gbdt": Kind(Gbdt.from_state, gbdt_training.train, require=require_lightgbm),
 }
-
 """By the name on the command line, which is the `kind` of their states too."""
 
 
@@ -91,17 +90,13 @@ def train(
 
 
 FORMAT = "balanceroute-predictor"
-
 VERSION = 1
 # Of each file, the document and every text. A full exact-match table takes a tenth of it.
 MAX_BYTES = 256 * 2**20
-
 MAX_TEXTS = 16
 
 _DIGEST_CHARACTERS = 12
-
 _TEXT_NAME = re.compile(r"[a-z0-9_]{1,40}")
-
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

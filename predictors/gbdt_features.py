@@ -35,14 +35,12 @@ from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, State, StateError
 # tail of few outputs is not taken for certainty.
 
 CAPACITY = 20_000
-
 """Outputs remembered."""
 
 # The tables are rebuilt when the history has grown by one part in so many.
 _REBUILD_PARTS = 50
 # How many requests of the average age are added to those of each age.
 _PRIOR_REQUESTS = 2.0
-
 _ONE_GROUP = np.zeros(1, np.int64)
 
 
@@ -125,11 +123,9 @@ class Marginal:
 MAX_HORIZON_STEPS = 10_000
 
 _HALF_LIVES = (16, 256)
-
 _WINDOW = 512
 # Outputs kept of each group of kin, and groups kept of each degree of kin.
 _DEPTH = 32
-
 _GROUPS = 20_000
 # Prompts whose lengths differ by less than a tenth or so are alike.
 _BUCKETS_PER_DOUBLING = 8
@@ -138,13 +134,10 @@ _PRIOR_KIN = 2.0
 # Prompts of about the same length, of the same length, with the same most specific known key, and
 # with the same known key that is next to it.
 _KIN = ("bucket", "length", "key", "next_key")
-
 _MAX_PROMPT_TOKENS = 2**31
-
 _LEAST_KEY, _MOST_KEY = -(2**63), 2**64 - 1
 
 _ASKED = ("age", "marginal_log_odds", "marginal_remaining")
-
 _SETTLED = (
     "prompt_tokens",
     "tokens_allowed",
@@ -161,15 +154,12 @@ NAMES = (
     *_SETTLED,
     *(f"{kin}_{value}" for value in ("longer", "finish", "remaining") for kin in _KIN),
 )
-
 """The columns of the trees' input, in order."""
 
 LOG_ODDS, REMAINING = NAMES.index("marginal_log_odds"), NAMES.index("marginal_remaining")
-
 """The columns that the trees of the two stages correct."""
 
 SNAPSHOT_WIDTH = len(_SETTLED) + len(_KIN) * _DEPTH
-
 """Numbers in a snapshot."""
 
 _ALLOWED = NAMES.index("tokens_allowed")

@@ -37,7 +37,6 @@ _LATEST = 64
 _GROUPS = 20_000
 # As of `ExactMatch`: of more keys, the least specific are left out.
 _MAX_KEYS = 8
-
 _NO_KEYS = (None,)
 
 
@@ -77,16 +76,12 @@ class LimitHabits:
 
 # As of `ExactMatch` for the lengths of prompts.
 _BUCKETS = 32
-
 _BUCKET_WEIGHT = 3.0
-
 _HALF_LIFE = 3_000.0
-
 _HISTORY = 20_000
 
 
 HintSource = Literal["client", "limit"]
-
 """Where a hint comes from."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from balanceroute.predictors.base import PastRequest, RequestFeatures
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS
 from balanceroute.traces import TraceError, TraceRequest
+from balanceroute.traces.formats import is_of_the_process
 from balanceroute.traces.lines import (
     NS_PER_S,
     MalformedLineError,
@@ -26,7 +27,6 @@ from balanceroute.traces.lines import (
     text_lines,
     tokens_from_json,
 )
-from balanceroute.traces.native import is_of_the_process
 
 _KEY = re.compile(r"[0-9a-f]{16}")
 

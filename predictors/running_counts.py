@@ -119,13 +119,10 @@ def shrunk(
 LONGEST = 2**16
 # The buckets are made anew when the history has grown by one part in so many.
 _REBUILD_PARTS = 50
-
 _FIRST_PAIRS = 1_024
 # So many of the latest pairs decide how far the buckets are trusted, and never less than by this.
 _JUDGED = 2_000
-
 _IMAGINED = 50.0
-
 _LEAST_LIKENESS = 0.01
 
 

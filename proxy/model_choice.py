@@ -138,13 +138,10 @@ class Greedy:
 # one that is nearly kept is worth a slot of the large model.
 
 WINDOW = 20
-
 """Answers in a row that are judged together."""
-
 RECENT_INPUTS = 7
 # The losses of the answers that leave the window next tell how soon there is room again.
 _OLDEST = (1, 3, 6, 10)
-
 _MOST_LOSS = 3.0
 # Sums of tenths and hundredths are rounded.
 _ROUNDING = 1e-6
@@ -201,7 +198,6 @@ class Recent:
 # A perceptron with two hidden layers that is trained by Adam; numpy alone.
 
 Floats: TypeAlias = NDArray[np.float32]
-
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 
 
@@ -278,9 +274,7 @@ class QNetwork:
 _LARGEST_SHARE = 3.0
 # One request more is a hundredth of a target or less, and it decides whether the next one fits.
 _FINER = 10.0
-
 _LAYERS = ("w0", "b0", "w1", "b1", "w2", "b2")
-
 _MEAN, _SCORES = "window_mean", "scores"
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.traces import TraceRequest
-from balanceroute.traces.native import write_native
+from balanceroute.traces.formats import write_native
 
 CLIENTS = "data/reason/deepseek-r1"
 WINDOW_S = 600

@@ -121,9 +121,7 @@ def _extra(role: RoleEngines) -> Mapping[str, object]:
 _SAME = ("kv_cache_dtype", "dtype", "quantization", "hf_overrides", "revision")
 # Of a speculative_config, likewise: how many tokens are drafted may differ.
 _SAME_DRAFT = ("method", "model", "revision", "kv_cache_dtype")
-
 HCCL_FIRST_PORT = 60_000
-
 HCCL_PORTS = 16
 
 
@@ -217,7 +215,6 @@ def _npu_sockets(engines: Engines) -> Iterator[Finding]:
 # AscendDirectTransport takes random ports from here on, this many per device of a host:
 # https://docs.vllm.ai/projects/ascend/en/latest/tutorials/features/pd_disaggregation_mooncake_multi_node.html
 _ASCEND_DIRECT_FIRST = 20_000
-
 _ASCEND_DIRECT_PER_DEVICE = 1_000
 # vllm-ascend's MLAPO_MAX_SUPPORTED_TOKENS (attention/mla_v1.py).
 _MLAPO_TOKENS = 1_024

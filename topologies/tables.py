@@ -11,7 +11,6 @@ from typing import Literal, TypeGuard
 MAX_PORT = 65_535
 # The most known keys or values that a message lists.
 _LISTED = 16
-
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 

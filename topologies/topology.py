@@ -234,7 +234,6 @@ def _read(place: str, table: Table, *, may_be_empty: bool = False) -> GroupEntry
 MAX_FILE_BYTES = 1 << 20
 # A comment, a document mark, or a key with a colon on the first line that has anything.
 _YAML = re.compile(rb"(?:\s|#[^\n]*\n)*(?:---|[\w.\"'-]+:(?:\s|$))")
-
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

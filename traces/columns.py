@@ -9,7 +9,7 @@ so may be its prompt. Also `limit` (the client's `max_tokens`), `tenant`, `class
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from balanceroute.traces.azure import timestamp_ns
+from balanceroute.traces.formats import timestamp_ns
 from balanceroute.traces.lines import (
     NS_PER_S,
     MalformedLineError,

@@ -23,11 +23,8 @@ from pathlib import Path
 # and lengths in tokens. Bounds keep every sum over a trace within 64 bits.
 
 MAX_ARRIVAL_NS = 2**63 - 1
-
 MAX_TOKENS = 2**31 - 1
-
 MAX_LEVEL = 2**31 - 1
-
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
 
 
@@ -108,17 +105,14 @@ class TraceRequest:
 
 
 NS_PER_S = 1_000_000_000
-
 NS_PER_MS = 1_000_000
 
 # Digits alone: int() and Decimal() also take underscores, padding and other scripts' digits.
 # A table of pandas with an empty cell writes its integers as 470.0.
 _INTEGER = re.compile(r"([+-]?[0-9]+)(?:\.0*)?")
-
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,6})?")
 # Longer than any number in range, and below the length at which int() itself refuses.
 _MAX_CHARACTERS = 100
-
 _LATEST_EPOCH_MS = 10**13
 # Wide enough that only the rounding to whole nanoseconds rounds, whatever the caller's context.
 # No traps: a product that overflows becomes infinite, and so out of range.

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from balanceroute.traces.formats import BLOCK_TOKENS
 from balanceroute.traces.lines import (
     LEAST_WEIGHT,
     MAX_LEVEL,
@@ -28,7 +29,6 @@ from balanceroute.traces.lines import (
     TraceError,
     TraceRequest,
 )
-from balanceroute.traces.mooncake import BLOCK_TOKENS
 from balanceroute.traces.reader import FORMATS, read_trace
 
 _KEYS = frozenset(
@@ -38,9 +38,7 @@ _KEYS = frozenset(
         *("rate", "start_s", "end_s"),
     }
 )
-
 _MOST_S = 1e9
-
 _Number = TypeVar("_Number", int, float)
 
 

@@ -9,15 +9,17 @@ Rules:
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from io import BufferedReader
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
 
-from balanceroute.traces import azure, bailian, burstgpt, mooncake, native
 from balanceroute.traces import columns as own_columns
+from balanceroute.traces import formats
 from balanceroute.traces.lines import (
     ONE_A_LINE,
     MalformedLineError,
@@ -28,25 +30,53 @@ from balanceroute.traces.lines import (
     shown,
     text_lines,
 )
-from balanceroute.traces.shipped import open_trace
+
+# Where a trace is read from: a file, a shipped trace by its name, or standard input.
+
+STDIN = Path("-")
+_SUFFIXES = (".csv.gz", ".jsonl.gz")
+
+
+def shipped_traces() -> dict[str, Path]:
+    """Return the files of `public/` by name, such as `azure_2023_conv`."""
+    folder = Path(__file__).parent / "public"
+    return {
+        path.name.removesuffix(suffix): path
+        for suffix in _SUFFIXES
+        for path in sorted(folder.glob(f"*{suffix}"))
+    }
+
+
+def open_trace(path: Path) -> AbstractContextManager[BufferedReader]:
+    """Open a file; `-` is standard input, and a bare name that is no file may be a shipped trace.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    if path == STDIN:
+        stdin = sys.stdin.buffer
+        assert isinstance(stdin, BufferedReader)
+        return nullcontext(stdin)
+    if path.name == str(path) and not path.suffix and not path.exists():
+        shipped = shipped_traces()
+        if path.name not in shipped:
+            known = ", ".join(sorted(shipped))
+            raise FileNotFoundError(f"no such file, and no shipped trace; known: {known}")
+        path = shipped[path.name]
+    return path.open("rb")
+
 
 _log = logging.getLogger(__name__)
 
 
-class _Format(Protocol):
-    """The interface of a format's module."""
-
-    def recognises(self, first_line: str) -> bool: ...
-
-    def parse(self, lines: Iterator[str]) -> Iterator[TraceRequest]: ...
-
-
-_FORMATS: dict[str, _Format] = {
-    "azure": azure,
-    "bailian": bailian,
-    "mooncake": mooncake,
-    "burstgpt": burstgpt,
-    "jsonl": native,
+_FORMATS: dict[
+    str, tuple[Callable[[str], bool], Callable[[Iterator[str]], Iterator[TraceRequest]]]
+] = {
+    "azure": (formats.recognises_azure, formats.parse_azure),
+    "bailian": (formats.recognises_bailian, formats.parse_bailian),
+    "mooncake": (formats.recognises_mooncake, formats.parse_mooncake),
+    "burstgpt": (formats.recognises_burstgpt, formats.parse_burstgpt),
+    "jsonl": (formats.recognises_native, formats.parse_native),
 }
 
 _BATCH_KEYS = frozenset({"custom_id", "body"})
@@ -84,7 +114,7 @@ def read_trace(
             requests = list(own_columns.parse(every, columns))
         else:
             name = _recognised(first_line) if format == "auto" else format
-            requests = list(_FORMATS[name].parse(every))
+            requests = list(_FORMATS[name][1](every))
             if name == "bailian":
                 _log.warning(
                     "%s: a Bailian trace: timestamps are read as seconds, and blocks as 16 tokens; "
@@ -92,7 +122,7 @@ def read_trace(
                     path,
                 )
             if name == "mooncake":
-                mooncake.check_unit(requests, asked=format != "auto")
+                formats.check_unit(requests, asked=format != "auto")
         if not requests:
             raise MalformedLineError("the trace holds no request")
     requests.sort(key=lambda request: request.arrival_ns)
@@ -121,8 +151,8 @@ def _first(path: Path, lines: Iterator[str]) -> str:
 
 
 def _recognised(first_line: str) -> str:
-    for name, candidate in _FORMATS.items():
-        if candidate.recognises(first_line):
+    for name, (recognises, _) in _FORMATS.items():
+        if recognises(first_line):
             return name
     raise MalformedLineError(
         _foreign(first_line)

@@ -80,11 +80,8 @@ _MODELS = (
     _Look("#e69f00", "X", "-"),
     _Look("#56b4e9", "*", "-"),
 )
-
 _STYLE = {"lines.linewidth": 1.4, "lines.markersize": 5.0}
-
 _LINE_INCHES = 0.21  # Of a legend.
-
 _BINS = 10
 # Ages at which the bands of the third picture begin.
 _BANDS = np.array([0, 20, 40, 80, 160, 320, 640, 1_280, 2_560, 5_120, 10_240])
@@ -233,7 +230,6 @@ def _shorten(name: str, limit: int = 44) -> str:
 
 
 _BASELINE = "survival"
-
 _BASELINES = ("none", _BASELINE)
 
 

@@ -307,7 +307,6 @@ async def _look_at(pages: PageClient, one: Seen) -> Seen:
 
 
 _ROLES = ("prefill", "decode", "proxy")
-
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

@@ -143,7 +143,6 @@ class Goodput:
 
 # Questions look as far ahead, for each of many requests.
 MAX_HORIZON = 10_000
-
 _TOKEN_MS = 50.0
 
 

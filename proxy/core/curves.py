@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # whose requests end soon would look empty for the rest of the horizon.
 
 POINTS = 32
-
 HORIZON_OUTPUTS = 2.5
 # What is further ahead weighs less: the admissions until then can still correct it. The weights fall by
 # e for each half of a lasting output.
@@ -46,20 +45,15 @@ WEIGHTS /= WEIGHTS.sum()
 
 # Departures that the means are of, and how many have to be known first.
 _REMEMBERED = 512
-
 _LEAST_KNOWN = 64
 # The first requests that leave are the short ones. Predictions tell of all; this bounds by how much
 # longer these may be.
 _MOST_CENSORED = 4.0
-
 _MEAN_WEIGHT = 1 / 512
-
 _AHEAD = np.arange(POINTS)
 # By how much the row is later than the column, or the other way; negative ones count from the end.
 _LATER = _AHEAD[:-1, None] - _AHEAD[:-1]
-
 _FROM = _AHEAD - _AHEAD[:, None]
-
 _WEIGHT_SO_FAR: list[float] = [0.0, *WEIGHTS.cumsum().tolist()]
 
 
@@ -193,9 +187,7 @@ LONGEST = 3 * (POINTS - 1)
 _COLUMNS = LONGEST + 1 + POINTS
 # Rows of one question: a row has a probability for every single step.
 _BATCH = 16
-
 _FIRST_ROWS = 256
-
 _PLACES = np.arange(LONGEST + 1)
 
 

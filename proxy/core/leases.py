@@ -51,7 +51,6 @@ from balanceroute.proxy.core.step_model import StepModel
 # Steps and prefills that the means cover: with 8 ranks x 16 slots on the Mooncake trace some 400
 # departures, and with its prompts ten seconds of a prefiller at 5 us per token.
 _WINDOW_STEPS = 1_024
-
 _WINDOW_PREFILLS = 128
 # The weights of a full window and of two: 1 - 1/e, 1 - 1/e^2.
 _FULL, _TWICE_FULL = 0.63, 0.86
@@ -196,17 +195,12 @@ class Pace:
 # Leases of a request that may be left to end. From then on it is forced in, so that it is served
 # within three leases and their prefills.
 MOST_LAPSES = 2
-
 _POOL_SHARE = 1 / 6
-
 _LONGEST_WAIT_NS = 10_000_000_000
-
 _DEEP_SHARE = 1 / 2
-
 _LONGEST_DEEP_WAIT_NS = 15_000_000_000
 # A choice among fewer entries costs balance at any rate.
 _LEAST_POOL = 24
-
 _POOL_PER_PREFILLER = 2
 
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 # Of the batch: the most that is left free for others to grow into.
 _GIVEN_SHARE = 1 / 8
-
 _NO_LIMIT = 1 << 62
 
 
@@ -130,27 +129,22 @@ def own_limit(batch: int, others: int, own: int) -> int:
 
 # Steps that are kept, one of each so many.
 _SAMPLES = 256
-
 _EVERY = 2
 # Samples between two reviews, and those before the first.
 _REVIEW = 8
-
 _LEAST_SAMPLES = 64
 # Samples that are kept back until nothing of that time turned out to be behind, and steps that are
 # passed over after that: the live proxy corrects a request once it is five tokens off.
 _KEPT_BACK = 4
-
 _PASSED_OVER = 8
 # Ranks of one review, which takes some 60 us for each.
 _RANKS = 8
 # What is tried in place of a c_g, relative to it. The middle one keeps it.
 _FACTORS = np.linspace(0.75, 1.25, 21)
-
 _KEPT = len(_FACTORS) // 2
 # By how much less the squared errors have to be, in mean squared errors; the square of 5.5 standard
 # errors, as many values are tried for many ranks. And by how much they may be more than the least.
 _CERTAIN = 30.0
-
 _AS_GOOD = 6.0
 # How far below the smallest value that is known to matter.
 _BEYOND = 0.05

@@ -71,7 +71,6 @@ from balanceroute.proxy.core.ranks import Ranks, switch
 # at all.
 
 OnFailure = Callable[[str, Exception], None]
-
 """Called with what failed ("policy" or "projection") and the exception."""
 
 # Without a projection or any state, so it does not fail for the same reason.
@@ -155,7 +154,6 @@ _PREFILLED, _ADMIT, _FINISH = (
     Trigger.ADMIT,
     Trigger.FINISH,
 )
-
 _QUEUED, _DECODING = State.QUEUED, State.DECODING
 
 

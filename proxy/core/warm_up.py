@@ -34,7 +34,6 @@ from balanceroute.proxy.core.events import (
 
 # Of these the first widens the window of where the request is, and the second does not.
 _PROOFS = (RequestFinished, PrefillDone, FirstToken, DecodeStarted)
-
 _LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCancelled)
 
 

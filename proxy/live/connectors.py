@@ -16,7 +16,6 @@ from balanceroute.topologies import CONNECTORS, ConnectorFacts, KvFlow
 # incomplete parameters hangs silently (seen with vLLM 0.32, NIXL without `remote_host`).
 
 MissingKv = Literal["complete", "absent", "unusable", "no_bootstrap"]
-
 """Why: the answer has ended, has no parameters, or such as none can pull with, or the bootstrap server
 has not answered. The first is no fault."""
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Most requests that one call of `score` asks about, and most that it looks at.
 _ROWS = 25
-
 _VISITS = 100
 
 
@@ -228,7 +227,6 @@ class PredictorSet:
 # Predictors by name or from a file, and the file that keeps what the one in use has learned.
 
 InThread = Callable[[Callable[[], None]], Awaitable[None]]
-
 """Runs a function where it may wait for a disk, and waits for it."""
 
 SAVE_INTERVAL_S = 60.0
@@ -237,7 +235,6 @@ PREDICTORS: "dict[str, Callable[[], Savable | NoPrediction]]" = {
     "none": NoPrediction,
     **{name: kind.untrained for name, kind in KINDS.items() if kind.untrained is not None},
 }
-
 """Those that need no file, by name."""
 
 

@@ -139,7 +139,6 @@ class PolicyOptions:
 _PRESETS: dict[str, AimdSettings | None] = {"off": None, "post5": POST_5, "post4": POST_4}
 # Of a request before prefill: with the limit half of the target, and what `post4` goes with.
 _TIMEOUT_SHARE = 0.5
-
 _POST_4_TIMEOUT_S = 30.0
 
 

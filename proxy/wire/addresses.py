@@ -7,7 +7,6 @@ import socket
 from collections.abc import Awaitable, Callable
 
 _log = logging.getLogger(__name__)
-
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Returns the addresses of a name. Raises OSError (socket.gaierror) or UnicodeError."""
 

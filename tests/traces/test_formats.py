@@ -19,7 +19,7 @@ from balanceroute.traces import (
     read_mix,
     read_trace,
 )
-from balanceroute.traces.azure import timestamp_ns
+from balanceroute.traces.formats import timestamp_ns
 
 AZURE_2023 = """\
 TIMESTAMP,ContextTokens,GeneratedTokens

@@ -133,7 +133,6 @@ class BoundedQueue:
 _S = 1_000_000_000
 # Time with a queue that the rate of starts covers, and how much of it is needed to know the rate.
 _WINDOW_NS = 10 * _S
-
 _LEAST_NS = 1 * _S
 # Requests that the other means cover.
 _WINDOW_REQUESTS = 64
@@ -209,9 +208,7 @@ class FirstTokens:
 # measured again.
 
 _UNAVAILABLE = 503
-
 _NS_PER_S = 1_000_000_000
-
 _LONGEST_S = 3600
 
 

@@ -95,13 +95,10 @@ class AimdSettings:
 
 
 POST_5 = AimdSettings()
-
 """Multiplicative decrease and a high floor, for an acquire timeout of half the target."""
-
 POST_4 = AimdSettings(
     window_ns=30 * _S, cap_min=16, cap_max=128, cap_initial=64, factor=1.0, step_down=4
 )
-
 """Subtractive decrease and a long window, for an acquire timeout of 30 s."""
 
 

@@ -140,7 +140,6 @@ class Occupancy:
 
 # Of a sequence of a request that names no limit.
 UNSTATED_OUTPUT_TOKENS = 256
-
 _NS_PER_S = 1_000_000_000
 # Nobody knows what a queue does beyond it.
 _LONGEST_S = 60

@@ -169,7 +169,6 @@ def decayed_blocks(bound: BoundRequest, expected_output: float | None) -> float:
 
 # Charges of the buckets, and the lengths that bound them.
 _SHORT_TOKENS, _UNKNOWN_TOKENS, _LONG_TOKENS = 100, 1_000, 4_096
-
 _SHORT_BELOW, _LONG_FROM = 500, 2_000
 
 
@@ -195,9 +194,7 @@ def bucket_tokens(bound: BoundRequest, expected_output: float | None) -> float:
 # Their defaults: tokens/s of an engine that does not report its throughput, the weight of the barrier
 # in seconds, and the highest usage.
 _THROUGHPUT = 2_000.0
-
 _PRESSURE_S = 0.15
-
 _HIGHEST_USAGE = 0.999
 
 
@@ -268,7 +265,6 @@ class ScoredRank:
 _MOST_STEPS = 8_192
 
 Charge = Callable[[BoundRequest, float | None], float]
-
 """What a request costs its rank, given its expected output tokens; None if they are unknown."""
 
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 # Latest requests that the slope is of, and how many without any skill are taken to be before them.
 _WEIGHT = 1 / 256
-
 _DOUBTED = 16
 # A predictor that explains this share of the variance is followed half the way.
 _MARGIN = 0.05
@@ -149,7 +148,6 @@ class RankTrajectories:
 
 # With prompts of two thirds of the outputs a slot holds on average as much of one as of the other.
 _LEAST_RATIO = 1.5
-
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0

@@ -63,7 +63,6 @@ _LATELY = 256
 # moment alone, from 3/4 on, leaves 20.1 % of idle time and a p99 wait of 0.12 s; from 2/3 on 18.8 % and
 # 0.39 s. The mean alone comes too late for what it should prevent.
 _MEAN_SHARE = 0.7
-
 _BUSY = 2 / 3
 
 

@@ -181,7 +181,6 @@ def target_tokens(
 # rank. An entry that leaves keeps its place in them.
 
 _KV_TOKENS = attrgetter("kv_tokens")
-
 _OVERTAKEN = attrgetter("overtaken")
 
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 # of one draw.
 
 _POINTS = np.arange(POINTS)
-
 _FIRST_WIDTH = 32
 # A predictor that expects no end must not cost memory and time without one.
 _MOST_STEPS = 1 << 15

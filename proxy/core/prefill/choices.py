@@ -115,9 +115,7 @@ class LMetric:
 # Source: https://github.com/vllm-project/router, src/policies/cache_aware.rs at 16917f49522f.
 
 _CACHE_THRESHOLD = 0.3
-
 _BALANCE_ABS_THRESHOLD = 64
-
 _BALANCE_REL_THRESHOLD = 1.5
 
 
@@ -187,7 +185,6 @@ class PowerOfTwo:
 # all: their one prefiller is behind for long before another one computes the prefix. It is 2.3 s so. On
 # the Mooncake trace it is the same within 2 %, but without the lower bound fewer prefixes are found.
 _LEAST_BUSY, _MOST_BUSY = 0.6, 0.9
-
 _ENDS = (PrefillDone, PrefillLost, RequestFinished, RequestFailed, RequestCancelled)
 
 

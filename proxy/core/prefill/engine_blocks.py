@@ -33,7 +33,6 @@ from balanceroute.proxy.core.events import Ticket
 # gets longer with time. The memory is taken by the first use of each page.
 
 _ODD = 0x9E3779B97F4A7C15
-
 _MASK = (1 << 64) - 1
 
 
@@ -125,11 +124,8 @@ class KeyTable:
 # before it without a loop.
 # Tickets hold hashes below 2**63.
 HASH_MASK = (1 << 63) - 1
-
 _FACTOR = 0x9E3779B97F4A7C15
-
 _encode = msgspec.msgpack.Encoder().encode
-
 _INVERSE = pow(_FACTOR, -1, 1 << 64)
 
 
@@ -223,13 +219,11 @@ def _multipliers(count: int) -> NDArray[np.uint64]:
 
 # Of tokens, that are remembered in all prompts, and what a block of text counts beside these: 12 MB.
 _MOST_BLOCKS = 1 << 20
-
 _TEXT_BLOCK = 16
 # Blocks of text on their way to engines that are remembered.
 _MOST_SENT = 1 << 17
 # The length of a text is told in so many parts of a block.
 _PARTS = 64
-
 _NAME = re.compile(r"br-([0-9a-f]{1,16})-([0-9a-f]{1,4})-([0-9a-f]{1,10})")
 
 

@@ -178,15 +178,11 @@ def plan_as_json(
 # A fleet as the proxy before it tells of it, in place of the pages of all its engines.
 
 _PREFIX = "balanceroute_"
-
 _BATCH = "batch_limit"
 # By our field, the metric of each rank.
 _RANK = {"kv_tokens": "rank_kv_tokens", "running": "rank_bound_requests"}
-
 _PREFILLER = "prefiller_probes"
-
 _WAITING = "live_requests"
-
 _WANTED = tuple(
     (_PREFIX + name).encode() for name in (*_RANK.values(), _PREFILLER, _WAITING, _BATCH)
 )

@@ -31,21 +31,15 @@ _GAUGES = {
     "kv_tokens": ("sglang:num_used_tokens",),
     "generated": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
 }
-
 _HISTOGRAMS = {"prompts": "vllm:request_prompt_tokens", "outputs": "vllm:request_generation_tokens"}
-
 _CAPACITY = "vllm:cache_config_info"
-
 _TOO_MUCH = 1e18
-
 _RANK_LABELS = ("engine", "dp_rank")
-
 METRICS = (
     *(name for names in _GAUGES.values() for name in names),
     *_HISTOGRAMS.values(),
     _CAPACITY,
 )
-
 """The names of all metrics that matter; of a histogram without its endings."""
 
 _WANTED = tuple(name.encode() for name in METRICS)
@@ -186,7 +180,6 @@ def _take_length(told: RankPage, name: str, labels: dict[str, str], value: float
 # steps.
 
 _WINDOW_STEPS = 25.0
-
 """One step more or less is then 4 % of a window's."""
 
 
@@ -230,7 +223,6 @@ def fit_looks(
 
 # Beyond these shares a role has no reserve, or the barrier's loss is worth a change.
 _BUSY = 0.9
-
 _WORTH_IT = 0.1
 
 
@@ -249,7 +241,6 @@ MEANINGS = {
     Bound.BARRIER: "the barrier: the ranks are full, and wait for the fullest at every step",
     Bound.NOTHING: "nothing: both roles have reserves",
 }
-
 """In words."""
 
 
@@ -291,24 +282,17 @@ def judge(
 
 
 MIN_SAMPLES = 20
-
 _PARTS = 10
-
 _FIGURES = ("running", "waiting", "kv_tokens", "generated")
-
 _UNTOLD = {
     "kv_tokens": "tells neither its KV tokens in use nor its capacity "
     "(vllm:cache_config_info, sglang:num_used_tokens)",
     "generated": "does not tell the tokens that it generated "
     "(vllm:generation_tokens_total, sglang:generation_tokens_total)",
 }
-
 _FULL = 0.95
-
 """Share of the slots in use from which a rank counts as full: one that ended leaves a gap."""
-
 _MANY_LOOKS = 5.0
-
 """At which a request runs, so that few join a rank and leave it between two."""
 
 
@@ -557,7 +541,6 @@ def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:
 # Looks at all engines, again and again; nothing is ever sent to a model.
 
 _MOST_FAILURES = 10
-
 """Looks in a row that may fail."""
 
 

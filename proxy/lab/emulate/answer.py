@@ -391,9 +391,7 @@ class Choice:
 
 
 DONE = b"data: [DONE]\n\n"
-
 PlainEvent = Callable[[bytes, int], bytes]
-
 """Returns the event of a plain token, from its escaped text and the token count including it."""
 
 _COUNTS = '"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d'

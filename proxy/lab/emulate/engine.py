@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 VERSION = "0.32.0"
 # No tokenizer has larger ids.
 _ID_LIMIT = 1 << 63
-
 _EMBEDDING_SIZE = 8
 
 

@@ -201,7 +201,6 @@ class Faults:
 
 
 STATUSES = (400, 413, 429, 500, 503)
-
 TOKEN_FAULTS = (
     "reset_after_tokens",
     "end_after_tokens",
@@ -209,7 +208,6 @@ TOKEN_FAULTS = (
     "error_event_after_tokens",
     "recomputed_after_tokens",
 )
-
 _PROBABILITIES = (
     *(f"status_{status}" for status in STATUSES),
     "reset_before_headers",
@@ -217,11 +215,8 @@ _PROBABILITIES = (
     "drop_kv_params",
     "alien_kv_params",
 )
-
 _ABOVE_ZERO = ("lease_s", "keep_alive_s")
-
 _TIMES = ("retry_after_s", "delay_s", "after_pull_s", "trickle_s", "slow_scrape_s")
-
 _WORDS: Mapping[str, type[Enum]] = {
     "after_pull": AfterPull,
     "error_form": ErrorForm,
@@ -230,9 +225,7 @@ _WORDS: Mapping[str, type[Enum]] = {
     "malformed_answer": MalformedAnswer,
     "malformed_scrape": MalformedScrape,
 }
-
 _SWITCHES = ("errors_in_200", "hang", "refuse", "unhealthy", "stopping", "lose_end")
-
 _NEEDED: Mapping[str, type] = dict.fromkeys(_SWITCHES, bool) | dict.fromkeys(TOKEN_FAULTS, int)
 
 
@@ -258,15 +251,10 @@ def _read(name: str, value: Any) -> Any:
 # The output of a faulty engine.
 
 _HUGE_BYTES = 20 << 20
-
 _JOINED_BYTES = 20_000
-
 _NOTHING = b" " * 65_536
-
 _NOTHING_S = 0.005
-
 _DONE = b"data: [DONE]"
-
 _USAGE_LAST = re.compile(rb',("choices":\[.*\]),("usage":\{(?:[^{}]|\{[^{}]*\})*\})(?=[,}])')
 
 Write = Callable[[bytes], None]

@@ -56,13 +56,9 @@ if TYPE_CHECKING:
 
 
 _Read = Callable[[Mapping[str, Any], EmulationSettings], GenerationRequest]
-
 _read_chat: _Read = partial(read_generation, chat=True)
-
 _read_completion: _Read = partial(read_generation, chat=False)
-
 _read_response: _Read = partial(read_generation, chat=True, clips=True)
-
 _KINDS = {429: "RateLimitError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 

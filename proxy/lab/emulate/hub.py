@@ -81,13 +81,10 @@ class EngineCall:
 # Posts JSON to another server: from a decode rank to the metaserver.
 
 _LOG = logging.getLogger(__name__)
-
 _TRIES = 3  # As vllm-ascend's layerwise connector.
 # The metaserver may answer only when the prefill is done.
 _TIMEOUT_S = 3_600.0
-
 _MAX_BYTES = 1 << 20
-
 _PORTS = {"http": 80, "https": 443}
 
 

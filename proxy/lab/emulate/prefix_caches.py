@@ -50,11 +50,8 @@ def pulled(
 
 # As vLLM's default buffer_steps.
 _KEPT = 10_000
-
 _MASK = (1 << 64) - 1
-
 _encode = msgspec.msgpack.Encoder().encode
-
 Listener = Callable[[int, bytes], None]
 
 

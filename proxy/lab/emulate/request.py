@@ -22,9 +22,7 @@ from balanceroute.proxy.lab.emulate.tokens import (
 # Errors as vLLM answers them: status, JSON body, and the event that ends a stream.
 
 INTERNAL = "Internal server error"
-
 EMPTY = "Cannot apply chat template to an empty conversation. Provide at least one message."
-
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
@@ -123,11 +121,8 @@ def compact(value: object) -> bytes:
 DEFAULT_COMPLETION_TOKENS = 16
 # vLLM's default of --max-logprobs.
 MAX_LOGPROBS = 20
-
 _GREEDY_BELOW = 1e-5
-
 _LARGEST = 1e308  # Of what a float holds; integers are not bounded.
-
 _KINDS: Mapping[str, tuple[type | tuple[type, ...], str, str]] = {
     "int": (int, "int_type", "Input should be a valid integer"),
     "float": ((int, float), "float_type", "Input should be a valid number"),
@@ -135,7 +130,6 @@ _KINDS: Mapping[str, tuple[type | tuple[type, ...], str, str]] = {
     "dict": (dict, "dict_type", "Input should be a valid dictionary"),
     "list": (list, "list_type", "Input should be a valid list"),
 }
-
 _FIELDS: Mapping[str, str] = {
     "max_tokens": "int",
     "max_completion_tokens": "int",
@@ -159,9 +153,7 @@ _FIELDS: Mapping[str, str] = {
     "kv_transfer_params": "dict",
     "stop_token_ids": "list",
 }
-
 _PENALTIES = ("frequency_penalty", "presence_penalty")
-
 _SAMPLING = ("top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
 
 
@@ -603,7 +595,6 @@ def _sampling(values: Mapping[str, Any], n: int) -> bytes:
 # Requests to /inference/v1/generate: token ids, and the limits in `sampling_params` (vLLM 0.32).
 
 _OURS = ("model", "stream", "stream_options", "kv_transfer_params")
-
 _MODES = ("tokens", "text")
 
 

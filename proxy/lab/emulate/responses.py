@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 # store.
 
 LOGPROBS = "message.output_text.logprobs"
-
 """What `include` has to name for log-probabilities."""
 
 INPUT = "input"
-
 """The one member of a custom tool's arguments."""
 
 _CUSTOM = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
@@ -46,7 +44,6 @@ _SHARED = (
     "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "kv_transfer_params",
     "request_id", "cache_salt",
 )  # fmt: skip
-
 _KINDS: Mapping[type, tuple[str, str]] = {
     int: ("int_type", "Input should be a valid integer"),
     bool: ("bool_type", "Input should be a valid boolean"),
@@ -54,7 +51,6 @@ _KINDS: Mapping[type, tuple[str, str]] = {
     list: ("list_type", "Input should be a valid list"),
     dict: ("dict_type", "Input should be a valid dictionary"),
 }
-
 _FIELDS: Mapping[str, type] = {
     "max_output_tokens": int,
     "stream": bool,
@@ -67,7 +63,6 @@ _FIELDS: Mapping[str, type] = {
     "text": dict,
     "reasoning": dict,
 }
-
 _TOOLS = (
     "function", "file_search", "computer", "computer_use_preview", "web_search",
     "web_search_2025_08_26", "mcp", "code_interpreter", "programmatic_tool_calling",
@@ -266,7 +261,6 @@ def _continues(given: object) -> bool:
 
 
 _DONE = b"[DONE]"
-
 _HUGE = 1e308
 
 
@@ -551,7 +545,6 @@ class _Stream:
 
 
 _CHANNELS = {"text": "output_text", "reasoning": "reasoning_text"}
-
 _CALL: dict[str, object] = {"async": None, "caller": None}
 
 

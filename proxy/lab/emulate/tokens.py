@@ -31,15 +31,12 @@ from balanceroute.proxy.core.errors import ConfigError
 VOCABULARY_SIZE = 16_384
 # Above all hashed ids.
 FRAGMENTS = 2**31
-
 EOS_WORD = "<|eos|>"
 # Opens the assistant's turn.
 ASSISTANT = "<|assistant|>"
-
 _REMEMBERED_WORDS = 1 << 18
 # For shorter texts the attempt to parse them in one piece does not pay.
 _LONG_TEXT = 1 << 10
-
 _DECORATIONS = ('"t{}"', "t{}\\", "é{}", "漢{}", "🙂{}", "</t{}>", "'t{}", "{{t{}}}")
 
 
@@ -84,7 +81,6 @@ class _Ids(dict[str, int]):
 
 
 _IDS = _Ids()
-
 _NUMBERED_IDS = np.array([_IDS[f"t{number}"] for number in range(VOCABULARY_SIZE)])
 
 
@@ -190,13 +186,10 @@ def _content(message: Mapping[str, Any]) -> str:
 # determines it: temperature, seed, and the index among n choices.
 
 EOS = -1
-
 _MASK = 0xFFFF_FFFF
 # Log-probabilities are multiples of this: exact in binary, and so the same in all JSON.
 _LOGPROB_QUANTUM = 1 / 1024
-
 _LOGPROB_GAP = 0.125
-
 _STRIDE = 7_919  # A prime: the alternatives of a token differ.
 
 
@@ -301,7 +294,6 @@ def _ranked(logprob: float, rank: int, word: str) -> dict[str, object]:
 
 # The oldest are dropped: a fleet may serve many replays.
 MAX_LENGTHS = 2_000_000
-
 _MAX_TOKENS = 2**31 - 1
 
 

@@ -106,9 +106,7 @@ def named_event(kind: str, value: object) -> bytes:
 
 # What all events of a stream begin with.
 _HEAD = ("id", "object", "created", "model", "request_id")
-
 _USAGE = ("prompt_tokens", "total_tokens", "completion_tokens")
-
 _NOT_FOUND = 404
 
 

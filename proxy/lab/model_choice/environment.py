@@ -345,9 +345,7 @@ class Environment:
 # worth of its answers in time, by task.
 
 _Count = Annotated[int, Meta(ge=1)]
-
 _Time = Annotated[float, Meta(ge=0)]
-
 _Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -404,7 +402,6 @@ def read_scenario(path: Path) -> Scenario:
 # Source: Jha and Chuppala, "Quality-of-Service Aware LLM Serving", sections 5.1.1 to 5.1.3.
 
 LEAST_RATE, LARGEST_RATE = 0.25, 48.0  # Requests a second.
-
 _PHASE_REQUESTS = (20, 400)
 
 

@@ -34,27 +34,16 @@ if TYPE_CHECKING:
 
 
 _HIDDEN = 256
-
 _GAMMA = 0.99
-
 _WINDOW_GAMMA = 0.98  # A window is over after 20 answers.
-
 _LEARNING_RATE = 1e-4
-
 _MEMORY = 100_000
-
 _BATCH = 64
-
 _STEPS_PER_UPDATE = 4
-
 _UPDATES_PER_COPY = 500
-
 _FIRST_STEPS = 1_000  # Before so many transitions nothing is learned.
-
 _EPISODE = 4_000  # Requests; then the groups are emptied.
-
 _LAST_EPSILON = 0.02
-
 _WINDOW_WORTH = 0.03  # Of a window that is kept, beside the worth of its answers.
 
 
@@ -202,7 +191,6 @@ class Trainer:
 # What choices of a model are worth, on the same requests.
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0)
-
 THRESHOLDS = (1.0, 0.99, 0.98, 0.96, 0.94)
 
 

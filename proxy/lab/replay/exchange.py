@@ -342,7 +342,6 @@ class Exchange:
 # The target of a replay: the URL of an OpenAI-compatible endpoint.
 
 _FETCH_TIMEOUT_S = 30.0
-
 _FETCH_BYTES = 1 << 20
 
 

@@ -25,13 +25,9 @@ from balanceroute.proxy.wire.messages import WireError, WireFault
 # Why a request failed: a kind to count by, and a message to read.
 
 TIMEOUT = "timeout"
-
 ERROR_EVENT = "error event"
-
 SHORT_STREAM = "short stream"
-
 MALFORMED_EVENT = "malformed event"
-
 UNREAD_FLEET = "fleet figures"
 
 _KINDS = {
@@ -45,7 +41,6 @@ _KINDS = {
     WireFault.TIMEOUT: TIMEOUT,
     WireFault.TOO_LATE: "too late",
 }
-
 _SHOWN_CHARACTERS = 200
 
 
@@ -174,7 +169,6 @@ class Sample:
 
 
 STEADY_STATE = "from a tenth of the requests ended to the last one sent"
-
 WHOLE_RUN = "the whole run, too short for a steady state"
 
 

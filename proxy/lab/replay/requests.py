@@ -253,7 +253,6 @@ BLOCK_WORDS = 512
 
 # A power of two, so that random bits choose evenly; all but a few are of the emulated vocabulary.
 _WORDS = tuple(f"t{number}" for number in range(1 << 14))
-
 _NUMBERS = struct.Struct(f"<{BLOCK_WORDS}H")
 
 
@@ -306,7 +305,6 @@ def _words(key: str) -> str:
 
 # Enough for a burst of arrivals, in the memory of a few of the longest prompts.
 MAX_BODIES = 64
-
 MAX_BYTES = 32 << 20
 
 
@@ -391,7 +389,6 @@ class BodyQueue:
 
 # RFC 9218: urgencies 0 to 7, of which 3 is the usual one.
 _USUAL_URGENCY, _MOST_URGENCY = 3, 7
-
 _MOST_DEADLINE_MS = 86_400_000
 
 
@@ -439,11 +436,9 @@ def headers_of(
 # been.
 
 SHARES: Mapping[int | None, int] = {None: 50, 4096: 20, 2048: 10, 1024: 10, 512: 5, 256: 5}
-
 """How many of a hundred clients set which limit; None is no limit."""
 
 _CLIENTS = [limit for limit, share in SHARES.items() for _ in range(share)]
-
 _LARGEST = max(limit for limit in SHARES if limit is not None)
 
 

@@ -53,7 +53,6 @@ from balanceroute.traces import TraceRequest, read_trace
 # as in a proxy that has served them. A trained predictor starts with its file.
 
 Forecast = Callable[[Workload, PolicySettings], Predictor]
-
 """Makes the predictor of one run."""
 
 

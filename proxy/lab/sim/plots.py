@@ -32,23 +32,17 @@ WIDTH_INCHES = 10.0
 
 # Blue and orange can be distinguished with every common colour blindness, and in print.
 _ACCENT = "#0067a5"
-
 _BASELINE = "#858b94"
-
 _IDLE = "#f6cf9b"
-
 _RANK_FIRST, _RANK_LAST = (0.62, 0.79, 0.91), (0.05, 0.28, 0.53)
 
 _STYLE = {"xtick.minor.pad": 5.0}  # In line with the labels of the longer, major ticks.
-
 _FAINT = 0.45  # Opacity of what is only predicted.
 # Waits whose largest is this many times the smallest need a log scale.
 _WIDE_SPREAD = 20.0
 # Where a point's label may stand, nearest first: points away from it, and directions.
 _RINGS = (8, 18, 30, 44, 60, 78, 98)
-
 _DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
-
 _FAR = 20  # From here on a line leads to the point.
 
 
@@ -490,7 +484,6 @@ def _short_number(value: float) -> str:
 _WINDOWS = 60
 # With fewer first tokens in a window a percentile means nothing.
 _LEAST_SAMPLES = 10
-
 _TITLE_COLUMNS = 110
 
 

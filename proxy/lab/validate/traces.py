@@ -21,7 +21,6 @@ from balanceroute.engine_patch.writer import DUMMY, SUFFIX, UNKNOWN
 from balanceroute.proxy.core.errors import BalanceRouteError
 
 CONTINUOUS_NS = 10_000_000
-
 """Between two steps that are farther apart than this, the engine was idle.
 
 Closer ones are consecutive cycles: the time between them is the engine's own work.

@@ -14,7 +14,6 @@ from balanceroute.proxy.lab.validate.traces import Samples, Timeline, Validation
 
 # A step longer than this many medians is a pause of the machine, not a step.
 _PAUSE = 5.0
-
 _LEAST_STEPS = 20
 
 
@@ -166,9 +165,7 @@ def _mask(places: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
 # How far the proxy's loads were from the engine's, and how late they were.
 
 MAX_LAG_NS = 1_000_000_000
-
 _COARSE_NS = 20_000_000
-
 _FINE_NS = 1_000_000
 # With fewer samples no lag is computed.
 _LEAST_SAMPLES = 20

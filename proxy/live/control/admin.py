@@ -92,11 +92,8 @@ PATH = b"/workers"
 MORE_OF_A_WORKER = frozenset(
     {"ranks", "bootstrap_port", "cost", "labels", "model_id", "priority", "runtime"}
 )
-
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
-
 _ID_DIGITS = 16
-
 _STEP_S = 0.25
 
 
@@ -245,33 +242,20 @@ def _worker(row: Mapping[str, object]) -> dict[str, object]:
 
 
 CONNECTIONS = 32
-
 """Of the admin listener at a time."""
-
 KEPT = 4
-
 """Of them, for what is answered at once: probes, metrics and most orders."""
-
 MAX_BODY_BYTES = 65_536
-
 """Of an order; the listener refuses a larger one."""
-
 MAX_ADDITIONS = 16
-
 """Additions that may go on at a time: each asks the new instance for its ranks."""
-
 MAX_WAITS = CONNECTIONS - KEPT
-
 """Requests that hold a connection until something is done: orders that are waited for, and live views."""
-
 MAX_REMOVALS = 256
-
 """Removals of workers that go on at a time; nobody waits for them."""
-
 _WAIT_STEP_S = 0.25
 
 _MORE_OF_AN_INSTANCE = frozenset({"ranks", "bootstrap", "group", "kv_events", "kv_replay"})
-
 _OPEN_PATHS = frozenset({b"/", b"/health", b"/ready"})
 
 _log = logging.getLogger(__name__)

@@ -97,7 +97,6 @@ class RankMemory:
 _SCRAPES = 5
 # Above it, memory may be what they wait for.
 _FULL = 0.8
-
 _MESSAGE = (
     "a decode rank runs fewer requests than --batch while others wait in it: "
     "its max_num_seqs must be smaller"

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 MAX_TEXT = 2048
-
 MAX_WAIT_S = 86_400.0
 
 

@@ -38,23 +38,17 @@ if TYPE_CHECKING:
 # Nothing runs while nobody does.
 
 MAX_VIEWERS = 8
-
 """The admin listener has few connections, and orders need some."""
-
 INTERVAL_S = 0.8
-
 """Between two events. So that 95 of 100 changes are seen within a second."""
-
 EVENTS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
 ]
-
 """The headers of the stream."""
 
 _encode = msgspec.json.Encoder().encode
-
 _log = logging.getLogger(__name__)
 
 
@@ -318,13 +312,9 @@ PATHS = frozenset(
         *(b"/sleep", b"/wake_up", b"/is_sleeping"),
     }
 )
-
 _MOST_TAGS = 8
-
 _MOST_IDS = 10_000
-
 _WAIT_S = 600.0
-
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -460,7 +450,6 @@ def _seconds(asked: dict[str, str], name: str) -> float:
 # The page of the admin listener: one file with its style and script, and nothing from elsewhere.
 
 PAGE = files(__package__).joinpath("page.html").read_bytes()
-
 """The page, as UTF-8."""
 
 
@@ -475,11 +464,9 @@ _POLICY = (
     f"style-src 'sha256-{_hash(b'style')}'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
 HEADERS: Headers = [
     (b"content-type", b"text/html; charset=utf-8"),
     (b"content-security-policy", _POLICY.encode()),
     (b"referrer-policy", b"no-referrer"),
 ]
-
 """Of the answer."""

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 # A process that takes over has its engines by then.
 _TAKEN_OVER_S = 1.0
-
 _LONGEST_S = 86_400.0
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-
 _AGAIN_S = 1.0
 
 

@@ -35,13 +35,9 @@ if TYPE_CHECKING:
 # slices of both.
 
 ROLE_LABEL = "balanceroute/role"
-
 """Of a Service: prefill or decode."""
-
 _PORT_NAMES = ("api", "http", "https")
-
 _FAMILIES = ("IPv4", "IPv6")
-
 _GONE = 410
 
 _log = logging.getLogger(__name__)
@@ -257,19 +253,13 @@ class LineStream:
 
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-
 _PAGE_ITEMS = 500
-
 _PAGE_BYTES = 32 << 20
-
 _LIST_S = 30.0
-
 _WATCH_S = (240, 300)
 # Beyond that a watch has stopped without a word.
 _OVERDUE_S = 30.0
-
 _SHORT_S = 1.0
-
 _BACKOFF_S = (0.5, 30.0)
 
 

@@ -40,7 +40,6 @@ _STEP_S, _PAUSE_S = 0.5, 0.05
 _RETRY_S, _RETRIES_IN_S = 1.0, 100
 # Engines that are asked at a time, not counting those that are slow to answer.
 _AT_ONCE = 16
-
 _SLOW_S = 0.1
 # How long an engine that has answered waits for others of its reading.
 _PATIENCE_S = 5.0
@@ -332,7 +331,6 @@ class Found:
 
 
 View = Mapping[Target, Found]
-
 """All engines of a source."""
 
 

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 # Engines behind one name, as a headless Service of Kubernetes has: one for each address.
 
 _log = logging.getLogger(__name__)
-
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-
 """Returns the addresses of a name. Raises OSError."""
 
 

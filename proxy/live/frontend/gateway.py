@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 # it also relays every stream.
 
 Done = Callable[[RequestBody | BodyError], None]
-
 _Reading = Generator[None, None, RequestBody]
 
 
@@ -145,7 +144,6 @@ class BodyQueue:
 
 # Ids and addresses of the blocks of one prompt.
 _MOST_BYTES = 1 << 20
-
 _BAD = Rejection(400, "the hand-off must be a JSON object of moderate depth")
 
 
@@ -193,7 +191,6 @@ class HandOffs:
 # The pages about models that the proxy answers itself.
 
 MODELS = b"/v1/models"
-
 """The path of the list; those of single models are below it."""
 
 _MODEL = b"/v1/models/"
@@ -237,7 +234,6 @@ def _dump(value: object) -> bytes:
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _JSON = Media.JSON
-
 _OWN, _GENERATES = Handling.OWN, Handling.GENERATION
 
 

@@ -151,7 +151,6 @@ class Asking(Struct, eq=False):
 # the client, nor the log, nor a metric. So a client has one answer, and a request one line.
 
 MODEL_HEADER = b"x-balanceroute-model"
-
 """Names the model that answers a request of an alias."""
 
 # What the deployment refuses a request for, and not its tenant: see `Refusal.cause`.

@@ -176,7 +176,6 @@ def unknown_alone(route: "Route", model: str, *, is_alias: bool) -> tuple[int, s
 # Names that stand for several models: which of them answers a request.
 
 _TASK = b"x-task"
-
 _MOST_SHOWN = 64
 
 
@@ -271,7 +270,6 @@ def make_aliases(
 # is restricted.
 
 _log = logging.getLogger(__name__)
-
 _Models = tuple[ServedModel, ...]
 
 

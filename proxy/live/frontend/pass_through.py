@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 _WHOLE_BYTES = 65_536
 # Of a body whose answer has begun, and that is remembered as what may kill engines nevertheless.
 _MOST_HASHED = 1 << 20
-
 _BUSY = frozenset({429, 503})
 # The engine has no such API, and the next one will not either.
 _NOT_IMPLEMENTED = 501

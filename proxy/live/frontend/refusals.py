@@ -32,15 +32,12 @@ if TYPE_CHECKING:
 
 
 BURST = 100
-
 """Lines of refused requests that may be logged at once."""
 
 PER_S = 10.0
-
 """Lines of refused requests a second that may be logged for ever."""
 
 _REPORT_S = 60.0
-
 _log = logging.getLogger(__name__)
 # 502 is for prompts under which engines died: nothing is done for them either.
 _REFUSED = frozenset({429, 502, 503})

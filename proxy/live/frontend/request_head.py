@@ -35,20 +35,14 @@ if TYPE_CHECKING:
 
 
 NOT_FOUND = Rejection(404, "Not Found")
-
 """Of what is not served."""
 
 # Visible ASCII that stands in JSON as it is.
 _REQUEST_ID = re.compile(rb"[!#-\[\]-~]{1,128}")
-
 _MOST_OF_AN_ID = 256
-
 _JSON_TYPES = frozenset({b"", b"application/json", b"application/x-www-form-urlencoded"})
-
 _NO_CODING = frozenset({b"", b"identity"})
-
 _ID_DIGITS = 8
-
 _MAX_USER_AGENT = 128
 # The others choose what of Anthropic's API a client speaks.
 _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
@@ -56,17 +50,12 @@ _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
 _TRACE = frozenset({b"traceparent", b"tracestate"})
 # Answers are read here, for counts and errors, so no engine is to compress one.
 _PLAIN = (b"accept-encoding", b"identity")
-
 _ENGINE_LINES = (
     b"content-type: application/json\r\nx-request-id: %b\r\naccept-encoding: identity\r\n"
 )
-
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
-
 _OPEN_WEBSOCKETS = frozenset({b"GET", b"CONNECT"})
-
 _KEYS = frozenset({b"api-key", b"authorization", b"x-api-key"})
-
 _WITH_KEYS = _PASSED | _KEYS
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _FORM = Media.FORM
@@ -225,15 +214,12 @@ def trace_headers(headers: "Sequence[tuple[bytes, bytes]]") -> "Headers":
 # Who a client is by the keys that it gives, and what it may ask for.
 
 EVERYBODY = Tenant("")
-
 """Whom clients are where there are no tenants."""
 
 KEY_IS_GONE = (401, "Unauthorized")
-
 """For a request whose key was nobody's any more when its body had come."""
 
 _NS_PER_MS = 1_000_000
-
 _MS_PER_S = 1_000
 
 
@@ -372,7 +358,6 @@ def duration(time_ns: int) -> bytes:
 
 # A longer name is none.
 _MOST_BYTES = 1_024
-
 _HEADERS = (
     b"x-session-id",
     b"x-claude-code-session-id",
@@ -381,15 +366,11 @@ _HEADERS = (
     b"session-id",
     b"session_id",
 )
-
 _AGENT = b"x-claude-code-agent-id"
-
 _CLAUDE_CODE = b"x-claude-code-session-id"
-
 _NAMING = frozenset((*_HEADERS, _AGENT))
 # How Claude Code wrote it before its user ids were JSON.
 _SUFFIX = re.compile(r"_session_([0-9A-Za-z-]{1,128})")
-
 _HASH_BYTES = 8
 
 

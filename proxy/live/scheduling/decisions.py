@@ -63,9 +63,7 @@ if TYPE_CHECKING:
 
 # The longest that one waits for an engine to itself.
 _PATIENCE_S = 1.0
-
 _LOOK_S = 0.05
-
 _LOST = (PrefillLost, DecodeLost)
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _PREFILLING = State.PREFILLING
@@ -211,7 +209,6 @@ class Apart:
 # What happens to one request ends that request alone: exceptions of its handling stop here.
 
 _Arguments = TypeVarTuple("_Arguments")
-
 _Message = TypeVar("_Message")
 
 

@@ -120,7 +120,6 @@ class Arrival(Struct, frozen=True):
 # Tokens that nobody can guess, made in batches: the system is asked for randomness once for many.
 
 _BATCH = 64
-
 _DIGITS = 32  # Of 128 bits.
 
 

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-
 _WARN_AGAIN_NS = 60 * 10**9
-
 _WITHOUT_KV = (
     "a prefiller computed a prompt and left no KV cache to pull, so it is computed again: has it the "
     "--kv-transfer-config of --connector?"

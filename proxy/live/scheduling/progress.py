@@ -301,9 +301,7 @@ class PumpedCounts(PulledCounts["Session"]):
 # Rank time lost at the barrier: since the start, and in the latest minutes.
 
 BUCKET_S = 5.0
-
 BUCKETS = 60
-
 """Buckets of `BUCKET_S` that are kept."""
 
 

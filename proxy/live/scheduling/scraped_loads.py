@@ -17,11 +17,8 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
 from balanceroute.proxy.live.engines.scrape import STALE_INTERVALS
 
 _log = logging.getLogger(__name__)
-
 _UNKNOWN = 1 << 62
-
 _READINGS = 3  # Until others count.
-
 _CHANGED = 2  # Until other numbers of them do.
 
 

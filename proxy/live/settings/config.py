@@ -52,7 +52,6 @@ _NS_PER_S = 1e9
 _NEVER_NS = 1 << 62
 # Without leases a deep pool costs only memory of the prefillers.
 _POOL_WITHOUT_LEASES = 64
-
 _POOL_PER_PREFILLER = 2
 
 

@@ -200,9 +200,7 @@ class DiscoverySettings:
 LOG_WORDS = ("-", "none")
 # What has defaults of its own without settings.
 _LIMITS = ServerLimits()
-
 _KIB = 1 << 10
-
 _MIB = 1 << 20
 
 
@@ -512,5 +510,4 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "log": (LogSettings,),
     "tracing": (TracingSettings,),
 }
-
 SECTIONS: tuple[type, ...] = tuple(chain.from_iterable(HEADINGS.values()))

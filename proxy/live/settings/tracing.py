@@ -55,19 +55,13 @@ class ExportSettings:
 
 
 _TRACES_PATH = "/v1/traces"
-
 _TIMEOUT_MS = "10000"
-
 _URL = re.compile(r"(https?://[^/?#]+)(/[!-~]*)?", re.IGNORECASE)
-
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
-
 _VALUE = re.compile(r"[ -~]{0,4096}")
 # Both go to the same address, and receivers take either.
 _PROTOCOLS = ("http/protobuf", "http/json")
-
 _ALWAYS_ON, _RATIO = "parentbased_always_on", "parentbased_traceidratio"
-
 _SAMPLERS = (_ALWAYS_ON, "parentbased_always_off", _RATIO)
 
 

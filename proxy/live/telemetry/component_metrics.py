@@ -282,13 +282,11 @@ class TraceMetrics:
 # ends service. It is reported here.
 
 PERSISTENT_S = 10.0
-
 """For so long rounds of decisions must fail, with none that succeeds, to make the proxy unready."""
 
 _LOG_INTERVAL_S = 60.0
 # What the scheduler reports.
 _OF_ROUNDS = ("policy", "projection")
-
 _log = logging.getLogger(__name__)
 
 

@@ -76,7 +76,6 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
         lambda rank: int(rank.status == "still"),
     ),
 )
-
 _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
     ("prefiller_probes", "Prefills that run on the prefiller.", attrgetter("probes")),
     (
@@ -101,7 +100,6 @@ _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...
     ),
     ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
 )
-
 _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
     (
         "engine_waiting_requests",
@@ -119,12 +117,10 @@ _ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
         attrgetter("kv_cache_usage"),
     ),
 )
-
 _LIMIT_GAUGES: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
     ("batch_limit", "Slots of a rank.", attrgetter("batch")),
     ("queue_limit", "Requests that may wait for a prefiller.", attrgetter("queue")),
 )
-
 _LIMIT_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
     (
         "connection_limit",
@@ -133,7 +129,6 @@ _LIMIT_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[LimitsState], float | None
     ),
     ("body_budget_bytes", "Room for the bodies of requests.", attrgetter("body_bytes")),
 )
-
 _TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
     ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
     ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
@@ -158,7 +153,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         attrgetter("still_ranks"),
     ),
 )
-
 _GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ("client_connections", "Connections of clients.", attrgetter("client_connections")),
     ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
@@ -169,7 +163,6 @@ _GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ),
     ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
 )
-
 _COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (
         "evicted_connections",
@@ -188,7 +181,6 @@ _COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     ),
     ("pumped_events", "Events that it moved.", attrgetter("pumped_events")),
 )
-
 _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (
         "predictor_rows_judged",
@@ -232,7 +224,6 @@ _SCORES: tuple[tuple[str, str, Callable[[PredictorScores], float | None]], ...] 
         attrgetter("mae"),
     ),
 )
-
 _DECILES: tuple[tuple[str, str, Callable[[PredictorScores], Sequence[float | None]]], ...] = (
     (
         "predictor_decile_predicted_ratio",
@@ -449,7 +440,6 @@ def _family(
 
 
 CONTENT_TYPE = exposition.CONTENT_TYPE
-
 """The `content-type` of the page."""
 
 _KEPT_S = 1.0

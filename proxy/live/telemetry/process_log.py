@@ -29,7 +29,6 @@ from balanceroute.proxy.live.security import Secret
 # One JSON object a line, as every log writes it.
 
 _encode = msgspec.json.Encoder().encode
-
 _DELETE = 0x7F
 
 
@@ -48,23 +47,18 @@ def json_line(fields: dict[str, object] | Struct) -> bytes:
 
 
 LOGGER: Final = "balanceroute"
-
 """The logger above all of this package's."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
-
 """The names of the levels, the most talkative first."""
 
 MAX_MESSAGE = 8192
-
 """Characters of a message or a traceback that are written; the rest is cut off."""
 
 _REDACTED = "[redacted]"
-
 _MAX_EVENT = 64
 # Where the first clause of a message ends; that of an administrator's order is the second.
 _CLAUSE = re.compile(r"(?<!^admin): |; | \(")
-
 _NO_NAME = re.compile(r"[^a-z0-9]+")
 
 
@@ -194,11 +188,8 @@ def log_level(*, other_than: str) -> str:
 # joined to the piece of another.
 
 _BATCH_LINES = 1024
-
 _GATHER_S = 0.05
-
 _COMPLAINT_S = 60.0
-
 _FILE_MODE = 0o640
 
 
@@ -207,7 +198,6 @@ class _Order:
 
 
 _REOPEN = _Order()
-
 _CLOSE = _Order()
 
 

@@ -317,11 +317,8 @@ Headers = list[tuple[bytes, bytes]]
 
 # A later version may have more behind the flags.
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-
 _NAMES = frozenset({b"traceparent", b"tracestate"})
-
 _SAMPLED = 1
-
 _MAX_STATE = 512
 # The ratio of a sampler counts in these bits of the trace id, as in OpenTelemetry's SDKs.
 _RATIO_BITS = 64

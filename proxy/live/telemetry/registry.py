@@ -17,15 +17,12 @@ from prometheus_client.registry import Collector
 # would make the pages of two equal runs differ.
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
 """The `content-type` of a page."""
 
 _LABEL_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-
 _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 # The families of the library that the text format knows under another name.
 _TEXT_TYPES = {"unknown": "untyped", "info": "gauge", "stateset": "gauge"}
-
 _TEXT_SUFFIXES = {"counter": "_total", "info": "_info"}
 
 
@@ -75,36 +72,28 @@ def _number(value: float) -> str:
 
 
 OTHER = "other"
-
 """The label value of all that has none of its own."""
 
 MAX_REASONS = 32
-
 MAX_ENGINES = 1024
-
 """Of each role, as label values."""
 
 NS_PER_S = 1e9
 # Values that a histogram counts together.
 _TOGETHER = 128
-
 REQUEST_BOUNDS_S = (
     *(0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0),
     *(5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0),
 )
-
 TOKEN_GAP_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
     *(0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-
 WORK_BOUNDS_S = (
     *(1e-05, 2.5e-05, 5e-05, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
 )
-
 RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 4.0, 10.0)
-
 TOKENS_BOUNDS = tuple(float(4**power) for power in range(11))
 
 

@@ -220,11 +220,9 @@ class AliasMetrics(Collector):
 
 
 ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
-
 """The values of the label `endpoint`, besides `other`."""
 
 MAX_MODELS = 32
-
 MAX_STATUSES = 32
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _OK = Outcome.OK
@@ -299,7 +297,6 @@ _SUMMED = (
     ),
     ("lease_lapses", "lease_lapses", "Prefills repeated because the KV lease ran out."),
 )
-
 _SUMMED_OF = attrgetter(*(field for field, _, _ in _SUMMED))
 
 

@@ -38,15 +38,11 @@ if TYPE_CHECKING:
 # semantic conventions (HTTP, GenAI), or begin with `balanceroute.`.
 
 _MAX_TEXT = 256
-
 _NS_PER_S = 1_000_000_000
-
 _INTERNAL, _SERVER, _CLIENT = 1, 2, 3
 # Errors of a server; what a client did wrong, or did not wait for, is none.
 _FAILED = frozenset({Outcome.EXPIRED, Outcome.UPSTREAM_ERROR, Outcome.INTERNAL_ERROR})
-
 _DIGITS: Sequence[str] = "0123456789abcdef"
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -212,29 +208,21 @@ def _quoted(text: str) -> str:
 
 
 MOST_WAITING = 4096
-
 """Requests whose spans wait; one takes 2 to 4 kB."""
 
 BATCH = 256
-
 """Requests whose spans are sent at once, at most."""
 
 DELAY_S = 2.0
-
 """How long spans wait for others."""
 
 _log = logging.getLogger(__name__)
-
 _CLOSE_S = 2.0
-
 _ANSWER_BYTES = 65_536
-
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0)
-
 _MOST_BACKOFF_S = 60.0
 # What the specification says may be sent again.
 _RETRYABLE = frozenset({429, 502, 503, 504})
-
 _COMPLAINT_S = 60.0
 
 InThread = Callable[[Callable[[], None]], Awaitable[None]]

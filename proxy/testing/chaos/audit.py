@@ -27,23 +27,15 @@ if TYPE_CHECKING:
 _CALL_BACK = "/v1/metaserver/"
 # What the proxy's retry budget promises.
 _RETRY_SHARE = 0.2
-
 _RETRY_RESERVE = 10
-
 _OUTCOME_LINE = re.compile(r'balanceroute_requests_total\{.*outcome="([a-z_]+)".*\} (\S+)')
-
 _RETRY_LINE = re.compile(r'balanceroute_retries_total\{leg="([a-z_]+)".*\} (\S+)')
-
 _PULL_FAILURE_LINE = re.compile(
     r'balanceroute_kv_transfer_failures_total\{.*reason="([a-z_]+)".*\} (\S+)'
 )
-
 _FAILURE_LINE = re.compile(r'balanceroute_decision_failures_total\{what="([a-z ]+)"\} (\S+)')
-
 _WIRES = frozenset({Act.SILENCE, Act.LINK, Act.MEDDLE})
-
 SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
-
 """Faults by which a KV cache may be gone when its engine asks for it."""
 
 
@@ -341,7 +333,6 @@ async def audit_answers(
 # The tasks and timers that there are when little happens, and whose they are.
 
 _SAMPLES = 20
-
 _CENSUSES = 20
 # No part of the intervals of the proxy: what wakes up in the moment of a sample has no timer.
 _GAP_S = 0.0517

@@ -127,9 +127,7 @@ class AnswerReader:
 
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-
 _HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Half: "
-
 _COMES_AGAIN_S, _DRIP_S = 0.1, 0.1
 # The end of the text is told, and not that of the stream.
 _LAST_WORDS = (
@@ -137,7 +135,6 @@ _LAST_WORDS = (
     b"event: content_block_stop",
     b"event: response.output_item.done",
 )
-
 _SESSIONS = 12  # Every other one has a name.
 
 

@@ -32,15 +32,10 @@ from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.sse import event_data
 
 _MODEL = "emulated"
-
 _RANKS = 8
-
 _HALF = 0.5
-
 _MORE = 0.2
-
 _ITEMS = {"type": "array", "items": {"type": "string"}}
-
 _SCHEMA = {"type": "object", "properties": {f"m{number}": _ITEMS for number in range(30)}}
 # Of chats of agents without tools.
 _KINDS: list[dict[str, Any]] = [
@@ -53,13 +48,9 @@ _KINDS: list[dict[str, Any]] = [
         }
     },
 ]
-
 _BATCH_LIMIT = 16
-
 _GAP_S = 0.03
-
 _PAUSE_S = 3.0
-
 _DOWN_S = 0.4
 
 
@@ -223,27 +214,19 @@ async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: 
 _FROZEN_RANKS, _FREEZES_BATCH_LIMIT, _STEP_S = 4, 8, 0.2
 
 _CLIENTS = 14
-
 _TOKENS = (10, 120)
-
 _WHOLE_SHARE, _SLOW_READERS = 0.1, 0.1
 # What an engine sends is joined in bursts, so many seconds apart; 0 for none.
 _BURSTS_S = (0.0, 0.0, 0.5, 1.5, 3.0)
-
 _WIRES_S = 60.0
 # With a step and the time between two looks a pause is shorter than any limit.
 _PAUSES_S = (0.2, 1.2)
-
 _FREEZES_S, _STANDSTILLS_S, _HOLDS_S = (5.0, 15.0), (2.5, 6.0), (0.3, 5.0)
-
 _BETWEEN_S = (1.0, 12.0)
 # A freeze says nothing of a rank that the proxy does not know well enough to judge.
 _STREAMS = 2
-
 _LATE_S = 1.0
-
 _LOOK_S = 0.05
-
 _WARM_S = 15.0
 
 

@@ -30,11 +30,8 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 # suffix.
 
 _TIMEOUT_S = 3_600.0
-
 _MAX_BYTES = 1 << 30
-
 _AT_A_TIME = 64
-
 _CREATED = re.compile(rb'"(created(?:_at)?)":\d+')
 # Of a response and its items, and what vouches for thoughts: no two are alike.
 _DRAWN = re.compile(rb'"((?:resp|msg|rs|fc|ctc)_|signature":")[0-9a-f]{16,32}"')
@@ -146,15 +143,12 @@ def comparable(body: bytes, request_id: str) -> bytes:
 
 
 ABORT = "abort"
-
 """The finish reason of an answer that an engine aborted."""
 
 ABORTED = b'"finish_reason":"%b"' % ABORT.encode()
-
 """What an event of one has."""
 
 _DONE = b"[DONE]"
-
 _MAX_EVENT_BYTES = 64 << 20
 # An agent's message tells beside what was cached the rest of the prompt.
 _CACHED = re.compile(rb'"(cached_tokens|(?:cache_read_)?input_tokens)":\d+')
@@ -162,25 +156,16 @@ _CACHED = re.compile(rb'"(cached_tokens|(?:cache_read_)?input_tokens)":\d+')
 _ASKED = re.compile(
     rb',"usage":[^{}]*(?:\{(?:[^{}]|\{[^{}]*\}?)*\}?)?|,"system_fingerprint":"[^"]*"'
 )
-
 _MEMBER = b',"usage":'
-
 _FINGERPRINT = b',"system_fingerprint":"-"'
-
 _DETAILS = re.compile(rb',"(?:prompt|completion)_tokens_details":\{[^{}]*\}')
-
 _TOTAL = b'"choices":[]'
-
 _HANDED_BACK = b'"stop_reason":"recomputed"'
-
 _LINE_END = re.compile(rb"\r\n|\r|\n")
-
 _BOM = b"\xef\xbb\xbf"
-
 _EXTRA_FIELDS = (b":", b"event:", b"id:", b"retry:")
 # Those after which the bytes of an event are not what they were.
 _CUTTING = frozenset({MalformedStream.BAD_JSON})
-
 _SHOWN = 120
 
 

@@ -42,7 +42,6 @@ _NUMBERS = (
     ".5", "1.", "1e", "--1", '"1"', '"20"', '" 7 "', '"1e3"', '"NaN"', '""', "true", "false", "null",
     "[]", "[1]", "{}", '{"a": 1}',
 )  # fmt: skip
-
 _NUMERIC = (
     "max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "best_of",
     "logprobs", "top_logprobs", "prompt_logprobs", "seed", "priority", "temperature", "top_p",
@@ -51,7 +50,6 @@ _NUMERIC = (
     "ignore_eos", "use_beam_search", "data_parallel_rank", "thinking_token_budget",
     "stream_interval", "routed_experts_prompt_start", "watermarking", "include_reasoning",
 )  # fmt: skip
-
 _MEMBERS = (
     *_NUMERIC, "model", "messages", "prompt", "input", "suffix", "stop", "stream_options", "tools",
     "tool_choice", "response_format", "user", "logit_bias", "vllm_xargs", "kv_transfer_params",
@@ -65,7 +63,6 @@ _MEMBERS = (
     "previous_input_messages", "enable_response_messages", "service_tier", "truncation",
     "\u0000", "max_tokens\u0000", "Max_Tokens", "__proto__", "\ud800", "x" * 5_000,
 )  # fmt: skip
-
 _VALUES = (
     '"a"', '""', '"\\u0000"', '"\\ud800"', '"\\udc00\\ud800"', '"\\ud83d\\ude42"', '"\\x"',
     '"\u2028"', '"recomputed"', "[[]]", "[{}]", "[[1, 2], [3]]", "[1, \"a\"]", '["a", 1]',
@@ -82,7 +79,6 @@ _VALUES = (
     '["message.output_text.logprobs", 7]', '{"type": "custom", "name": []}',
     '["\\n", "", "a"]', "tru", "nul", "'a'", "", ",", "]", "}",
 )  # fmt: skip
-
 _PATHS = (
     CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
     "/v1/embeddings", "/tokenize", "/detokenize", "/v1/models", "/v1/models/emulated", "/health",
@@ -93,27 +89,22 @@ _PATHS = (
     "/v1/chat/completions?a=b", "/v1/chat/../completions", "/%76%31/chat/completions",
     "/v1/load_lora_adapter", "/admin/state",
 )  # fmt: skip
-
 _METHODS = (
     "POST", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "post", "X",
     "POST ", "PO\tST", "M" * 40, "",
 )  # fmt: skip
-
 _TARGETS = (
     "*", "http://proxy/v1/chat/completions", "https://other:1/v1/models", "proxy:80",
     "/v1/chat/completions#a", "/\x00", "/\xff", "/" + "a" * 9_000, "v1/chat/completions", "/ /", "",
     "http://[::1/v1/models", "http://@/health", "/v1/models?" + "q" * 4_000,
 )  # fmt: skip
-
 _VERSIONS = ("HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/0.9", "HTTP/1.2", "http/1.1", "HTTP/11", "")
-
 _TYPES = (
     "application/json", "application/json; charset=utf-8", "application/json; charset=utf-16",
     "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x",
     "multipart/form-data", "application/octet-stream", "text/event-stream", "application/xml",
     "application/JSON", "application/jsonp", ";", "", "\x7f", "a" * 9_000,
 )  # fmt: skip
-
 _HEADERS = (
     ("content-length", "0"), ("content-length", "-1"), ("content-length", "+5"),
     ("content-length", "5, 5"), ("content-length", "1e3"), ("content-length", "9" * 30),
@@ -134,11 +125,8 @@ _HEADERS = (
     ("", "x"), (" folded", "x"), ("x", "y" * 40_000), ("range", "bytes=0-1"),
     ("content-type", "text/plain"),
 )  # fmt: skip
-
 _CODECS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "utf-8-sig", "utf-7", "cp1252")
-
 _DEEPEST = 3_000
-
 _ODD_SHARE = 0.3
 
 
@@ -437,13 +425,10 @@ def _chunked(rng: random.Random, body: bytes) -> bytes:
 _CANARIES = 24
 # A case whose answer goes on is left by its client after this time.
 _PATIENCE_S = 0.2
-
 _QUIET_S = 12.0
 # Not of the proxy's own making: it says that it does not do what was asked.
 _HONEST = frozenset({501, 505})
-
 _LONGEST_S = 1e9
-
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 

@@ -208,13 +208,9 @@ class GroupWorld(World):
 
 # Settings of the whole proxy; every group may have its own of the others.
 _OF_ALL = ("answer_limit_bytes", "drain_timeout_s", "write_timeout_s", "write_buffer_bytes")
-
 _NAMES = ("small", "medium", "large")
-
 _TASKS = ("chat", "code")
-
 _SEEDS_APART = 1_000_003
-
 _HIDDEN = 8
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PACKAGE = "balanceroute"
-
 _TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/\w+")
 
 

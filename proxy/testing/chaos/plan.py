@@ -49,7 +49,6 @@ from balanceroute.topologies import CONNECTORS
 # which change with a restart.
 
 VERSIONS = ("0.32.0", "0.33.0")
-
 _TALKS = 8
 # Of the beginning that all turns of a conversation have, and of what each adds. The proxy knows beginnings
 # by pieces of 2 KiB of text.
@@ -125,9 +124,7 @@ def mixed_pairs_allowed(injections: Sequence[Injection]) -> bool:
 
 
 MODEL = "emulated"
-
 _POLICIES = tuple(POLICIES)
-
 _CONNECTOR_WEIGHTS = {
     "nixl": 50,
     "mooncake": 15,
@@ -135,9 +132,7 @@ _CONNECTOR_WEIGHTS = {
     "mooncake-hybrid": 6,
     "mooncake-layerwise": 15,
 }
-
 _BATCH_LIMITS = (1, 2, 4, 8)
-
 _TIMEOUTS = (
     "prefill_timeout_s",
     "first_token_timeout_s",

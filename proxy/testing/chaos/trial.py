@@ -88,11 +88,9 @@ _QUIET_S = 2.0
 _IDLE_S = 8.0
 # The longest pause before spans are exported again.
 _EXPORT_S = 16.0
-
 _WARM_UP_S = 2.5
 # An engine stops work for a client that left within this time.
 _ABORT_S = 0.1
-
 _STORM_SPAN_S = 0.5
 
 

@@ -65,9 +65,7 @@ from balanceroute.proxy.wire.messages import Response
 
 # How often what was published arrives.
 _TURN_S = 0.05
-
 RANK_PORT = 10_000
-
 """Above it are the ports of ranks, by their number; below it those of prefillers, from 1 on."""
 
 
@@ -235,17 +233,12 @@ class SchedulerWatch:
 
 
 _HOST: ContextVar[str] = ContextVar("host", default="")
-
 _PROXY = "proxy"
-
 _MOMENT_S = 1e-6
-
 _STILL_S = 0.3  # Too short to be noticed as a standstill.
-
 EPOCH_S = 1_795_000_000.0
 # An engine that is silent takes two minutes to be told to sleep.
 _ORDER_TIMEOUT_S = 200.0
-
 _ORDER_BYTES = 1 << 26
 
 

@@ -36,7 +36,6 @@ from balanceroute.proxy.wire.http1.fetch import fetch
 # What the proxy and the engines still hold, by their own pages, and what the proxy's log tells.
 
 Line = Mapping[str, Any]
-
 """A line of the request log."""
 # What the log writes as the record has it.
 _LOGGED = {one.name for one in fields(RequestRecord)} - {"keys", "outcome"}
@@ -179,15 +178,11 @@ class Load:
 # the same requests.
 
 S_PER_REQUEST = 0.06
-
 LEAVING = 0.2
-
 _MIX = RequestMix(MODEL, max_tokens=120, big=0.02, big_bytes=(50_000, 150_000), odd=0.02)
-
 _REQUESTS_PER_FAULT = 8
 # In this first part of a load faults begin, so that the last engine is back soon after it.
 _FAULTY = 0.85
-
 _ACTS = frozenset({Act.BOARD, Act.KILL, Act.DRAIN})
 
 
@@ -250,7 +245,6 @@ def is_deadly(injection: Injection) -> bool:
 # What a run found, as a table.
 
 _SHOWN = 20
-
 _SHOWN_CHARACTERS = 600
 
 
@@ -295,7 +289,6 @@ class Report:
 # Small exchanges with a server's own pages.
 
 _TIMEOUT_S = 10.0
-
 _PAGE_BYTES = 1 << 24
 
 
@@ -404,9 +397,7 @@ def _engine(injection: Injection) -> str:
 
 
 PREFILLERS, RANKS, BATCH = 2, 4, 8
-
 TIME_SCALE = 10.0
-
 MEAN_OUTPUT = 60.0
 # More than fit into batches (32) and pool (16), so that some wait before prefill.
 CLIENTS = 56
@@ -415,19 +406,15 @@ LEASE_S, MARGIN_S = 3.0, 1.5
 # After this share of the load the proxy stands still: KV caches that it has in hand are too old then.
 # Not for as long as leases last: what it was just sending would come too late, which no proxy can see.
 STANDSTILL, STANDSTILL_S = 0.8, 1.6
-
 _QUIET_S = 20.0
 # Engines that failed again and again are probed every 30 s.
 _BACK_S = 40.0
-
 _POLL_S = 0.05
-
 _LOG_S = 5.0
 # Growth that is no leak: the allocator's, and what prompts of 100 kB leave of it.
 _GROWTH_MIB = 24.0
 # Of health checks and scrapes, to each engine.
 _IDLE_PROBES = 2
-
 _SERVE = (
     f"--port 0 --admin-port 0 --batch {BATCH} --window 8 --pool-limit 16 "
     f"--lease-s {LEASE_S} --lease-margin-s {MARGIN_S} --connect-timeout-s 1 "

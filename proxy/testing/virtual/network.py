@@ -139,11 +139,9 @@ class Connection:
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 LISTENING_PORTS = range(20_000, 32_768)
-
 EPHEMERAL_PORTS = range(32_768, 61_000)  # Linux's.
 # Linux tries seven times (tcp_syn_retries = 6), first after 1 s, each wait twice the last: 127 s.
 SYN_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 (no real interface is bound)
 
 

@@ -110,9 +110,7 @@ class Framing(H3Connection):
 
 # What each field counts for beside its bytes (RFC 9114 section 4.2.2).
 _FIELD_BYTES = 32
-
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*+")
-
 _SCHEMES = frozenset({b"https", b"http"})
 
 

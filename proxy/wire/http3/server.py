@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 _PRIORITY_UPDATE = 0xF0700
 # Of a frame that is read as a whole.
 _MOST_BYTES = 4096
-
 _WHOLE = frozenset({FrameType.SETTINGS, FrameType.MAX_PUSH_ID, _PRIORITY_UPDATE})
 
 

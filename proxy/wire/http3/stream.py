@@ -118,7 +118,6 @@ class Http3Reply(ReplyState[ReplyStream]):
 
 
 _LOG = logging.getLogger(__name__)
-
 _CONTINUE: Headers = [(b":status", b"100")]
 
 

@@ -21,7 +21,6 @@ from aioquic.quic.stream import QuicStream
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, USUAL, Standing
 
 _UNIDIRECTIONAL_STREAMS = 16
-
 """HTTP/3 has three of each side; a peer may try others (RFC 9114, section 6.2.3)."""
 
 # Turns of streams that are gone.
