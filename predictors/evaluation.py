@@ -281,7 +281,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class PredictorJudgement:
     """One predictor beside another.
 
     Attributes:
@@ -368,7 +368,7 @@ def judge(
     baseline: str,
     learn: bool = True,
     progress: Callable[[str, float], None] = lambda _name, _share: None,
-) -> dict[str, Judgement]:
+) -> dict[str, PredictorJudgement]:
     """Ask several predictors the same and compare them, each corrected as in a proxy.
 
     Args:
@@ -387,7 +387,7 @@ def judge(
         answers[name] = replay.ask(corrected, learn=learn, progress=partial(progress, name))
     block = replay.blocks()
     return {
-        name: Judgement(
+        name: PredictorJudgement(
             answer,
             scores_of(replay.rows, answer),
             gains(replay.rows, answer, answers[baseline], block),

@@ -12,7 +12,7 @@ them all; c is the larger, the less a stage has been found to tell. A less speci
 it has at least twice the outputs of the more specific one: else both mostly stand for the same
 requests, which would count double.
 
-All is learned from requests that ended, and all is bounded. See `KeyTable` and `LengthBuckets` for how
+All is learned from requests that ended, and all is bounded. See `KeyRecordTable` and `LengthBuckets` for how
 far each is trusted. Defaults were tuned on the first halves of the public traces.
 """
 
@@ -83,7 +83,7 @@ class KeyRecords:
     weights: NDArray[np.float64]
 
 
-class KeyTable:
+class KeyRecordTable:
     """At most `capacity` keys.
 
     Memory: 8 x depth + 32 bytes a key in the arrays, and some 250 in the dictionary.
@@ -278,7 +278,7 @@ _HISTORY = 20_000
 _MAX_PROMPT_TOKENS = 2**40
 # A less specific key must have so many times the outputs.
 _MORE_OUTPUTS = 2
-# A key that is trusted less than this is not used at all; see `KeyTable.trust`.
+# A key that is trusted less than this is not used at all; see `KeyRecordTable.trust`.
 _LEAST_TRUST = 0.1
 # Requests predicted at a time: what is made in between stays in the caches.
 _BLOCK = 256
@@ -330,7 +330,7 @@ class ExactMatch:
         self._lengths = LengthBuckets(
             buckets=_BUCKETS, weight=_BUCKET_WEIGHT, capacity=_HISTORY, half_life=_HALF_LIFE
         )
-        self._table = KeyTable(capacity=capacity, depth=depth)
+        self._table = KeyRecordTable(capacity=capacity, depth=depth)
         # The latest outputs' average move, as a sum and its weight, and the latest rank.
         self._moves, self._moved = _UNRELATED_MOVE, 1.0
         self._rank = 0.5

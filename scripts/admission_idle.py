@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 
 from balanceroute.proxy.core.admission import POST_5, AimdSettings
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
 from balanceroute.proxy.lab.sim.recorder import RunMetrics
@@ -32,7 +32,9 @@ LIMITS = (32, 20, 16, 12, 8)
 # A backlog waits for longer than its target, so the limit falls to its floor.
 MOVING = replace(POST_5, cap_min=BATCH // 4, cap_initial=BATCH)
 TENANTS = (("gold", 2.0), ("silver", 1.0))
-PLAIN = Deployment(RANKS, BATCH, prefill=PrefillModel(RANKS, 20_000_000, 50.0), pool_limit=POOL)
+PLAIN = SimulatedDeployment(
+    RANKS, BATCH, prefill=PrefillModel(RANKS, 20_000_000, 50.0), pool_limit=POOL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Row:
     """A row of the table: its name, and the machines with what is let in."""
 
     name: str
-    deployment: Deployment
+    deployment: SimulatedDeployment
 
 
 def fixed(limit: int) -> AimdSettings:
@@ -73,7 +75,7 @@ def _sent(number: int, request: TraceRequest) -> TraceRequest:
 
 
 def figures_of(
-    deployment: Deployment, workloads: Sequence[Workload], in_flight: int | None = None
+    deployment: SimulatedDeployment, workloads: Sequence[Workload], in_flight: int | None = None
 ) -> list[RunMetrics]:
     """Run the parts of the trace, with a backlog or with so many requests always in flight."""
     if in_flight is not None:

@@ -29,7 +29,7 @@ from balanceroute.proxy.testing.chaos.trial import Summary, run_seed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from balanceroute.proxy.testing.chaos.trial import Report
+    from balanceroute.proxy.testing.chaos.trial import TrialReport
 
 
 def main() -> int:
@@ -66,7 +66,7 @@ def main() -> int:
         TemporaryDirectory() as folder,
         multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool,
     ):
-        run: Callable[[int], Report] = partial(
+        run: Callable[[int], TrialReport] = partial(
             run_seed,
             requests=arguments.requests,
             near=arguments.force == "locality",

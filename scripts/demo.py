@@ -31,8 +31,8 @@ from balanceroute.proxy.cli.up import emulate_command
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.lab.emulate import EmulationSettings
 from balanceroute.proxy.lab.emulate.process import emulated_engines
-from balanceroute.proxy.lab.replay.requests import Api, as_sent, plan, with_limits
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.replay.requests import ReplayApi, as_sent, plan, with_limits
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import PolicyResult, forecast_called, run_experiment
 from balanceroute.proxy.lab.sim.plots import write_prediction_plots
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -56,7 +56,7 @@ STAGGER_NS = 500_000
 
 # Of the prompts' words and the clients' limits, which replay and simulator draw alike.
 SEED = 0
-API = Api.COMPLETIONS
+API = ReplayApi.COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +213,12 @@ def replay(setup: Setup, policy: str, url: str, fleet: str, folder: Path) -> boo
     return status == 1
 
 
-def deployment_of(setup: Setup, config: ProxyConfig) -> Deployment:
+def deployment_of(setup: Setup, config: ProxyConfig) -> SimulatedDeployment:
     """Return what the simulator has to know of the engines and of the proxy's configuration."""
     engines = setup.emulation()
     scheduler = config.scheduler_config(engines.ranks, engines.prefillers)
     deadline_ns = scheduler.deadline_ns
-    return Deployment(
+    return SimulatedDeployment(
         ranks=engines.ranks,
         batch_limit=engines.batch_limit,
         step_base_ns=engines.step_base_ns,

@@ -21,7 +21,7 @@ from balanceroute.proxy.core.events import Action, Admit, Event, RequestId, Step
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.lab.pictures import INK, empty_figure, write_pictures
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.workload import playable, split
 from balanceroute.traces import read_trace
 
@@ -67,7 +67,7 @@ def record() -> tuple[Recording, list[int]]:
                 recording.admitted[action.request] = len(recording.loads)
 
     simulation = Simulation(
-        Deployment(RANKS, BATCH), workload, policy, NoPrediction(), observer=observe
+        SimulatedDeployment(RANKS, BATCH), workload, policy, NoPrediction(), observer=observe
     )
     simulation.run()
     return recording, [request.prompt_tokens for request in workload.requests]

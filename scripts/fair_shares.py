@@ -28,7 +28,7 @@ import numpy as np
 
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import FAIR_COSTS
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.recorder import ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload, playable
@@ -46,7 +46,7 @@ REQUESTS = {"conv": 500, "code": 2_000}
 WEIGHTS = [(1.0, 1.0), (2.0, 1.0), (5.0, 1.0)]
 WINDOW_S, WARM_UP_S = 60, 60
 # The machine and the prompts of `make qos`, and the least steps and requests of each tenant.
-STEADY = Deployment(4, 8, step_base_ns=50_000_000)
+STEADY = SimulatedDeployment(4, 8, step_base_ns=50_000_000)
 PROMPT_TOKENS = (200, 1000)
 STEADY_STEPS, STEADY_REQUESTS, STEADY_WARM_UP_S = 60_000, 500, 20
 WINDOWS_S = (1, 10, 60)
@@ -93,7 +93,7 @@ def requests_of(
 
 
 def held_by(
-    tenant: str, deployment: Deployment, workload: Workload, predictor_name: str
+    tenant: str, deployment: SimulatedDeployment, workload: Workload, predictor_name: str
 ) -> "NDArray[np.float64]":
     """Run; return what a tenant and what all hold at each second, float64[2, seconds].
 
@@ -131,7 +131,9 @@ def shares_of(
         before, now = requests_of(name, weight, ranks * REQUESTS[name])
         past += before
         requests += now
-    deployment = Deployment(ranks, BATCH, pool_limit=POOL_PER_RANK * ranks, fair_queue=cost)
+    deployment = SimulatedDeployment(
+        ranks, BATCH, pool_limit=POOL_PER_RANK * ranks, fair_queue=cost
+    )
     held = held_by("conv", deployment, Workload(requests, past), predictor_name)
     return shares_in(held, WINDOW_S, WARM_UP_S)
 

@@ -28,7 +28,7 @@ from balanceroute.proxy.core.admission import (
 from balanceroute.proxy.core.events import Ticket
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.queueing import FAIR_COSTS
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
 from balanceroute.proxy.lab.sim.workload import Workload, playable
@@ -38,7 +38,7 @@ TRACES = Path(__file__).parents[1] / "traces" / "public"
 S = 1_000_000_000
 KNOWN = 1_000
 UNLIMITED = 10**9
-DEPLOYMENT = Deployment(
+DEPLOYMENT = SimulatedDeployment(
     4, 16, prefill=PrefillModel(4, 20_000_000, 50.0), pool_limit=16, expects_first_tokens=True
 )
 # Tells the tickets apart, and is never reached.

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
-from balanceroute.proxy.testing.soak.run import Control, Report
+from balanceroute.proxy.testing.soak.run import SoakControl, SoakReport
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import WireError
 
@@ -53,9 +53,9 @@ class Run:
     def __init__(
         self, freezes: int, proxy: ProxyProcess, ranks: dict[str, int], direct: str
     ) -> None:
-        self.report = Report()
+        self.report = SoakReport()
         self._freezes = freezes
-        self._admin = Control(f"http://{proxy.host}:{proxy.admin_port}")
+        self._admin = SoakControl(f"http://{proxy.host}:{proxy.admin_port}")
         self._proxy = Endpoint(proxy.host, proxy.port)
         self._engine = Endpoint(*_address(direct))
         self._ranks = ranks  # The processes before them, by the address that the proxy has.
@@ -218,13 +218,13 @@ def _passing_on(urls: list[str]) -> Iterator[dict[str, int]]:
             one.communicate()
 
 
-def _freeze(freezes: int, urls: dict[str, list[str]], folder: Path) -> Report:
+def _freeze(freezes: int, urls: dict[str, list[str]], folder: Path) -> SoakReport:
     flags = SERVE.split()
     with _passing_on(urls["decode"]) as ranks:
         flags += ["--prefill", *urls["prefill"], "--decode", *ranks]
         with running_proxy(flags, engines=[*urls["prefill"], *ranks], folder=folder) as proxy:
 
-            async def run() -> Report:
+            async def run() -> SoakReport:
                 one = Run(freezes, proxy, ranks, urls["decode"][0])
                 await one.run()
                 return one.report

@@ -24,8 +24,8 @@ from statistics import fmean, stdev
 
 from balanceroute.proxy.core.admission import AimdSettings, BoundedQueue, EarlyRefusal
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.lab.service_levels import Targets
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.service_levels import ServiceTargets
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
 from balanceroute.proxy.lab.sim.recorder import ServiceLog
@@ -55,15 +55,15 @@ class Setting:
     ranks: int
     batch: int
     prefillers: int
-    targets: Targets
+    targets: ServiceTargets
     known: int = 3_000
     played: int = 2_000
     parts: int = 3
 
     @property
-    def deployment(self) -> Deployment:
+    def deployment(self) -> SimulatedDeployment:
         """The machines: prefill takes 20 ms and 50 us a token."""
-        return Deployment(
+        return SimulatedDeployment(
             self.ranks,
             self.batch,
             prefill=PrefillModel(self.prefillers, 20_000_000, 50.0),
@@ -78,8 +78,8 @@ class Setting:
 
 
 SETTINGS = {
-    "azure": Setting("azure_2023_conv.csv.gz", 8, 32, 4, Targets(2.0, 0.05)),
-    "mooncake": Setting("mooncake_conversation.jsonl.gz", 8, 16, 8, Targets(5.0, 0.1)),
+    "azure": Setting("azure_2023_conv.csv.gz", 8, 32, 4, ServiceTargets(2.0, 0.05)),
+    "mooncake": Setting("mooncake_conversation.jsonl.gz", 8, 16, 8, ServiceTargets(5.0, 0.1)),
 }
 
 
@@ -93,24 +93,24 @@ class Rule:
         deadlines: Whether requests have the target as their deadline.
     """
 
-    change: Callable[[Deployment, int], Deployment]
+    change: Callable[[SimulatedDeployment, int], SimulatedDeployment]
     predictor: str = PREDICTOR
     deadlines: bool = True
 
 
-def with_aimd(deployment: Deployment, target_ns: int) -> Deployment:
+def with_aimd(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
     """Limit the requests in flight; there are fewer slots than the default limits are made for."""
     batch = deployment.batch_limit
     aimd = AimdSettings(target_ns=target_ns, cap_min=batch // 4, cap_initial=batch)
     return replace(deployment, aimd=aimd, queue_ttl_ns=target_ns // 2)
 
 
-def with_srpt(deployment: Deployment, _: int) -> Deployment:
+def with_srpt(deployment: SimulatedDeployment, _: int) -> SimulatedDeployment:
     """Put the least work first."""
     return replace(deployment, queue_order="srpt")
 
 
-def with_early(deployment: Deployment, target_ns: int) -> Deployment:
+def with_early(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
     """Refuse early, too."""
     return replace(
         with_srpt(deployment, target_ns),

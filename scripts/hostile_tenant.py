@@ -33,7 +33,7 @@ import uvloop
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.chaos.clients import Client, Departure, Leaving, Phase, Visit
+from balanceroute.proxy.testing.chaos.clients import Client, ClientPhase, Departure, Leaving, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import log_kept
 from balanceroute.proxy.testing.chaos.requests import COMPLETIONS, ClientRequest
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
@@ -243,7 +243,7 @@ def _attack(rng: random.Random, number: int, span_s: float) -> Visit:
         unread = _request(rng, "hostile", number, words=1, tokens=500)
         link = Link(window_bytes=500, latency_s=0.0005)
         return Visit(start_s, (unread,), close=True, pauses=((0, 1e6),), link=link)
-    leaves = Departure(Phase.AFTER, Leaving.RESET, delay_s=rng.uniform(0.0, 0.5))
+    leaves = Departure(ClientPhase.AFTER, Leaving.RESET, delay_s=rng.uniform(0.0, 0.5))
     tiny = _request(rng, "hostile", number, words=1, tokens=rng.randint(1, 20))
     return Visit(start_s, (tiny,), close=True, departure=leaves if rng.random() < 0.1 else None)
 

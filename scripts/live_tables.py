@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from balanceroute.proxy.lab.replay.requests import Api, as_sent, plan, with_limits
+from balanceroute.proxy.lab.replay.requests import ReplayApi, as_sent, plan, with_limits
 from balanceroute.traces import read_trace, write_native
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +52,7 @@ def demo(out: Path, *flags: str) -> list[dict[str, Any]]:
 def train_gbdt(out: Path) -> Path:
     """Train on the requests before the demo's, with the limits that their clients would have set."""
     # The seed and the API are those of scripts/demo.py.
-    before = with_limits(plan(read_trace(TRACE), count=SKIP), seed=0, api=Api.COMPLETIONS)
+    before = with_limits(plan(read_trace(TRACE), count=SKIP), seed=0, api=ReplayApi.COMPLETIONS)
     past, model = out / "before.jsonl", out / "gbdt.json"
     write_native(past, as_sent(before))
     words = ["train", "gbdt", "--trace", str(past), "--out", str(model)]

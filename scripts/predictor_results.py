@@ -48,7 +48,7 @@ from balanceroute.predictors.hinted import LimitHabits
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, Forecast, run_experiment
 from balanceroute.proxy.lab.sim.workload import Workload, playable, split
 from balanceroute.proxy.testing.arguments import positive
@@ -284,7 +284,7 @@ def run(scenario: int, predictor: str, segment: int) -> dict[str, float]:
     is_habit = (lambda *_: False) if bounds else LimitHabits.is_habit
     with patch.object(LimitHabits, "is_habit", is_habit):
         (result,) = run_experiment(
-            Deployment(ranks=chosen.ranks, batch_limit=BATCH),
+            SimulatedDeployment(ranks=chosen.ranks, batch_limit=BATCH),
             [chosen.workloads()[segment]],
             [policy],
             settings,

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from balanceroute.predictors import files
-from balanceroute.predictors.evaluation import GAINS, Cut, Judgement, Replay, cut_in_time, judge
+from balanceroute.predictors.evaluation import (
+    GAINS,
+    Cut,
+    PredictorJudgement,
+    Replay,
+    cut_in_time,
+    judge,
+)
 from balanceroute.predictors.past import past_requests
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import read_trace
@@ -65,7 +72,7 @@ def rows_of(
     ]
 
 
-def figures(cut: Cut, judgement: Judgement) -> dict[str, Any]:
+def figures(cut: Cut, judgement: PredictorJudgement) -> dict[str, Any]:
     """Return a judgement as JSON; what is undefined is null."""
     told = asdict(judgement.scores) | {
         f"{name}_better_by{suffix}": value

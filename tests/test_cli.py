@@ -19,8 +19,8 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PATIENCE_PER_SLOT, WINDOW, PolicySettings
 from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.lab.sim.driver import Deployment
-from balanceroute.proxy.lab.sim.engines import EngineOptions, PrefillModel
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, PolicyResult, run_experiment
 from balanceroute.traces import read_trace, write_native
 
@@ -287,7 +287,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
     )
     assert main(command.split()) == 2
     deployment, _, policies, settings, forecast, seed = given
-    assert deployment == Deployment(
+    assert deployment == SimulatedDeployment(
         ranks=3,
         batch_limit=5,
         step_base_ns=12_500_000,
@@ -305,7 +305,7 @@ def test_the_flags_reach_the_simulation_in_its_units(monkeypatch: pytest.MonkeyP
         deadline_ns=2_500_000_000,
         lease_ns=1_500_000_000,
         lease_margin_ns=250_000_000,
-        engines=EngineOptions((1.0, 0.5), (5, 4), 2.5, 0.1, 3),
+        engines=SimulatedEngineOptions((1.0, 0.5), (5, 4), 2.5, 0.1, 3),
         speeds_known=False,
         learn_speeds=True,
     )

@@ -24,7 +24,7 @@ from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.pool import Kept, Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.lab.replay.figures import Fault, Sample
+from balanceroute.proxy.lab.replay.figures import ReplayFault, RequestSample
 from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native
 
@@ -498,7 +498,9 @@ def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
     held = [rows.Held("gold", 8.0, 0.0, 4.0), rows.Held("silver", 6.0, 3.0, 6.0)]
     assert rows.share(held, "gold", (2.0, 4.0)) == pytest.approx(100 * 4 / 6)
     assert rows.share(held, "gold", (7.0, 8.0)) is None
-    lost = Sample(PlannedRequest(0, 0, 1, 1), due_ns=0, sent_ns=0, fault=Fault("http 503", "full"))
+    lost = RequestSample(
+        PlannedRequest(0, 0, 1, 1), due_ns=0, sent_ns=0, fault=ReplayFault("http 503", "full")
+    )
     assert rows.refusal(lost) is None
     lost.retry_after = "1"
     assert rows.refusal(lost) == "503"

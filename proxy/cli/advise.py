@@ -22,7 +22,7 @@ from balanceroute.proxy.cli.simulate import DEPLOYMENT
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, Trial, plan
+from balanceroute.proxy.lab.advise.fleets import Fleets, FleetTrial, Slo, plan
 from balanceroute.proxy.lab.advise.report import (
     Needs,
     ProxyPages,
@@ -32,7 +32,7 @@ from balanceroute.proxy.lab.advise.report import (
     plan_as_json,
     plan_lines,
 )
-from balanceroute.proxy.lab.audit.observation import Engines, Observation, observe
+from balanceroute.proxy.lab.audit.observation import AuditedEngines, Observation, observe
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, split
 from balanceroute.proxy.page_client import PageClient
@@ -154,7 +154,7 @@ async def _watch(arguments: argparse.Namespace, watched: Judged) -> Observation:
             proxy = ProxyPages(arguments.proxy, pages)
             looks = await look_at(proxy, watched)
             return observe(looks, batch=proxy.batch, outputs_told=False)
-        engines = Engines(arguments.prefill or (), arguments.decode, pages)
+        engines = AuditedEngines(arguments.prefill or (), arguments.decode, pages)
         return observe(await look_at(engines, watched))
 
 
@@ -208,7 +208,7 @@ def _from_trace(
     return plan_lines(best, slo, trials, present), plan_as_json(best, slo, trials, present)
 
 
-def _of_trial(one: Trial, busy: float) -> Needs:
+def _of_trial(one: FleetTrial, busy: float) -> Needs:
     return needs(
         one.verdict,
         prefillers=one.prefillers,

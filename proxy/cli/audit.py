@@ -17,8 +17,8 @@ from balanceroute.proxy.cli.outputs import (
     write_output,
 )
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.audit.observation import Engines, Look, observe
-from balanceroute.proxy.lab.audit.prometheus import Window, looks_of
+from balanceroute.proxy.lab.audit.observation import AuditedEngines, Look, observe
+from balanceroute.proxy.lab.audit.prometheus import PrometheusWindow, looks_of
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines, write_plots
 from balanceroute.proxy.page_client import PageClient
@@ -27,7 +27,7 @@ from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.lab.audit.replica import Recovery
+    from balanceroute.proxy.lab.audit.replica import AuditRecovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         looks = asyncio.run(_read(arguments.prometheus, *fleet, watched))
     seen = observe(looks, batch=watched.batch)
-    recovery: Recovery | None = None
+    recovery: AuditRecovery | None = None
     unknown = ""
     try:
         recovery = recover(
@@ -125,11 +125,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _watch(prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
     async with PageClient.of_flags(watched.ca_file, timeout_s=watched.timeout_s) as pages:
-        return await look_at(Engines(prefill, decode, pages), watched)
+        return await look_at(AuditedEngines(prefill, decode, pages), watched)
 
 
 async def _read(server: str, prefill: list[str], decode: list[str], watched: Watched) -> list[Look]:
     end_s = datetime.now(UTC).timestamp()
-    window = Window(end_s - 60.0 * watched.minutes, end_s, watched.interval_s)
+    window = PrometheusWindow(end_s - 60.0 * watched.minutes, end_s, watched.interval_s)
     async with PageClient.of_flags(watched.ca_file, timeout_s=watched.timeout_s) as pages:
         return await looks_of(server, prefill, decode, window, pages)

@@ -44,13 +44,14 @@ from balanceroute.topologies import CONNECTORS
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+
 _DEFAULTS = EmulationSettings()
 _MAX_PORT = 65_535
 _READ_BYTES = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class FleetFlags:
     """The engines."""
 
     prefillers: int = integer(_DEFAULTS.prefillers, "prefill engines", 0, 1_000, metavar="P")
@@ -127,7 +128,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class AnswerFlags:
     """What the engines say."""
 
     model: str = text(_DEFAULTS.model, "name of the served model", metavar="MODEL", at_top=True)
@@ -180,14 +181,14 @@ class Process:
 
 
 HEADINGS: dict[str, tuple[type, ...]] = {
-    "fleet": (Fleet, EngineFlags),
+    "fleet": (FleetFlags, EngineFlags),
     "speed": (Speed,),
-    "answers": (Answers,),
+    "answers": (AnswerFlags,),
     "server": (Place, Process),
 }
-SECTIONS = (Fleet, EngineFlags, Speed, Answers, Place, Process)
+SECTIONS = (FleetFlags, EngineFlags, Speed, AnswerFlags, Place, Process)
 # What the [emulation] table of a topology may say.
-FILED = (Fleet, EngineFlags, Speed, Answers, Place)
+FILED = (FleetFlags, EngineFlags, Speed, AnswerFlags, Place)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -228,7 +229,7 @@ def emulation_settings(given: Given) -> EmulationSettings:
     Raises:
         ConfigError: There is no engine.
     """
-    fleet, speed, answers = given.read(Fleet), given.read(Speed), given.read(Answers)
+    fleet, speed, answers = given.read(FleetFlags), given.read(Speed), given.read(AnswerFlags)
     if fleet.prefillers + fleet.ranks == 0:
         raise ConfigError("--ranks is 0, and --prefillers is 0 too")
     return part(
@@ -260,7 +261,7 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
     if process.exit_with_stdin:
         _watch_stdin(loop, stopped)
     epoch_s = time.time_ns() / 1e9 - loop.time()
-    rng = random.Random(given.read(Answers).seed)
+    rng = random.Random(given.read(AnswerFlags).seed)
     fleet = EmulatedFleet(
         settings, rng=rng, epoch_s=epoch_s, publish=_publish(settings), trust=_trust(given)
     )
@@ -276,7 +277,7 @@ async def _serve(settings: EmulationSettings, given: Given) -> None:
 
 
 def _trust(given: Given) -> "SSLContext | None":
-    fleet = given.read(Fleet)
+    fleet = given.read(FleetFlags)
     if fleet.proxy_ca_file is None:
         return None
     if not CONNECTORS[fleet.connector].decode_first:

@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 
 from balanceroute import __version__
 from balanceroute.predictors import NoPrediction, Survival, files, scores
-from balanceroute.predictors.evaluation import Judgement, Replay, Rows, judge, stage_two_errors
+from balanceroute.predictors.evaluation import (
+    PredictorJudgement,
+    Replay,
+    Rows,
+    judge,
+    stage_two_errors,
+)
 from balanceroute.proxy.cli.judgement_report import as_json, print_judgements, terms
 from balanceroute.proxy.cli.outputs import (
     StageBar,
@@ -89,7 +95,7 @@ _BANDS = np.array([0, 20, 40, 80, 160, 320, 640, 1_280, 2_560, 5_120, 10_240])
 
 def write_plots(
     rows: Rows,
-    judgements: Mapping[str, Judgement],
+    judgements: Mapping[str, PredictorJudgement],
     directory: Path,
     *,
     title: str,
@@ -126,7 +132,7 @@ def write_plots(
 
 def _draw_reliability(
     rows: Rows,
-    judgements: Mapping[str, Judgement],
+    judgements: Mapping[str, PredictorJudgement],
     lines: Mapping[str, _Look],
     title: str,
 ) -> "Figure":
@@ -152,7 +158,7 @@ def _draw_reliability(
 
 def _draw_roc(
     rows: Rows,
-    judgements: Mapping[str, Judgement],
+    judgements: Mapping[str, PredictorJudgement],
     lines: Mapping[str, _Look],
     title: str,
 ) -> "Figure":
@@ -177,7 +183,7 @@ def _draw_roc(
 
 def _draw_mae(
     rows: Rows,
-    judgements: Mapping[str, Judgement],
+    judgements: Mapping[str, PredictorJudgement],
     lines: Mapping[str, _Look],
     title: str,
 ) -> "Figure":
@@ -234,7 +240,7 @@ _BASELINES = ("none", _BASELINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Questions:
+class QuestionFlags:
     """What predictors are asked, and what they may know."""
 
     horizon: int = integer(40, "steps ahead that are asked about", 1, MAX_HORIZON, metavar="H")
@@ -268,7 +274,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="a predictor that `train` wrote; may be given more than once",
     )
     add_past_flags(parser)
-    add_flags(parser.add_argument_group("questions"), Questions)
+    add_flags(parser.add_argument_group("questions"), QuestionFlags)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
@@ -283,8 +289,8 @@ def run(arguments: argparse.Namespace) -> int:
         PredictorFileError: A predictor cannot be read.
         OSError: The output cannot be written.
     """
-    given = read_flags(arguments, Chosen, Questions)
-    chosen, asked = given.read(Chosen), given.read(Questions)
+    given = read_flags(arguments, Chosen, QuestionFlags)
+    chosen, asked = given.read(Chosen), given.read(QuestionFlags)
     check_source(arguments)
     if chosen.skip and asked.train_share:
         raise ConfigError("--train-share stands instead of --skip, not beside it")
@@ -366,7 +372,7 @@ def _notes(
     given: Given, models: "Mapping[str, Predictor]", history: "Sequence[PastRequest]"
 ) -> list[str]:
     """Return what else must be known to read the figures."""
-    asked = given.read(Questions)
+    asked = given.read(QuestionFlags)
     notes = []
     known = f"the {len(history):,} requests that had ended before" if history else "nothing"
     notes.append(f"{_BASELINE} begins with {known}.")

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.predictors import scores
-from balanceroute.predictors.evaluation import GAINS, Gain, Judgement, Replay, Rows
+from balanceroute.predictors.evaluation import GAINS, Gain, PredictorJudgement, Replay, Rows
 
 # Wide enough for the table where there is no terminal to ask.
 _PLAIN_WIDTH = 200
@@ -31,7 +31,7 @@ def terms(replay: Replay, *, age_step: int) -> str:
 
 
 def print_judgements(
-    judgements: Mapping[str, Judgement], *, baseline: str, title: str, caption: str
+    judgements: Mapping[str, PredictorJudgement], *, baseline: str, title: str, caption: str
 ) -> None:
     """Print one row per predictor to standard output, fewer figures where the terminal is narrow."""
     console = Console()
@@ -47,7 +47,12 @@ def print_judgements(
 
 
 def _table(
-    judgements: Mapping[str, Judgement], *, baseline: str, title: str, caption: str, narrow: bool
+    judgements: Mapping[str, PredictorJudgement],
+    *,
+    baseline: str,
+    title: str,
+    caption: str,
+    narrow: bool,
 ) -> Table:
     table = Table(
         title=escape(title),
@@ -100,7 +105,7 @@ def gain_cell(gain: Gain, digits: int) -> str:
 
 
 def as_json(
-    rows: Rows, judgements: Mapping[str, Judgement], *, baseline: str
+    rows: Rows, judgements: Mapping[str, PredictorJudgement], *, baseline: str
 ) -> list[dict[str, object]]:
     """Return a row for each predictor, of JSON's types; what is undefined is null."""
     found: list[dict[str, object]] = []

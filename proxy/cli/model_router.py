@@ -28,9 +28,9 @@ from balanceroute.proxy.lab.model_choice.environment import (
 from balanceroute.proxy.lab.model_choice.training import (
     RATES,
     THRESHOLDS,
-    Judgement,
+    ChoiceJudgement,
     Trainer,
-    Window,
+    TrainingWindow,
     judge,
     write_mix,
     write_training,
@@ -131,7 +131,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     settings = read_flags(arguments, RouterTraining).read(RouterTraining)
     check_output("--out", arguments.out)
     scenario, lengths = _read(arguments)
-    windows: list[Window] = []
+    windows: list[TrainingWindow] = []
     trainer = Trainer(
         scenario,
         lengths,
@@ -142,7 +142,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     begin_s = time.perf_counter()
     with StageBar() as bar:
 
-        def progress(window: Window) -> None:
+        def progress(window: TrainingWindow) -> None:
             windows.append(window)
             bar.show("training", window.step / settings.requests)
 
@@ -176,8 +176,8 @@ def run_evaluate(arguments: argparse.Namespace) -> int:
     check_output("--json", arguments.json)
     scenario, lengths = _read(arguments)
     choices = _choices(scenario, arguments.weights)
-    rates: dict[str, dict[float, Judgement]] = {}
-    bursts: dict[str, Judgement] = {}
+    rates: dict[str, dict[float, ChoiceJudgement]] = {}
+    bursts: dict[str, ChoiceJudgement] = {}
     with StageBar() as bar:
         for place, (name, choice) in enumerate(choices.items()):
             bar.show("judging", place / len(choices))
@@ -241,8 +241,8 @@ def _choice_us(choice: "ModelChoice", scenario: Scenario) -> float:
 
 
 def _print(
-    rates: "Mapping[str, Mapping[float, Judgement]]",
-    bursts: "Mapping[str, Judgement]",
+    rates: "Mapping[str, Mapping[float, ChoiceJudgement]]",
+    bursts: "Mapping[str, ChoiceJudgement]",
     choice_us: "Mapping[str, float]",
 ) -> None:
     console = Console()

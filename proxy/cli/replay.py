@@ -34,8 +34,8 @@ from balanceroute.proxy.lab.replay.figures import STEADY_STATE
 from balanceroute.proxy.lab.replay.report import as_json, print_report, requests_as_json
 from balanceroute.proxy.lab.replay.requests import (
     BYTES_PER_TOKEN,
-    Api,
-    Lengths,
+    ReplayApi,
+    ReplayLengths,
     ReplaySettings,
     plan,
     read_exchanges,
@@ -55,9 +55,10 @@ from balanceroute.proxy.settings.setting import (
 )
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.lab.replay.driver import Progress as State
+    from balanceroute.proxy.lab.replay.driver import ReplayProgress as State
     from balanceroute.proxy.lab.replay.driver import ReplayResult
     from balanceroute.proxy.lab.replay.requests import PlannedRequest
+
 
 _DEFAULTS = ReplaySettings(target="")
 # Of the bar, over which its tokens per second are taken.
@@ -70,11 +71,11 @@ _LEAST_PACED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TargetFlags:
     """Where requests are sent, and how."""
 
     model: str | None = text(None, "its name (default: the first of /v1/models)", metavar="M")
-    api: Api = choice(_DEFAULTS.api, "endpoint", named(Api))
+    api: ReplayApi = choice(_DEFAULTS.api, "endpoint", named(ReplayApi))
     timeout: float = seconds(_DEFAULTS.timeout_s, "seconds until a whole answer must be there")
     http3: bool = flag("send over one connection of HTTP/3 (https; the extra h3)")
     api_key_file: Path | None = file("its one line is sent as a bearer token", metavar="F")
@@ -98,7 +99,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ReplayPace:
     """When requests are sent; one of them at most."""
 
     rate: float | None = number(
@@ -108,7 +109,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayedTrace:
     """What is replayed of a trace."""
 
     requests: int | None = integer(None, "replay only the first N", 1, 10**9)
@@ -116,12 +117,12 @@ class Replayed:
     max_prompt_tokens: int | None = integer(None, "cut longer prompts", 1, 10**9)
     max_output_tokens: int | None = integer(None, "cut longer answers", 1, 10**9)
     sharegpt: Path | None = file("prompts and output lengths of conversations")
-    lengths: Lengths | None = choice(
+    lengths: ReplayLengths | None = choice(
         None,
         "how engines learn how long answers are: hidden from the target (takes --emulation), "
         "max_tokens as clients set it; or as max_tokens with ignore_eos, which tells predictors "
         "the answer",
-        named(Lengths),
+        named(ReplayLengths),
         shown_default="hidden with --emulation, max-tokens without",
     )
     seed: int = integer(0, "of the prompts' words, and of limits", -(1 << 63), (1 << 63) - 1)
@@ -131,13 +132,13 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ReplayOutputs:
     """What the report says."""
 
     label: str = text("target", "what to call the target in the report", metavar="LABEL")
 
 
-SECTIONS = (Target, Pace, Replayed, Report, Goodput)
+SECTIONS = (TargetFlags, ReplayPace, ReplayedTrace, ReplayOutputs, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -153,13 +154,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     target.add_argument(
         "--target", required=True, metavar="URL", help="http://host:port or https://host:port"
     )
-    add_flags(target, Target)
+    add_flags(target, TargetFlags)
     workload = parser.add_argument_group("workload")
     add_trace_flags(workload)
-    add_flags(workload.add_mutually_exclusive_group(), Pace)
-    add_flags(workload, Replayed)
+    add_flags(workload.add_mutually_exclusive_group(), ReplayPace)
+    add_flags(workload, ReplayedTrace)
     output = parser.add_argument_group("output")
-    add_flags(output, Report, Goodput)
+    add_flags(output, ReplayOutputs, Goodput)
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument(
         "--requests-json", type=Path, metavar="OUT", help="write what happened to each request"
@@ -177,10 +178,10 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: The output cannot be written.
     """
     given = read_flags(arguments, *SECTIONS)
-    settings, label = _settings(arguments, given), given.read(Report).label
+    settings, label = _settings(arguments, given), given.read(ReplayOutputs).label
     check_output("--json", arguments.json)
     check_output("--requests-json", arguments.requests_json)
-    requests, notes = _workload(arguments, given.read(Replayed), settings)
+    requests, notes = _workload(arguments, given.read(ReplayedTrace), settings)
     groups = len({request.group for request in requests})
     settings = replace(settings, targets=given.read(Goodput).targets(groups))
     _allow_open_files()
@@ -205,7 +206,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
-    target, pace, replayed = given.read(Target), given.read(Pace), given.read(Replayed)
+    target, pace, replayed = (
+        given.read(TargetFlags),
+        given.read(ReplayPace),
+        given.read(ReplayedTrace),
+    )
     parsed = parse_target("--target", arguments.target)
     if target.http3 and not parsed.tls:
         raise ConfigError("--http3: needs a --target of https, as HTTP/3 is always encrypted")
@@ -232,10 +237,10 @@ def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
     )
 
 
-def _lengths(asked: Lengths | None, emulation: str | None) -> Lengths:
+def _lengths(asked: ReplayLengths | None, emulation: str | None) -> ReplayLengths:
     if asked is None:
-        return Lengths.MAX_TOKENS if emulation is None else Lengths.HIDDEN
-    if asked is Lengths.HIDDEN and emulation is None:
+        return ReplayLengths.MAX_TOKENS if emulation is None else ReplayLengths.HIDDEN
+    if asked is ReplayLengths.HIDDEN and emulation is None:
         raise ConfigError("--lengths hidden: needs --emulation, for who is to tell the lengths")
     return asked
 
@@ -269,7 +274,7 @@ def _is_key(text: str) -> bool:
 
 
 def _workload(
-    arguments: argparse.Namespace, replayed: Replayed, settings: ReplaySettings
+    arguments: argparse.Namespace, replayed: ReplayedTrace, settings: ReplaySettings
 ) -> "tuple[list[PlannedRequest], list[str]]":
     """Return the requests, and what the report must say about them."""
     trace = read_flagged_mix(arguments)
@@ -288,7 +293,7 @@ def _workload(
             f"Prompts are of {replayed.sharegpt.name}; lengths asked are estimates, a token for "
             f"every {BYTES_PER_TOKEN} bytes."
         )
-    if settings.lengths is Lengths.MAX_TOKENS:
+    if settings.lengths is ReplayLengths.MAX_TOKENS:
         notes.append(
             "Every request's max_tokens is the length of its answer: the target's predictors, if it "
             "has any, were told what they are to predict."
@@ -420,7 +425,7 @@ def _config(
     chosen = options(arguments) | given.values
     for name in ("json", "requests_json", "api_key_file", "tenant_keys"):
         del chosen[name]
-    sharegpt = given.read(Replayed).sharegpt
+    sharegpt = given.read(ReplayedTrace).sharegpt
     return chosen | {
         "api": settings.api.value,
         "lengths": settings.lengths.value,

@@ -8,8 +8,8 @@ from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
-from balanceroute.proxy.lab.sim.driver import Deployment
-from balanceroute.proxy.lab.sim.engines import EngineOptions, PrefillModel
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
 from balanceroute.proxy.settings.reader import Given
 from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
 from balanceroute.proxy.settings.setting import (
@@ -59,9 +59,9 @@ class EngineFlags:
     )
 
     @property
-    def options(self) -> EngineOptions:
+    def options(self) -> SimulatedEngineOptions:
         """What the flags say."""
-        return part(EngineOptions, self)
+        return part(SimulatedEngineOptions, self)
 
 
 # Keeps memory in bounds.
@@ -204,8 +204,8 @@ class Machines:
         )
 
 
-def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
-    """Return the deployment that is asked for; `deadline_s` as in `Deployment`."""
+def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment:
+    """Return the deployment that is asked for; `deadline_s` as in `SimulatedDeployment`."""
     machines, aimd = given.read(Machines), given.read(AimdOptions)
     queue_ttl_s = machines.queue_ttl_s or aimd.queue_ttl_s
     recompute = machines.recompute_us_per_token
@@ -214,7 +214,7 @@ def deployment_of(given: Given, deadline_s: float | None) -> Deployment:
     early = machines.first_token == "prefill"  # noqa: S105 - no password.
     if early and prefill is None:
         raise ConfigError("--first-token prefill: needs --prefill-servers too")
-    return Deployment(
+    return SimulatedDeployment(
         ranks=machines.ranks,
         batch_limit=machines.batch,
         step_base_ns=round(1e6 * machines.step_base_ms),

@@ -29,8 +29,8 @@ from balanceroute.proxy.cli.trace_flags import (
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.outside import is_outside, outside_name
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.lab.service_levels import Targets
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.service_levels import ServiceTargets
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, forecast_called, run_experiment
 from balanceroute.proxy.lab.sim.plots import write_plots, write_service_plots
 from balanceroute.proxy.lab.sim.recorder import groups_of
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class SimulationPace:
     """When requests come; one of them at most."""
 
     rate: float | None = number(
@@ -65,7 +65,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class SimulatedTrace:
     """What is replayed of a trace."""
 
     requests: int | None = integer(None, "replay only the first N", 1, 10**9)
@@ -106,7 +106,7 @@ class Options(PolicyOptions):
 DEPLOYMENT = (Machines, ScoreOptions, AimdOptions, EngineFlags)
 # What they say does nothing beside others as in `serve`.
 _AS_SERVED = (ScoreOptions, AimdOptions, PolicyOptions)
-SECTIONS = (Pace, Replayed, *DEPLOYMENT, Compared, Options, Goodput)
+SECTIONS = (SimulationPace, SimulatedTrace, *DEPLOYMENT, Compared, Options, Goodput)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -120,8 +120,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=run)
     workload = parser.add_argument_group("workload")
     add_trace_flags(workload)
-    add_flags(workload.add_mutually_exclusive_group(), Pace)
-    add_flags(workload, Replayed)
+    add_flags(workload.add_mutually_exclusive_group(), SimulationPace)
+    add_flags(workload, SimulatedTrace)
     add_flags(parser.add_argument_group("deployment"), *DEPLOYMENT)
     add_flags(parser.add_argument_group("policies"), Compared, Options)
     output = parser.add_argument_group("output")
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
             policies,
             options.settings,
             forecast=forecast,
-            seed=given.read(Replayed).seed,
+            seed=given.read(SimulatedTrace).seed,
             targets=targets,
             results=results,
         )
@@ -231,7 +231,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workload], int]":
-    pace, replayed = given.read(Pace), given.read(Replayed)
+    pace, replayed = given.read(SimulationPace), given.read(SimulatedTrace)
     with StageBar() as bar:
         bar.show(f"reading {trace_path(arguments)}")
         trace = read_flagged_mix(arguments)
@@ -261,14 +261,14 @@ def _workloads(arguments: argparse.Namespace, given: Given) -> "tuple[list[Workl
 
 
 def _simulate(
-    deployment: Deployment,
+    deployment: SimulatedDeployment,
     workloads: "Sequence[Workload]",
     policies: "Sequence[str]",
     settings: "PolicySettings",
     *,
     forecast: "Forecast",
     seed: int,
-    targets: Targets | None,
+    targets: ServiceTargets | None,
     results: "list[PolicyResult]",
 ) -> None:
     """Add each policy's figures to `results` when it is through, so that an interrupt keeps them."""
@@ -308,7 +308,7 @@ def _simulate(
 
 
 def _title(arguments: argparse.Namespace, given: Given, workloads: "Sequence[Workload]") -> str:
-    pace_given, machines = given.read(Pace), given.read(Machines)
+    pace_given, machines = given.read(SimulationPace), given.read(Machines)
     requests = sum(len(workload.requests) for workload in workloads)
     pace = f"rate {workloads[0].rate:g}"
     if pace_given.backlog is not None:

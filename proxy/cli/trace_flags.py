@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.predictors.past import past_requests, read_log
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.service_levels import Targets
+from balanceroute.proxy.lab.service_levels import ServiceTargets
 from balanceroute.proxy.settings.reader import add_flags
 from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import (
@@ -128,7 +128,7 @@ class Goodput:
         None, "a good request's mean time between tokens, at most", 1e-6, 1e6, metavar="S"
     )
 
-    def targets(self, groups: int) -> Targets | None:
+    def targets(self, groups: int) -> ServiceTargets | None:
         """Return the targets if figures by tenant and class are to be reported, else None.
 
         Args:
@@ -136,7 +136,7 @@ class Goodput:
         """
         if self == Goodput() and groups < 2:
             return None
-        return Targets(self.ttft_target or inf, self.tpot_target or inf)
+        return ServiceTargets(self.ttft_target or inf, self.tpot_target or inf)
 
 
 # Flags that say which requests of the past to learn from or to judge on.

@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from balanceroute.predictors import PastRequest, Predictor
-    from balanceroute.predictors.evaluation import Judgement
+    from balanceroute.predictors.evaluation import PredictorJudgement
     from balanceroute.predictors.state import Savable
+
 
 _AGE_STEP = 20
 _BASELINE = "survival"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingFlags:
     """How a predictor is trained, and checked before."""
 
     horizon: int = integer(40, "steps ahead that are predicted", 1, MAX_HORIZON, metavar="H")
@@ -66,7 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=run)
     parser.add_argument("kind", choices=registry.KINDS, help="what to train")
     add_past_flags(parser)
-    add_flags(parser.add_argument_group("training"), Training)
+    add_flags(parser.add_argument_group("training"), TrainingFlags)
     output = parser.add_argument_group("output")
     output.add_argument("--out", required=True, type=Path, metavar="FILE", help="the predictor")
 
@@ -79,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         TraceError: The trace or the log cannot be read.
         PredictorFileError: The predictor cannot be written.
     """
-    given = read_flags(arguments, Chosen, Training)
-    settings = given.read(Training)
+    given = read_flags(arguments, Chosen, TrainingFlags)
+    settings = given.read(TrainingFlags)
     check_source(arguments)
     registry.KINDS[arguments.kind].require()
     _check_out(arguments.out)
-    judged: tuple[Replay, Mapping[str, Judgement]] | None = None
+    judged: tuple[Replay, Mapping[str, PredictorJudgement]] | None = None
     with StageBar() as bar:
         bar.show(f"reading {source_of(arguments)}")
         past = read_past(arguments, given.read(Chosen)).chosen
@@ -121,7 +122,7 @@ def _check_out(path: Path) -> None:
 
 
 def _train(
-    kind: str, settings: Training, past: "Sequence[PastRequest]", bar: StageBar, words: str
+    kind: str, settings: TrainingFlags, past: "Sequence[PastRequest]", bar: StageBar, words: str
 ) -> "Savable":
     bar.show(f"{words} {kind}")
     return registry.train(
@@ -134,8 +135,8 @@ def _train(
 
 
 def _judge_held_out(
-    kind: str, settings: Training, past: "Sequence[PastRequest]", bar: StageBar
-) -> "tuple[Replay, Mapping[str, Judgement]]":
+    kind: str, settings: TrainingFlags, past: "Sequence[PastRequest]", bar: StageBar
+) -> "tuple[Replay, Mapping[str, PredictorJudgement]]":
     """Train on the first requests and judge on the last ones, as `evaluate` would."""
     cut = cut_in_time(past, 1 - settings.holdout)
     replay = Replay(cut.after, horizon_steps=settings.horizon, age_step=_AGE_STEP, from_s=cut.at_s)
@@ -180,7 +181,9 @@ def _print_facts(
     console.print(facts)
 
 
-def _print_held_out(holdout: float, replay: Replay, judgements: "Mapping[str, Judgement]") -> None:
+def _print_held_out(
+    holdout: float, replay: Replay, judgements: "Mapping[str, PredictorJudgement]"
+) -> None:
     share = 100 * holdout
     print_judgements(
         judgements,

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.lab.validate.validation import Errors, Fit, UnitResult, Validation
 
+
 # Wide enough for the table where there is no terminal to ask.
 _PLAIN_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class SampleFlags:
     """Which samples count."""
 
     min_tokens: int = integer(
@@ -64,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="RANK=FILE",
         help="which trace is a rank's; may be given more than once",
     )
-    add_flags(parser, Samples)
+    add_flags(parser, SampleFlags)
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValidationError: A file cannot be used, or the files do not fit together.
         OSError: A file cannot be read or written.
     """
-    min_tokens = read_flags(arguments, Samples).read(Samples).min_tokens
+    min_tokens = read_flags(arguments, SampleFlags).read(SampleFlags).min_tokens
     given = _given(arguments.map)
     make_plots_folder(arguments.plots)
     log = read_load_log(arguments.log)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 
-class Group(NamedTuple):
+class ServiceGroup(NamedTuple):
     """A tenant's requests of one class."""
 
     tenant: str
@@ -25,7 +25,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class ServiceTargets:
     """What a request must get to count as good.
 
     Attributes:
@@ -36,7 +36,7 @@ class Targets:
     ttft_s: float = inf
     tpot_s: float = inf
 
-    def met_by(self, outcome: "Outcome") -> bool:
+    def met_by(self, outcome: "ServiceOutcome") -> bool:
         """Return whether a request was answered in full and in time."""
         return (
             outcome.finished
@@ -47,7 +47,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ServiceOutcome:
     """What became of a request that arrived in the measured time.
 
     Attributes:
@@ -57,7 +57,7 @@ class Outcome:
         tpot_s: Mean time between its tokens; None unless it finished with two or more.
     """
 
-    group: Group
+    group: ServiceGroup
     finished: bool
     refused: bool
     ttft_s: float | None
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Service:
+class GivenService:
     """What a group got from the ranks in the measured time.
 
     Attributes:
@@ -109,21 +109,26 @@ class GroupFigures:
 
 
 _NAMES = tuple(field.name for field in fields(GroupFigures))
-ByGroup = dict[Group, GroupFigures]
+ByGroup = dict[ServiceGroup, GroupFigures]
 
 
 def figures_of(
-    outcomes: Sequence[Outcome], service: Mapping[Group, Service], targets: Targets
+    outcomes: Sequence[ServiceOutcome],
+    service: Mapping[ServiceGroup, GivenService],
+    targets: ServiceTargets,
 ) -> ByGroup:
     """Return the figures of every group, in the order of tenant and class."""
     groups = sorted({outcome.group for outcome in outcomes} | service.keys())
-    total = Service(
-        *(sum(getattr(one, field.name) for one in service.values()) for field in fields(Service))
+    total = GivenService(
+        *(
+            sum(getattr(one, field.name) for one in service.values())
+            for field in fields(GivenService)
+        )
     )
     return {
         group: _figures(
             [outcome for outcome in outcomes if outcome.group == group],
-            service.get(group, Service()),
+            service.get(group, GivenService()),
             total,
             targets,
         )
@@ -132,7 +137,10 @@ def figures_of(
 
 
 def _figures(
-    outcomes: Sequence[Outcome], service: Service, total: Service, targets: Targets
+    outcomes: Sequence[ServiceOutcome],
+    service: GivenService,
+    total: GivenService,
+    targets: ServiceTargets,
 ) -> GroupFigures:
     refused = sum(outcome.refused for outcome in outcomes)
     finished = sum(outcome.finished for outcome in outcomes)
@@ -172,7 +180,7 @@ def as_rows(figures: ByGroup) -> list[dict[str, object]]:
     ]
 
 
-def make_table(runs: Mapping[str, ByGroup], targets: Targets) -> Table:
+def make_table(runs: Mapping[str, ByGroup], targets: ServiceTargets) -> Table:
     """Return a row for each run and group."""
     table = Table(
         title=f"Tenants and classes; good: {_shown(targets)}",
@@ -205,7 +213,7 @@ def make_table(runs: Mapping[str, ByGroup], targets: Targets) -> Table:
     return table
 
 
-def _shown(targets: Targets) -> str:
+def _shown(targets: ServiceTargets) -> str:
     limits = [
         f"{name} up to {scale * limit:g} {unit}"
         for name, limit, scale, unit in (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from phases import PHASES, WEIGHTS, Setup
 
-from balanceroute.proxy.lab.replay.figures import Sample
+from balanceroute.proxy.lab.replay.figures import RequestSample
 
 DUE = 100 * WEIGHTS["gold"] / sum(WEIGHTS.values())
 """The share of `gold` by weight, in percent."""
@@ -43,7 +43,7 @@ class Run:
     """
 
     start_unix_s: float
-    samples: Mapping[str, Sequence[Sample]]
+    samples: Mapping[str, Sequence[RequestSample]]
     tokens: Sequence[Held]
     kv: Sequence[Held]
     states: Sequence[tuple[float, Mapping[str, float | None]]]
@@ -76,7 +76,7 @@ def share(held: Iterable[Held], tenant: str, window: tuple[float, float]) -> flo
     return 100 * parts[tenant] / total if total else None
 
 
-def refusal(sample: Sample) -> str | None:
+def refusal(sample: RequestSample) -> str | None:
     """Return the status of a refusal that tells when to come again; None for anything else."""
     kind = "" if sample.fault is None else sample.fault.kind
     return kind[5:] if kind in ("http 429", "http 503") and sample.retry_after else None

@@ -13,7 +13,7 @@ from balanceroute.predictors import (
     RequestFeatures,
     Survival,
 )
-from balanceroute.predictors.evaluation import Judgement, Replay, Rows, judge
+from balanceroute.predictors.evaluation import PredictorJudgement, Replay, Rows, judge
 from balanceroute.proxy.cli import evaluate
 from balanceroute.proxy.cli.evaluate import WIDTH_INCHES, write_plots
 from balanceroute.proxy.lab.pictures import DPI
@@ -23,7 +23,7 @@ NAMES = ["reliability.png", "roc.png", "mae_by_age.png"]
 
 def judged(
     outputs: list[int], models: int = 1, age_step: int = 20
-) -> tuple[Rows, dict[str, Judgement]]:
+) -> tuple[Rows, dict[str, PredictorJudgement]]:
     past = [
         PastRequest(place, place + 0.05 * output, RequestFeatures(9), output)
         for place, output in enumerate(outputs)

@@ -18,7 +18,7 @@ from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_
 from balanceroute.proxy.core.policies.within_peak import PeakRoom, Residents, WithinPeak
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -216,7 +216,7 @@ def workload(size: int = 500) -> Workload:
     return Workload(requests[size:], requests[:size], backlog=24)
 
 
-DEPLOYMENT = Deployment(
+DEPLOYMENT = SimulatedDeployment(
     2,
     24,
     step_base_ns=1_000_000,

@@ -20,7 +20,7 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
@@ -241,7 +241,7 @@ def long_outputs() -> Workload:
 
 def idle(workload: Workload, policy: str, forecast: str) -> float:
     simulation = make_simulation(
-        Deployment(4, 8),
+        SimulatedDeployment(4, 8),
         workload,
         policy,
         PolicySettings(),

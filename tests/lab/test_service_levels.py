@@ -4,28 +4,28 @@ import pytest
 from rich.console import Console
 
 from balanceroute.proxy.lab.service_levels import (
-    Group,
-    Outcome,
-    Service,
-    Targets,
+    GivenService,
+    ServiceGroup,
+    ServiceOutcome,
+    ServiceTargets,
     as_rows,
     figures_of,
     make_table,
     mean_of,
 )
 
-A, B = Group("a", 0), Group("b", -1)
+A, B = ServiceGroup("a", 0), ServiceGroup("b", -1)
 
 
 def outcome(
-    group: Group,
+    group: ServiceGroup,
     ttft_s: float | None = 1.0,
     tpot_s: float | None = 0.1,
     *,
     finished: bool = True,
     refused: bool = False,
-) -> Outcome:
-    return Outcome(group, finished, refused, ttft_s, tpot_s)
+) -> ServiceOutcome:
+    return ServiceOutcome(group, finished, refused, ttft_s, tpot_s)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def outcome(
         (outcome(A, None, None, finished=False, refused=True), False),
     ],
 )
-def test_a_good_request_is_answered_in_full_and_in_time(one: Outcome, good: bool) -> None:
-    assert Targets(2.0, 0.2).met_by(one) is good
+def test_a_good_request_is_answered_in_full_and_in_time(one: ServiceOutcome, good: bool) -> None:
+    assert ServiceTargets(2.0, 0.2).met_by(one) is good
 
 
 def test_figures_are_by_tenant_and_class() -> None:
@@ -50,8 +50,8 @@ def test_figures_are_by_tenant_and_class() -> None:
         outcome(B, None, None, finished=False, refused=True),
         outcome(B, 1.0, None, finished=False),
     ]
-    service = {A: Service(3, 30, 300.0), B: Service(1, 10, 700.0)}
-    figures = figures_of(outcomes, service, Targets(2.0))
+    service = {A: GivenService(3, 30, 300.0), B: GivenService(1, 10, 700.0)}
+    figures = figures_of(outcomes, service, ServiceTargets(2.0))
     assert list(figures) == [A, B]
     a, b = figures[A], figures[B]
     assert (a.requests, a.refused, a.unserved, a.goodput) == (2, 0, 0, 0.5)
@@ -64,17 +64,17 @@ def test_figures_are_by_tenant_and_class() -> None:
 
 
 def test_a_group_without_arrivals_has_no_goodput() -> None:
-    figures = figures_of([], {A: Service()}, Targets())
+    figures = figures_of([], {A: GivenService()}, ServiceTargets())
     assert figures[A].goodput is None
     assert figures[A].share_kv is None
 
 
 def test_means_are_over_the_runs_that_have_a_figure() -> None:
     runs = [
-        figures_of([outcome(A, ttft_s)], {A: Service(1, 1, 1.0)}, Targets(2.0))
+        figures_of([outcome(A, ttft_s)], {A: GivenService(1, 1, 1.0)}, ServiceTargets(2.0))
         for ttft_s in (1.0, 5.0)
     ]
-    runs.append(figures_of([outcome(B, None, None, finished=False)], {}, Targets()))
+    runs.append(figures_of([outcome(B, None, None, finished=False)], {}, ServiceTargets()))
     mean = mean_of(runs)
     assert list(mean) == [A, B]
     assert (mean[A].goodput, mean[A].ttft_s_p50, mean[A].requests) == (0.5, 3.0, 1.0)
@@ -84,10 +84,10 @@ def test_means_are_over_the_runs_that_have_a_figure() -> None:
 
 
 def test_the_table_names_targets_tenants_and_classes() -> None:
-    figures = figures_of([outcome(A), outcome(Group("", 0))], {}, Targets(2.0, 0.05))
+    figures = figures_of([outcome(A), outcome(ServiceGroup("", 0))], {}, ServiceTargets(2.0, 0.05))
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(make_table({"br-h": figures}, Targets(2.0, 0.05)))
+        console.print(make_table({"br-h": figures}, ServiceTargets(2.0, 0.05)))
     text = capture.get()
     assert "TTFT up to 2 s, TPOT up to 50 ms" in text
     rows = [line.split() for line in text.splitlines() if "br-h" in line]

@@ -8,8 +8,8 @@ import numpy as np
 
 from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, plan
 from balanceroute.proxy.lab.advise.report import ProxyPages
-from balanceroute.proxy.lab.audit.observation import Bound, Engines, Observation, observe
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.audit.observation import AuditedEngines, Bound, Observation, observe
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -84,7 +84,7 @@ def fleet(prefillers: int, ranks: int) -> dict[str, Any]:
 
 def test_the_planned_fleet_keeps_its_targets_and_smaller_ones_do_not(play: "Play") -> None:
     workload = load(240, 20.0)
-    deployment = Deployment(
+    deployment = SimulatedDeployment(
         ranks=1,
         batch_limit=BATCH,
         prefill=PrefillModel(1, PREFILL_NS, PREFILL_TOKEN_NS),
@@ -121,7 +121,7 @@ def looked(play: "Play", prefillers: int, ranks: int) -> tuple[Observation, Obse
         assert site.world.plane.admin is not None
         url = f"http://127.0.0.1:{site.world.plane.admin.port}"
         async with PageClient.of_flags(None, timeout_s=5.0) as pages:
-            engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, pages)
+            engines = AuditedEngines(site.fleet.prefill_urls, site.fleet.decode_urls, pages)
             proxy = ProxyPages(url, pages)
             looks = await asyncio.gather(
                 *(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.two_leg_router import TwoLegRouter
 
-from balanceroute.proxy.lab.audit.observation import Bound, Engines, Observation, observe
+from balanceroute.proxy.lab.audit.observation import AuditedEngines, Bound, Observation, observe
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.page_client import PageClient
 
@@ -67,7 +67,7 @@ def seen_with(play: "Play", policy: str | None) -> Seen:
         clients = [asyncio.create_task(keep_busy(site, rng, port)) for _ in range(IN_FLIGHT)]
         await asyncio.sleep(WARM_UP_S)
         async with PageClient.of_flags(None, timeout_s=5.0) as pages:
-            engines = Engines(site.fleet.prefill_urls, site.fleet.decode_urls, pages)
+            engines = AuditedEngines(site.fleet.prefill_urls, site.fleet.decode_urls, pages)
             before = site.fleet.stats()
             looks = await engines.watch(seconds=WATCHED_S, interval_s=0.25, progress=lambda _: None)
             after = site.fleet.stats()

@@ -12,7 +12,7 @@ from balanceroute.predictors import NoPrediction, PastRequest, Predictor, Reques
 from balanceroute.predictors.evaluation import (
     GAINS,
     Answers,
-    Judgement,
+    PredictorJudgement,
     Replay,
     Rows,
     judge,
@@ -86,7 +86,7 @@ def drawn(seed: int, count: int = 300) -> list[PastRequest]:
     return past
 
 
-def judged(past: list[PastRequest], *, learn: bool = True) -> dict[str, Judgement]:
+def judged(past: list[PastRequest], *, learn: bool = True) -> dict[str, PredictorJudgement]:
     predictors: dict[str, Predictor] = {
         "none": NoPrediction(),
         "survival": Survival(request.output_tokens for request in drawn(0)),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.predictors.exact_match import KeyTable
+from balanceroute.predictors.exact_match import KeyRecordTable
 
 
 def still(_: int) -> float:
@@ -18,7 +18,7 @@ def rows(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(values, np.int64)
 
 
-def counts(table: KeyTable, key: int, age: int, steps: int) -> list[float]:
+def counts(table: KeyRecordTable, key: int, age: int, steps: int) -> list[float]:
     row: list[float] = table.counts(rows(table.use(key)), rows(age), steps)[0].tolist()
     return row
 
@@ -48,7 +48,7 @@ def points(outputs: list[int], depth: int) -> list[float]:
 def test_outputs_count_as_points_around_them(
     outputs: list[int], depth: int, age: int, steps: int
 ) -> None:
-    table = KeyTable(capacity=4, depth=depth)
+    table = KeyRecordTable(capacity=4, depth=depth)
     for output in outputs:
         table.add(7, output, still)
     spread = points(outputs, depth)
@@ -62,7 +62,7 @@ def test_outputs_count_as_points_around_them(
 
 
 def test_many_slots_are_counted_as_each_alone() -> None:
-    table = KeyTable(capacity=100, depth=16)
+    table = KeyRecordTable(capacity=100, depth=16)
     for number in range(300):
         table.add(number % 40, 1 + number * 7 % 90, still)
         table.add(99, 1 + number * 7 % 90, still)
@@ -76,7 +76,7 @@ def test_many_slots_are_counted_as_each_alone() -> None:
 
 
 def test_a_key_whose_answers_are_always_the_same_is_trusted_to_the_token() -> None:
-    table = KeyTable(capacity=4, depth=4)
+    table = KeyRecordTable(capacity=4, depth=4)
     for _ in range(5):
         table.add(7, 100, lambda _: 0.0)
     assert counts(table, 7, 98, 3) == [4.0, 4.0, 0.0, 0.0]
@@ -84,7 +84,7 @@ def test_a_key_whose_answers_are_always_the_same_is_trusted_to_the_token() -> No
 
 
 def test_a_key_that_moves_as_all_outputs_do_is_hardly_trusted() -> None:
-    table = KeyTable(capacity=4, depth=4)
+    table = KeyRecordTable(capacity=4, depth=4)
     assert table.trust(rows(table.use(7))) == pytest.approx(1.0)
     for _ in range(3_000):
         table.add(7, 100, lambda _: 1.0)
@@ -92,7 +92,7 @@ def test_a_key_that_moves_as_all_outputs_do_is_hardly_trusted() -> None:
 
 
 def test_the_slot_of_no_key_stays_empty() -> None:
-    table = KeyTable(capacity=2, depth=8)
+    table = KeyRecordTable(capacity=2, depth=8)
     for key in range(10):
         table.add(key, 50, still)
     assert table.counts(rows(0), rows(0), 2).tolist() == [[0.0] * 3]
@@ -107,7 +107,7 @@ def test_the_slot_of_no_key_stays_empty() -> None:
 def test_the_longest_unused_key_yields(
     operations: list[tuple[bool, int, int]], capacity: int, depth: int
 ) -> None:
-    table = KeyTable(capacity=capacity, depth=depth)
+    table = KeyRecordTable(capacity=capacity, depth=depth)
     model: OrderedDict[int, list[int]] = OrderedDict()
     for adds, key, output in operations:
         if key not in model and len(model) == capacity:
@@ -137,7 +137,7 @@ def test_the_longest_unused_key_yields(
 def test_a_restored_table_goes_on_as_the_one_before(
     operations: list[tuple[int, int]], capacity: int, depth: int
 ) -> None:
-    table, restored = (KeyTable(capacity=capacity, depth=depth) for _ in range(2))
+    table, restored = (KeyRecordTable(capacity=capacity, depth=depth) for _ in range(2))
     for key, output in operations:
         table.add(key, output, still)
     restored.restore(table.records())
@@ -154,7 +154,7 @@ def test_a_restored_table_goes_on_as_the_one_before(
 
 
 def test_a_smaller_table_takes_the_latest_of_a_larger_one() -> None:
-    table, small = KeyTable(capacity=10, depth=4), KeyTable(capacity=2, depth=2)
+    table, small = KeyRecordTable(capacity=10, depth=4), KeyRecordTable(capacity=2, depth=2)
     for key in range(5):
         for output in (10, 20, 30):
             table.add(key, output + key, still)

@@ -8,9 +8,9 @@ from math import inf
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.lab.audit.observation import Bound, Verdict, judge
-from balanceroute.proxy.lab.service_levels import Targets
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.audit.observation import Bound, BoundVerdict, judge
+from balanceroute.proxy.lab.service_levels import ServiceTargets
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import Forecast, make_simulation
 from balanceroute.proxy.lab.sim.recorder import ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -99,7 +99,7 @@ def beyond(values: int, percent: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class FleetTrial:
     """What a fleet of P prefillers and G ranks does with the load.
 
     Attributes:
@@ -125,7 +125,7 @@ class Trial:
     stopped: bool = False
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> BoundVerdict:
         """What bounds it."""
         return judge(
             prefillers=self.prefillers,
@@ -160,15 +160,15 @@ class Fleets:
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: SimulatedDeployment,
         workload: Workload,
         policy: str,
         forecast: Forecast,
         *,
         seed: int,
-        tried: Callable[[Trial], None] = lambda _: None,
+        tried: Callable[[FleetTrial], None] = lambda _: None,
     ) -> None:
-        self.trials: dict[tuple[int, int], Trial] = {}
+        self.trials: dict[tuple[int, int], FleetTrial] = {}
         # Tenants are one group here.
         requests = [replace(one, tenant="", level=0) for one in workload.requests]
         self._workload = replace(workload, requests=requests)
@@ -209,7 +209,7 @@ class Fleets:
         first_ns = prefill.service_ns(longest) + transfer_ns + deployment.step_base_ns
         return Slo(first_ns / 1e9, deployment.step_base_ns / 1e9)
 
-    def trial(self, prefillers: int, ranks: int, slo: Slo = Slo()) -> Trial:
+    def trial(self, prefillers: int, ranks: int, slo: Slo = Slo()) -> FleetTrial:
         """Return what a fleet of this size does; it is stopped once it cannot meet `slo` any more."""
         known = self.trials.get((prefillers, ranks))
         if known is None:
@@ -217,7 +217,7 @@ class Fleets:
             self._tried(known)
         return known
 
-    def _try(self, prefillers: int, ranks: int, slo: Slo) -> Trial:
+    def _try(self, prefillers: int, ranks: int, slo: Slo) -> FleetTrial:
         prefill = self._deployment.prefill
         assert prefill is not None
         deployment = replace(
@@ -240,9 +240,9 @@ class Fleets:
             on_finished=look,
         )
         figures = simulation.run().metrics()
-        (group,) = watch.figures(Targets()).values()
+        (group,) = watch.figures(ServiceTargets()).values()
         computed = self._base_ns + self._token_ns * (1.0 - figures.prefix_hit_fraction)
-        return Trial(
+        return FleetTrial(
             prefillers,
             ranks,
             inf if group.ttft_s_p99 is None else group.ttft_s_p99,
@@ -257,7 +257,7 @@ class Fleets:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SizePlan:
     """The smallest fleet found, and why no role can have one less.
 
     Attributes:
@@ -265,11 +265,11 @@ class Plan:
         fewer: The fleets with one prefiller, or one rank, less; none of one where there is one only.
     """
 
-    chosen: Trial
-    fewer: Sequence[Trial]
+    chosen: FleetTrial
+    fewer: Sequence[FleetTrial]
 
 
-def plan(fleets: Fleets, slo: Slo, *, most: int) -> Plan:
+def plan(fleets: Fleets, slo: Slo, *, most: int) -> SizePlan:
     """Return a fleet that meets the targets and of which neither role can have one less.
 
     Raises:
@@ -309,7 +309,7 @@ def plan(fleets: Fleets, slo: Slo, *, most: int) -> Plan:
         if better is not None:  # More instances are not better in every case.
             prefillers, ranks = better.prefillers, better.ranks
         elif before == (prefillers, ranks):
-            return Plan(fleets.trial(prefillers, ranks, slo), trials)
+            return SizePlan(fleets.trial(prefillers, ranks, slo), trials)
 
 
 def _more(instances: int) -> int:

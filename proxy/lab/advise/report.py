@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.proxy.lab.advise.fleets import Plan, Slo, Trial
+from balanceroute.proxy.lab.advise.fleets import FleetTrial, SizePlan, Slo
 from balanceroute.proxy.lab.audit.observation import (
     MEANINGS,
     Bound,
+    BoundVerdict,
     Look,
     PageError,
     RankPage,
-    Verdict,
     Watcher,
     checked,
     metrics_url,
@@ -50,13 +50,13 @@ class Need:
 class Needs:
     """Of both roles, and what bounds the fleet now."""
 
-    verdict: Verdict
+    verdict: BoundVerdict
     prefillers: Need
     ranks: Need
 
 
 def needs(
-    verdict: Verdict,
+    verdict: BoundVerdict,
     *,
     prefillers: int,
     ranks: int,
@@ -111,7 +111,7 @@ def _need(need: Need, busy: float, word: str) -> str:
 
 
 def plan_lines(
-    plan: Plan, slo: Slo, trials: Sequence[Trial], present: Trial | None
+    plan: SizePlan, slo: Slo, trials: Sequence[FleetTrial], present: FleetTrial | None
 ) -> Iterator[str]:
     """Yield the trials by size, the advice, and why fewer do not do."""
     yield "prefillers  ranks  TTFT p99 s  TPOT p95 ms  prefill busy %  slots %  idle %  bound by"
@@ -132,7 +132,7 @@ def plan_lines(
         yield f"now: {_size(present)} {verb} the targets: {_latencies(present)}"
 
 
-def _size(one: Trial) -> str:
+def _size(one: FleetTrial) -> str:
     return f"{_count(one.prefillers, 'prefiller')} and {_count(one.ranks, 'rank')}"
 
 
@@ -140,7 +140,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def _latencies(one: Trial) -> str:
+def _latencies(one: FleetTrial) -> str:
     stopped = " when it was stopped" if one.stopped else ""
     return f"TTFT p99 {one.ttft_p99_s:.2f} s, TPOT p95 {1e3 * one.tpot_p95_s:.1f} ms{stopped}"
 
@@ -160,11 +160,11 @@ def as_json(told: Needs) -> dict[str, object]:
 
 
 def plan_as_json(
-    plan: Plan, slo: Slo, trials: Sequence[Trial], present: Trial | None
+    plan: SizePlan, slo: Slo, trials: Sequence[FleetTrial], present: FleetTrial | None
 ) -> dict[str, object]:
     """Return the plan as JSON has it."""
 
-    def row(one: Trial) -> dict[str, object]:
+    def row(one: FleetTrial) -> dict[str, object]:
         return asdict(one) | {"bound": one.verdict.bound.value, "meets": one.meets(slo)}
 
     return {

@@ -49,7 +49,7 @@ class PageError(BalanceRouteError):
     """A page that does not say what an audit needs."""
 
 
-class Sample(NamedTuple):
+class PageSample(NamedTuple):
     """One value of one series."""
 
     name: str
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lengths:
+class LengthSums:
     """A histogram of lengths since the engine's start.
 
     Attributes:
@@ -87,8 +87,8 @@ class RankPage:
     waiting: float | None = None
     kv_tokens: float | None = None
     generated: float | None = None
-    prompts: Lengths = field(default_factory=Lengths)
-    outputs: Lengths = field(default_factory=Lengths)
+    prompts: LengthSums = field(default_factory=LengthSums)
+    outputs: LengthSums = field(default_factory=LengthSums)
 
 
 def read_page(page: bytes) -> dict[str, RankPage]:
@@ -104,11 +104,11 @@ def read_page(page: bytes) -> dict[str, RankPage]:
     except ValueError as error:
         raise PageError(f"not a page of metrics: {error}") from error
     return pages_of(
-        Sample(one.name, one.labels, one.value) for family in families for one in family.samples
+        PageSample(one.name, one.labels, one.value) for family in families for one in family.samples
     )
 
 
-def pages_of(samples: Iterable[Sample]) -> dict[str, RankPage]:
+def pages_of(samples: Iterable[PageSample]) -> dict[str, RankPage]:
     """Return what samples of one engine say, by rank; "0" where they name none.
 
     Raises:
@@ -162,7 +162,7 @@ def _capacity(labels: dict[str, str]) -> float | None:
 def _take_length(told: RankPage, name: str, labels: dict[str, str], value: float) -> bool:
     for kind, family in _HISTOGRAMS.items():
         if name.startswith(family):
-            lengths: Lengths = getattr(told, kind)
+            lengths: LengthSums = getattr(told, kind)
             if name == f"{family}_bucket":
                 lengths.counts[float(labels["le"])] = value
             elif name == f"{family}_sum":
@@ -245,7 +245,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BoundVerdict:
     """What bounds a fleet, and the ratio of its roles that would not.
 
     Attributes:
@@ -259,7 +259,7 @@ class Verdict:
 
 def judge(
     *, prefillers: int, ranks: int, prefill_busy: float | None, slots_share: float, idle: float
-) -> Verdict:
+) -> BoundVerdict:
     """Return what bounds a fleet.
 
     Args:
@@ -278,7 +278,7 @@ def judge(
     wanted = None
     if prefill_busy and slots_share:
         wanted = prefillers * prefill_busy / (ranks * slots_share)
-    return Verdict(bound, wanted)
+    return BoundVerdict(bound, wanted)
 
 
 MIN_SAMPLES = 20
@@ -349,9 +349,9 @@ class Observation:
     prefill_busy: float | None
     prefill_waiting: float
     prefill_ns_per_token: float | None
-    prompts: Lengths
+    prompts: LengthSums
     longest_prompt: float
-    outputs: Lengths
+    outputs: LengthSums
 
     @property
     def slots_share(self) -> float:
@@ -359,7 +359,7 @@ class Observation:
         return self.running / (self.batch * len(self.ranks))
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> BoundVerdict:
         """What bounds it."""
         return judge(
             prefillers=self.prefillers,
@@ -501,7 +501,7 @@ def _idle_error(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float
 def _longest_prompt(
     loads: NDArray[np.float64],
     running: NDArray[np.float64],
-    outputs: Lengths,
+    outputs: LengthSums,
 ) -> float:
     """Return the most that a rank's load grew between two looks, and what the mean request holds.
 
@@ -519,18 +519,18 @@ def _step_ms(fit: Fit, peaks: NDArray[np.float64]) -> NDArray[np.float64]:
     return step_ms
 
 
-def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> Lengths:
+def _ended(looks: Sequence[Look], ranks: Sequence[str], what: str) -> LengthSums:
     """Return the lengths of what ended between the first look and the last, of some engines."""
-    result = Lengths()
+    result = LengthSums()
     pages = [{**look.prefill, **look.decode} for look in looks]
     for name in ranks:
-        told: list[Lengths] = [getattr(page[name], what) for page in pages]
+        told: list[LengthSums] = [getattr(page[name], what) for page in pages]
         for before, after in pairwise(told):
             # All begins anew with a restart, so that what a bucket lost tells it of the others, too.
             anew = after.total < before.total or any(
                 count < before.counts.get(bound, 0.0) for bound, count in after.counts.items()
             )
-            since = Lengths() if anew else before
+            since = LengthSums() if anew else before
             result.total += after.total - since.total
             for bound, count in after.counts.items():
                 more = count - since.counts.get(bound, 0.0)
@@ -575,7 +575,7 @@ class Watcher:
         raise NotImplementedError
 
 
-class Engines(Watcher):
+class AuditedEngines(Watcher):
     """The engines of a fleet.
 
     Args:

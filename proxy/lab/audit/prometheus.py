@@ -15,14 +15,15 @@ from balanceroute.proxy.lab.audit.observation import (
     METRICS,
     Look,
     PageError,
+    PageSample,
     RankPage,
-    Sample,
     pages_of,
 )
 from balanceroute.proxy.page_client import UnansweredError, root_of
 
 if TYPE_CHECKING:
     from balanceroute.proxy.page_client import PageClient
+
 
 _MAX_ANSWER_BYTES = 256 << 20
 _MOST_NAMED = 5
@@ -43,7 +44,7 @@ class _Answer(msgspec.Struct):
     error: str = ""
 
 
-class Window(NamedTuple):
+class PrometheusWindow(NamedTuple):
     """When to look: from the first second since 1970 to the last, every so many seconds."""
 
     begin_s: float
@@ -55,7 +56,7 @@ async def looks_of(
     server: str,
     prefill: Sequence[str],
     decode: Sequence[str],
-    window: Window,
+    window: PrometheusWindow,
     pages: "PageClient",
 ) -> list[Look]:
     """Return the looks that a server's samples are.
@@ -74,13 +75,13 @@ async def looks_of(
     instances = {url: _instance(url) for url in (*prefill, *decode)}
     series = await _query(server, instances.values(), window, pages)
     _check(instances, series)
-    found: dict[float, dict[str, list[Sample]]] = {}
+    found: dict[float, dict[str, list[PageSample]]] = {}
     for one in series:
         labels = one.metric
         name, instance = labels["__name__"], labels["instance"]
         for time_s, value in one.values:
             at = found.setdefault(time_s, {}).setdefault(instance, [])
-            at.append(Sample(name, labels, float(value)))
+            at.append(PageSample(name, labels, float(value)))
     looks, fault = list[Look](), None
     for time_s, told in sorted(found.items()):
         if told.keys() >= set(instances.values()):
@@ -97,7 +98,7 @@ async def looks_of(
 
 
 async def _query(
-    server: str, instances: Iterable[str], window: Window, pages: "PageClient"
+    server: str, instances: Iterable[str], window: PrometheusWindow, pages: "PageClient"
 ) -> list[_Series]:
     try:
         root = root_of(server)
@@ -150,7 +151,7 @@ def _instance(url: str) -> str:
 
 
 def _ranks(
-    urls: Sequence[str], instances: dict[str, str], told: dict[str, list[Sample]]
+    urls: Sequence[str], instances: dict[str, str], told: dict[str, list[PageSample]]
 ) -> dict[str, RankPage]:
     ranks: dict[str, RankPage] = {}
     for url in urls:

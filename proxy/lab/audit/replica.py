@@ -16,8 +16,8 @@ from math import hypot, inf
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.lab.audit.observation import Lengths, Observation
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.audit.observation import LengthSums, Observation
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import PolicyResult, forecast_called, run_experiment
 from balanceroute.proxy.lab.sim.workload import playable, split
@@ -58,7 +58,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class AuditRecovery:
     """What the policies would make of the load.
 
     Attributes:
@@ -73,7 +73,7 @@ class Recovery:
 
 
 def requests_like(
-    prompts: Lengths, outputs: Lengths, count: int, *, seed: int, longest_prompt: float = inf
+    prompts: LengthSums, outputs: LengthSums, count: int, *, seed: int, longest_prompt: float = inf
 ) -> list[TraceRequest]:
     """Draw requests with the observed lengths; prompts and outputs are drawn apart.
 
@@ -95,7 +95,7 @@ def requests_like(
     ]
 
 
-def _draw(lengths: Lengths, longest: float, count: int, rng: random.Random) -> list[int]:
+def _draw(lengths: LengthSums, longest: float, count: int, rng: random.Random) -> list[int]:
     """Draw lengths: within a bucket evenly over the logarithm, then scaled to the mean."""
     bounds = sorted(lengths.counts)
     cumulated = [lengths.counts[bound] for bound in bounds]
@@ -123,7 +123,7 @@ def recover(
     step_us_per_token: float,
     in_flight: int | None = None,
     seed: int = 0,
-) -> Recovery:
+) -> AuditRecovery:
     """Simulate the load.
 
     Args:
@@ -160,7 +160,7 @@ def recover(
     }
     base = min((results[name] for name in BASELINES), key=partial(_distance, seen))
     predictions = tuple(_predict(seen, deployment, one, base) for one in results.values())
-    return Recovery(in_flight, base.policy, predictions)
+    return AuditRecovery(in_flight, base.policy, predictions)
 
 
 def _distance(seen: Observation, one: PolicyResult) -> float:
@@ -176,10 +176,10 @@ def _in_flight(seen: Observation) -> int:
     return seen.batch * len(seen.ranks) + _UNSEEN if waits_elsewhere else told
 
 
-def _deployment(seen: Observation, base_ms: float, us_per_token: float) -> Deployment:
+def _deployment(seen: Observation, base_ms: float, us_per_token: float) -> SimulatedDeployment:
     """Return the machines as they were seen."""
     fit = seen.fit
-    return Deployment(
+    return SimulatedDeployment(
         ranks=len(seen.ranks),
         batch_limit=seen.batch,
         step_base_ns=round(1e6 * (base_ms if fit is None else fit.base_ms)),
@@ -197,7 +197,7 @@ def _prefill(seen: Observation) -> PrefillModel | None:
 
 
 def _predict(
-    seen: Observation, deployment: Deployment, one: PolicyResult, base: PolicyResult
+    seen: Observation, deployment: SimulatedDeployment, one: PolicyResult, base: PolicyResult
 ) -> Prediction:
     busier = one.mean["mean_running"] / base.mean["mean_running"]
 

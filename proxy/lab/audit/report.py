@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.lab.audit.observation import MEANINGS, Observation, Verdict
-from balanceroute.proxy.lab.audit.replica import Recovery
+from balanceroute.proxy.lab.audit.observation import MEANINGS, BoundVerdict, Observation
+from balanceroute.proxy.lab.audit.replica import AuditRecovery
 from balanceroute.proxy.lab.pictures import empty_figure, write_pictures
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Audit:
     """
 
     seen: Observation
-    verdict: Verdict
-    recovery: Recovery | None
+    verdict: BoundVerdict
+    recovery: AuditRecovery | None
     unknown: str = ""
 
     @property
@@ -175,7 +175,7 @@ def _draw_loads(panel: "Axes", seen: "Observation") -> None:
     )
 
 
-def _draw_recovery(panel: "Axes", recovery: "Recovery") -> None:
+def _draw_recovery(panel: "Axes", recovery: "AuditRecovery") -> None:
     found = sorted(recovery.predictions, key=lambda one: one.gain)
     panel.barh(
         [one.policy for one in found],

@@ -14,7 +14,6 @@ from balanceroute.proxy.lab.emulate.leases import (
     AskMetaserver,
     Await,
     EndedLease,
-    Failure,
     Hang,
     KvPeer,
     KvSource,
@@ -22,6 +21,7 @@ from balanceroute.proxy.lab.emulate.leases import (
     LeaseBook,
     LeaseEnd,
     Misread,
+    PullFailure,
     Stale,
     claim,
     metaserver_params,
@@ -127,7 +127,7 @@ class Decoder:
                 self._pull(arrival, lease)
             case Stale(engine_id, ended):
                 self._pull_stale(arrival, engine_id, ended)
-            case Failure(after_s):
+            case PullFailure(after_s):
                 self._wait(arrival, 1e9 * after_s, call.exchange.fail)
             case Await(engine_id, name):
                 self._await_prefill(arrival, engine_id, name)

@@ -6,8 +6,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.lab.emulate.answer import json_headers
-from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters, RankState
-from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.engine_metrics import EmulatedRankState, RankCounters
+from balanceroute.proxy.lab.emulate.exchange import EngineExchange
 from balanceroute.proxy.lab.emulate.faults import Faults, Frozen
 from balanceroute.proxy.lab.emulate.hub import EngineCall, Hub
 from balanceroute.proxy.lab.emulate.request import chat_text, check_model, compact, invalid
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from balanceroute.proxy.lab.emulate.decoder import Decoder
-    from balanceroute.proxy.lab.emulate.prefiller import Prefiller
+    from balanceroute.proxy.lab.emulate.prefiller import EmulatedPrefiller
     from balanceroute.proxy.lab.emulate.prefix_caches import Publisher
 
 
@@ -191,7 +191,7 @@ class Engine:
         role: EngineRole,
         hub: Hub,
         *,
-        begin: "Callable[[Engine], Prefiller | Decoder]",
+        begin: "Callable[[Engine], EmulatedPrefiller | Decoder]",
         routes: "Callable[[Engine], Application]",
     ) -> None:
         self.role = role
@@ -203,8 +203,8 @@ class Engine:
         self.bootstrap_port = 0
         self.faults = Faults()
         self.counters: list[RankCounters] = []
-        self.work: Prefiller | Decoder
-        self.exchanges: dict[Exchange, EngineCall] = {}
+        self.work: EmulatedPrefiller | Decoder
+        self.exchanges: dict[EngineExchange, EngineCall] = {}
         self.held: dict[Reply, None] = {}
         self.paused = self.asleep = False
         self.publisher: Publisher | None = None
@@ -356,24 +356,24 @@ class Engine:
             busy[call.rank] += 1
         return busy.index(min(busy))
 
-    def states(self) -> list[RankState]:
+    def states(self) -> list[EmulatedRankState]:
         """Return the present state of each rank."""
         counted = [replace(counters) for counters in self.counters]
         for exchange, call in self.exchanges.items():
             _count(exchange, counted[call.rank])
         work = self.work
         return [
-            RankState(
+            EmulatedRankState(
                 rank, work.running(i), work.waiting(i), work.arriving(i), work.usage(i), counted[i]
             )
             for i, rank in enumerate(self.role.ranks)
         ]
 
-    def add(self, exchange: Exchange, call: EngineCall) -> None:
+    def add(self, exchange: EngineExchange, call: EngineCall) -> None:
         """Register a request until it is done."""
         self.exchanges[exchange] = call
 
-    def done(self, exchange: Exchange) -> None:
+    def done(self, exchange: EngineExchange) -> None:
         """Remove and count a request that ended."""
         call = self.exchanges.pop(exchange)
         counters = self.counters[call.rank]
@@ -389,7 +389,7 @@ class Engine:
                 self._hub.lengths.handed_back(call.length_name, choice.emitted)
 
 
-def _count(exchange: Exchange, counters: RankCounters) -> None:
+def _count(exchange: EngineExchange, counters: RankCounters) -> None:
     if exchange.opened:
         counters.prompt_tokens += exchange.request.prompt_tokens
         counters.generation_tokens += sum(

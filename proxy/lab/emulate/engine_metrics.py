@@ -66,7 +66,7 @@ class RankCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
+class EmulatedRankState:
     """The present state of one rank of an engine.
 
     Attributes:
@@ -87,7 +87,7 @@ class RankState:
 
 def render_metrics(
     model: str,
-    states: Sequence[RankState],
+    states: Sequence[EmulatedRankState],
     *,
     block_tokens: int,
     kv_tokens: int | None,
@@ -101,7 +101,7 @@ def render_metrics(
         lines.append(f"# HELP vllm:{name} {words}\n# TYPE vllm:{name} {kind}")
         lines.extend(f"vllm:{name}{{{labels}}} {_number(value)}" for labels, value in samples)
 
-    def each(labels: Mapping[str, str] | None = None) -> list[tuple[str, RankState]]:
+    def each(labels: Mapping[str, str] | None = None) -> list[tuple[str, EmulatedRankState]]:
         return [(_labels(model, state.rank, labels), state) for state in states]
 
     for name, words, value in _GAUGES:

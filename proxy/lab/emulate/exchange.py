@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
+
 Cancel = Callable[[bool], None]
 """Cancels a stage of a request; the argument is whether the engine crashed."""
 
@@ -40,7 +41,7 @@ class TokenSequence:
 
     __slots__ = ("_event", "_exchange", "choice", "late", "on_drop", "on_end")
 
-    def __init__(self, exchange: "Exchange", choice: Choice) -> None:
+    def __init__(self, exchange: "EngineExchange", choice: Choice) -> None:
         self.choice = choice
         self.on_end: Callable[[TokenSequence], None] | None = None
         self.on_drop: Callable[[TokenSequence], None] | None = None
@@ -93,7 +94,7 @@ class TokenSequence:
         self.on_drop(self)
 
 
-class Exchange:
+class EngineExchange:
     """One generation request.
 
     Args:
@@ -119,8 +120,8 @@ class Exchange:
         faults: Faults,
         *,
         choices: Iterable[Choice],
-        on_done: "Callable[[Exchange], None]",
-        respond: "Callable[[Exchange, int, bytes], None]",
+        on_done: "Callable[[EngineExchange], None]",
+        respond: "Callable[[EngineExchange, int, bytes], None]",
     ) -> None:
         self.request = request
         self.reply = reply

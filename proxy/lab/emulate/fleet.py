@@ -18,10 +18,10 @@ from balanceroute.proxy.lab.emulate.faults import Faults
 from balanceroute.proxy.lab.emulate.generation import Routes
 from balanceroute.proxy.lab.emulate.hub import HttpPoster, Hub
 from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
-from balanceroute.proxy.lab.emulate.prefiller import Prefiller
+from balanceroute.proxy.lab.emulate.prefiller import EmulatedPrefiller
 from balanceroute.proxy.lab.emulate.prefix_caches import KvLog, Publish
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
-from balanceroute.proxy.lab.emulate.tokens import Lengths
+from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
 from balanceroute.topologies import CONNECTORS
 
 # The faults of each engine.
@@ -111,13 +111,13 @@ class FaultBoard:
 # "prefill/0"}
 
 
-class Fleet(Protocol):
+class ControlledFleet(Protocol):
     """What the endpoints use of the fleet; see `EmulatedFleet`."""
 
     faults: FaultBoard
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> AnswerLengths:
         """Lengths of the answers to named requests."""
         ...
 
@@ -145,7 +145,7 @@ class Fleet(Protocol):
 class FleetControl:
     """Answers requests under `/emulation`."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: ControlledFleet) -> None:
         self._fleet = fleet
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -255,7 +255,7 @@ class EmulatedFleet:
         self._rng = rng
         self._epoch_s = epoch_s
         self._poster = HttpPoster(trust)
-        self._prefillers: dict[Engine, Prefiller] = {}
+        self._prefillers: dict[Engine, EmulatedPrefiller] = {}
         self._hub: Hub
         self.faults: FaultBoard
 
@@ -314,7 +314,7 @@ class EmulatedFleet:
         return [(one.events, one.replay) for one in publishers if one is not None]
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> AnswerLengths:
         """Lengths of the answers to named requests."""
         return self._hub.lengths
 
@@ -483,12 +483,12 @@ class EmulatedFleet:
             engine.publisher = self._publish(log, engine.host, ports)
         return log
 
-    def _begin(self, engine: Engine) -> Prefiller | Decoder:
+    def _begin(self, engine: Engine) -> EmulatedPrefiller | Decoder:
         """Return the executor behind an engine's server."""
         hub = self._hub
         if engine.name.startswith("prefill/"):
             log = self._kv_log(engine) if self.settings.kv_events else None
-            prefiller = self._prefillers[engine] = Prefiller(
+            prefiller = self._prefillers[engine] = EmulatedPrefiller(
                 self.settings, engine, hub.book, engine.counters, log
             )
             return prefiller

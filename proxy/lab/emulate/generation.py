@@ -27,7 +27,7 @@ from balanceroute.proxy.lab.emulate.engine_metrics import (
     malformed_metrics,
     render_metrics,
 )
-from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.exchange import EngineExchange
 from balanceroute.proxy.lab.emulate.faults import STATUSES, send_malformed
 from balanceroute.proxy.lab.emulate.formats import ChatFormat, CompletionFormat, TokenFormat
 from balanceroute.proxy.lab.emulate.hub import EngineCall
@@ -62,7 +62,7 @@ _read_response: _Read = partial(read_generation, chat=True, clips=True)
 _KINDS = {429: "RateLimitError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
 
-class Generation:
+class EmulatedGeneration:
     """Accepts generation requests for an engine, with its faults."""
 
     def __init__(self, engine: Engine, hub: "Hub") -> None:
@@ -227,7 +227,7 @@ class Generation:
         head = AnswerHead(request_id, hub.unix_s, settings.model, engine.fingerprint, cached)
         answer_format = _format(wanted, head)
         choices = self._choices(wanted, length)
-        exchange = Exchange(
+        exchange = EngineExchange(
             wanted,
             reply,
             answer_format,
@@ -273,7 +273,7 @@ class Generation:
             for i in range(wanted.n)
         ]
 
-    def _respond(self, exchange: Exchange, status: int, body: bytes) -> None:
+    def _respond(self, exchange: EngineExchange, status: int, body: bytes) -> None:
         headers, reply = json_headers(self._hub.date()), exchange.reply
         if isinstance(reply, TranslatedReply):
             body, reply = reply.translated(status, body), reply.reply
@@ -300,7 +300,7 @@ class Routes:
     def __init__(self, engine: Engine, hub: "Hub") -> None:
         self._engine = engine
         self._hub = hub
-        generation = Generation(engine, hub)
+        generation = EmulatedGeneration(engine, hub)
         self._routes: dict[bytes, tuple[bytes, Callable[[Request, Reply], None]]] = {
             b"/v1/chat/completions": (b"POST", generation.chat),
             b"/v1/completions": (b"POST", generation.completion),

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 from uuid import UUID
 
 from balanceroute.proxy.lab.emulate.barrier import Barrier
-from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.exchange import EngineExchange
 from balanceroute.proxy.lab.emulate.leases import KvSource, LeaseBook
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.lab.emulate.tokens import Lengths
+from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.fetch import fetch
 from balanceroute.proxy.wire.messages import WireError
@@ -38,7 +38,7 @@ class EngineCall:
         session: What KV cache events call it; empty for nothing.
     """
 
-    exchange: Exchange
+    exchange: EngineExchange
     request_id: str
     suffix: str
     rank: int
@@ -151,7 +151,7 @@ class HttpPoster:
         return self._trust
 
 
-class Control(Protocol):
+class EmulationControl(Protocol):
     """The fleet, as its engines' `/emulation` endpoints use it."""
 
     def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
@@ -176,10 +176,10 @@ class Hub:
     epoch_s: float
     barrier: Barrier
     poster: HttpPoster
-    control: Control
+    control: EmulationControl
     book: LeaseBook = field(default_factory=LeaseBook)
     sources: list[KvSource] = field(default_factory=list)
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: AnswerLengths = field(default_factory=AnswerLengths)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _date: tuple[int, bytes] = (-1, b"")
 

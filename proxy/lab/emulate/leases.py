@@ -339,7 +339,7 @@ class KvSource(KvPeer, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PullFailure:
     """The decoder answers with an engine error, after a time in emulated seconds."""
 
     after_s: float = 0.0
@@ -377,7 +377,7 @@ class Hang:
     """The decoder waits for ever."""
 
 
-Claim = Lease | Failure | Stale | Await | AskMetaserver | Hang
+Claim = Lease | PullFailure | Stale | Await | AskMetaserver | Hang
 
 
 def claim(
@@ -528,14 +528,14 @@ def _claim_pull(
     address = params["remote_host"], params["remote_port"]
     source = next((known for known in sources if (known.host, known.side_port) == address), None)
     if source is None:
-        return Failure(CONNECT_TIMEOUT_S)
+        return PullFailure(CONNECT_TIMEOUT_S)
     if version is not None and source.alive and source.version != version:
         book.mixed_pairs += 1
-        return Failure()  # "NIXL compatibility hash mismatch".
+        return PullFailure()  # "NIXL compatibility hash mismatch".
     engine_id, name = str(params["remote_engine_id"]), str(params["remote_request_id"])
     lease = book.find(engine_id, name)
     if not source.alive or engine_id != source.engine_id:
-        return Failure()
+        return PullFailure()
     if lease is None or params["remote_block_ids"] != [lease.blocks]:
         return Stale(engine_id, book.ended(engine_id, name))
     return lease
@@ -548,5 +548,5 @@ def _claim_named(params: Mapping[str, Any], sources: list[KvSource]) -> Claim:
     if source is None or not source.alive or transfer is None:
         return Hang()
     if params.get("remote_engine_id") != source.engine_id:
-        return Failure()
+        return PullFailure()
     return Await(source.engine_id, str(transfer))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class PrefillJob:
+class EmulatedPrefill:
     """One prompt to compute.
 
     Attributes:
@@ -52,20 +52,20 @@ class PrefillJob:
     prompt_tokens: int
     num_blocks: int
     begin: "Callable[[], int]"
-    done: "Callable[[PrefillJob], None]"
+    done: "Callable[[EmulatedPrefill], None]"
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
 
 
-class PrefillQueue:
+class EmulatedPrefillQueue:
     """Serves prompts in order; one that waits for free blocks holds up those behind it."""
 
     def __init__(self, settings: EmulationSettings, pool: BlockPool) -> None:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._pool = pool
-        self._waiting: deque[PrefillJob] = deque()
-        self._current: PrefillJob | None = None
+        self._waiting: deque[EmulatedPrefill] = deque()
+        self._current: EmulatedPrefill | None = None
         self._timer: asyncio.TimerHandle | None = None
         pool.on_free = self._begin_next
 
@@ -79,12 +79,12 @@ class PrefillQueue:
         """Prompts that wait."""
         return len(self._waiting)
 
-    def submit(self, job: PrefillJob) -> None:
+    def submit(self, job: EmulatedPrefill) -> None:
         """Queue a prompt."""
         self._waiting.append(job)
         self._begin_next()
 
-    def cancel(self, job: PrefillJob) -> None:
+    def cancel(self, job: EmulatedPrefill) -> None:
         """Remove a prompt that is not computed yet and free its blocks."""
         if job is self._current:
             assert self._timer is not None
@@ -107,13 +107,13 @@ class PrefillQueue:
         service_ns = self._settings.prefill.service_ns(job.prompt_tokens - job.cached_tokens)
         self._timer = self._loop.call_later(self._settings.seconds(service_ns), self._finish, job)
 
-    def _finish(self, job: PrefillJob) -> None:
+    def _finish(self, job: EmulatedPrefill) -> None:
         self._current = None
         job.done(job)
         self._begin_next()
 
 
-class Prefiller:
+class EmulatedPrefiller:
     """One prefiller."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Prefiller:
         self._source = source
         self._book = book
         self._loop = asyncio.get_running_loop()
-        self._queue = PrefillQueue(settings, self.pool)
+        self._queue = EmulatedPrefillQueue(settings, self.pool)
         self._barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
 
     def running(self, rank: int) -> int:
@@ -160,7 +160,7 @@ class Prefiller:
             return
         for number, prompt in enumerate(exchange.request.prompts):
             # A copy for each choice: vLLM keeps each one's blocks for a decoder of its own.
-            job = PrefillJob(
+            job = EmulatedPrefill(
                 len(prompt.tokens),
                 self._settings.blocks(len(prompt.tokens)) * exchange.request.n,
                 partial(self._caches.compute, 0, prompt.tokens, call.session),
@@ -173,7 +173,7 @@ class Prefiller:
         """Stop the clock."""
         self._barrier.close()
 
-    def _prefilled(self, call: EngineCall, number: int, job: PrefillJob) -> None:
+    def _prefilled(self, call: EngineCall, number: int, job: EmulatedPrefill) -> None:
         exchange = call.exchange
         del exchange.stages[number]
         sequences = exchange.sequences_of(number)
@@ -187,7 +187,7 @@ class Prefiller:
             if sequence in exchange.stages and not sequence.advance():
                 self._barrier.submit(sequence, 0)
 
-    def _cancel(self, job: PrefillJob, _crashed: bool) -> None:
+    def _cancel(self, job: EmulatedPrefill, _crashed: bool) -> None:
         self._queue.cancel(job)
 
     def _drop(self, sequence: TokenSequence, blocks: list[int], _crashed: bool) -> None:

@@ -6,7 +6,7 @@ from enum import Enum
 from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.sim.engines import EngineOptions, PrefillModel
+from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
 
 _YEAR_NS = 365 * 86_400 * 10**9
 
@@ -107,7 +107,7 @@ class EmulationSettings:
     merged_outputs: float = 0.0
     frontend: Frontend = Frontend.PYTHON
     keep_alive_s: float = 5.0
-    engines: EngineOptions = field(default_factory=EngineOptions)
+    engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
 
     def __post_init__(self) -> None:
         for name, least, most in (

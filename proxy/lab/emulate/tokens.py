@@ -297,7 +297,7 @@ MAX_LENGTHS = 2_000_000
 _MAX_TOKENS = 2**31 - 1
 
 
-class Lengths:
+class AnswerLengths:
     """The lengths by request id."""
 
     def __init__(self) -> None:

@@ -103,7 +103,7 @@ def paper_scenario() -> Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SimulatedRequest:
     """What a group has to do, and since when."""
 
     number: int
@@ -113,7 +113,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SimulatedAnswer:
     """How long a request took.
 
     Attributes:
@@ -136,13 +136,13 @@ class GroupSim:
         self._steps = 0.0
         self._tokens = 0.0
         # By the step in which each ends: (step, number, request, its first token's time).
-        self._running: list[tuple[float, int, Request, float]] = []
+        self._running: list[tuple[float, int, SimulatedRequest, float]] = []
         # By the end of the prefill: (time, number, request).
-        self._prefilling: list[tuple[float, int, Request]] = []
-        self._prefilled: deque[Request] = deque()
+        self._prefilling: list[tuple[float, int, SimulatedRequest]] = []
+        self._prefilled: deque[SimulatedRequest] = deque()
         self._server_free_ms = [0.0] * model.prefill_servers
 
-    def add(self, request: Request) -> None:
+    def add(self, request: SimulatedRequest) -> None:
         """Take a request that arrives now."""
         ready_ms = self._now_ms
         if self._server_free_ms:
@@ -172,9 +172,9 @@ class GroupSim:
             ttft_ms += (ends[place] - self._steps) * self._step_ms(self._tokens)
         return tpot_ms, ttft_ms
 
-    def advance(self, to_ms: float) -> list[Answer]:
+    def advance(self, to_ms: float) -> list[SimulatedAnswer]:
         """Let time pass; return the answers that ended."""
-        answers: list[Answer] = []
+        answers: list[SimulatedAnswer] = []
         while True:
             ready_ms = self._prefilling[0][0] if self._prefilling else math.inf
             end_ms = self._now_ms + self._elapsed_ms() if self._running else math.inf
@@ -198,7 +198,7 @@ class GroupSim:
             end = self._steps + request.output_tokens
             heapq.heappush(self._running, (end, request.number, request, first_ms))
 
-    def _finish(self, now_ms: float) -> Answer:
+    def _finish(self, now_ms: float) -> SimulatedAnswer:
         end, number, request, first_ms = heapq.heappop(self._running)
         # The whole of them, this one too, have emitted a token in each step since.
         self._tokens += (end - self._steps) * (len(self._running) + 1)
@@ -209,7 +209,7 @@ class GroupSim:
         later = request.output_tokens - 1
         # The first step may have become longer since it was estimated.
         tpot_ms = max(0.0, now_ms - first_ms) / later if later else 0.0
-        return Answer(number, first_ms - request.arrived_ms, tpot_ms)
+        return SimulatedAnswer(number, first_ms - request.arrived_ms, tpot_ms)
 
     def _pass(self, to_ms: float) -> None:
         """Let time pass in which nothing starts or ends."""
@@ -240,7 +240,7 @@ class GroupSim:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class SimulatedArrival:
     """A request that is to be sent.
 
     Attributes:
@@ -264,7 +264,7 @@ class Settled:
     score: float
 
 
-class Environment:
+class TrainingEnvironment:
     """Draws requests and follows them through the groups.
 
     `step` is to be called with the group of the arrival that `reset` or the last `step` returned.
@@ -282,10 +282,10 @@ class Environment:
         self._gaps_ms: Iterator[float] = iter(())
         self._now_ms = 0.0
         self._count = 0
-        self._next: tuple[int, Request] | None = None
+        self._next: tuple[int, SimulatedRequest] | None = None
         self._sent: dict[int, tuple[int, int]] = {}
 
-    def reset(self, gaps_ms: Iterator[float]) -> Arrival:
+    def reset(self, gaps_ms: Iterator[float]) -> SimulatedArrival:
         """Begin anew with empty groups; the requests come in these gaps, of which there is one."""
         self._groups = [GroupSim(model) for model in self._scenario.groups]
         self._rate = ArrivalRate()
@@ -298,7 +298,7 @@ class Environment:
             raise ValueError("no request comes")
         return arrival
 
-    def step(self, group: int) -> tuple[Arrival | None, list[Settled]]:
+    def step(self, group: int) -> tuple[SimulatedArrival | None, list[Settled]]:
         """Send the present request; return the next one, and what ended until it came.
 
         After the last request all that are under way end.
@@ -310,7 +310,7 @@ class Environment:
         self._groups[group].add(request)
         return self._arrive()
 
-    def _arrive(self) -> tuple[Arrival | None, list[Settled]]:
+    def _arrive(self) -> tuple[SimulatedArrival | None, list[Settled]]:
         gap_ms = next(self._gaps_ms, None)
         self._now_ms += float("inf") if gap_ms is None else gap_ms
         settled = [
@@ -323,14 +323,14 @@ class Environment:
             return None, settled
         prompt, output = self._lengths[int(self._random.integers(len(self._lengths)))]
         task = int(self._random.integers(len(self._scenario.tasks)))
-        self._next = (task, Request(self._count, self._now_ms, prompt, output))
+        self._next = (task, SimulatedRequest(self._count, self._now_ms, prompt, output))
         self._count += 1
         outlooks = tuple(
             Outlook(self._scenario.targets.share_used(*group.outlook(prompt)))
             for group in self._groups
         )
         rate = self._rate.observe(self._now_ms)
-        return Arrival(self._count - 1, task, rate, outlooks), settled
+        return SimulatedArrival(self._count - 1, task, rate, outlooks), settled
 
     def _worth(self, number: int, tpot_ms: float, ttft_ms: float) -> float:
         task, group = self._sent.pop(number)

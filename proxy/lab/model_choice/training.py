@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.lab.model_choice.environment import Arrival, Environment, Scenario, bursty
+from balanceroute.proxy.lab.model_choice.environment import (
+    Scenario,
+    SimulatedArrival,
+    TrainingEnvironment,
+    bursty,
+)
 from balanceroute.proxy.lab.pictures import SOFT, empty_figure, write_pictures
 from balanceroute.proxy.model_choice import (
     WINDOW,
@@ -48,7 +53,7 @@ _WINDOW_WORTH = 0.03  # Of a window that is kept, beside the worth of its answer
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TrainingWindow:
     """What the training got in a part of it.
 
     Attributes:
@@ -102,7 +107,7 @@ class Trainer:
         self._scenario = scenario
         self._steps = steps
         self._random = np.random.default_rng(seed)
-        self._environment = Environment(scenario, lengths, self._random)
+        self._environment = TrainingEnvironment(scenario, lengths, self._random)
         groups, tasks = len(scenario.groups), len(scenario.tasks)
         self._aim = None if window_mean is None else WindowAim(window_mean, scenario.scores)
         self._recent: Recent | None = None
@@ -115,7 +120,7 @@ class Trainer:
         self._updates = 0
 
     def train(
-        self, progress: Callable[[Window], None] = lambda window: None, windows: int = 40
+        self, progress: Callable[[TrainingWindow], None] = lambda window: None, windows: int = 40
     ) -> DoubleDqn:
         """Train, and report after each of some parts of the whole."""
         size = max(1, self._steps // windows)
@@ -128,14 +133,14 @@ class Trainer:
                 rewards.append(reward)
                 if self._done % size == 0:
                     shares = tuple(float(one) for one in counts / counts.sum())
-                    progress(Window(self._done, float(np.mean(rewards)), shares))
+                    progress(TrainingWindow(self._done, float(np.mean(rewards)), shares))
                     rewards, counts = [], np.zeros_like(counts)
         groups, tasks = len(self._scenario.groups), len(self._scenario.tasks)
         return DoubleDqn(self._network, groups=groups, tasks=tasks, aim=self._aim)
 
     def _episode(self, requests: int) -> Iterator[tuple[int, float]]:
         """Yield for each request the group that it was sent to, and its worth."""
-        arrival: Arrival | None = self._environment.reset(bursty(requests, self._random))
+        arrival: SimulatedArrival | None = self._environment.reset(bursty(requests, self._random))
         assert arrival is not None
         self._recent = None if self._aim is None else Recent(self._aim)
         seen = self._seen(arrival)
@@ -159,7 +164,7 @@ class Trainer:
                 self._update()
             yield action, worth
 
-    def _seen(self, arrival: Arrival) -> Floats:
+    def _seen(self, arrival: SimulatedArrival) -> Floats:
         tasks = len(self._scenario.tasks)
         return state(arrival.task, tasks, arrival.rate_per_s, arrival.outlooks, self._recent)
 
@@ -195,7 +200,7 @@ THRESHOLDS = (1.0, 0.99, 0.98, 0.96, 0.94)
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ChoiceJudgement:
     """How one choice did.
 
     Attributes:
@@ -233,10 +238,10 @@ def judge(
     choice: ModelChoice,
     gaps_ms: Iterator[float],
     seed: int,
-) -> Judgement:
+) -> ChoiceJudgement:
     """Let a choice route requests; the same seed draws the same requests for each choice."""
-    environment = Environment(scenario, lengths, np.random.default_rng(seed))
-    arrival: Arrival | None = environment.reset(gaps_ms)
+    environment = TrainingEnvironment(scenario, lengths, np.random.default_rng(seed))
+    arrival: SimulatedArrival | None = environment.reset(gaps_ms)
     scores: dict[int, float] = {}
     groups: list[int] = []
     tasks: list[int] = []
@@ -246,7 +251,7 @@ def judge(
         arrival, settled = environment.step(groups[-1])
         scores.update((end.number, end.score) for end in settled)
     ordered = tuple(scores[number] for number in range(len(groups)))
-    return Judgement(ordered, tuple(groups), tuple(tasks))
+    return ChoiceJudgement(ordered, tuple(groups), tuple(tasks))
 
 
 # Pictures of a training, and of what a choice sends where.
@@ -260,7 +265,9 @@ def _colour(place: int) -> str:
     return _COLOURS[place % len(_COLOURS)]
 
 
-def write_training(scenario: Scenario, windows: Sequence[Window], directory: Path) -> list[Path]:
+def write_training(
+    scenario: Scenario, windows: Sequence[TrainingWindow], directory: Path
+) -> list[Path]:
     """Write `training.png`: the reward and the groups' shares over the requests.
 
     Raises:
@@ -284,7 +291,7 @@ def write_training(scenario: Scenario, windows: Sequence[Window], directory: Pat
 
 
 def write_mix(
-    scenario: Scenario, judgements: Mapping[float, Judgement], title: str, directory: Path
+    scenario: Scenario, judgements: Mapping[float, ChoiceJudgement], title: str, directory: Path
 ) -> list[Path]:
     """Write `mix.png`: which group answers, by rate, for all tasks and for each.
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.lab.replay.exchange import (
-    Exchange,
-    Target,
+    ReplayExchange,
+    ReplayTarget,
     TargetError,
     call_json,
     first_model,
@@ -24,20 +24,20 @@ from balanceroute.proxy.lab.replay.exchange import (
 from balanceroute.proxy.lab.replay.figures import (
     STEADY_STATE,
     UNREAD_FLEET,
-    Fault,
     FaultCount,
-    Recorder,
+    ReplayFault,
     ReplayFigures,
-    Sample,
+    ReplayRecorder,
+    RequestSample,
     count_faults,
     group_figures,
     shown,
 )
 from balanceroute.proxy.lab.replay.requests import (
-    BodyQueue,
-    Lengths,
     PlannedRequest,
     PromptBuilder,
+    ReplayBodies,
+    ReplayLengths,
     ReplaySettings,
     check,
     due_s,
@@ -139,7 +139,7 @@ _PROGRESS_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ReplayProgress:
     """The progress of a replay.
 
     Attributes:
@@ -175,7 +175,7 @@ class ReplayResult:
     figures: ReplayFigures
     fleet: FleetFigures | None
     faults: Sequence[FaultCount]
-    samples: Sequence[Sample]
+    samples: Sequence[RequestSample]
     start_ns: int
     interrupted: bool
     groups: ByGroup = field(default_factory=dict)
@@ -185,7 +185,7 @@ async def replay(
     settings: ReplaySettings,
     requests: Sequence[PlannedRequest],
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[ReplayProgress], None] | None = None,
     stop: asyncio.Event | None = None,
     clock_ns: Callable[[], int] | None = None,
 ) -> ReplayResult:
@@ -205,7 +205,7 @@ async def replay(
         WireError: The target or the fleet does not answer at the start.
     """
     assert requests, "nothing to replay"
-    assert settings.emulation is not None or settings.lengths is not Lengths.HIDDEN
+    assert settings.emulation is not None or settings.lengths is not ReplayLengths.HIDDEN
     target = parse_target("--target", settings.target)
     check(requests, settings.tenant_keys)
     fleet_client = None if settings.emulation is None else FleetClient(settings.emulation)
@@ -216,7 +216,7 @@ async def replay(
         try:
             if fleet_client is not None:
                 await fleet_client.reset()
-                if settings.lengths is Lengths.HIDDEN:
+                if settings.lengths is ReplayLengths.HIDDEN:
                     await fleet_client.send_lengths(
                         {
                             request.name(settings.request_ids): request.output_tokens
@@ -247,7 +247,7 @@ class _Run:
         settings: ReplaySettings,
         requests: Sequence[PlannedRequest],
         *,
-        target: Target,
+        target: ReplayTarget,
         endpoint: Caller,
         headers: Headers,
         model: str,
@@ -265,8 +265,8 @@ class _Run:
         ]
         self._model = model
         self._loop = loop
-        self._recorder = Recorder(len(requests))
-        self._bodies = BodyQueue(
+        self._recorder = ReplayRecorder(len(requests))
+        self._bodies = ReplayBodies(
             requests,
             PromptBuilder(settings.seed),
             api=settings.api,
@@ -275,7 +275,7 @@ class _Run:
             request_ids=settings.request_ids,
             loop=loop,
         )
-        self._running: dict[int, Exchange] = {}
+        self._running: dict[int, ReplayExchange] = {}
         self._clock_ns = clock_ns or (lambda: round(1e9 * loop.time()))
         self._start_s, self._start_ns = loop.time(), self._clock_ns()
         # Since the start.
@@ -289,7 +289,7 @@ class _Run:
     async def complete(
         self,
         fleet_client: FleetClient | None,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[ReplayProgress], None] | None,
         stop: asyncio.Event,
     ) -> ReplayResult:
         """Send everything and wait for its end, or for `stop`."""
@@ -377,7 +377,7 @@ class _Run:
         request = self._requests[place]
         body = self._bodies.take()
         sample = self._recorder.sent(request, due_ns, self._clock_ns())
-        exchange = Exchange(
+        exchange = ReplayExchange(
             sample,
             self._recorder,
             self._loop,
@@ -424,7 +424,7 @@ class _Run:
 
     async def _watch_fleet(
         self, fleet_client: FleetClient | None
-    ) -> tuple[FleetFigures | None, Sequence[Fault]]:
+    ) -> tuple[FleetFigures | None, Sequence[ReplayFault]]:
         """Return the emulated fleet's figures of the window, or of the whole run without one."""
         if fleet_client is None:
             return None, ()
@@ -434,16 +434,16 @@ class _Run:
             await self._closed
             return await fleet_client.read(), ()
         except BalanceRouteError as error:
-            return None, (Fault(UNREAD_FLEET, shown(str(error))),)
+            return None, (ReplayFault(UNREAD_FLEET, shown(str(error))),)
 
-    async def _report(self, progress: Callable[[Progress], None] | None) -> None:
+    async def _report(self, progress: Callable[[ReplayProgress], None] | None) -> None:
         while progress is not None:
             progress(self._progress())
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> ReplayProgress:
         recorder = self._recorder
-        return Progress(
+        return ReplayProgress(
             total=len(self._requests),
             ended=recorder.ended,
             running=recorder.running,

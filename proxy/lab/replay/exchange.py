@@ -13,9 +13,9 @@ from balanceroute.proxy.lab.replay.figures import (
     MALFORMED_EVENT,
     SHORT_STREAM,
     TIMEOUT,
-    Fault,
-    Recorder,
-    Sample,
+    ReplayFault,
+    ReplayRecorder,
+    RequestSample,
     error_message,
     from_status,
     from_wire,
@@ -70,7 +70,7 @@ class AnswerReader:
     )
 
     def __init__(self) -> None:
-        self.fault: Fault | None = None
+        self.fault: ReplayFault | None = None
         self.prompt_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.finish_reason: str | None = None
@@ -91,7 +91,7 @@ class AnswerReader:
                 tokens += self._read(event)
         return tokens
 
-    def end(self) -> Fault | None:
+    def end(self) -> ReplayFault | None:
         """Note the end of the stream; return why the answer failed, None if it is complete."""
         parts = {"a finish_reason": self.finish_reason is not None, "[DONE]": self._done}
         missing = [part for part, came in parts.items() if not came]
@@ -175,7 +175,7 @@ class AnswerReader:
     def _fail(self, kind: str, message: str) -> None:
         # The first failure is the cause of those that follow.
         if self.fault is None:
-            self.fault = Fault(kind, shown(message))
+            self.fault = ReplayFault(kind, shown(message))
 
 
 def _plainly_a_token(event: bytes) -> bool:
@@ -211,7 +211,7 @@ def _has_output(choice: dict[str, object]) -> bool:
 _ERROR_BYTES = 4096
 
 
-class Exchange:
+class ReplayExchange:
     """One request in flight; the connection calls `on_head`, `on_data`, and `on_end` or `on_error`.
 
     Args:
@@ -239,8 +239,8 @@ class Exchange:
 
     def __init__(
         self,
-        sample: Sample,
-        recorder: Recorder,
+        sample: RequestSample,
+        recorder: ReplayRecorder,
         loop: asyncio.AbstractEventLoop,
         *,
         clock_ns: Callable[[], int],
@@ -330,10 +330,10 @@ class Exchange:
     def _time_out(self) -> None:
         self._call.abort()
         events = self.sample.events
-        fault = Fault(TIMEOUT, f"no whole answer in time, {events} token events so far")
+        fault = ReplayFault(TIMEOUT, f"no whole answer in time, {events} token events so far")
         self._fail(self._answer.fault or fault)
 
-    def _fail(self, fault: Fault) -> None:
+    def _fail(self, fault: ReplayFault) -> None:
         self._timer.cancel()
         self._recorder.fail(self.sample, self._clock_ns(), fault)
         self._on_over()
@@ -350,7 +350,7 @@ class TargetError(BalanceRouteError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ReplayTarget:
     """An HTTP server.
 
     Attributes:
@@ -388,7 +388,7 @@ class Target:
         return f"{self.prefix}{path}".encode()
 
 
-def parse_target(flag: str, url: str) -> Target:
+def parse_target(flag: str, url: str) -> ReplayTarget:
     """Parse a URL; a final `/v1` is removed, since the paths of the API begin with it.
 
     Args:
@@ -410,7 +410,7 @@ def parse_target(flag: str, url: str) -> Target:
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError(f"{flag}: {url!r} has characters that a URL cannot hold")
     tls = parts.scheme == "https"
-    return Target(
+    return ReplayTarget(
         url=url,
         host=parts.hostname,
         port=port or (443 if tls else 80),
@@ -421,7 +421,7 @@ def parse_target(flag: str, url: str) -> Target:
 
 async def call_json(
     endpoint: Caller,
-    target: Target,
+    target: ReplayTarget,
     method: str,
     path: str,
     headers: Headers,
@@ -453,7 +453,7 @@ async def call_json(
     return value
 
 
-async def first_model(endpoint: Caller, target: Target, headers: Headers) -> str:
+async def first_model(endpoint: Caller, target: ReplayTarget, headers: Headers) -> str:
     """Return the name of the first model that the target serves.
 
     Raises:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.proxy.lab.service_levels import (
     ByGroup,
-    Group,
-    Outcome,
-    Service,
-    Targets,
+    GivenService,
+    ServiceGroup,
+    ServiceOutcome,
+    ServiceTargets,
     figures_of,
 )
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -44,7 +44,7 @@ _KINDS = {
 _SHOWN_CHARACTERS = 200
 
 
-class Fault(NamedTuple):
+class ReplayFault(NamedTuple):
     """One failure."""
 
     kind: str
@@ -59,7 +59,7 @@ class FaultCount(NamedTuple):
     example: str
 
 
-def count_faults(faults: Iterable[Fault]) -> list[FaultCount]:
+def count_faults(faults: Iterable[ReplayFault]) -> list[FaultCount]:
     """Return the kinds of failure, the most frequent first."""
     examples: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -69,18 +69,18 @@ def count_faults(faults: Iterable[Fault]) -> list[FaultCount]:
     return [FaultCount(kind, count, examples[kind]) for kind, count in counts.most_common()]
 
 
-def from_wire(error: WireError) -> Fault:
+def from_wire(error: WireError) -> ReplayFault:
     """Return the failure for an error of the connection."""
-    return Fault(_KINDS[error.kind], shown(str(error)))
+    return ReplayFault(_KINDS[error.kind], shown(str(error)))
 
 
-def from_status(status: int, body: bytes) -> Fault:
+def from_status(status: int, body: bytes) -> ReplayFault:
     """Return the failure for a status other than 200, with the message of its body."""
     text = body.decode(errors="replace")
     # A server between the two may not answer in JSON.
     with suppress(ValueError, RecursionError):
         text = error_message(json.loads(text)) or text
-    return Fault(f"http {status}", shown(text))
+    return ReplayFault(f"http {status}", shown(text))
 
 
 def error_message(chunk: object) -> str | None:
@@ -102,7 +102,7 @@ def shown(text: str) -> str:
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestSample:
     """What happened to one request; times are of the replay's clock.
 
     Attributes:
@@ -130,7 +130,7 @@ class Sample:
     window_events: int = 0
     prompt_tokens: int | None = None
     output_tokens: int = 0
-    fault: Fault | None = None
+    fault: ReplayFault | None = None
     retry_after: str | None = None
     cancelled: bool = False
 
@@ -187,7 +187,7 @@ class Measured:
 
     duration_ns: int
     sent: int
-    ended: Sequence[Sample]
+    ended: Sequence[RequestSample]
     ttft_ns: NDArray[np.int64]
     ttst_ns: NDArray[np.int64]
     gaps_ns: NDArray[np.int64]
@@ -258,7 +258,7 @@ class ReplayFigures:
 
 
 def derive(
-    samples: Sequence[Sample],
+    samples: Sequence[RequestSample],
     *,
     whole: Measured,
     window: Measured | None,
@@ -346,12 +346,16 @@ _REFUSALS = frozenset({"http 429", "http 503"})
 
 
 def group_figures(
-    samples: "Sequence[Sample]", span_ns: tuple[int, int], targets: Targets, *, time_scale: float
+    samples: "Sequence[RequestSample]",
+    span_ns: tuple[int, int],
+    targets: ServiceTargets,
+    *,
+    time_scale: float,
 ) -> ByGroup:
     """Return the figures of every tenant and class over a span of the samples' clock."""
     begin_ns, end_ns = span_ns
     outcomes = [_outcome(one, time_scale) for one in samples if begin_ns <= one.sent_ns <= end_ns]
-    service: defaultdict[Group, Service] = defaultdict(Service)
+    service: defaultdict[ServiceGroup, GivenService] = defaultdict(GivenService)
     for sample in samples:
         total = service[sample.request.group]
         if sample.finished and begin_ns <= (sample.end_ns or 0) <= end_ns:
@@ -361,11 +365,11 @@ def group_figures(
     return figures_of(outcomes, service, targets)
 
 
-def _outcome(sample: "Sample", time_scale: float) -> Outcome:
+def _outcome(sample: "RequestSample", time_scale: float) -> ServiceOutcome:
     def seconds(time_ns: float | None) -> float | None:
         return None if time_ns is None else time_ns * time_scale / 1e9
 
-    return Outcome(
+    return ServiceOutcome(
         sample.request.group,
         sample.finished,
         sample.fault is not None and sample.fault.kind in _REFUSALS,
@@ -374,7 +378,7 @@ def _outcome(sample: "Sample", time_scale: float) -> Outcome:
     )
 
 
-def _add(total: Service, sample: "Sample", begin_ns: int, end_ns: int) -> None:
+def _add(total: GivenService, sample: "RequestSample", begin_ns: int, end_ns: int) -> None:
     """Add the tokens that a request had in the span, as if they had come evenly."""
     prompt = sample.prompt_tokens or sample.request.prompt_tokens
     output = sample.tokens_of(sample.events)
@@ -416,7 +420,7 @@ class _Mark(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recorder:
+class ReplayRecorder:
     """Collects the samples of one run.
 
     Times must not decrease from call to call: the window is then a slice of every list of samples.
@@ -430,12 +434,12 @@ class Recorder:
     """
 
     num_requests: int
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[RequestSample] = field(default_factory=list)
     events: int = 0
     errors: int = 0
     opened: _Mark | None = None
     closed: _Mark | None = None
-    _ended: list[Sample] = field(default_factory=list)
+    _ended: list[RequestSample] = field(default_factory=list)
     _last_end_ns: int = 0
     _ttft_ns: "array[int]" = field(default_factory=lambda: array("q"))
     _ttst_ns: "array[int]" = field(default_factory=lambda: array("q"))
@@ -451,9 +455,9 @@ class Recorder:
         """Return how many requests have been sent and not ended."""
         return len(self.samples) - len(self._ended)
 
-    def sent(self, request: PlannedRequest, due_ns: int, now_ns: int) -> Sample:
+    def sent(self, request: PlannedRequest, due_ns: int, now_ns: int) -> RequestSample:
         """Note that a request is sent; the last one closes the window."""
-        sample = Sample(request, due_ns, now_ns)
+        sample = RequestSample(request, due_ns, now_ns)
         self.samples.append(sample)
         if len(self.samples) == self.num_requests:
             self.close(now_ns)
@@ -464,7 +468,7 @@ class Recorder:
         if self.closed is None:
             self.closed = self._mark(now_ns)
 
-    def tokens(self, sample: Sample, count: int, now_ns: int) -> None:
+    def tokens(self, sample: RequestSample, count: int, now_ns: int) -> None:
         """Note that `count` token events of a request arrived together."""
         if sample.events:
             self._gaps_ns.append(now_ns - sample.last_ns)
@@ -484,7 +488,7 @@ class Recorder:
 
     def finish(
         self,
-        sample: Sample,
+        sample: RequestSample,
         now_ns: int,
         *,
         prompt_tokens: int | None = None,
@@ -495,13 +499,13 @@ class Recorder:
         sample.output_tokens = sample.events if completion_tokens is None else completion_tokens
         self._end(sample, now_ns)
 
-    def fail(self, sample: Sample, now_ns: int, fault: Fault) -> None:
+    def fail(self, sample: RequestSample, now_ns: int, fault: ReplayFault) -> None:
         """Note that a request failed."""
         sample.fault = fault
         self.errors += 1
         self._end(sample, now_ns)
 
-    def cancel(self, sample: Sample, now_ns: int) -> None:
+    def cancel(self, sample: RequestSample, now_ns: int) -> None:
         """Note that the replay cancelled a request."""
         sample.cancelled = True
         self._end(sample, now_ns)
@@ -539,7 +543,7 @@ class Recorder:
             tokens=tokens,
         )
 
-    def _end(self, sample: Sample, now_ns: int) -> None:
+    def _end(self, sample: RequestSample, now_ns: int) -> None:
         assert sample.end_ns is None, f"request {sample.request.number} ended twice"
         sample.end_ns = self._last_end_ns = now_ns
         self._ended.append(sample)

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.proxy.lab.replay.driver import ReplayResult
-from balanceroute.proxy.lab.replay.figures import STEADY_STATE, FaultCount, Sample
-from balanceroute.proxy.lab.service_levels import Targets, as_rows
+from balanceroute.proxy.lab.replay.figures import STEADY_STATE, FaultCount, RequestSample
+from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows
 from balanceroute.proxy.lab.service_levels import make_table as make_groups_table
 
 # Wide enough for the tables, for output that is no terminal.
@@ -45,7 +45,7 @@ def print_report(
     *,
     title: str,
     notes: Sequence[str],
-    targets: Targets | None = None,
+    targets: ServiceTargets | None = None,
 ) -> None:
     """Print the figures to standard output, and the kinds of failure if there are any.
 
@@ -140,7 +140,7 @@ def _remarks(result: ReplayResult) -> list[str]:
     return remarks
 
 
-def _row(sample: Sample, start_ns: int, time_scale: float) -> dict[str, object]:
+def _row(sample: RequestSample, start_ns: int, time_scale: float) -> dict[str, object]:
     def seconds(time_ns: float | None) -> float | None:
         return None if time_ns is None else round(time_ns * time_scale / 1e9, 9)
 

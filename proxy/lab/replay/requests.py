@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.service_levels import Group, Targets
+from balanceroute.proxy.lab.service_levels import ServiceGroup, ServiceTargets
 from balanceroute.traces import TraceRequest
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class PlannedRequest:
     session: str = ""
 
     @property
-    def group(self) -> Group:
+    def group(self) -> ServiceGroup:
         """Return its tenant and class."""
-        return Group(self.tenant, self.level)
+        return ServiceGroup(self.tenant, self.level)
 
     def name(self, prefix: str) -> str:
         """Return its id, under a prefix of the replay."""
@@ -125,7 +125,7 @@ def _capped(tokens: int, limit: int | None) -> int:
 # The body of a replayed request, which asks for a streamed answer.
 
 
-class Api(Enum):
+class ReplayApi(Enum):
     """Which of the endpoints the requests go to."""
 
     CHAT = "chat"
@@ -136,11 +136,11 @@ class Api(Enum):
     @property
     def path(self) -> str:
         """Return the endpoint's path."""
-        return "/v1/chat/completions" if self is Api.CHAT else f"/v1/{self.value}"
+        return "/v1/chat/completions" if self is ReplayApi.CHAT else f"/v1/{self.value}"
 
 
 def request_body(
-    api: Api,
+    api: ReplayApi,
     *,
     model: str,
     prompt: str,
@@ -160,21 +160,21 @@ def request_body(
     """
     given: object = [{"role": "user", "content": prompt}]
     name, limit = "messages", "max_tokens"
-    if api is Api.COMPLETIONS:
+    if api is ReplayApi.COMPLETIONS:
         name, given = "prompt", prompt
-    elif api is Api.RESPONSES:
+    elif api is ReplayApi.RESPONSES:
         name, given, limit = "input", prompt, "max_output_tokens"
     body: dict[str, object] = {"model": model, name: given}
     if max_tokens is not None:
         body[limit] = max_tokens
     body["temperature"] = 0
     # Messages have neither.
-    if ignore_eos and api is not Api.MESSAGES:
+    if ignore_eos and api is not ReplayApi.MESSAGES:
         body["ignore_eos"] = True
-    if request_id is not None and api is not Api.MESSAGES:
+    if request_id is not None and api is not ReplayApi.MESSAGES:
         body["request_id"] = request_id
     body["stream"] = True
-    if api in (Api.CHAT, Api.COMPLETIONS):
+    if api in (ReplayApi.CHAT, ReplayApi.COMPLETIONS):
         body["stream_options"] = {"include_usage": True}
     return json.dumps(body, separators=(",", ":")).encode()
 
@@ -182,7 +182,7 @@ def request_body(
 # The settings of a replay.
 
 
-class Lengths(Enum):
+class ReplayLengths(Enum):
     """How the engines get the length of an answer.
 
     HIDDEN: Emulated engines get it separately from the requests, so that a proxy between them and
@@ -222,7 +222,7 @@ class ReplaySettings:
 
     target: str
     model: str | None = None
-    api: Api = Api.COMPLETIONS
+    api: ReplayApi = ReplayApi.COMPLETIONS
     rate: float = 1.0
     concurrency: int | None = None
     time_scale: float = 1.0
@@ -232,10 +232,10 @@ class ReplaySettings:
     seed: int = 0
     request_ids: str = "replay"
     emulation: str | None = None
-    lengths: Lengths = Lengths.MAX_TOKENS
+    lengths: ReplayLengths = ReplayLengths.MAX_TOKENS
     drain: bool = True
     http3: bool = False
-    targets: Targets | None = None
+    targets: ServiceTargets | None = None
 
 
 # Prompts of a recorded length, the same for the same seed wherever and whenever they are built.
@@ -308,7 +308,7 @@ MAX_BODIES = 64
 MAX_BYTES = 32 << 20
 
 
-class BodyQueue:
+class ReplayBodies:
     """Bodies in the order of the requests.
 
     They are built one at a time, each in an iteration of the loop.
@@ -319,9 +319,9 @@ class BodyQueue:
         requests: Sequence[PlannedRequest],
         prompts: PromptBuilder,
         *,
-        api: Api,
+        api: ReplayApi,
         model: str,
-        lengths: Lengths,
+        lengths: ReplayLengths,
         request_ids: str,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -329,7 +329,7 @@ class BodyQueue:
         self._prompts = prompts
         self._api = api
         self._model = model
-        self._hidden = lengths is Lengths.HIDDEN
+        self._hidden = lengths is ReplayLengths.HIDDEN
         self._request_ids = request_ids
         self._loop = loop
         self._ready: deque[bytes] = deque()
@@ -442,7 +442,9 @@ _CLIENTS = [limit for limit, share in SHARES.items() for _ in range(share)]
 _LARGEST = max(limit for limit in SHARES if limit is not None)
 
 
-def with_limits(requests: Iterable[PlannedRequest], *, seed: int, api: Api) -> list[PlannedRequest]:
+def with_limits(
+    requests: Iterable[PlannedRequest], *, seed: int, api: ReplayApi
+) -> list[PlannedRequest]:
     """Give every request the limit of some client.
 
     Args:
@@ -468,10 +470,10 @@ def as_sent(requests: Iterable[PlannedRequest]) -> list[TraceRequest]:
     ]
 
 
-def _limit(seed: int, number: int, api: Api) -> int | None:
+def _limit(seed: int, number: int, api: ReplayApi) -> int | None:
     digest = hashlib.blake2b(f"{seed}/limit/{number}".encode(), digest_size=8).digest()
     limit = _CLIENTS[int.from_bytes(digest, "little") % len(_CLIENTS)]
-    if limit is None and api in (Api.COMPLETIONS, Api.MESSAGES):
+    if limit is None and api in (ReplayApi.COMPLETIONS, ReplayApi.MESSAGES):
         return _LARGEST
     return limit
 
@@ -487,7 +489,7 @@ def _limit(seed: int, number: int, api: Api) -> int | None:
 BYTES_PER_TOKEN = 4
 
 
-class Exchange(NamedTuple):
+class SharedExchange(NamedTuple):
     """A question, and the estimated lengths of it and of its answer in tokens."""
 
     text: str
@@ -495,7 +497,7 @@ class Exchange(NamedTuple):
     output_tokens: int
 
 
-def read_exchanges(path: Path) -> list[Exchange]:
+def read_exchanges(path: Path) -> list[SharedExchange]:
     """Read the first exchange of every conversation; those without one are left out.
 
     Raises:
@@ -520,7 +522,7 @@ def read_exchanges(path: Path) -> list[Exchange]:
 
 def with_exchanges(
     requests: Sequence[PlannedRequest],
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[SharedExchange],
     *,
     max_prompt_tokens: int | None = None,
     max_output_tokens: int | None = None,
@@ -546,7 +548,9 @@ def with_exchanges(
     ]
 
 
-def _cut(exchange: Exchange, prompt_limit: int | None, output_limit: int | None) -> Exchange:
+def _cut(
+    exchange: SharedExchange, prompt_limit: int | None, output_limit: int | None
+) -> SharedExchange:
     text, prompt_tokens, output_tokens = exchange
     if prompt_limit is not None and prompt_tokens > prompt_limit:
         # A character may be cut in two; what is left of it is dropped.
@@ -554,10 +558,10 @@ def _cut(exchange: Exchange, prompt_limit: int | None, output_limit: int | None)
         prompt_tokens = prompt_limit
     if output_limit is not None:
         output_tokens = min(output_tokens, output_limit)
-    return Exchange(text, prompt_tokens, output_tokens)
+    return SharedExchange(text, prompt_tokens, output_tokens)
 
 
-def _first_exchange(path: Path, number: int, conversation: object) -> Exchange | None:
+def _first_exchange(path: Path, number: int, conversation: object) -> SharedExchange | None:
     turns = conversation.get("conversations") if isinstance(conversation, dict) else None
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns[:2]):
         raise ConfigError(f"{path}: entry {number} has no list of conversations")
@@ -570,7 +574,7 @@ def _first_exchange(path: Path, number: int, conversation: object) -> Exchange |
         return None
     # JSON can spell half of a surrogate pair, which UTF-8 cannot encode.
     question = question.encode(errors="replace").decode()
-    return Exchange(question, _estimate(question), _estimate(answer))
+    return SharedExchange(question, _estimate(question), _estimate(answer))
 
 
 def _estimate(text: str) -> int:

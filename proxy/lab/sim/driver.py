@@ -64,12 +64,12 @@ from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
 from balanceroute.proxy.lab.sim.engines import (
     DecodeFleet,
-    EngineOptions,
     EventLoop,
     PrefillFleet,
     PrefillJob,
     PrefillModel,
     PrefixCache,
+    SimulatedEngineOptions,
 )
 from balanceroute.proxy.lab.sim.recorder import Recorder, ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -229,7 +229,7 @@ _HASH = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class SimulatedDeployment:
     """The machines.
 
     Attributes:
@@ -301,7 +301,7 @@ class Deployment:
     queue_ttl_ns: int | None = None
     lease_ns: int | None = None
     lease_margin_ns: int = 5_000_000_000
-    engines: EngineOptions = field(default_factory=EngineOptions)
+    engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
     speeds_known: bool = True
     learn_speeds: bool = False
 
@@ -363,7 +363,7 @@ class Simulation:
 
     def __init__(
         self,
-        deployment: Deployment,
+        deployment: SimulatedDeployment,
         workload: Workload,
         policy: Policy,
         predictor: Predictor,
@@ -669,7 +669,7 @@ def _session_of(traced: TraceRequest) -> int:
     return int.from_bytes(digest) & _HASH or 1
 
 
-def _scheduler_config(deployment: Deployment) -> SchedulerConfig:
+def _scheduler_config(deployment: SimulatedDeployment) -> SchedulerConfig:
     prefill = deployment.prefill
     return SchedulerConfig(
         ranks=deployment.ranks,

@@ -56,7 +56,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
+class SimulatedEngineOptions:
     """How engines differ from plain ones. The lists are repeated over the ranks; empty is equal ranks.
 
     Attributes:
@@ -356,10 +356,10 @@ class PrefillFleet:
 # computes it and takes so much longer for all ranks (vLLM). So does the step in which a request
 # joins whose prompt the rank computes.
 #
-# `EngineOptions` says what may be otherwise: then the ranks read at different speeds, or requests
+# `SimulatedEngineOptions` says what may be otherwise: then the ranks read at different speeds, or requests
 # emit more than one token in a step, or none.
 
-_PLAIN = EngineOptions()
+_PLAIN = SimulatedEngineOptions()
 
 
 @dataclass(slots=True, eq=False)
@@ -410,7 +410,7 @@ class DecodeFleet:
         step_ns_per_token: float,
         rank_kv_tokens: int | None = None,
         recompute_ns: Callable[[int], int] | None = None,
-        options: EngineOptions = _PLAIN,
+        options: SimulatedEngineOptions = _PLAIN,
     ) -> None:
         self.loads = [0] * ranks
         self.running = 0

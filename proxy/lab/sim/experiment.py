@@ -41,8 +41,8 @@ from balanceroute.proxy.core.policies import (
     predicts,
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
-from balanceroute.proxy.lab.service_levels import ByGroup, Targets, mean_of
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.service_levels import ByGroup, ServiceTargets, mean_of
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.recorder import Recorder, RunMetrics, ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload, playable, split
 from balanceroute.traces import TraceRequest, read_trace
@@ -161,14 +161,14 @@ class PolicyResult:
 
 
 def run_experiment(
-    deployment: Deployment,
+    deployment: SimulatedDeployment,
     workloads: Sequence[Workload],
     policies: Sequence[str],
     settings: PolicySettings,
     forecast: Forecast,
     *,
     seed: int = 0,
-    targets: Targets | None = None,
+    targets: ServiceTargets | None = None,
     progress: Callable[[str, int], None] = lambda _policy, _requests: None,
 ) -> Iterator[PolicyResult]:
     """Run every policy on every workload; yield each policy's figures when its runs are done.
@@ -228,7 +228,7 @@ def _place_of(error: Exception) -> str:
 
 
 def make_simulation(
-    deployment: Deployment,
+    deployment: SimulatedDeployment,
     workload: Workload,
     policy: str,
     settings: PolicySettings,
@@ -299,7 +299,7 @@ def simulate(
     policies: Sequence[str] = ("jsq", "br-h"),
     ranks: int = 8,
     batch: int = 16,
-    deployment: Deployment | None = None,
+    deployment: SimulatedDeployment | None = None,
     rate: float | None = None,
     backlog: int | None = None,
     concurrency: int | None = None,
@@ -345,7 +345,7 @@ def simulate(
     )
     return list(
         run_experiment(
-            deployment or Deployment(ranks=ranks, batch_limit=batch),
+            deployment or SimulatedDeployment(ranks=ranks, batch_limit=batch),
             workloads,
             policies,
             settings or PolicySettings(),

@@ -17,10 +17,10 @@ from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
 from balanceroute.proxy.lab.service_levels import (
     ByGroup,
-    Group,
-    Outcome,
-    Service,
-    Targets,
+    GivenService,
+    ServiceGroup,
+    ServiceOutcome,
+    ServiceTargets,
     figures_of,
 )
 
@@ -151,7 +151,7 @@ class ServiceLog:
         """End the measured time."""
         self._closed = self._sample(now_ns)
 
-    def figures(self, targets: Targets) -> ByGroup:
+    def figures(self, targets: ServiceTargets) -> ByGroup:
         """Return the figures of the measured time; nothing if there was none."""
         opened, closed = self._opened, self._closed
         if opened is None or closed is None:
@@ -163,7 +163,7 @@ class ServiceLog:
         ]
         return figures_of(outcomes, self._service(opened, closed), targets)
 
-    def _outcome(self, request: RequestId, times: _Times) -> Outcome:
+    def _outcome(self, request: RequestId, times: _Times) -> ServiceOutcome:
         ttft_s = tpot_s = None
         if times.first_ns is not None:
             ttft_s = (times.first_ns - times.arrived_ns) / 1e9
@@ -171,11 +171,11 @@ class ServiceLog:
             if times.ended_ns is not None and gaps:
                 tpot_s = (times.ended_ns - times.first_ns) / gaps / 1e9
         finished = times.ended_ns is not None
-        return Outcome(self.groups[times.group], finished, times.refused, ttft_s, tpot_s)
+        return ServiceOutcome(self.groups[times.group], finished, times.refused, ttft_s, tpot_s)
 
-    def _service(self, opened: Sample, closed: Sample) -> dict[Group, Service]:
+    def _service(self, opened: Sample, closed: Sample) -> dict[ServiceGroup, GivenService]:
         return {
-            group: Service(
+            group: GivenService(
                 float(closed.requests[number] - opened.requests[number]),
                 float(closed.tokens[number] - opened.tokens[number]),
                 float(closed.kv_token_ns[number] - opened.kv_token_ns[number]) / 1e9,
@@ -187,13 +187,13 @@ class ServiceLog:
         return Sample(now_ns, self._finished.copy(), self._tokens.copy(), self._kv_token_ns.copy())
 
 
-def groups_of(requests: "Sequence[TraceRequest]") -> list[Group]:
+def groups_of(requests: "Sequence[TraceRequest]") -> list[ServiceGroup]:
     """Return the tenants and classes of a workload, in order."""
     return sorted(set(map(_group, requests)))
 
 
-def _group(request: "TraceRequest") -> Group:
-    return Group(request.tenant, request.level)
+def _group(request: "TraceRequest") -> ServiceGroup:
+    return ServiceGroup(request.tenant, request.level)
 
 
 # Steps kept for the picture of per-rank loads.

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.proxy.lab.service_levels import Targets, as_rows
+from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows
 from balanceroute.proxy.lab.service_levels import make_table as make_groups_table
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import METRICS, PolicyResult
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
@@ -41,7 +41,11 @@ def as_json(config: Mapping[str, object], results: Sequence[PolicyResult]) -> st
 
 
 def print_table(
-    results: Sequence[PolicyResult], *, title: str, caption: str, targets: Targets | None = None
+    results: Sequence[PolicyResult],
+    *,
+    title: str,
+    caption: str,
+    targets: ServiceTargets | None = None,
 ) -> None:
     """Print one row per policy to standard output, fewer figures where the terminal is narrow.
 
@@ -132,7 +136,7 @@ _UNENDING_TOKENS = 1_000_000
 
 
 def hints(
-    results: Sequence[PolicyResult], deployment: Deployment, workloads: Sequence[Workload]
+    results: Sequence[PolicyResult], deployment: SimulatedDeployment, workloads: Sequence[Workload]
 ) -> list[str]:
     """Return a sentence for each reason why the policies could not differ.
 

@@ -20,7 +20,7 @@ from balanceroute.proxy.testing.chaos.promises import (
     Said,
     other_role,
 )
-from balanceroute.proxy.testing.chaos.world import Part, Step, World
+from balanceroute.proxy.testing.chaos.world import Part, SchedulerStep, World
 from balanceroute.proxy.wire.messages import Response, WireError
 
 _LOOK_S = 0.1
@@ -104,7 +104,7 @@ class Administrator:
                 await asyncio.sleep(self._world.lag_s)
             self._looking.cancel()
 
-    def saw(self, step: Step) -> None:
+    def saw(self, step: SchedulerStep) -> None:
         """Hold the scheduler to the answered orders."""
         if self._orders and step.group == self._part.name and self._part.is_there:
             self.promises.saw(step)

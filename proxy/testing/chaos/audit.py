@@ -13,10 +13,10 @@ from balanceroute.proxy.core.leases import MOST_LAPSES
 from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.clients import Client, Phase
+from balanceroute.proxy.testing.chaos.clients import Client, ClientPhase
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.judge import COMPLETE, Judging, contradictions
-from balanceroute.proxy.testing.chaos.plan import Plan, Weather, mixed_pairs_allowed
+from balanceroute.proxy.testing.chaos.plan import ChaosPlan, Weather, mixed_pairs_allowed
 from balanceroute.proxy.testing.chaos.world import Part, World
 from balanceroute.proxy.wire.connection_limit import GAVE_WAY
 
@@ -39,7 +39,7 @@ SLOWING = frozenset({"delay_s", "hang", "lease_s", "malformed_answer"})
 """Faults by which a KV cache may be gone when its engine asks for it."""
 
 
-def audit_vetoes(plan: Plan, part: Part) -> list[str]:
+def audit_vetoes(plan: ChaosPlan, part: Part) -> list[str]:
     """Return the ranks that were left out for making no tokens though nothing was wrong with their engines.
 
     Where an administrator has engines wait, or requests kill them, that is not known.
@@ -102,7 +102,7 @@ def audit_proxy(world: World) -> list[str]:
     ]
 
 
-def audit_leases(plan: Plan, part: Part) -> list[str]:
+def audit_leases(plan: ChaosPlan, part: Part) -> list[str]:
     """Return what decode ranks asked for although it was not there any more, through no fault."""
     misses = part.fleet.stats()["misses"]
     slow = _is_slow(plan)
@@ -119,7 +119,7 @@ def audit_leases(plan: Plan, part: Part) -> list[str]:
     return found
 
 
-def _is_slow(plan: Plan) -> bool:
+def _is_slow(plan: ChaosPlan) -> bool:
     """Return whether an engine may find a lease ended that held when its request was sent."""
     return any(map(_slows, plan.injections))
 
@@ -156,7 +156,7 @@ def is_excused(misread: Misread, faults: Sequence[Injection], begin_s: float) ->
     )
 
 
-def audit_misreads(plan: Plan, part: Part, begin_s: float) -> list[str]:
+def audit_misreads(plan: ChaosPlan, part: Part, begin_s: float) -> list[str]:
     """Return who was answered with another prompt's KV cache, or killed an engine by its length.
 
     Nobody may, whatever goes wrong; `begin_s` as in `is_excused`.
@@ -186,7 +186,7 @@ def audit_decisions(world: World) -> list[str]:
     return [] if made == counted else [f"decisions: {dict(counted)} failed, not {dict(made)}"]
 
 
-def audit_pairs(plan: Plan, world: World) -> list[str]:
+def audit_pairs(plan: ChaosPlan, world: World) -> list[str]:
     """Return whether engines of two versions were paired although nothing hid their versions."""
     mixed = world.fleet.stats()["mixed_pairs"]
     if not mixed or mixed_pairs_allowed(plan.injections):
@@ -204,7 +204,7 @@ def _counted(page: bytes, pattern: re.Pattern[str]) -> Counter[str]:
     return counted
 
 
-def audit_retries(plan: Plan, world: World) -> list[str]:
+def audit_retries(plan: ChaosPlan, world: World) -> list[str]:
     """Return whether legs were sent again more often than they may be."""
     if plan.weather is Weather.CALM:
         # Where no engine may do all of it, an answer that ends with its first token is tried again.
@@ -249,7 +249,7 @@ def audit_rest(world: World) -> list[str]:
     return found
 
 
-def excused_names(plan: Plan, part: Part, begin_s: float) -> set[str]:
+def excused_names(plan: ChaosPlan, part: Part, begin_s: float) -> set[str]:
     """Return the requests that read another prompt's KV cache because their engine was slow."""
     faults = plan.injections
     misreads = [one for one in part.fleet.misreads if is_excused(one, faults, begin_s)]
@@ -313,7 +313,7 @@ async def audit_answers(
             found += [f"{request.request_id}: {wrong}" for wrong in verdict.wrong]
             if names[request.request_id] == 1:
                 departure = client.visit.departure
-                sent_in_part = departure is not None and departure.phase is Phase.SENDING
+                sent_in_part = departure is not None and departure.phase is ClientPhase.SENDING
                 if told and sent_in_part and not any(map(_ends_before_its_body, told)):
                     found.append(f"{request.request_id}: it was logged, and never sent whole")
                 wrongs = contradictions(told, received, verdict)

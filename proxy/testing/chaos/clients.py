@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The client's side of HTTP: responses cut out of the bytes of one connection, in order.
 
 
-class Ending(Enum):
+class ClientEnding(Enum):
     """How an answer ended, as its client saw it."""
 
     OPEN = "open"  # It has not.
@@ -48,7 +48,7 @@ class Received:
     status: int = 0
     headers: Headers = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
-    ending: Ending = Ending.OPEN
+    ending: ClientEnding = ClientEnding.OPEN
     was_reset: bool = False
     left: bool = False
     ended_s: float = 0.0
@@ -58,7 +58,7 @@ class Received:
         return b", ".join(value for key, value in self.headers if key == name)
 
 
-class AnswerReader:
+class ClientAnswerReader:
     """Reads one answer.
 
     Attributes:
@@ -79,7 +79,7 @@ class AnswerReader:
             MalformedError: They are not HTTP.
         """
         received = self._received
-        if received.ending is Ending.COMPLETE:
+        if received.ending is ClientEnding.COMPLETE:
             self.rest += data
             return
         if not received.status:
@@ -112,17 +112,17 @@ class AnswerReader:
         """Take the end of the connection."""
         received = self._received
         received.was_reset = was_reset
-        if received.ending is not Ending.OPEN:
+        if received.ending is not ClientEnding.OPEN:
             return
         if not received.status:
-            received.ending = Ending.UNANSWERED
+            received.ending = ClientEnding.UNANSWERED
         elif self._decoder is None and self._left is None and not was_reset:
-            received.ending = Ending.COMPLETE
+            received.ending = ClientEnding.COMPLETE
         else:
-            received.ending = Ending.CUT
+            received.ending = ClientEnding.CUT
 
     def _complete(self, rest: bytes) -> None:
-        self._received.ending = Ending.COMPLETE
+        self._received.ending = ClientEnding.COMPLETE
         self.rest = rest
 
 
@@ -138,7 +138,7 @@ _LAST_WORDS = (
 _SESSIONS = 12  # Every other one has a name.
 
 
-class Phase(Enum):
+class ClientPhase(Enum):
     """When a client leaves."""
 
     SENDING = "sending"  # Its request is not sent whole.
@@ -159,7 +159,7 @@ class Leaving(Enum):
     HALF_CLOSE = "half_close"  # It says that it sends no more, and goes on reading.
 
 
-class Holding(Enum):
+class HeldConnection(Enum):
     """What a connection is held with."""
 
     SILENT = "nothing"
@@ -176,7 +176,7 @@ class Departure:
         num_bytes: For `STREAMING`.
     """
 
-    phase: Phase
+    phase: ClientPhase
     how: Leaving
     delay_s: float = 0.0
     num_bytes: int = 0
@@ -225,7 +225,7 @@ class Client(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._current = 0
-        self._reader = AnswerReader(self.answers[0])
+        self._reader = ClientAnswerReader(self.answers[0])
         self._pauses = list(visit.pauses)
         self._timers: list[asyncio.TimerHandle] = []
         self._is_leaving = False
@@ -251,7 +251,7 @@ class Client(asyncio.Protocol):
         """Send what is to be sent first."""
         self._transport = cast("asyncio.Transport", transport)
         requests, departure = self.visit.requests, self.visit.departure
-        if departure is not None and departure.phase is Phase.SENDING:
+        if departure is not None and departure.phase is ClientPhase.SENDING:
             self.sent = 1
             data = self._spell(0)
             self._transport.write(data[: len(data) * 2 // 3])
@@ -259,7 +259,7 @@ class Client(asyncio.Protocol):
             return
         for i in range(len(requests) if self.visit.pipelined else 1):
             self._send(i)
-        if departure is not None and departure.phase is Phase.AFTER:
+        if departure is not None and departure.phase is ClientPhase.AFTER:
             self.leave_soon()
 
     def data_received(self, data: bytes) -> None:
@@ -267,7 +267,7 @@ class Client(asyncio.Protocol):
         while data and self._current < len(self.answers):
             answer = self.answers[self._current]
             self._reader.feed(data)
-            if answer.ending is Ending.OPEN:
+            if answer.ending is ClientEnding.OPEN:
                 break
             data = self._reader.rest
             self._next()
@@ -285,13 +285,13 @@ class Client(asyncio.Protocol):
             answer.ended_s = self._loop.time()
             self._current += 1
         for answer in self.answers[self._current :]:
-            answer.ending = Ending.UNANSWERED
+            answer.ending = ClientEnding.UNANSWERED
             answer.left = self.left
             answer.ended_s = self._loop.time()
         self._transport = None
         self.over.set()
 
-    def reached(self, phase: Phase) -> None:
+    def reached(self, phase: ClientPhase) -> None:
         """Note what the proxy has done with the first request."""
         departure = self.visit.departure
         if departure is not None and departure.phase is phase:
@@ -334,7 +334,7 @@ class Client(asyncio.Protocol):
         answer.ended_s = self._loop.time()
         self._current += 1
         if self._current < len(self.answers):
-            self._reader = AnswerReader(self.answers[self._current])
+            self._reader = ClientAnswerReader(self.answers[self._current])
         assert self._transport is not None
         if self._current == len(self.answers) or b"close" in answer.header(b"connection"):
             self._transport.close()
@@ -345,10 +345,10 @@ class Client(asyncio.Protocol):
         """Do what is planned for what has come of an answer."""
         departure = self.visit.departure
         if departure is not None and self._current == 0:
-            reached = departure.phase is Phase.STREAMING and (
+            reached = departure.phase is ClientPhase.STREAMING and (
                 answer.status and len(answer.body) >= departure.num_bytes
             )
-            last = departure.phase is Phase.LAST_WORD and (
+            last = departure.phase is ClientPhase.LAST_WORD and (
                 any(one in answer.body for one in _LAST_WORDS) and b"[DONE]" not in answer.body
             )
             if reached or last:
@@ -405,7 +405,9 @@ class Holders:
         host: Their address.
     """
 
-    def __init__(self, ports: "Sequence[int]", count: int, holding: Holding, host: str) -> None:
+    def __init__(
+        self, ports: "Sequence[int]", count: int, holding: HeldConnection, host: str
+    ) -> None:
         self._holding = holding
         self._host = host
         create = asyncio.get_running_loop().create_task
@@ -430,9 +432,9 @@ class Holders:
             await asyncio.sleep(_COMES_AGAIN_S)
 
     async def _send(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._holding is Holding.HALF_HEAD:
+        if self._holding is HeldConnection.HALF_HEAD:
             writer.write(_HALF_HEAD)
-        if self._holding is Holding.DRIP:
+        if self._holding is HeldConnection.DRIP:
             for byte in _HALF_HEAD:
                 if reader.at_eof():
                     break

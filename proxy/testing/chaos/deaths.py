@@ -13,8 +13,13 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Rank
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.clients import Client, Ending, Visit, ask_all
-from balanceroute.proxy.testing.chaos.expectation import Expectation, Oracle, error_of, events_of
+from balanceroute.proxy.testing.chaos.clients import Client, ClientEnding, Visit, ask_all
+from balanceroute.proxy.testing.chaos.expectation import (
+    Expectation,
+    TextOracle,
+    error_of,
+    events_of,
+)
 from balanceroute.proxy.testing.chaos.poison import client_name
 from balanceroute.proxy.testing.chaos.requests import (
     CHAT,
@@ -112,7 +117,7 @@ async def _kill_decoders(
     rng = random.Random(f"deaths {seed}")
     world = World(settings, loop, rng)
     await world.start()
-    oracle = Oracle(settings.engines)
+    oracle = TextOracle(settings.engines)
     await oracle.start()
     found = Deaths()
     drawn = [_draw(rng, number, agents) for number in range(requests)]
@@ -185,12 +190,12 @@ async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
         await world.fleet.restore(name)
 
 
-async def _judge(request: ClientRequest, client: Client, oracle: Oracle, found: Deaths) -> None:
+async def _judge(request: ClientRequest, client: Client, oracle: TextOracle, found: Deaths) -> None:
     received = client.answers[0]
     # Behind the cut, the engine may put tokens into other events.
     expected = Expectation(request, await oracle.answer(request), reworded=True)
     body = bytes(received.body)
-    if received.status == 200 and received.ending is Ending.COMPLETE:
+    if received.status == 200 and received.ending is ClientEnding.COMPLETE:
         wrong = expected.differs(body)
         found.exact += not wrong
     else:
@@ -303,7 +308,7 @@ class _Trial:
         self._loop = loop
         self._world = world = World(self._settings, loop, self._rng)
         await world.start()
-        oracle = Oracle(self._settings.engines)
+        oracle = TextOracle(self._settings.engines)
         await oracle.start()
         self._end_s = loop.time() + self._seconds
         works = [loop.create_task(one) for one in (self._watch(), self._change_wires())]
@@ -348,10 +353,10 @@ class _Trial:
         }
         return ClientRequest(number, CHAT, values, json.dumps(values).encode(), f"freeze-{number}")
 
-    async def _judge(self, request: ClientRequest, client: Client, oracle: Oracle) -> None:
+    async def _judge(self, request: ClientRequest, client: Client, oracle: TextOracle) -> None:
         received = client.answers[0]
         expected = Expectation(request, await oracle.answer(request), reworded=True)
-        if received.status != 200 or received.ending is not Ending.COMPLETE:
+        if received.status != 200 or received.ending is not ClientEnding.COMPLETE:
             wrong = f"status {received.status}, {received.ending}"
         else:
             wrong = expected.differs(bytes(received.body))

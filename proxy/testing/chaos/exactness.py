@@ -10,7 +10,7 @@ from balanceroute.proxy.live.request.early_token import FirstTokenFrom
 from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.clients import Client, ask_all
-from balanceroute.proxy.testing.chaos.expectation import Expectation, Oracle, comparable
+from balanceroute.proxy.testing.chaos.expectation import Expectation, TextOracle, comparable
 from balanceroute.proxy.testing.chaos.judge import is_refusal, refusal_is_wrong
 from balanceroute.proxy.testing.chaos.requests import (
     ClientRequest,
@@ -96,7 +96,7 @@ async def _compare(
     rng = random.Random(f"exactness {seed}")
     world = World(settings, loop, rng)
     await world.start()
-    oracle = Oracle(settings.engines)
+    oracle = TextOracle(settings.engines)
     await oracle.start()
     await asyncio.sleep(2.0)  # Some prefillers take requests only once they are known.
     mix = RequestMix(_MODEL)
@@ -114,7 +114,7 @@ async def _compare(
 async def _judge(
     request: ClientRequest,
     client: Client,
-    oracle: Oracle,
+    oracle: TextOracle,
     comparison: Comparison,
     record: RequestRecord | None,
 ) -> None:

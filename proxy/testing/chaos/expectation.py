@@ -39,7 +39,7 @@ _DRAWN = re.compile(rb'"((?:resp|msg|rs|fc|ctc)_|signature":")[0-9a-f]{16,32}"')
 _FINGERPRINT_MEMBER = re.compile(rb'"system_fingerprint":"vllm-[^"]*"')
 
 
-class Oracle:
+class TextOracle:
     """A reference engine.
 
     Attributes:

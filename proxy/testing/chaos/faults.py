@@ -20,7 +20,7 @@ from balanceroute.proxy.lab.emulate.faults import (
     MalformedStream,
 )
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.testing.chaos.clients import Holding
+from balanceroute.proxy.testing.chaos.clients import HeldConnection
 from balanceroute.proxy.testing.chaos.decision_faults import Lapse, draw_lapse
 from balanceroute.proxy.testing.chaos.machine import Naming, Spoiling
 from balanceroute.proxy.testing.chaos.meddler import Meddling
@@ -108,7 +108,7 @@ class Injection:
     naming: Naming = Naming.WELL
     spoiling: Spoiling = Spoiling.EMPTY
     crowd: int = 0
-    holding: Holding = Holding.HALF_HEAD
+    holding: HeldConnection = HeldConnection.HALF_HEAD
 
     @property
     def held_from(self) -> str:
@@ -462,7 +462,7 @@ def draw_holders(rng: random.Random, *, span_s: float) -> list[Injection]:
     start_s = rng.uniform(0.0, span_s)
     for _ in range(rng.choice([0, 0, 0, 1, 2])):
         when = _When(Role.DECODE, 0, start_s, start_s + rng.uniform(0.5, 4.0))
-        holding = rng.choice(list(Holding))
+        holding = rng.choice(list(HeldConnection))
         kind = f"its connections are held ({holding.value})"
         holders.append(Injection(kind, Act.HOLD, *when, holding=holding))
         start_s = when.end_s + rng.uniform(0.1, span_s)

@@ -15,8 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.testing.chaos.clients import AnswerReader, Client, Ending, Received, Visit
-from balanceroute.proxy.testing.chaos.expectation import Oracle, comparable
+from balanceroute.proxy.testing.chaos.clients import (
+    Client,
+    ClientAnswerReader,
+    ClientEnding,
+    Received,
+    Visit,
+)
+from balanceroute.proxy.testing.chaos.expectation import TextOracle, comparable
 from balanceroute.proxy.testing.chaos.log_keeper import violations_of
 from balanceroute.proxy.testing.chaos.requests import CHAT, ClientRequest, RequestMix, draw_request
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
@@ -504,7 +510,7 @@ class _Run:
 
     async def _canaries(self) -> list[tuple[ClientRequest, bytes]]:
         """Return honest requests with their answers."""
-        oracle = Oracle(self._settings)
+        oracle = TextOracle(self._settings)
         await oracle.start()
         mix = RequestMix(
             self._settings.model, mean_prompt_words=5.0, max_tokens=4, big=0.0, odd=0.0
@@ -544,7 +550,11 @@ class _Run:
             self._report.statuses[answer.status] += 1
             if answer.status >= 500 and answer.status not in _HONEST:
                 self._violate(number, case, f"{answer.status} {bytes(answer.body[:300])!r}")
-            if answer.status >= 400 and answer.ending is Ending.COMPLETE and not _says_why(answer):
+            if (
+                answer.status >= 400
+                and answer.ending is ClientEnding.COMPLETE
+                and not _says_why(answer)
+            ):
                 self._violate(
                     number, case, f"{answer.status} without a reason: {bytes(answer.body[:300])!r}"
                 )
@@ -568,7 +578,7 @@ class _Probe(asyncio.Protocol):
         self.malformed = ""
         self._case = case
         self._loop = loop
-        self._reader = AnswerReader(self.answers[0])
+        self._reader = ClientAnswerReader(self.answers[0])
         self._transport: asyncio.Transport | None = None
         self._over = asyncio.Event()
         self._is_head = case.data.startswith(b"HEAD ")
@@ -612,14 +622,14 @@ class _Probe(asyncio.Protocol):
             return
         while data:
             self._reader.feed(data)
-            if self.answers[-1].ending is not Ending.COMPLETE:
+            if self.answers[-1].ending is not ClientEnding.COMPLETE:
                 return
             data = self._reader.rest
             if "pipelined" not in self._case.kinds:
                 self._over.set()
                 return
             self.answers.append(Received())
-            self._reader = AnswerReader(self.answers[-1])
+            self._reader = ClientAnswerReader(self.answers[-1])
 
 
 def _has_choices(values: dict[str, Any]) -> bool:

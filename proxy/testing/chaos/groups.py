@@ -23,24 +23,24 @@ from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.settings.aliases import CHOOSERS, FALL_BACKS
 from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
 from balanceroute.proxy.model_choice import QNetwork, inputs_of
-from balanceroute.proxy.testing.chaos.clients import Client, Ending, Received, Visit
+from balanceroute.proxy.testing.chaos.clients import Client, ClientEnding, Received, Visit
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging, Verdict, refusal_is_wrong
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper
 from balanceroute.proxy.testing.chaos.plan import (
     MODEL,
-    Plan,
+    ChaosPlan,
     Weather,
     draw_group,
     draw_plan,
     with_orders,
 )
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
-from balanceroute.proxy.testing.chaos.trial import Report, Trial, run_trial
+from balanceroute.proxy.testing.chaos.trial import Trial, TrialReport, run_trial
 from balanceroute.proxy.testing.chaos.world import (
     EPOCH_S,
     Part,
+    SchedulerStep,
     SchedulerWatch,
-    Step,
     World,
     WorldSettings,
 )
@@ -88,7 +88,7 @@ class GroupWorld(World):
         tenants: str = "",
         files: Mapping[str, bytes] = MappingProxyType({}),
         orders: Keeper | None = None,
-        watch: Callable[[Step], None] = lambda _: None,
+        watch: Callable[[SchedulerStep], None] = lambda _: None,
     ) -> None:
         """Take the groups by name.
 
@@ -264,8 +264,8 @@ class GroupPlan:
         groups: What happens to the engines of each, by name.
     """
 
-    whole: Plan
-    groups: Mapping[str, Plan]
+    whole: ChaosPlan
+    groups: Mapping[str, ChaosPlan]
     aliases: Sequence[DrawnAlias]
     orders: Sequence[GroupOrder]
 
@@ -342,7 +342,7 @@ def named(request: ClientRequest, model: str) -> ClientRequest:
     return replace(request, values=request.values | {"model": model}, body=body)
 
 
-def _without_events(plan: Plan) -> Plan:
+def _without_events(plan: ChaosPlan) -> ChaosPlan:
     """Return a plan whose prefillers tell no KV events: the link for them has one fleet."""
     engines = replace(plan.world.engines, kv_events=False, kv_event_faults=0.0)
     flags = {name: value for name, value in plan.world.flags.items() if name != "kv_replay"}
@@ -384,7 +384,7 @@ def _weights(seed: int, groups: int) -> bytes:
     return file.getvalue()
 
 
-def _orders(rng: random.Random, whole: Plan, names: Sequence[str]) -> list[GroupOrder]:
+def _orders(rng: random.Random, whole: ChaosPlan, names: Sequence[str]) -> list[GroupOrder]:
     """Return orders about groups, one after the other for each; the first group always stays."""
     span_s = whole.visits[-1].start_s
     orders = []
@@ -486,7 +486,7 @@ class GroupJudge:
             verdict.wrong.append("it was served, and names no group")
             return verdict
         if not client.left:
-            cut = received.ending is not Ending.COMPLETE and not client.visit.pauses
+            cut = received.ending is not ClientEnding.COMPLETE and not client.visit.pauses
             verdict.wrong += ["its refusal is cut"] if cut else refusal_is_wrong(request, received)
         explained = None if self.tenants is None else self.tenants.wrongs(request, received)
         if explained is not None:
@@ -500,7 +500,7 @@ class GroupJudge:
 _BUSY = b"in flight"
 
 
-def run_seed_of_groups(seed: int, *, requests: int) -> Report:
+def run_seed_of_groups(seed: int, *, requests: int) -> TrialReport:
     """Carry a seed's plan with several groups out and return what came of it."""
     plan = draw_groups(seed, requests=requests)
     return run_trial(plan.whole, lambda loop, report, log: GroupTrial(plan, loop, report, log))
@@ -511,7 +511,9 @@ class GroupTrial(Trial):
 
     _world: GroupWorld
 
-    def __init__(self, plan: GroupPlan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
+    def __init__(
+        self, plan: GroupPlan, loop: VirtualLoop, report: TrialReport, log: LogKeeper
+    ) -> None:
         self._group_plan = plan
         self._ordered: list[asyncio.Task[None]] = []
         self._one = asyncio.Lock()
@@ -530,7 +532,7 @@ class GroupTrial(Trial):
             watch=self._saw,
         )
 
-    def _plan_of(self, part: Part) -> Plan:
+    def _plan_of(self, part: Part) -> ChaosPlan:
         return self._group_plan.groups[part.name]
 
     def _make_judge(self, judges: Sequence[Judge]) -> Judging:

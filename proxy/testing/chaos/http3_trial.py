@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.testing.chaos.clients import Client, Ending, Phase, Received, Visit
+from balanceroute.proxy.testing.chaos.clients import (
+    Client,
+    ClientEnding,
+    ClientPhase,
+    Received,
+    Visit,
+)
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper
-from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
+from balanceroute.proxy.testing.chaos.plan import ChaosPlan, draw_plan
 from balanceroute.proxy.testing.chaos.requests import ClientRequest
-from balanceroute.proxy.testing.chaos.trial import Report, Trial, run_trial
+from balanceroute.proxy.testing.chaos.trial import Trial, TrialReport, run_trial
 from balanceroute.proxy.testing.virtual.addresses import Address
 from balanceroute.proxy.testing.virtual.datagrams import (
     DatagramNetwork,
@@ -38,7 +44,7 @@ _CONNECTIONS = 4
 _LATE_S = 0.05
 
 
-def run_seed_over_http3(seed: int, *, requests: int, cert: Path, key: Path) -> Report:
+def run_seed_over_http3(seed: int, *, requests: int, cert: Path, key: Path) -> TrialReport:
     """Carry a seed's plan out over HTTP/3 and return what came of it; see `Http3Trial`."""
     plan = draw_plan(seed, requests=requests)
     plan = replace(plan, visits=tuple(map(_over_http3, plan.visits)))
@@ -49,8 +55,8 @@ def run_seed_over_http3(seed: int, *, requests: int, cert: Path, key: Path) -> R
 
 def _over_http3(visit: Visit) -> Visit:
     departure = visit.departure
-    if departure is not None and departure.phase is Phase.SENDING:
-        departure = replace(departure, phase=Phase.AFTER)
+    if departure is not None and departure.phase is ClientPhase.SENDING:
+        departure = replace(departure, phase=ClientPhase.AFTER)
     return Visit(visit.start_s, visit.requests, departure=departure)
 
 
@@ -64,9 +70,9 @@ class Http3Trial(Trial):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ChaosPlan,
         loop: VirtualLoop,
-        report: Report,
+        report: TrialReport,
         log: LogKeeper,
         *,
         cert: Path,
@@ -200,7 +206,7 @@ class Http3Client(Client):
             path, headers = request.path.encode(), _headers(request)
             taker = _Taker(self, answer)
             self._calls.append(caller.request(b"POST", path, headers, request.body, taker))
-        if departure is not None and departure.phase is Phase.AFTER:
+        if departure is not None and departure.phase is ClientPhase.AFTER:
             self.leave_soon()
 
     def leave(self) -> None:
@@ -209,10 +215,10 @@ class Http3Client(Client):
             return
         self.left = True
         for call, answer in zip(self._calls, self.answers, strict=True):
-            if answer.ending is Ending.OPEN:
+            if answer.ending is ClientEnding.OPEN:
                 call.abort()
                 answer.left = True
-                self.ended(answer, Ending.CUT if answer.status else Ending.UNANSWERED)
+                self.ended(answer, ClientEnding.CUT if answer.status else ClientEnding.UNANSWERED)
         self._on_left(self)
 
     def came(self, answer: Received) -> None:
@@ -220,7 +226,7 @@ class Http3Client(Client):
         if answer is self.answers[0]:
             self._react(answer)
 
-    def ended(self, answer: Received, ending: Ending) -> None:
+    def ended(self, answer: Received, ending: ClientEnding) -> None:
         """Take the end of an answer."""
         answer.ending, answer.ended_s = ending, self._loop.time()
         self._open -= 1
@@ -245,11 +251,13 @@ class _Taker:
         self._client.came(self._answer)
 
     def on_end(self) -> None:
-        self._client.ended(self._answer, Ending.COMPLETE)
+        self._client.ended(self._answer, ClientEnding.COMPLETE)
 
     def on_error(self, error: WireError) -> None:
         del error
-        self._client.ended(self._answer, Ending.CUT if self._answer.status else Ending.UNANSWERED)
+        self._client.ended(
+            self._answer, ClientEnding.CUT if self._answer.status else ClientEnding.UNANSWERED
+        )
 
 
 def _headers(request: ClientRequest) -> Headers:

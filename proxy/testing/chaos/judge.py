@@ -9,11 +9,11 @@ from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.lab.emulate.settings import Preemption
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
-from balanceroute.proxy.testing.chaos.clients import Client, Ending, Received
+from balanceroute.proxy.testing.chaos.clients import Client, ClientEnding, Received
 from balanceroute.proxy.testing.chaos.expectation import (
     ABORTED,
     Expectation,
-    Oracle,
+    TextOracle,
     error_of,
     events_of,
     told_tokens,
@@ -21,7 +21,7 @@ from balanceroute.proxy.testing.chaos.expectation import (
 from balanceroute.proxy.testing.chaos.faults import CLIENTS, Act
 from balanceroute.proxy.testing.chaos.meddler import TOO_LARGE
 from balanceroute.proxy.testing.chaos.orders import ABORTING
-from balanceroute.proxy.testing.chaos.plan import Plan, Weather
+from balanceroute.proxy.testing.chaos.plan import ChaosPlan, Weather
 from balanceroute.proxy.testing.chaos.requests import (
     AGENTS,
     MESSAGES,
@@ -102,7 +102,7 @@ class Judge:
         tenants: Those of the plan.
     """
 
-    def __init__(self, plan: Plan, oracle: Oracle, excused: Collection[str] = ()) -> None:
+    def __init__(self, plan: ChaosPlan, oracle: TextOracle, excused: Collection[str] = ()) -> None:
         self._plan = plan
         self.tenants = plan.tenants
         self.merges = oracle.merges
@@ -163,7 +163,7 @@ class Judge:
                 comes in other pieces.
             seed: What the proxy drew for it; None if it drew none.
         """
-        if received.ending is Ending.UNANSWERED:
+        if received.ending is ClientEnding.UNANSWERED:
             return self._judge_silence(client, received)
         if not received.status:
             return Verdict("open", ["its answer has not begun"] if not client.left else [])
@@ -218,7 +218,7 @@ class Judge:
         verdict = self._compare(client, request, received, expected)
         # Agents' APIs need not say it.
         aborted = ABORTED in received.body or (verdict.wrong and request.path in AGENTS)
-        if self._aborts and aborted and received.ending is Ending.COMPLETE:
+        if self._aborts and aborted and received.ending is ClientEnding.COMPLETE:
             wrong.append(expected.strays_until_aborted(bytes(received.body)))
             return Verdict("aborted", [one for one in wrong if one])
         if verdict.wrong and may_end_with_the_prefill(request):
@@ -228,14 +228,14 @@ class Judge:
             if not sooner.wrong:
                 verdict = Verdict("ended by the prefiller", [])
         if verdict.wrong and self._gives_up and request.path == RESPONSES:
-            whole = received.ending is Ending.COMPLETE
+            whole = received.ending is ClientEnding.COMPLETE
             if whole and not expected.strays_until_aborted(bytes(received.body)):
                 return Verdict("given up without a word", wrong)
         if verdict.wrong and self._eos:
             again = await self._compare_with_one_token(client, request, received, seed)
             verdict = again or verdict
             # Where it went on elsewhere, the prefiller may have ended it behind what had come.
-            whole = reworded and received.ending is Ending.COMPLETE
+            whole = reworded and received.ending is ClientEnding.COMPLETE
             if verdict.wrong and whole and expected.stops_sooner(bytes(received.body)):
                 verdict = Verdict("ended by the prefiller", [])
         verdict.wrong += wrong
@@ -252,7 +252,8 @@ class Judge:
             return Verdict("gave way to those who hold connections", [])
         before = client.answers[: client.answers.index(received)]
         if before and (
-            before[-1].ending is not Ending.COMPLETE or before[-1].header(b"connection") == b"close"
+            before[-1].ending is not ClientEnding.COMPLETE
+            or before[-1].header(b"connection") == b"close"
         ):
             return Verdict("behind the last answer", [])
         return Verdict("unanswered", ["its connection ended without an answer"])
@@ -262,9 +263,9 @@ class Judge:
     ) -> Verdict:
         status = received.status
         verdict = Verdict(f"status {status}", [])
-        if received.ending is Ending.CUT and client.visit.pauses:
+        if received.ending is ClientEnding.CUT and client.visit.pauses:
             return Verdict("cut for not reading", [])
-        if received.ending is not Ending.COMPLETE and not client.left:
+        if received.ending is not ClientEnding.COMPLETE and not client.left:
             verdict.wrong.append(f"its answer of {status} is cut")
         elif not client.left and not (self._worded and error_of(bytes(received.body)) is not None):
             verdict.wrong += await self._misshapen(request, received)
@@ -324,7 +325,7 @@ class Judge:
         self, client: Client, received: Received, expected: Expectation, *, ends_well: bool
     ) -> Verdict:
         body = bytes(received.body)
-        if received.ending is Ending.COMPLETE and not expected.differs(body):
+        if received.ending is ClientEnding.COMPLETE and not expected.differs(body):
             return Verdict("exact", [], expected)
         events = events_of(body)
         errors = [i for i, event in enumerate(events) if error_of(event_data(event)) is not None]
@@ -338,7 +339,7 @@ class Judge:
                 wrong.append("it goes on after an error")
             # An engine that fails ends its stream in good order; the proxy does not. HTTP/1.0
             # shows no difference.
-            if received.ending is Ending.COMPLETE and not after and not ends_well:
+            if received.ending is ClientEnding.COMPLETE and not after and not ends_well:
                 wrong.append("its stream ends as if there had been no error")
             # A prefiller's first token may have begun a stream that then waited too long for a rank.
             true = _GIVEN_UP in events[errors[0]] or _EXPIRED in events[errors[0]]
@@ -348,7 +349,7 @@ class Judge:
         wrong = [expected.strays(events)]
         if client.left:
             return Verdict("left", [one for one in wrong if one], expected)
-        if client.visit.pauses and received.ending is Ending.CUT:
+        if client.visit.pauses and received.ending is ClientEnding.CUT:
             return Verdict("cut for not reading", [one for one in wrong if one], expected)
         wrong.append(f"it ended too soon ({received.ending.value}): {expected.differs(body)}")
         return Verdict("short", [one for one in wrong if one], expected)
@@ -366,9 +367,9 @@ class Judge:
 
 
 def _judge_whole(client: Client, received: Received, expected: Expectation) -> Verdict:
-    if client.left and received.ending is not Ending.COMPLETE:
+    if client.left and received.ending is not ClientEnding.COMPLETE:
         return Verdict("left", [], expected)
-    if received.ending is Ending.CUT:
+    if received.ending is ClientEnding.CUT:
         wrong = [] if client.visit.pauses else ["its answer is cut"]
         return Verdict("cut for not reading" if client.visit.pauses else "cut", wrong, expected)
     wrong = [expected.differs(bytes(received.body))]

@@ -8,7 +8,7 @@ from enum import Enum
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings, Preemption
-from balanceroute.proxy.testing.chaos.clients import Departure, Leaving, Phase, Visit
+from balanceroute.proxy.testing.chaos.clients import ClientPhase, Departure, Leaving, Visit
 from balanceroute.proxy.testing.chaos.faults import (
     Act,
     Injection,
@@ -155,7 +155,7 @@ class Weather(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChaosPlan:
     """One run.
 
     Attributes:
@@ -206,7 +206,7 @@ class Plan:
         return [request for visit in self.visits for request in visit.requests]
 
 
-def draw_plan(seed: int, *, requests: int, near: bool = False) -> Plan:
+def draw_plan(seed: int, *, requests: int, near: bool = False) -> ChaosPlan:
     """Return the plan of a seed.
 
     Args:
@@ -230,7 +230,7 @@ def draw_plan(seed: int, *, requests: int, near: bool = False) -> Plan:
     return replace(plan, world=world, visits=visits, tenants=tenants)
 
 
-def with_machine(plan: Plan, *, keys: bool) -> Plan:
+def with_machine(plan: ChaosPlan, *, keys: bool) -> ChaosPlan:
     """Return a plan with the faults of the proxy's machine; `keys` as in `draw_machine`."""
     if plan.weather is Weather.CALM:
         return plan
@@ -254,7 +254,7 @@ def with_machine(plan: Plan, *, keys: bool) -> Plan:
     )
 
 
-def with_holders(plan: Plan) -> Plan:
+def with_holders(plan: ChaosPlan) -> ChaosPlan:
     """Return a plan in which crowds hold as many connections as there may be, and clients have room."""
     if plan.weather is Weather.CALM:
         return plan
@@ -273,7 +273,7 @@ def with_holders(plan: Plan) -> Plan:
     )
 
 
-def with_poisons(plan: Plan) -> Plan:
+def with_poisons(plan: ChaosPlan) -> ChaosPlan:
     """Return a plan with the requests that kill engines, if there are any in its seed."""
     if plan.weather is Weather.CALM:
         return plan
@@ -297,7 +297,7 @@ def with_poisons(plan: Plan) -> Plan:
     )
 
 
-def with_orders(plan: Plan, *, of_all: bool = False) -> Plan:
+def with_orders(plan: ChaosPlan, *, of_all: bool = False) -> ChaosPlan:
     """Return a plan with the orders of its seed; `of_all` as in `draw_orders`."""
     if plan.weather is Weather.CALM:
         return plan
@@ -324,7 +324,7 @@ def with_orders(plan: Plan, *, of_all: bool = False) -> Plan:
     )
 
 
-def draw_group(seed: int, whole: Plan, model: str) -> Plan:
+def draw_group(seed: int, whole: ChaosPlan, model: str) -> ChaosPlan:
     """Return what happens to one more group of engines in the course of a plan, with no clients.
 
     Args:
@@ -353,7 +353,7 @@ def _draw_plan(
     near: bool = False,
     weather: Weather | None = None,
     span_s: float | None = None,
-) -> Plan:
+) -> ChaosPlan:
     rng = random.Random(seed)
     drawn = rng.choices(list(Weather), weights=[12, 60, 20, 8])[0]
     weather = weather or drawn
@@ -387,7 +387,7 @@ def _draw_plan(
     visits = draw_visits(rng, range(requests), span_s, mix, leaving=leaving)
     if near:
         visits = with_talks(seed, visits)
-    return Plan(
+    return ChaosPlan(
         seed,
         weather,
         WorldSettings(engines, flags),
@@ -621,7 +621,7 @@ def _visit(
     pipelined = several and not http_1_0 and rng.random() < 0.5
     if not several and rng.random() < leaving:
         departure = Departure(
-            rng.choice(list(Phase)),
+            rng.choice(list(ClientPhase)),
             rng.choice(list(Leaving)),
             delay_s=rng.choice([0.0, 0.0, 0.001, 0.02, rng.uniform(0.0, 2.0)]),
             num_bytes=rng.choice([1, 300, 1_000, 4_000]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from balanceroute.proxy.lab.emulate.engine import Engine
-from balanceroute.proxy.lab.emulate.exchange import Exchange
+from balanceroute.proxy.lab.emulate.exchange import EngineExchange
 from balanceroute.proxy.lab.emulate.hub import EngineCall
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.testing.chaos.clients import Visit
@@ -61,7 +61,7 @@ class Poison:
     down_s: float
     again_s: tuple[float, ...]
 
-    def is_due(self, exchange: Exchange) -> bool:
+    def is_due(self, exchange: EngineExchange) -> bool:
         """Return whether an engine dies of it now."""
         return sum(one.choice.emitted for one in exchange.sequences) >= self.tokens
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.events import Admit, StartPrefill
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.live.engines.instances import Role, Status, Target
-from balanceroute.proxy.testing.chaos.world import Part, Step, World
+from balanceroute.proxy.testing.chaos.world import Part, SchedulerStep, World
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import Roster
@@ -40,7 +40,7 @@ _MAY_BE = {
 
 
 @dataclass(slots=True)
-class Orders:
+class GivenOrders:
     """The orders about one thing.
 
     Attributes:
@@ -64,7 +64,7 @@ class Orders:
 
 
 @dataclass(slots=True)
-class OfEngine(Orders):
+class OfEngine(GivenOrders):
     """Those about one engine.
 
     Attributes:
@@ -77,7 +77,7 @@ class OfEngine(Orders):
 
 
 @dataclass(slots=True)
-class OfAll(Orders):
+class OfAll(GivenOrders):
     """Those that stop and begin all.
 
     Attributes:
@@ -133,7 +133,7 @@ class Promises:
         """Return what was ordered about an engine, which is not there if nothing was."""
         return self.engines.setdefault(target, OfEngine(said=Said.REMOVED))
 
-    def saw(self, step: Step) -> None:
+    def saw(self, step: SchedulerStep) -> None:
         """Hold the scheduler to the answered orders."""
         instances = self.roster.instances
         for action in step.actions:

@@ -38,15 +38,15 @@ from balanceroute.proxy.testing.chaos.audit import (
     excused_names,
     take_census,
 )
-from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
-from balanceroute.proxy.testing.chaos.expectation import Oracle
+from balanceroute.proxy.testing.chaos.clients import Client, ClientPhase, Visit
+from balanceroute.proxy.testing.chaos.expectation import TextOracle
 from balanceroute.proxy.testing.chaos.judge import Judge, Judging
 from balanceroute.proxy.testing.chaos.log_keeper import LogKeeper, violations_of
-from balanceroute.proxy.testing.chaos.plan import Plan, draw_plan
+from balanceroute.proxy.testing.chaos.plan import ChaosPlan, draw_plan
 from balanceroute.proxy.testing.chaos.poison import Poisoner
 from balanceroute.proxy.testing.chaos.saboteur import Saboteur
 from balanceroute.proxy.testing.chaos.traces import SpanCollector
-from balanceroute.proxy.testing.chaos.world import Part, Step, World
+from balanceroute.proxy.testing.chaos.world import Part, SchedulerStep, World
 from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
@@ -56,7 +56,7 @@ from balanceroute.proxy.testing.virtual.runner import run
 _BIG_BYTES = 20_000
 
 
-def client_faults(plan: Plan) -> Counter[str]:
+def client_faults(plan: ChaosPlan) -> Counter[str]:
     """Count what clients do that is out of the ordinary, besides leaving."""
     counts: Counter[str] = Counter()
     for visit in plan.visits:
@@ -74,7 +74,7 @@ def client_faults(plan: Plan) -> Counter[str]:
     return +counts
 
 
-def is_shared(plan: Plan, name: str) -> bool:
+def is_shared(plan: ChaosPlan, name: str) -> bool:
     """Return whether several requests have a name."""
     return sum(request.request_id == name for request in plan.requests) > 1
 
@@ -95,7 +95,7 @@ _STORM_SPAN_S = 0.5
 
 
 @dataclass(slots=True)
-class Report:
+class TrialReport:
     """What came of one run.
 
     Attributes:
@@ -122,20 +122,22 @@ class Report:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, *, requests: int, near: bool = False) -> Report:
+def run_seed(seed: int, *, requests: int, near: bool = False) -> TrialReport:
     """Carry a seed's plan out and return what came of it."""
     return run_plan(draw_plan(seed, requests=requests, near=near))
 
 
-def run_plan(plan: Plan) -> Report:
+def run_plan(plan: ChaosPlan) -> TrialReport:
     """Carry a plan out and return what came of it."""
     return run_trial(plan, lambda loop, report, log: Trial(plan, loop, report, log))
 
 
-def run_trial(plan: Plan, make: Callable[[VirtualLoop, Report, LogKeeper], "Trial"]) -> Report:
+def run_trial(
+    plan: ChaosPlan, make: Callable[[VirtualLoop, TrialReport, LogKeeper], "Trial"]
+) -> TrialReport:
     """Carry out a run that `make` makes, in a loop of its own; return what came of it."""
     gc.collect()  # The world of the seed before: it has cycles, and this run collects none of its own.
-    report = Report(plan.seed, plan.weather.value, len(plan.requests))
+    report = TrialReport(plan.seed, plan.weather.value, len(plan.requests))
     report.violations += violations_of(
         lambda log: run(lambda loop: make(loop, report, log).run(), seed=plan.seed)
     )
@@ -145,7 +147,9 @@ def run_trial(plan: Plan, make: Callable[[VirtualLoop, Report, LogKeeper], "Tria
 class Trial:
     """One run."""
 
-    def __init__(self, plan: Plan, loop: VirtualLoop, report: Report, log: LogKeeper) -> None:
+    def __init__(
+        self, plan: ChaosPlan, loop: VirtualLoop, report: TrialReport, log: LogKeeper
+    ) -> None:
         self._plan = plan
         self._loop = loop
         self._report = report
@@ -172,7 +176,7 @@ class Trial:
         settings = replace(plan.world, engine_key=plan.spoils_keys, finds=plan.finds_engines)
         return World(settings, self._loop, self._rng, watch=self._saw)
 
-    def _plan_of(self, part: Part) -> Plan:
+    def _plan_of(self, part: Part) -> ChaosPlan:
         """Return what happens to the engines of a part, and what may come of it."""
         del part
         return self._plan
@@ -260,7 +264,7 @@ class Trial:
         oracles, judges = [], []
         for part in world.parts:
             plan = self._plan_of(part)
-            oracle = Oracle(plan.world.engines)
+            oracle = TextOracle(plan.world.engines)
             await oracle.start()
             oracles.append(oracle)
             judges.append(Judge(plan, oracle, excused_names(plan, part, self._begin_s)))
@@ -374,7 +378,7 @@ class Trial:
 
     # The scheduler.
 
-    def _saw(self, step: Step) -> None:
+    def _saw(self, step: SchedulerStep) -> None:
         self._administrator.saw(step)
         event = step.event
         if isinstance(event, StepCompleted | TokensEmitted) or (
@@ -386,16 +390,16 @@ class Trial:
             state = step.before.name.lower()
             self._report.cancelled[f"{state}, started" if step.started else state] += 1
         if isinstance(event, RequestArrived):
-            self._reached(step.group, event.request, Phase.QUEUED)
+            self._reached(step.group, event.request, ClientPhase.QUEUED)
         elif isinstance(event, PrefillDone):
-            self._reached(step.group, event.request, Phase.PREFILLED)
+            self._reached(step.group, event.request, ClientPhase.PREFILLED)
         for action in step.actions:
             if isinstance(action, StartPrefill):
-                self._reached(step.group, action.request, Phase.PREFILLING)
+                self._reached(step.group, action.request, ClientPhase.PREFILLING)
             elif isinstance(action, Admit):
-                self._reached(step.group, action.request, Phase.ADMITTED)
+                self._reached(step.group, action.request, ClientPhase.ADMITTED)
 
-    def _reached(self, group: str, number: RequestId, phase: Phase) -> None:
+    def _reached(self, group: str, number: RequestId, phase: ClientPhase) -> None:
         deployment = self._world.plane.deployments.get(group)
         session = None if deployment is None else deployment.driver.sessions.get(number)
         if session is not None:
@@ -464,7 +468,7 @@ class Summary:
     counters: Counter[str] = field(default_factory=Counter)
     violations: dict[int, list[str]] = field(default_factory=dict)
 
-    def add(self, report: Report) -> None:
+    def add(self, report: TrialReport) -> None:
         """Count one run."""
         self.seeds += 1
         self.requests += report.requests

@@ -152,7 +152,7 @@ _NOT_OF_A_REQUEST = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SchedulerStep:
     """One event and what came of it.
 
     Attributes:
@@ -188,7 +188,7 @@ class SchedulerWatch:
     def __init__(
         self,
         scheduler: Callable[[], Scheduler],
-        watch: Callable[[Step], None],
+        watch: Callable[[SchedulerStep], None],
         *,
         check_every: int = 64,
         group: str = "",
@@ -222,7 +222,7 @@ class SchedulerWatch:
         self._events += 1
         if self._events % self._check_every == 0:
             self._scheduler().check()
-        self.watch(Step(event, number, before, started, list(actions), self._group))
+        self.watch(SchedulerStep(event, number, before, started, list(actions), self._group))
 
     def _learn(self, number: RequestId) -> None:
         request = self._scheduler().requests.get(number)
@@ -319,7 +319,7 @@ class World:
         loop: VirtualLoop,
         rng: random.Random,
         *,
-        watch: Callable[[Step], None] = lambda _: None,
+        watch: Callable[[SchedulerStep], None] = lambda _: None,
     ) -> None:
         self.loop = loop
         self.journal = Journal(loop.time)

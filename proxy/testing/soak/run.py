@@ -22,11 +22,11 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.audit import SLOWING, audit_answers, audit_metrics
-from balanceroute.proxy.testing.chaos.clients import Client, Phase, Visit
-from balanceroute.proxy.testing.chaos.expectation import Oracle
+from balanceroute.proxy.testing.chaos.clients import Client, ClientPhase, Visit
+from balanceroute.proxy.testing.chaos.expectation import TextOracle
 from balanceroute.proxy.testing.chaos.faults import Act, Injection, draw_injections
 from balanceroute.proxy.testing.chaos.judge import Judge
-from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather, draw_visits
+from balanceroute.proxy.testing.chaos.plan import MODEL, ChaosPlan, Weather, draw_visits
 from balanceroute.proxy.testing.chaos.requests import RequestMix
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.soak.proxy_process import Footprint, ProxyProcess, running_proxy
@@ -109,7 +109,7 @@ _HUNG_S = 45.0
 _LATER_S = 0.3
 
 
-class Load:
+class SoakLoad:
     """One plan's visits, one after the other, whenever a client is free.
 
     Attributes:
@@ -117,7 +117,7 @@ class Load:
         done: How many requests were sent and have ended.
     """
 
-    def __init__(self, plan: Plan, host: str, port: int) -> None:
+    def __init__(self, plan: ChaosPlan, host: str, port: int) -> None:
         self.plan = plan
         self.clients: list[Client] = []
         self.lost: list[str] = []
@@ -186,7 +186,7 @@ _FAULTY = 0.85
 _ACTS = frozenset({Act.BOARD, Act.KILL, Act.DRAIN})
 
 
-def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) -> Plan:
+def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) -> ChaosPlan:
     """Return a plan."""
     rng = random.Random(f"soak {seed} {numbers.start}")
     span_s = len(numbers) * S_PER_REQUEST
@@ -200,7 +200,7 @@ def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) ->
         policies=("",),  # Nobody switches them here.
         span_s=_FAULTY * span_s,
     )
-    return Plan(
+    return ChaosPlan(
         seed,
         Weather.CALM if calm else Weather.FAULTS,
         world,
@@ -215,10 +215,13 @@ def draw_plan(seed: int, numbers: range, world: WorldSettings, *, calm: bool) ->
 def _with_real_wires(visit: Visit) -> Visit:
     """Return a visit without what only a wire in memory and a look into the proxy allow."""
     departure = visit.departure
-    if departure is not None and departure.phase is Phase.QUEUED:
-        departure = replace(departure, phase=Phase.SENDING)
-    elif departure is not None and departure.phase not in (Phase.STREAMING, Phase.LAST_WORD):
-        departure = replace(departure, phase=Phase.AFTER)
+    if departure is not None and departure.phase is ClientPhase.QUEUED:
+        departure = replace(departure, phase=ClientPhase.SENDING)
+    elif departure is not None and departure.phase not in (
+        ClientPhase.STREAMING,
+        ClientPhase.LAST_WORD,
+    ):
+        departure = replace(departure, phase=ClientPhase.AFTER)
     return replace(visit, departure=departure, pauses=(), link=None)
 
 
@@ -249,7 +252,7 @@ _SHOWN_CHARACTERS = 600
 
 
 @dataclass(slots=True)
-class Report:
+class SoakReport:
     """What was found.
 
     Attributes:
@@ -292,11 +295,11 @@ _TIMEOUT_S = 10.0
 _PAGE_BYTES = 1 << 24
 
 
-class ControlError(BalanceRouteError):
+class SoakControlError(BalanceRouteError):
     """A page that was refused."""
 
 
-class Control:
+class SoakControl:
     """The pages of one server. Their methods raise ControlError, and WireError if no answer came."""
 
     def __init__(self, url: str) -> None:
@@ -332,7 +335,9 @@ class Control:
             max_bytes=_PAGE_BYTES,
         )
         if response.status != 200:
-            raise ControlError(f"{self._endpoint.name}{path}: {response.status} {response.body!r}")
+            raise SoakControlError(
+                f"{self._endpoint.name}{path}: {response.status} {response.body!r}"
+            )
         return response.body.decode()
 
 
@@ -344,13 +349,13 @@ def _plain(value: object) -> object:
 # Lets the faults of a plan happen to engines that are processes, and undoes them.
 
 
-class Saboteur:
+class SoakSaboteur:
     """Gives the orders of one plan."""
 
     def __init__(
         self,
-        engines: Control,
-        admin: Control,
+        engines: SoakControl,
+        admin: SoakControl,
         urls: Mapping[str, str],
         injections: Sequence[Injection],
     ) -> None:
@@ -359,7 +364,7 @@ class Saboteur:
         self._urls = urls
         self._injections = injections
 
-    async def work(self, load: Load) -> None:
+    async def work(self, load: SoakLoad) -> None:
         """Do everything while a load runs, and undo it."""
         begins = [(one.start_s, number, True) for number, one in enumerate(self._injections)]
         ends = [(one.end_s, number, False) for number, one in enumerate(self._injections)]
@@ -385,7 +390,7 @@ class Saboteur:
             await self._engines.post("/emulation/restore", {"engine": engine})
         if injection.act is Act.DRAIN:
             # Unless another fault of this kind has ended already.
-            with suppress(ControlError):
+            with suppress(SoakControlError):
                 await self._admin.post("/admin/instances", self._order(injection))
 
     def _order(self, injection: Injection) -> dict[str, object]:
@@ -446,7 +451,7 @@ class SoakSettings:
     policy: str = "br-h"
 
 
-def soak(settings: SoakSettings, folder: Path) -> Report:
+def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     """Start everything, run once, and end everything.
 
     Raises:
@@ -470,7 +475,7 @@ def soak(settings: SoakSettings, folder: Path) -> Report:
                 f"{role}/{i}": url for role, urls in roles.items() for i, url in enumerate(urls)
             }
 
-            async def run() -> Report:
+            async def run() -> SoakReport:
                 one = _Run(settings, proxy, names)
                 await one.run()
                 return one.report
@@ -482,12 +487,12 @@ class _Run:
     def __init__(
         self, settings: SoakSettings, proxy: ProxyProcess, urls: Mapping[str, str]
     ) -> None:
-        self.report = Report()
+        self.report = SoakReport()
         self._settings = settings
         self._proxy = proxy
         self._urls = urls
-        self._engines = Control(urls[f"prefill/{PREFILLERS - 1}"])
-        self._admin = Control(f"http://{proxy.host}:{proxy.admin_port}")
+        self._engines = SoakControl(urls[f"prefill/{PREFILLERS - 1}"])
+        self._admin = SoakControl(f"http://{proxy.host}:{proxy.admin_port}")
         engines = EmulationSettings(
             prefillers=PREFILLERS,
             ranks=RANKS,
@@ -496,7 +501,7 @@ class _Run:
         )
         self._world = WorldSettings(engines, {})
         self._clock = asyncio.get_running_loop().time
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, SoakLoad] = {}
 
     async def run(self) -> None:
         """Send everything and look at what is left of it."""
@@ -505,7 +510,7 @@ class _Run:
         await self._begin("before", settings.warm_up, calm=True).run(CLIENTS // 2)
         before = await self._quiet()
         load = self._begin("with faults", settings.requests, calm=False)
-        saboteur = Saboteur(self._engines, self._admin, self._urls, load.plan.injections)
+        saboteur = SoakSaboteur(self._engines, self._admin, self._urls, load.plan.injections)
         memory: list[float] = []
         begin_s = self._clock()
         async with asyncio.TaskGroup() as group:
@@ -528,18 +533,18 @@ class _Run:
 
     # Loads.
 
-    def _begin(self, name: str, count: int, *, calm: bool) -> Load:
+    def _begin(self, name: str, count: int, *, calm: bool) -> SoakLoad:
         first = sum(len(load.plan.requests) for load in self._loads.values())
         numbers = range(first, first + count)
         plan = draw_plan(self._settings.seed, numbers, self._world, calm=calm)
-        load = self._loads[name] = Load(plan, self._proxy.host, self._proxy.port)
+        load = self._loads[name] = SoakLoad(plan, self._proxy.host, self._proxy.port)
         return load
 
-    async def _stand_still(self, load: Load) -> None:
+    async def _stand_still(self, load: SoakLoad) -> None:
         await load.reached(STANDSTILL * load.plan.calm_s)
         await self._proxy.suspend(STANDSTILL_S)
 
-    async def _watch_memory(self, load: Load, memory: list[float]) -> None:
+    async def _watch_memory(self, load: SoakLoad, memory: list[float]) -> None:
         for fifth in range(1, 6):
             await load.reached(fifth / 5 * load.plan.calm_s)
             memory.append(self._proxy.footprint().rss_mib)
@@ -593,7 +598,7 @@ class _Run:
         report = self.report
         lines, errors = await self._log()
         told = [record_of(line) for line in lines]
-        oracle = Oracle(self._world.engines)
+        oracle = TextOracle(self._world.engines)
         await oracle.start()
         strangers = {record.request_id for record in told}
         for name, load in self._loads.items():

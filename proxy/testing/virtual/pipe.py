@@ -14,11 +14,12 @@ from balanceroute.proxy.testing.virtual.addresses import Link, Traffic
 if TYPE_CHECKING:
     import asyncio
 
+
 READ_BYTES = 256 * 1024  # The most that asyncio reads at once.
 FIN = b""
 
 
-class Source(Protocol):
+class PipeSource(Protocol):
     """The end that writes to a pipe.
 
     Attributes:
@@ -34,7 +35,7 @@ class Source(Protocol):
         """Write from the buffer what the window now takes."""
 
 
-class Target(Protocol):
+class PipeTarget(Protocol):
     """The end that reads from a pipe.
 
     Attributes:
@@ -117,8 +118,8 @@ class Pipe:
         "target",
     )
 
-    source: Source
-    target: Target
+    source: PipeSource
+    target: PipeTarget
 
     def __init__(
         self,

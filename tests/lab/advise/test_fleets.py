@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, Trial, beyond, plan
+from balanceroute.proxy.lab.advise.fleets import Fleets, FleetTrial, Slo, beyond, plan
 from balanceroute.proxy.lab.advise.report import plan_lines
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
-DEPLOYMENT = Deployment(
+DEPLOYMENT = SimulatedDeployment(
     ranks=1,
     batch_limit=8,
     step_base_ns=20_000_000,
@@ -137,7 +137,7 @@ def test_a_load_at_one_instant_is_refused() -> None:
 
 def test_what_bounds_a_fleet_is_the_verdict_of_the_audit() -> None:
     def bound(prefill_work: float, slots: float, idle: float) -> str:
-        return Trial(2, 2, 1.0, 1.0, 0.0, 0.0, idle, prefill_work, slots).verdict.bound.value
+        return FleetTrial(2, 2, 1.0, 1.0, 0.0, 0.0, idle, prefill_work, slots).verdict.bound.value
 
     assert bound(1.9, 0.3, 0.0) == "prefill"
     assert bound(1.0, 0.95, 0.0) == "decode"

@@ -7,7 +7,7 @@ import pytest
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.audit.observation import (
     Bound,
-    Lengths,
+    LengthSums,
     Look,
     PageError,
     RankPage,
@@ -15,7 +15,7 @@ from balanceroute.proxy.lab.audit.observation import (
     observe,
     read_page,
 )
-from balanceroute.proxy.lab.audit.replica import Prediction, Recovery, requests_like
+from balanceroute.proxy.lab.audit.replica import AuditRecovery, Prediction, requests_like
 from balanceroute.proxy.lab.audit.report import Audit, lines, lost_shares
 
 VLLM = b"""# TYPE vllm:num_requests_running gauge
@@ -49,7 +49,7 @@ def test_a_page_of_vllm_tells_each_rank() -> None:
         "0": (3.0, 800.0, 70.0),
         "1": (4.0, 1000.0, 80.0),
     }
-    assert ranks["0"].outputs == Lengths({1.0: 2.0, float("inf"): 5.0}, 44.0)
+    assert ranks["0"].outputs == LengthSums({1.0: 2.0, float("inf"): 5.0}, 44.0)
 
 
 def test_a_page_of_sglang_tells_its_tokens() -> None:
@@ -84,13 +84,13 @@ def test_too_little_is_not_judged() -> None:
     with pytest.raises(ConfigError, match="nothing was decoded"):
         observe(looks(30, kv_tokens=0.0))
     with pytest.raises(ConfigError, match="fewer than 100 requests"):
-        requests_like(Lengths(), Lengths({1.0: 99.0}, 99.0), 10, seed=0)
+        requests_like(LengthSums(), LengthSums({1.0: 99.0}, 99.0), 10, seed=0)
 
 
 @pytest.mark.parametrize(("batch", "said"), [(1, False), (2, True)])
 def test_who_gains_in_a_fleet_with_free_slots_is_said(batch: int, said: bool) -> None:
     seen = observe(looks(30), batch=batch)
-    recovery = Recovery(1, "jsq", (Prediction("br-h", 0.1, 30.0, 0.2, 0.01),))
+    recovery = AuditRecovery(1, "jsq", (Prediction("br-h", 0.1, 30.0, 0.2, 0.01),))
     told = list(lines(Audit(seen, seen.verdict, recovery)))
     assert any("where arrivals do not depend on answers" in line for line in told) == said
 
@@ -102,8 +102,8 @@ def test_one_rank_waits_for_nobody() -> None:
 
 
 def test_drawn_lengths_have_the_buckets_and_the_mean() -> None:
-    prompts = Lengths({10.0: 0.0, 100.0: 500.0, 1000.0: 1000.0}, 1000 * 180.0)
-    outputs = Lengths({50.0: 1000.0, float("inf"): 1000.0}, 1000 * 20.0)
+    prompts = LengthSums({10.0: 0.0, 100.0: 500.0, 1000.0: 1000.0}, 1000 * 180.0)
+    outputs = LengthSums({50.0: 1000.0, float("inf"): 1000.0}, 1000 * 20.0)
     drawn = requests_like(prompts, outputs, 4000, seed=1)
     mean = sum(one.prompt_tokens for one in drawn) / 4000
     assert mean == pytest.approx(180, rel=0.01)
@@ -114,7 +114,7 @@ def test_drawn_lengths_have_the_buckets_and_the_mean() -> None:
 def test_no_prompt_is_drawn_that_is_much_longer_than_any_was() -> None:
     """A few beyond the longest made BR-H idle 5 points more in a simulation than it does."""
     counts = {1000.0: 0.0, 5000.0: 994.0, 10_000.0: 994.0, 20_000.0: 1000.0, math.inf: 1000.0}
-    lengths = Lengths(counts, 2.54e6)
+    lengths = LengthSums(counts, 2.54e6)
     drawn = requests_like(lengths, lengths, 4000, seed=1, longest_prompt=12_000.0)
     assert 11_000 < max(one.prompt_tokens for one in drawn) < 12_500  # All are scaled to the mean.
     assert max(one.output_tokens for one in drawn) > 18_000
@@ -128,7 +128,7 @@ def test_the_longest_prompt_follows_from_looks_at_every_request(every: int, long
     found = []
     for number in range(400):
         kv_tokens = 8000.0 if number % 100 < 80 else 16_000.0
-        ended = Lengths({float("inf"): 0.4 * number}, 100.0 * number)
+        ended = LengthSums({float("inf"): 0.4 * number}, 100.0 * number)
         page = RankPage(8.0, 0.0, kv_tokens, 30.0 * number, prompts=ended, outputs=ended)
         found.append(Look(float(number), {"a": page}, {}))
     mean = sum(look.decode["a"].kv_tokens or 0.0 for look in found[::every]) / len(found[::every])
@@ -143,9 +143,9 @@ def test_prefillers_take_as_long_as_for_what_they_ended(tells: bool, tokens: flo
     """Where prefill bounds the fleet, the ranks end other requests than the prefillers meanwhile."""
     found = []
     for number in range(100):
-        prefilled = Lengths(total=1000.0 * number if tells else 0.0)
+        prefilled = LengthSums(total=1000.0 * number if tells else 0.0)
         prefiller = RankPage(float(number % 2), 0.0, 5.0, prompts=prefilled)
-        ended = Lengths({math.inf: float(number)}, 900.0 * number)
+        ended = LengthSums({math.inf: float(number)}, 900.0 * number)
         rank = RankPage(8.0, 0.0, 8000.0, 30.0 * number, prompts=ended, outputs=ended)
         found.append(Look(0.5 * number, {"d": rank}, {"p": prefiller, "q": RankPage(0.0, 0.0)}))
     # Half of the time one of the two is busy, for a look of 0.5 s.

@@ -10,7 +10,7 @@ import pytest
 from balanceroute.proxy.cli.outputs import as_json_text
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.audit.observation import Look, observe
-from balanceroute.proxy.lab.audit.prometheus import Window, looks_of
+from balanceroute.proxy.lab.audit.prometheus import PrometheusWindow, looks_of
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.testing.virtual.runner import run
@@ -18,7 +18,7 @@ from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request
 
 BEGIN_S, STEP_S, COUNT = 1_795_000_000.0, 5.0, 60
-WINDOW = Window(BEGIN_S, BEGIN_S + STEP_S * COUNT, STEP_S)
+WINDOW = PrometheusWindow(BEGIN_S, BEGIN_S + STEP_S * COUNT, STEP_S)
 DECODE = ["http://d0:8000", "http://d1:8000"]
 PREFILL = ["http://p0:8000"]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.lab.emulate.barrier import PICTURE_STEPS, Barrier
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings, Preemption
-from balanceroute.proxy.lab.sim.engines import DecodeFleet, EngineOptions
+from balanceroute.proxy.lab.sim.engines import DecodeFleet, SimulatedEngineOptions
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 
@@ -44,7 +44,7 @@ class Tokens:
         self.drops += 1
 
 
-UNEVEN = EngineOptions((1.0, 0.5), (3, 2), tokens_per_step=2.5, pause_above=0.2)
+UNEVEN = SimulatedEngineOptions((1.0, 0.5), (3, 2), tokens_per_step=2.5, pause_above=0.2)
 
 
 def simulated(
@@ -85,10 +85,10 @@ def simulated(
         st.tuples(st.integers(0, 2), st.integers(1, 5_000), st.integers(1, 8)), max_size=12
     ),
     kv=st.one_of(st.none(), st.integers(2_000, 9_000)),
-    engines=st.sampled_from([EngineOptions(), UNEVEN]),
+    engines=st.sampled_from([SimulatedEngineOptions(), UNEVEN]),
 )
 def test_the_barrier_steps_as_the_simulated_fleet_does(
-    jobs: list[tuple[int, int, int]], kv: int | None, engines: EngineOptions
+    jobs: list[tuple[int, int, int]], kv: int | None, engines: SimulatedEngineOptions
 ) -> None:
     settings = EmulationSettings(ranks=3, batch_limit=3, rank_kv_tokens=kv, engines=engines)
 

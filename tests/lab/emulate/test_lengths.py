@@ -7,7 +7,7 @@ from tests.lab.emulate.conftest import CHAT, COMPLETIONS, Lab
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate import tokens
-from balanceroute.proxy.lab.emulate.tokens import Lengths
+from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
 
 if TYPE_CHECKING:
     from tests.lab.emulate.conftest import Play
@@ -80,7 +80,7 @@ def test_a_request_that_is_handed_back_goes_on_with_what_is_left(play: "Play") -
 
 @pytest.mark.parametrize("count", [0, -1, 2**31, True, 1.0, "7", None])
 def test_a_length_that_is_none_is_refused_and_none_is_noted(count: object) -> None:
-    table = Lengths()
+    table = AnswerLengths()
     with pytest.raises(ConfigError, match=r"'b': .* is not from 1 to 2147483647"):
         table.add({"a": 1, "b": count})
     assert table.of("a") is None
@@ -88,7 +88,7 @@ def test_a_length_that_is_none_is_refused_and_none_is_noted(count: object) -> No
 
 def test_the_oldest_lengths_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "MAX_LENGTHS", 2)
-    table = Lengths()
+    table = AnswerLengths()
     table.add({"a": 1, "b": 2})
     table.add({"c": 3})
     assert [table.of(name) for name in "abc"] == [None, 2, 3]

@@ -4,14 +4,19 @@ import random
 
 import pytest
 
-from balanceroute.proxy.lab.model_choice.environment import Answer, GroupModel, GroupSim, Request
+from balanceroute.proxy.lab.model_choice.environment import (
+    GroupModel,
+    GroupSim,
+    SimulatedAnswer,
+    SimulatedRequest,
+)
 
 MODEL = GroupModel(name="m", ranks=2, slots=4, step_base_ms=10, step_us_per_token=5)
 
 
 def test_a_lone_request_takes_its_steps() -> None:
     group = GroupSim(MODEL)
-    group.add(Request(0, 0.0, 1_000, 3))
+    group.add(SimulatedRequest(0, 0.0, 1_000, 3))
     # Steps of 10 + 5 us x tokens / 2: the tokens grow from 1,000 by one in each.
     (answer,) = group.advance(1e9)
     assert answer.number == 0
@@ -21,15 +26,17 @@ def test_a_lone_request_takes_its_steps() -> None:
 
 def test_nothing_ends_before_its_time() -> None:
     group = GroupSim(MODEL)
-    group.add(Request(0, 0.0, 1_000, 3))
+    group.add(SimulatedRequest(0, 0.0, 1_000, 3))
     assert group.advance(37.4) == []
     assert len(group.advance(37.6)) == 1
 
 
-def by_steps(model: GroupModel, requests: list[Request]) -> list[Answer]:
+def by_steps(model: GroupModel, requests: list[SimulatedRequest]) -> list[SimulatedAnswer]:
     """Run the group step by step, with requests that join at the beginning of a step."""
-    now, waiting, answers = 0.0, list(requests), list[Answer]()
-    running: dict[Request, tuple[int, float]] = {}  # By tokens done and the first one's time.
+    now, waiting, answers = 0.0, list(requests), list[SimulatedAnswer]()
+    running: dict[
+        SimulatedRequest, tuple[int, float]
+    ] = {}  # By tokens done and the first one's time.
     while waiting or running:
         if not running and waiting[0].arrived_ms > now:
             now = waiting[0].arrived_ms
@@ -44,7 +51,7 @@ def by_steps(model: GroupModel, requests: list[Request]) -> list[Answer]:
                 del running[one]
                 later = one.output_tokens - 1
                 tpot_ms = (now - first_ms) / later if later else 0.0
-                answers.append(Answer(one.number, first_ms - one.arrived_ms, tpot_ms))
+                answers.append(SimulatedAnswer(one.number, first_ms - one.arrived_ms, tpot_ms))
     return answers
 
 
@@ -56,7 +63,7 @@ def test_it_follows_a_group_that_is_run_step_by_step(seed: int) -> None:
     for number in range(200):
         arrived_ms += drawn.expovariate(1 / 250)
         requests.append(
-            Request(number, arrived_ms, drawn.randint(1, 4_000), drawn.randint(60, 300))
+            SimulatedRequest(number, arrived_ms, drawn.randint(1, 4_000), drawn.randint(60, 300))
         )
     group, answers = GroupSim(MODEL), []
     for request in requests:
@@ -85,7 +92,7 @@ def test_a_prefill_takes_its_time_and_one_at_a_time() -> None:
     group = GroupSim(model)
     assert group.outlook(500) == (1, 11)
     for number in range(2):
-        group.add(Request(number, 0.0, 500, 1))
+        group.add(SimulatedRequest(number, 0.0, 500, 1))
     assert group.outlook(500) == (1, 31)
     answers = group.advance(100)
     assert [one.ttft_ms for one in answers] == [11, 21]
@@ -94,8 +101,8 @@ def test_a_prefill_takes_its_time_and_one_at_a_time() -> None:
 def test_a_full_group_tells_when_a_slot_comes_free() -> None:
     model = GroupModel(name="m", ranks=1, slots=1, step_base_ms=2, step_us_per_token=0)
     group = GroupSim(model)
-    group.add(Request(0, 0.0, 1, 10))
+    group.add(SimulatedRequest(0, 0.0, 1, 10))
     assert group.outlook(1) == (2, 22)
-    group.add(Request(1, 0.0, 1, 10))
+    group.add(SimulatedRequest(1, 0.0, 1, 10))
     answers = group.advance(1e3)
     assert [one.ttft_ms for one in answers] == [2, 22]

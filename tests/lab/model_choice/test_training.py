@@ -6,14 +6,19 @@ import numpy as np
 import pytest
 
 from balanceroute.proxy.lab.model_choice.environment import (
-    Environment,
     GroupModel,
     Scenario,
+    TrainingEnvironment,
     bursty,
     paper_scenario,
     stable,
 )
-from balanceroute.proxy.lab.model_choice.training import Judgement, Trainer, Window, judge
+from balanceroute.proxy.lab.model_choice.training import (
+    ChoiceJudgement,
+    Trainer,
+    TrainingWindow,
+    judge,
+)
 from balanceroute.proxy.model_choice import ArrivalRate, Greedy, QNetwork, Static, Targets
 
 LENGTHS = [(1_000, 200)]
@@ -79,7 +84,7 @@ def test_the_same_seed_draws_the_same_requests_for_each_choice() -> None:
 
 
 def test_a_request_must_be_under_way_to_be_sent() -> None:
-    environment = Environment(paper_scenario(), LENGTHS, np.random.default_rng(0))
+    environment = TrainingEnvironment(paper_scenario(), LENGTHS, np.random.default_rng(0))
     with pytest.raises(ValueError, match="no request"):
         environment.step(0)
     with pytest.raises(ValueError, match="no request"):
@@ -87,7 +92,7 @@ def test_a_request_must_be_under_way_to_be_sent() -> None:
 
 
 def test_windows_count_runs_of_twenty() -> None:
-    judgement = Judgement((1.0,) * 20 + (0.8,) + (1.0,) * 19, (0,) * 40, (0,) * 40)
+    judgement = ChoiceJudgement((1.0,) * 20 + (0.8,) + (1.0,) * 19, (0,) * 40, (0,) * 40)
     # The first window is perfect; each of the 20 others holds the 0.8, a mean of 0.99.
     assert judgement.windows() == (1, 21, 21, 21, 21)
     assert judgement.shares(2) == (1.0, 0.0)
@@ -117,7 +122,7 @@ def test_a_short_training_finds_what_greedy_cannot_see() -> None:
         scores=((1.0, 0.0), (0.2, 1.0)),
         targets=Targets(tpot_ms=40),
     )
-    windows: list[Window] = []
+    windows: list[TrainingWindow] = []
     trainer = Trainer(scenario, LENGTHS, steps=6_000, seed=0)
     learned = trainer.train(windows.append, windows=6)
     assert [window.step for window in windows] == [1_000, 2_000, 3_000, 4_000, 5_000, 6_000]

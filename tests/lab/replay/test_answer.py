@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.lab.replay import exchange
 from balanceroute.proxy.lab.replay.exchange import AnswerReader
-from balanceroute.proxy.lab.replay.figures import ERROR_EVENT, MALFORMED_EVENT, SHORT_STREAM, Fault
+from balanceroute.proxy.lab.replay.figures import (
+    ERROR_EVENT,
+    MALFORMED_EVENT,
+    SHORT_STREAM,
+    ReplayFault,
+)
 from balanceroute.proxy.wire.messages import WireError
 
 DONE = b"data: [DONE]\n\n"
@@ -38,7 +43,7 @@ def event(chunk: object) -> bytes:
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
-def read(data: bytes) -> tuple[int, Fault | None]:
+def read(data: bytes) -> tuple[int, ReplayFault | None]:
     reader = AnswerReader()
     return reader.feed(data), reader.end()
 
@@ -133,7 +138,7 @@ def test_an_error_event_is_the_fault_even_before_done() -> None:
     error = {"message": "Internal server error", "type": "InternalServerError", "code": 500}
     tokens, fault = read(ROLE + chat("a") + event({"error": error}) + DONE)
     assert tokens == 1
-    assert fault == Fault(ERROR_EVENT, "Internal server error")
+    assert fault == ReplayFault(ERROR_EVENT, "Internal server error")
 
 
 @pytest.mark.parametrize(
@@ -141,13 +146,13 @@ def test_an_error_event_is_the_fault_even_before_done() -> None:
     [("out of memory", '"out of memory"'), ({"code": 500}, '{"code": 500}')],
 )
 def test_an_error_of_any_form_is_told(error: object, message: str) -> None:
-    assert read(event({"error": error}))[1] == Fault(ERROR_EVENT, message)
+    assert read(event({"error": error}))[1] == ReplayFault(ERROR_EVENT, message)
 
 
 def test_an_error_beside_a_token_is_the_fault() -> None:
     choice = {"index": 0, "text": "a", "finish_reason": None}
     _, fault = read(event({"choices": [choice], "error": {"message": "no room"}}) + DONE)
-    assert fault == Fault(ERROR_EVENT, "no room")
+    assert fault == ReplayFault(ERROR_EVENT, "no room")
 
 
 def test_a_null_error_is_none() -> None:
@@ -156,7 +161,9 @@ def test_a_null_error_is_none() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_engine_that_gave_up_is_a_fault(reason: str) -> None:
-    assert read(chat("a", reason) + DONE)[1] == Fault(ERROR_EVENT, f"finish_reason is {reason}")
+    assert read(chat("a", reason) + DONE)[1] == ReplayFault(
+        ERROR_EVENT, f"finish_reason is {reason}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_an_event_that_is_no_chunk_is_a_fault(data: bytes) -> None:
 
 def test_the_first_fault_stays() -> None:
     data = event({"error": {"message": "first"}}) + event({"error": {"message": "second"}})
-    assert read(data)[1] == Fault(ERROR_EVENT, "first")
+    assert read(data)[1] == ReplayFault(ERROR_EVENT, "first")
 
 
 def test_an_endless_event_is_refused() -> None:
@@ -271,4 +278,4 @@ def test_an_agents_answer_has_a_token_per_piece(told: list[object], reason: str)
 def test_a_message_that_was_given_up_has_failed() -> None:
     given_up = {"type": "message_delta", "delta": {"stop_reason": None, "stop_sequence": None}}
     _, fault = read(event(given_up) + event({"type": "message_stop"}))
-    assert fault == Fault(ERROR_EVENT, "message_stop says abort")
+    assert fault == ReplayFault(ERROR_EVENT, "message_stop says abort")

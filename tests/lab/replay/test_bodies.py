@@ -8,18 +8,18 @@ import pytest
 
 from balanceroute.proxy.lab.replay import requests
 from balanceroute.proxy.lab.replay.requests import (
-    Api,
-    BodyQueue,
-    Lengths,
     PlannedRequest,
     PromptBuilder,
+    ReplayApi,
+    ReplayBodies,
+    ReplayLengths,
     request_body,
 )
 
 REQUESTS = [PlannedRequest(number, 0, 10 + number, 5) for number in range(200)]
 EXPECTED = [
     request_body(
-        Api.COMPLETIONS,
+        ReplayApi.COMPLETIONS,
         model="m",
         prompt=PromptBuilder(0).build(request),
         max_tokens=5,
@@ -39,17 +39,17 @@ class Counting(PromptBuilder):
         return super().build(request)
 
 
-def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> None:
+def queued(check: Callable[[ReplayBodies, Counting], None], *, turns: int = 0) -> None:
     """Run a check on a queue that the loop has turned for so many times."""
 
     async def main() -> None:
         prompts = Counting(0)
-        queue = BodyQueue(
+        queue = ReplayBodies(
             REQUESTS,
             prompts,
-            api=Api.COMPLETIONS,
+            api=ReplayApi.COMPLETIONS,
             model="m",
-            lengths=Lengths.MAX_TOKENS,
+            lengths=ReplayLengths.MAX_TOKENS,
             request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
@@ -64,8 +64,8 @@ def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> N
 @pytest.mark.parametrize(
     ("api", "prompt"),
     [
-        (Api.COMPLETIONS, {"prompt": "t1 é"}),
-        (Api.CHAT, {"messages": [{"role": "user", "content": "t1 é"}]}),
+        (ReplayApi.COMPLETIONS, {"prompt": "t1 é"}),
+        (ReplayApi.CHAT, {"messages": [{"role": "user", "content": "t1 é"}]}),
     ],
 )
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def queued(check: Callable[[BodyQueue, Counting], None], *, turns: int = 0) -> N
     ],
 )
 def test_a_body_asks_for_a_stream_with_the_limit_that_there_is(
-    api: Api,
+    api: ReplayApi,
     prompt: dict[str, object],
     limit: int | None,
     ignore_eos: bool,
@@ -97,9 +97,9 @@ def test_a_body_asks_for_a_stream_with_the_limit_that_there_is(
 @pytest.mark.parametrize(
     ("api", "prompt", "limit", "named"),
     [
-        (Api.MESSAGES, {"messages": [{"role": "user", "content": "t1"}]}, "max_tokens", {}),
+        (ReplayApi.MESSAGES, {"messages": [{"role": "user", "content": "t1"}]}, "max_tokens", {}),
         (
-            Api.RESPONSES,
+            ReplayApi.RESPONSES,
             {"input": "t1"},
             "max_output_tokens",
             {"ignore_eos": True, "request_id": "a-1"},
@@ -107,7 +107,7 @@ def test_a_body_asks_for_a_stream_with_the_limit_that_there_is(
     ],
 )
 def test_a_body_of_an_agents_api_has_the_members_that_there_are(
-    api: Api, prompt: dict[str, object], limit: str, named: dict[str, object]
+    api: ReplayApi, prompt: dict[str, object], limit: str, named: dict[str, object]
 ) -> None:
     body = request_body(
         api, model="m", prompt="t1", max_tokens=7, ignore_eos=True, request_id="a-1"
@@ -117,36 +117,36 @@ def test_a_body_of_an_agents_api_has_the_members_that_there_are(
 
 
 def test_each_api_has_its_path() -> None:
-    assert Api.MESSAGES.path == "/v1/messages"
-    assert Api.RESPONSES.path == "/v1/responses"
-    assert Api.CHAT.path == "/v1/chat/completions"
-    assert Api.COMPLETIONS.path == "/v1/completions"
+    assert ReplayApi.MESSAGES.path == "/v1/messages"
+    assert ReplayApi.RESPONSES.path == "/v1/responses"
+    assert ReplayApi.CHAT.path == "/v1/chat/completions"
+    assert ReplayApi.COMPLETIONS.path == "/v1/completions"
 
 
 @pytest.mark.parametrize("turns", [0, 1, 300])
 def test_bodies_come_in_the_order_of_the_requests(turns: int) -> None:
-    def check(queue: BodyQueue, _: Counting) -> None:
+    def check(queue: ReplayBodies, _: Counting) -> None:
         assert [queue.take() for _ in REQUESTS] == EXPECTED
 
     queued(check, turns=turns)
 
 
 def test_one_body_is_built_in_each_turn_of_the_loop() -> None:
-    def check(_: BodyQueue, prompts: Counting) -> None:
+    def check(_: ReplayBodies, prompts: Counting) -> None:
         assert prompts.built == 4
 
     queued(check, turns=4)
 
 
 def test_no_more_are_built_ahead_than_the_limit() -> None:
-    def check(_: BodyQueue, prompts: Counting) -> None:
+    def check(_: ReplayBodies, prompts: Counting) -> None:
         assert prompts.built == requests.MAX_BODIES
 
     queued(check, turns=300)
 
 
 def test_no_more_are_built_ahead_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(_: BodyQueue, prompts: Counting) -> None:
+    def check(_: ReplayBodies, prompts: Counting) -> None:
         assert prompts.built == 3
 
     monkeypatch.setattr(requests, "MAX_BYTES", 1 + sum(map(len, EXPECTED[:2])))
@@ -156,12 +156,12 @@ def test_no_more_are_built_ahead_than_memory_allows(monkeypatch: pytest.MonkeyPa
 def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         prompts = Counting(0)
-        queue = BodyQueue(
+        queue = ReplayBodies(
             REQUESTS,
             prompts,
-            api=Api.COMPLETIONS,
+            api=ReplayApi.COMPLETIONS,
             model="m",
-            lengths=Lengths.MAX_TOKENS,
+            lengths=ReplayLengths.MAX_TOKENS,
             request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
@@ -179,12 +179,12 @@ def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_taken_is_built_again_ahead() -> None:
     async def main() -> None:
         prompts = Counting(0)
-        queue = BodyQueue(
+        queue = ReplayBodies(
             REQUESTS,
             prompts,
-            api=Api.COMPLETIONS,
+            api=ReplayApi.COMPLETIONS,
             model="m",
-            lengths=Lengths.MAX_TOKENS,
+            lengths=ReplayLengths.MAX_TOKENS,
             request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
@@ -203,12 +203,12 @@ def test_what_is_taken_is_built_again_ahead() -> None:
 def test_a_closed_queue_builds_nothing_more() -> None:
     async def main() -> None:
         prompts = Counting(0)
-        queue = BodyQueue(
+        queue = ReplayBodies(
             REQUESTS,
             prompts,
-            api=Api.COMPLETIONS,
+            api=ReplayApi.COMPLETIONS,
             model="m",
-            lengths=Lengths.MAX_TOKENS,
+            lengths=ReplayLengths.MAX_TOKENS,
             request_ids="replay",
             loop=asyncio.get_running_loop(),
         )

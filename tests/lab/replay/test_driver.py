@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.replay.driver import FleetFigures, Progress, ReplayResult, replay
+from balanceroute.proxy.lab.replay.driver import FleetFigures, ReplayProgress, ReplayResult, replay
 from balanceroute.proxy.lab.replay.exchange import TargetError
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE, WHOLE_RUN, FaultCount
-from balanceroute.proxy.lab.replay.requests import Api, PlannedRequest, ReplaySettings
+from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplayApi, ReplaySettings
 from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
@@ -159,7 +159,7 @@ def replayed(
     engine: Engine,
     planned: Sequence[PlannedRequest],
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[ReplayProgress], None] | None = None,
     stop_after_s: float | None = None,
     fleet: bool = False,
     **settings: Any,
@@ -274,15 +274,15 @@ def test_the_timeout_is_of_the_targets_time() -> None:
     assert (stalled.end_ns - stalled.sent_ns) / 1e9 == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS])
-def test_each_api_is_spoken(api: Api) -> None:
+@pytest.mark.parametrize("api", [ReplayApi.CHAT, ReplayApi.COMPLETIONS])
+def test_each_api_is_spoken(api: ReplayApi) -> None:
     engine = Engine()
     result = replayed(engine, requests(2), api=api)
     assert {request.path.decode() for _, request in engine.seen} == {api.path}
     assert result.figures.finished == 2
     # The engine counts one more for a chat.
     assert result.figures.prompt_tokens_asked == 20
-    assert result.figures.prompt_tokens == (22 if api is Api.CHAT else 20)
+    assert result.figures.prompt_tokens == (22 if api is ReplayApi.CHAT else 20)
 
 
 def test_every_request_asks_for_what_was_recorded_under_an_id_of_its_own() -> None:
@@ -442,10 +442,10 @@ def test_stopping_before_the_beginning_sends_nothing() -> None:
 
 
 def test_progress_is_told_while_it_lasts_and_at_the_end() -> None:
-    states: list[Progress] = []
+    states: list[ReplayProgress] = []
     replayed(Engine(step_s=1.0, faults={3: "refuse"}), requests(4), progress=states.append)
     assert len(states) > 10
-    assert states[0] == Progress(4, 0, 1, 0, 0, 0.0)
+    assert states[0] == ReplayProgress(4, 0, 1, 0, 0, 0.0)
     assert [state.ended for state in states] == sorted(state.ended for state in states)
     last = states[-1]
     assert (last.total, last.ended, last.running, last.errors) == (4, 4, 0, 1)

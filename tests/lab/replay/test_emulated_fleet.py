@@ -10,7 +10,7 @@ from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.replay.driver import ReplayResult, replay
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE
-from balanceroute.proxy.lab.replay.requests import Api, PlannedRequest, ReplaySettings
+from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplayApi, ReplaySettings
 from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.runner import run
 
@@ -53,9 +53,12 @@ def requests(count: int, *, prompt: int = 700, output: int = 20) -> list[Planned
 
 @pytest.mark.parametrize(
     ("api", "added"),
-    [(Api.COMPLETIONS, 0), *((api, 4) for api in (Api.CHAT, Api.MESSAGES, Api.RESPONSES))],
+    [
+        (ReplayApi.COMPLETIONS, 0),
+        *((api, 4) for api in (ReplayApi.CHAT, ReplayApi.MESSAGES, ReplayApi.RESPONSES)),
+    ],
 )
-def test_the_engine_counts_the_tokens_that_were_asked(api: Api, added: int) -> None:
+def test_the_engine_counts_the_tokens_that_were_asked(api: ReplayApi, added: int) -> None:
     planned = [PlannedRequest(i, 0, 1 + 511 * i, 1 + i, (3, 1, 4)[: i - 1]) for i in range(5)]
     figures = replayed(planned, api=api).figures
     assert (figures.finished, figures.wrong_lengths, figures.uneven_events) == (5, 0, 0)

@@ -3,8 +3,8 @@
 import pytest
 
 from balanceroute.proxy.lab.replay.figures import (
-    Fault,
     FaultCount,
+    ReplayFault,
     count_faults,
     from_status,
     from_wire,
@@ -26,7 +26,7 @@ from balanceroute.proxy.wire.messages import WireError, WireFault
     ],
 )
 def test_an_answer_other_than_200_is_told_by_its_body(body: bytes, message: str) -> None:
-    assert from_status(503, body) == Fault("http 503", message)
+    assert from_status(503, body) == ReplayFault("http 503", message)
 
 
 @pytest.mark.parametrize("kind", list(WireFault))
@@ -39,5 +39,5 @@ def test_every_fault_of_the_wire_has_a_kind(kind: WireFault) -> None:
 
 
 def test_kinds_are_counted_the_most_frequent_first() -> None:
-    faults = [Fault("a", "1"), Fault("b", "2"), Fault("b", "3")]
+    faults = [ReplayFault("a", "1"), ReplayFault("b", "2"), ReplayFault("b", "3")]
     assert count_faults(faults) == [FaultCount("b", 2, "2"), FaultCount("a", 1, "1")]

@@ -3,9 +3,9 @@
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.replay.figures import Fault, Sample, group_figures
+from balanceroute.proxy.lab.replay.figures import ReplayFault, RequestSample, group_figures
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, check, headers_of, plan
-from balanceroute.proxy.lab.service_levels import Group, Targets
+from balanceroute.proxy.lab.service_levels import ServiceGroup, ServiceTargets
 from balanceroute.traces import TraceRequest
 
 S = 1_000_000_000
@@ -17,24 +17,26 @@ def planned(tenant: str, level: int = 0, deadline_s: float | None = None) -> Pla
     return PlannedRequest(0, 0, 100, 11, tenant=tenant, level=level, deadline_ns=deadline_ns)
 
 
-def answered(request: PlannedRequest, sent_s: float, first_s: float, last_s: float) -> Sample:
-    sample = Sample(request, round(sent_s * S), round(sent_s * S))
+def answered(
+    request: PlannedRequest, sent_s: float, first_s: float, last_s: float
+) -> RequestSample:
+    sample = RequestSample(request, round(sent_s * S), round(sent_s * S))
     sample.first_ns, sample.last_ns = round(first_s * S), round(last_s * S)
     sample.end_ns = sample.last_ns
     sample.events = sample.output_tokens = 11
     return sample
 
 
-def refused(request: PlannedRequest, sent_s: float, kind: str) -> Sample:
-    sample = Sample(request, round(sent_s * S), round(sent_s * S))
-    sample.end_ns, sample.fault = sample.sent_ns, Fault(kind, "no")
+def refused(request: PlannedRequest, sent_s: float, kind: str) -> RequestSample:
+    sample = RequestSample(request, round(sent_s * S), round(sent_s * S))
+    sample.end_ns, sample.fault = sample.sent_ns, ReplayFault(kind, "no")
     return sample
 
 
 def test_the_plan_keeps_whose_and_how_urgent_a_request_is() -> None:
     trace = [TraceRequest(0, 5, 6, tenant="acme", level=-2, deadline_ns=7 * S)]
     (request,) = plan(trace)
-    assert request.group == Group("acme", -2)
+    assert request.group == ServiceGroup("acme", -2)
     assert request.deadline_ns == 7 * S
 
 
@@ -80,8 +82,12 @@ def test_figures_by_tenant_and_class_are_of_the_window() -> None:
         refused(batch, 3.0, "reset"),
         answered(batch, 9.0, 9.1, 9.2),
     ]
-    found = group_figures(samples, (2 * S, 5 * S), Targets(0.3), time_scale=1.0)
-    assert list(found) == [Group("acme", -1), Group("acme", 0), Group("batch", 0)]
+    found = group_figures(samples, (2 * S, 5 * S), ServiceTargets(0.3), time_scale=1.0)
+    assert list(found) == [
+        ServiceGroup("acme", -1),
+        ServiceGroup("acme", 0),
+        ServiceGroup("batch", 0),
+    ]
     one, other, third = found.values()
     assert [(row.requests, row.goodput) for row in (one, other)] == [(1, 1.0), (1, 0.0)]
     assert [one.ttft_s_p50, other.ttft_s_p50] == [pytest.approx(0.1), pytest.approx(0.5)]
@@ -100,7 +106,7 @@ def test_figures_by_tenant_and_class_are_of_the_window() -> None:
 
 def test_times_are_the_targets() -> None:
     found = group_figures(
-        [answered(planned("acme"), 0.0, 0.1, 0.2)], (0, S), Targets(), time_scale=10.0
+        [answered(planned("acme"), 0.0, 0.1, 0.2)], (0, S), ServiceTargets(), time_scale=10.0
     )
-    assert found[Group("acme", 0)].ttft_s_p99 == pytest.approx(1.0)
-    assert found[Group("acme", 0)].tpot_ms_p50 == pytest.approx(100.0)
+    assert found[ServiceGroup("acme", 0)].ttft_s_p99 == pytest.approx(1.0)
+    assert found[ServiceGroup("acme", 0)].tpot_ms_p50 == pytest.approx(100.0)

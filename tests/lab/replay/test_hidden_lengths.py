@@ -18,9 +18,9 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.replay.driver import ReplayResult, replay
 from balanceroute.proxy.lab.replay.requests import (
     SHARES,
-    Api,
-    Lengths,
     PlannedRequest,
+    ReplayApi,
+    ReplayLengths,
     ReplaySettings,
     with_limits,
 )
@@ -85,7 +85,7 @@ def requests_of(connections: dict[object, bytearray]) -> list[bytes]:
     return sorted(found)
 
 
-def planned(seed: int, api: Api, *, count: int) -> list[PlannedRequest]:
+def planned(seed: int, api: ReplayApi, *, count: int) -> list[PlannedRequest]:
     """Return requests whose lengths, and nothing else, follow from the seed."""
     rng = random.Random(seed)
     requests = [
@@ -98,7 +98,7 @@ def replayed(
     requests: list[PlannedRequest],
     taps: dict[int, dict[object, bytearray]],
     *,
-    lengths: Lengths = Lengths.HIDDEN,
+    lengths: ReplayLengths = ReplayLengths.HIDDEN,
     **changes: Any,
 ) -> Seen:
     """Replay through a proxy with BR-H, which asks its predictor all the time."""
@@ -136,9 +136,9 @@ def auc_of_no_prediction(log: bytes, folder: Path) -> float:
     return judgement.scores.auc
 
 
-@pytest.mark.parametrize("api", list(Api))
+@pytest.mark.parametrize("api", list(ReplayApi))
 def test_traces_that_differ_in_lengths_alone_are_the_same_requests_to_the_proxy(
-    api: Api, taps: dict[int, dict[object, bytearray]]
+    api: ReplayApi, taps: dict[int, dict[object, bytearray]]
 ) -> None:
     """Finding usability-H1: a replay sent the length of each answer as `max_tokens`."""
     one, other = (planned(seed, api, count=60) for seed in (1, 2))
@@ -156,9 +156,9 @@ def test_the_log_tells_a_predictor_nothing_of_the_lengths(
     tmp_path: Path, taps: dict[int, dict[object, bytearray]]
 ) -> None:
     """Finding usability-H1: with the limits of such a log alone, `none` was right every time."""
-    requests = planned(1, Api.COMPLETIONS, count=200)
+    requests = planned(1, ReplayApi.COMPLETIONS, count=200)
     hidden = replayed(requests, taps).log
-    revealed = replayed(requests, taps, lengths=Lengths.MAX_TOKENS).log
+    revealed = replayed(requests, taps, lengths=ReplayLengths.MAX_TOKENS).log
     assert auc_of_no_prediction(hidden, tmp_path) == pytest.approx(0.5, abs=0.02)
     assert auc_of_no_prediction(revealed, tmp_path) == 1.0
     lines = [json.loads(line) for line in hidden.splitlines()]
@@ -179,9 +179,9 @@ def test_engines_know_the_lengths_behind_a_router_with_ids_of_its_own() -> None:
                 target=f"http://127.0.0.1:{await router.start()}",
                 model=engines.model,
                 emulation=fleet.decode_urls[0],
-                lengths=Lengths.HIDDEN,
+                lengths=ReplayLengths.HIDDEN,
             )
-            return await replay(settings, planned(1, Api.COMPLETIONS, count=60))
+            return await replay(settings, planned(1, ReplayApi.COMPLETIONS, count=60))
         finally:
             router.close()
             await fleet.close()
@@ -198,9 +198,9 @@ def test_a_fleet_that_takes_no_lengths_ends_the_replay_before_it_begins() -> Non
         await world.start()
         try:
             url = f"http://127.0.0.1:{world.port}"
-            settings = ReplaySettings(target=url, emulation=url, lengths=Lengths.HIDDEN)
+            settings = ReplaySettings(target=url, emulation=url, lengths=ReplayLengths.HIDDEN)
             with pytest.raises(Exception, match="/emulation/stats/reset: http 404"):
-                await replay(settings, planned(1, Api.CHAT, count=3))
+                await replay(settings, planned(1, ReplayApi.CHAT, count=3))
             assert {record.endpoint for record in world.ended} == {"/emulation/stats/reset"}
         finally:
             await world.close()
@@ -210,12 +210,12 @@ def test_a_fleet_that_takes_no_lengths_ends_the_replay_before_it_begins() -> Non
 
 def test_limits_follow_from_the_seed_and_the_number_alone() -> None:
     requests = [PlannedRequest(i, 0, 5, 5) for i in range(20_000)]
-    drawn = with_limits(requests, seed=0, api=Api.CHAT)
+    drawn = with_limits(requests, seed=0, api=ReplayApi.CHAT)
     longer = [replace(one, output_tokens=900, prompt_tokens=7, arrival_ns=1) for one in requests]
-    assert [one.max_tokens for one in with_limits(longer, seed=0, api=Api.CHAT)] == [
+    assert [one.max_tokens for one in with_limits(longer, seed=0, api=ReplayApi.CHAT)] == [
         one.max_tokens for one in drawn
     ]
-    assert with_limits(requests, seed=1, api=Api.CHAT) != drawn
+    assert with_limits(requests, seed=1, api=ReplayApi.CHAT) != drawn
     for limit, share in SHARES.items():
         count = sum(one.max_tokens == limit for one in drawn)
         assert count == pytest.approx(len(drawn) * share / 100, rel=0.1)
@@ -224,11 +224,11 @@ def test_limits_follow_from_the_seed_and_the_number_alone() -> None:
 def test_a_completion_and_a_message_always_have_a_limit() -> None:
     requests = [PlannedRequest(i, 0, 5, 5) for i in range(1_000)]
     limits = {
-        api: [one.max_tokens for one in with_limits(requests, seed=0, api=api)] for api in Api
+        api: [one.max_tokens for one in with_limits(requests, seed=0, api=api)] for api in ReplayApi
     }
-    assert limits[Api.CHAT] == limits[Api.RESPONSES]
-    assert [limit or 4096 for limit in limits[Api.CHAT]] == limits[Api.COMPLETIONS]
-    assert limits[Api.COMPLETIONS] == limits[Api.MESSAGES]
+    assert limits[ReplayApi.CHAT] == limits[ReplayApi.RESPONSES]
+    assert [limit or 4096 for limit in limits[ReplayApi.CHAT]] == limits[ReplayApi.COMPLETIONS]
+    assert limits[ReplayApi.COMPLETIONS] == limits[ReplayApi.MESSAGES]
 
 
 def test_an_answer_is_cut_at_its_limit() -> None:

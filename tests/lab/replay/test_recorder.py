@@ -9,16 +9,16 @@ import pytest
 from balanceroute.proxy.lab.replay.figures import (
     STEADY_STATE,
     WHOLE_RUN,
-    Fault,
-    Recorder,
+    ReplayFault,
     ReplayFigures,
-    Sample,
+    ReplayRecorder,
+    RequestSample,
 )
 from balanceroute.proxy.lab.replay.requests import PlannedRequest
 
 MS = 1_000_000
 S = 1_000_000_000
-FAULT = Fault("reset", "gone")
+FAULT = ReplayFault("reset", "gone")
 
 
 def request(number: int = 0, *, prompt: int = 100, output: int = 3) -> PlannedRequest:
@@ -26,12 +26,12 @@ def request(number: int = 0, *, prompt: int = 100, output: int = 3) -> PlannedRe
 
 
 def answered(
-    recorder: Recorder,
+    recorder: ReplayRecorder,
     start_ns: int,
     *token_times_ns: int,
     asked: int | None = None,
     completion_tokens: int | None = None,
-) -> Sample:
+) -> RequestSample:
     """Play one request from its sending to its end, a token at each time."""
     asked = len(token_times_ns) if asked is None else asked
     sample = recorder.sent(request(output=asked), start_ns, start_ns)
@@ -43,12 +43,12 @@ def answered(
     return sample
 
 
-def figures(recorder: Recorder, *, time_scale: float = 1.0) -> ReplayFigures:
+def figures(recorder: ReplayRecorder, *, time_scale: float = 1.0) -> ReplayFigures:
     return recorder.figures(time_scale=time_scale)
 
 
 def test_a_request_is_measured_by_its_tokens_times() -> None:
-    recorder = Recorder(1)
+    recorder = ReplayRecorder(1)
     sample = answered(recorder, 5 * MS, 25 * MS, 35 * MS, 75 * MS)
     assert (sample.ttft_ns, sample.ttst_ns) == (20 * MS, 30 * MS)
     assert sample.tpot_ns == 25 * MS
@@ -61,7 +61,7 @@ def test_a_request_is_measured_by_its_tokens_times() -> None:
 
 
 def test_tokens_that_come_together_have_gaps_of_nothing_between_them() -> None:
-    recorder = Recorder(1)
+    recorder = ReplayRecorder(1)
     sample = recorder.sent(request(output=5), 0, 0)
     recorder.tokens(sample, 2, 10 * MS)
     recorder.tokens(sample, 3, 40 * MS)
@@ -74,13 +74,13 @@ def test_tokens_that_come_together_have_gaps_of_nothing_between_them() -> None:
     assert got.output_tokens == 5
 
 
-def steady_run() -> Recorder:
+def steady_run() -> ReplayRecorder:
     """Twenty requests, one every second, each with tokens 1, 2 and 3 s after it was sent.
 
     The second one to end does so at 4 s; the last one is sent at 19 s.
     """
-    recorder = Recorder(20)
-    samples: dict[int, Sample] = {}
+    recorder = ReplayRecorder(20)
+    samples: dict[int, RequestSample] = {}
     for second in range(23):
         # Those that came earlier end before the next one is sent.
         for number in range(max(0, second - 3), min(20, second)):
@@ -122,7 +122,7 @@ def test_late_sending_is_told_for_the_whole_run() -> None:
 
 
 def test_a_short_run_is_measured_as_a_whole_and_says_so() -> None:
-    recorder = Recorder(2)
+    recorder = ReplayRecorder(2)
     first = recorder.sent(request(0), 0, 0)
     second = recorder.sent(request(1), 0, 1 * S)  # Sent before anything ended.
     for sample, second_ns in ((first, 2 * S), (second, 4 * S)):
@@ -138,7 +138,7 @@ def test_a_short_run_is_measured_as_a_whole_and_says_so() -> None:
 
 
 def test_a_window_in_which_nothing_finished_is_no_steady_state() -> None:
-    recorder = Recorder(2)
+    recorder = ReplayRecorder(2)
     answered(recorder, 0, 1 * S)
     answered(recorder, 2 * S, 4 * S)
     assert recorder.opened is not None
@@ -146,7 +146,7 @@ def test_a_window_in_which_nothing_finished_is_no_steady_state() -> None:
 
 
 def test_a_window_of_no_length_is_no_steady_state() -> None:
-    recorder = Recorder(3)
+    recorder = ReplayRecorder(3)
     samples = [recorder.sent(request(number), 0, 0) for number in range(2)]
     for sample in samples:
         recorder.tokens(sample, 1, S)
@@ -157,7 +157,7 @@ def test_a_window_of_no_length_is_no_steady_state() -> None:
 
 
 def test_gaps_and_first_tokens_before_the_window_do_not_count() -> None:
-    recorder = Recorder(10)
+    recorder = ReplayRecorder(10)
     answered(recorder, 0, 50 * S, 90 * S)
     for second in range(100, 109):
         answered(recorder, second * S, second * S + 10 * MS, second * S + 30 * MS)
@@ -168,7 +168,7 @@ def test_gaps_and_first_tokens_before_the_window_do_not_count() -> None:
 
 
 def test_an_event_of_the_window_stands_for_as_many_tokens_as_any_other() -> None:
-    recorder = Recorder(3)
+    recorder = ReplayRecorder(3)
     answered(recorder, 0, 1 * S)
     sample = answered(recorder, 1 * S, 2 * S, 3 * S, completion_tokens=8)
     assert sample.window_events == 2
@@ -177,7 +177,7 @@ def test_an_event_of_the_window_stands_for_as_many_tokens_as_any_other() -> None
 
 
 def test_nothing_sent_gives_no_figures() -> None:
-    recorder = Recorder(5)
+    recorder = ReplayRecorder(5)
     recorder.close(3 * S)
     got = figures(recorder)
     assert got.output_tokens_per_s is None
@@ -200,7 +200,7 @@ def test_time_scale_turns_every_time_and_rate_into_the_targets() -> None:
 
 
 def test_an_event_stands_for_the_tokens_that_the_engine_counted() -> None:
-    recorder = Recorder(1)
+    recorder = ReplayRecorder(1)
     answered(recorder, 0, 1 * S, 2 * S, asked=6, completion_tokens=6)
     got = figures(recorder)
     assert got.output_tokens == 6
@@ -212,7 +212,7 @@ def test_an_event_stands_for_the_tokens_that_the_engine_counted() -> None:
 
 
 def test_answers_of_another_length_than_asked_are_counted() -> None:
-    recorder = Recorder(3)
+    recorder = ReplayRecorder(3)
     answered(recorder, 0, 1 * S, 2 * S, asked=2)
     answered(recorder, 3 * S, 4 * S, 5 * S, asked=7)
     answered(recorder, 6 * S, 7 * S, 8 * S, asked=1)
@@ -222,7 +222,7 @@ def test_answers_of_another_length_than_asked_are_counted() -> None:
 
 
 def test_the_engines_prompt_count_stands_beside_the_asked_one() -> None:
-    recorder = Recorder(2)
+    recorder = ReplayRecorder(2)
     for counted in (104, 96):
         sample = recorder.sent(request(prompt=100), 0, 0)
         recorder.tokens(sample, 1, S)
@@ -231,7 +231,7 @@ def test_the_engines_prompt_count_stands_beside_the_asked_one() -> None:
 
 
 def test_an_untold_prompt_count_is_unknown() -> None:
-    recorder = Recorder(1)
+    recorder = ReplayRecorder(1)
     sample = recorder.sent(request(), 0, 0)
     recorder.tokens(sample, 1, S)
     recorder.finish(sample, S)
@@ -239,7 +239,7 @@ def test_an_untold_prompt_count_is_unknown() -> None:
 
 
 def test_failed_requests_keep_their_tokens_and_nothing_else() -> None:
-    recorder = Recorder(2)
+    recorder = ReplayRecorder(2)
     answered(recorder, 0, 1 * S, 2 * S)
     sample = recorder.sent(request(1), 3 * S, 3 * S)
     recorder.tokens(sample, 1, 4 * S)
@@ -255,7 +255,7 @@ def test_failed_requests_keep_their_tokens_and_nothing_else() -> None:
 
 
 def test_a_cancelled_request_is_no_error() -> None:
-    recorder = Recorder(3)
+    recorder = ReplayRecorder(3)
     answered(recorder, 0, 1 * S)
     sample = recorder.sent(request(1), S, S)
     recorder.close(2 * S)
@@ -266,7 +266,7 @@ def test_a_cancelled_request_is_no_error() -> None:
 
 
 def test_failures_open_the_window_too() -> None:
-    recorder = Recorder(10)
+    recorder = ReplayRecorder(10)
     sample = recorder.sent(request(), 0, 0)
     recorder.fail(sample, 7, FAULT)
     assert recorder.opened is not None
@@ -274,7 +274,7 @@ def test_failures_open_the_window_too() -> None:
 
 
 def test_a_window_that_was_closed_never_opens() -> None:
-    recorder = Recorder(10)
+    recorder = ReplayRecorder(10)
     sample = recorder.sent(request(), 0, 0)
     recorder.close(5)
     recorder.close(6)
@@ -285,14 +285,14 @@ def test_a_window_that_was_closed_never_opens() -> None:
 
 
 def test_a_request_ends_only_once() -> None:
-    recorder = Recorder(1)
+    recorder = ReplayRecorder(1)
     sample = answered(recorder, 0, S)
     with pytest.raises(AssertionError, match="ended twice"):
         recorder.fail(sample, 2 * S, FAULT)
 
 
 def test_percentiles_are_those_of_all_gaps() -> None:
-    recorder = Recorder(1)
+    recorder = ReplayRecorder(1)
     generator = np.random.default_rng(3)
     gaps = generator.integers(1, 10**9, size=2_000)
     answered(recorder, 0, *(int(time_ns) for time_ns in np.cumsum([S, *gaps])))

@@ -16,7 +16,12 @@ from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.replay import driver
 from balanceroute.proxy.lab.replay.driver import FleetFigures
-from balanceroute.proxy.lab.replay.requests import Api, Lengths, PlannedRequest, ReplaySettings
+from balanceroute.proxy.lab.replay.requests import (
+    PlannedRequest,
+    ReplayApi,
+    ReplayLengths,
+    ReplaySettings,
+)
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request
 from balanceroute.traces import TraceRequest, write_native
@@ -363,7 +368,7 @@ def test_the_flags_reach_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings == ReplaySettings(
         target="https://h:8443",
         model="m",
-        api=Api.CHAT,
+        api=ReplayApi.CHAT,
         concurrency=3,
         time_scale=20.0,
         timeout_s=7.0,
@@ -371,7 +376,7 @@ def test_the_flags_reach_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
         seed=9,
         request_ids=settings.request_ids,
         emulation="http://h:9",
-        lengths=Lengths.HIDDEN,
+        lengths=ReplayLengths.HIDDEN,
         drain=False,
     )
     assert [(r.number, r.prompt_tokens, r.output_tokens) for r in requests] == [

@@ -12,9 +12,9 @@ from balanceroute.proxy.lab.replay.driver import FleetFigures, ReplayResult
 from balanceroute.proxy.lab.replay.figures import (
     STEADY_STATE,
     WHOLE_RUN,
-    Fault,
+    ReplayFault,
     ReplayFigures,
-    Sample,
+    RequestSample,
     count_faults,
 )
 from balanceroute.proxy.lab.replay.report import as_json, print_report, requests_as_json
@@ -55,7 +55,11 @@ FIGURES = ReplayFigures(
     wrong_lengths=0,
     uneven_events=0,
 )
-FAULTS = [Fault("reset", "gone"), Fault("http 503", "no [b]room[/b]"), Fault("reset", "again")]
+FAULTS = [
+    ReplayFault("reset", "gone"),
+    ReplayFault("http 503", "no [b]room[/b]"),
+    ReplayFault("reset", "again"),
+]
 FLEET = FleetFigures(
     mean_imbalance_tokens=12_345.6,
     idle_fraction=0.3456,
@@ -220,12 +224,12 @@ def test_the_table_fits_a_narrow_terminal(
 
 
 def test_every_request_is_a_line_of_the_list(tmp_path: Path) -> None:
-    done = Sample(PlannedRequest(3, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
+    done = RequestSample(PlannedRequest(3, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
     done.first_ns, done.second_ns = 16 * MS, 26 * MS
     done.last_ns, done.end_ns = 26 * MS, 27 * MS
     done.events, done.output_tokens, done.prompt_tokens = 2, 2, 11
-    failed = Sample(PlannedRequest(4, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
-    failed.end_ns, failed.fault = 7 * MS, Fault("reset", "gone")
+    failed = RequestSample(PlannedRequest(4, 0, 10, 2), due_ns=5 * MS, sent_ns=6 * MS)
+    failed.end_ns, failed.fault = 7 * MS, ReplayFault("reset", "gone")
     failed.retry_after = "7"
     given = dataclasses.replace(result(), samples=[done, failed], start_ns=5 * MS)
     text = requests_as_json(given, time_scale=10.0)

@@ -7,8 +7,8 @@ import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.replay.requests import (
-    Exchange,
     PlannedRequest,
+    SharedExchange,
     read_exchanges,
     with_exchanges,
 )
@@ -30,19 +30,19 @@ def test_the_first_exchange_of_each_conversation_is_read(tmp_path: Path) -> None
     unanswered = [HUMAN, {"from": "gpt", "value": ""}]
     conversations = [more, only_asked, backwards, unanswered, [], [HUMAN, GPT]]
     path = written(tmp_path, [{"id": "a", "conversations": turns} for turns in conversations])
-    assert read_exchanges(path) == 2 * [Exchange("What is a router?", 5, 2)]
+    assert read_exchanges(path) == 2 * [SharedExchange("What is a router?", 5, 2)]
 
 
 def test_a_length_is_a_token_for_every_four_bytes_rounded_up(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "éé"}, {"from": "gpt", "value": "ééx"}]
     (exchange,) = read_exchanges(written(tmp_path, [{"conversations": turns}]))
-    assert exchange == Exchange("éé", 1, 2)
+    assert exchange == SharedExchange("éé", 1, 2)
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "a\ud800b"}, {"from": "gpt", "value": "\ud800"}]
     (exchange,) = read_exchanges(written(tmp_path, [{"conversations": turns}]))
-    assert exchange == Exchange("a?b", 1, 1)
+    assert exchange == SharedExchange("a?b", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_another_file_is_refused_with_the_reason(
 
 
 def test_requests_take_the_exchanges_in_turn_and_keep_their_arrival() -> None:
-    exchanges = [Exchange("one", 1, 10), Exchange("two", 2, 20)]
+    exchanges = [SharedExchange("one", 1, 10), SharedExchange("two", 2, 20)]
     requests = [PlannedRequest(number, 7 * number, 500, 50, (1,)) for number in (1, 2, 4)]
     assert with_exchanges(requests, exchanges) == [
         PlannedRequest(1, 7, 2, 20, (), "two"),
@@ -79,7 +79,7 @@ def test_requests_take_the_exchanges_in_turn_and_keep_their_arrival() -> None:
 
 
 def test_limits_cut_the_text_and_the_answer() -> None:
-    exchange = Exchange("abcdefgéé", 3, 99)
+    exchange = SharedExchange("abcdefgéé", 3, 99)
     (request,) = with_exchanges(
         [PlannedRequest(0, 0, 5, 5)], [exchange], max_prompt_tokens=2, max_output_tokens=9
     )

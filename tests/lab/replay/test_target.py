@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.replay.exchange import Target, first_model, parse_target
+from balanceroute.proxy.lab.replay.exchange import ReplayTarget, first_model, parse_target
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import Request
@@ -27,7 +27,7 @@ from balanceroute.proxy.wire.messages import Request
 )
 def test_a_url_is_read(url: str, host: str, port: int, tls: bool, prefix: str) -> None:
     target = parse_target("--target", url)
-    assert target == Target(url, host, port, tls, prefix)
+    assert target == ReplayTarget(url, host, port, tls, prefix)
     assert target.path("/v1/models") == f"{prefix}/v1/models".encode()
 
 

@@ -43,7 +43,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES, PrefillInputs
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
 from balanceroute.proxy.lab.sim.recorder import Recorder, RunMetrics
@@ -52,7 +52,7 @@ from balanceroute.traces import TraceRequest, read_trace
 
 Log = list[tuple[int, Event | Action]]
 
-SMALL = Deployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_token=10.0)
+SMALL = SimulatedDeployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_token=10.0)
 PREFILL = PrefillModel(servers=2, base_ns=500, ns_per_token=20.0)
 DEPLOYMENTS = {
     "unlimited": SMALL,
@@ -82,7 +82,9 @@ def synthetic(size: int, *, backlog: int | None, gap_ns: int = 2_500) -> Workloa
 PACES = {"open loop": synthetic(60, backlog=None), "saturated": synthetic(60, backlog=7)}
 
 
-def policy_of(name: str, deployment: Deployment, predictor: Predictor, seed: str = "0") -> Policy:
+def policy_of(
+    name: str, deployment: SimulatedDeployment, predictor: Predictor, seed: str = "0"
+) -> Policy:
     settings = PolicySettings(horizon_steps=8, refresh_tokens=3)
     return make_policy(
         name,
@@ -92,7 +94,7 @@ def policy_of(name: str, deployment: Deployment, predictor: Predictor, seed: str
     )
 
 
-def record(name: str, deployment: Deployment, workload: Workload, seed: str = "0") -> Log:
+def record(name: str, deployment: SimulatedDeployment, workload: Workload, seed: str = "0") -> Log:
     """Return the event log of a run."""
     log: Log = []
     predictor = Survival(request.output_tokens for request in workload.history)
@@ -127,7 +129,7 @@ class Watch(Recorder):
 
 def watched(
     name: str,
-    deployment: Deployment,
+    deployment: SimulatedDeployment,
     workload: Workload,
     *,
     at_step: Callable[[Scheduler, list[int], int], None],
@@ -163,7 +165,7 @@ every_pace = pytest.mark.parametrize("workload", PACES.values(), ids=PACES)
 @every_deployment
 @every_pace
 def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
-    name: str, deployment: Deployment, workload: Workload
+    name: str, deployment: SimulatedDeployment, workload: Workload
 ) -> None:
     steps = 0
     late = policy_of(name, deployment, NoPrediction()).slots_beyond_batch == 0
@@ -195,7 +197,7 @@ def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
 @every_deployment
 @every_pace
 def test_every_holding_is_accounted_for_after_every_event(
-    name: str, deployment: Deployment, workload: Workload
+    name: str, deployment: SimulatedDeployment, workload: Workload
 ) -> None:
     seen: Counter[type] = Counter()
 
@@ -229,7 +231,7 @@ def test_every_holding_is_accounted_for_after_every_event(
 @every_deployment
 @every_pace
 def test_every_request_finishes_once_with_all_its_tokens(
-    name: str, deployment: Deployment, workload: Workload
+    name: str, deployment: SimulatedDeployment, workload: Workload
 ) -> None:
     tokens: Counter[RequestId] = Counter()
     batch: set[RequestId] = set()
@@ -256,7 +258,7 @@ def test_every_request_finishes_once_with_all_its_tokens(
 @every_policy
 @every_deployment
 def test_a_saturated_run_keeps_its_backlog_until_the_trace_ends(
-    name: str, deployment: Deployment
+    name: str, deployment: SimulatedDeployment
 ) -> None:
     backlog = 9
     workload = synthetic(60, backlog=backlog)
@@ -289,7 +291,7 @@ def test_a_saturated_run_keeps_its_backlog_until_the_trace_ends(
 @every_policy
 @every_deployment
 def test_a_closed_loop_keeps_its_requests_under_way_until_the_trace_ends(
-    name: str, deployment: Deployment
+    name: str, deployment: SimulatedDeployment
 ) -> None:
     concurrency = 11
     workload = replace(synthetic(60, backlog=None), concurrency=concurrency)
@@ -350,7 +352,7 @@ def test_under_light_load_every_policy_starts_every_request_at_the_next_barrier(
     assert len({wait.started_ns == wait.arrived_ns for wait in waits.values()}) == 2
 
 
-TWO_RANKS = Deployment(ranks=2, batch_limit=1, step_base_ns=1_000, step_ns_per_token=10.0)
+TWO_RANKS = SimulatedDeployment(ranks=2, batch_limit=1, step_base_ns=1_000, step_ns_per_token=10.0)
 THREE_REQUESTS = Workload(
     [TraceRequest(0, 100, 2), TraceRequest(0, 50, 3), TraceRequest(500, 20, 1)], history=[]
 )
@@ -548,7 +550,7 @@ class Listener(NoPrediction):
 
 @every_deployment
 def test_the_predictor_learns_of_every_request_once_with_its_whole_output(
-    deployment: Deployment,
+    deployment: SimulatedDeployment,
 ) -> None:
     workload = PACES["saturated"]
     listener = Listener()
@@ -625,7 +627,7 @@ def saturated_mooncake(name: str) -> RunMetrics:
     with as_file(folder / "mooncake_conversation.jsonl.gz") as path:
         requests = playable(read_trace(path))[:400]
     (workload,) = split(requests, segments=1, backlog=32)
-    deployment = Deployment(ranks=4, batch_limit=8)
+    deployment = SimulatedDeployment(ranks=4, batch_limit=8)
     kind = FORECASTS["survival"]
     run = make_simulation(deployment, workload, name, PolicySettings(), kind, seed="0").run()
     return run.metrics()
@@ -701,7 +703,7 @@ def test_long_prompts_leave_less_than_half_the_idle_time_of_jsq(name: str) -> No
 
 def test_turns_that_a_trace_names_are_one_conversation_to_the_choice() -> None:
     """Their prompts have no blocks: the name alone keeps them together."""
-    deployment = Deployment(
+    deployment = SimulatedDeployment(
         4, 16, step_base_ns=1_000_000, prefill=PrefillModel(8, 1_000_000, 1_000.0)
     )
     requests = [

@@ -12,8 +12,13 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.lifecycle import State
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
-from balanceroute.proxy.lab.sim.engines import DecodeFleet, EngineOptions, Speculation, paused
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
+from balanceroute.proxy.lab.sim.engines import (
+    DecodeFleet,
+    SimulatedEngineOptions,
+    Speculation,
+    paused,
+)
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
 
@@ -26,7 +31,7 @@ def fleet(*, ranks: int = 2, batch_limit: int = 4, **options: object) -> DecodeF
         batch_limit=batch_limit,
         step_base_ns=BASE_NS,
         step_ns_per_token=PER_TOKEN_NS,
-        options=EngineOptions(**options),  # type: ignore[arg-type]
+        options=SimulatedEngineOptions(**options),  # type: ignore[arg-type]
     )
 
 
@@ -46,7 +51,7 @@ def submit(engine: DecodeFleet, request: int, rank: int, *, kv: int, output: int
 )
 def test_a_value_out_of_range_is_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineOptions(**options)  # type: ignore[arg-type]
+        SimulatedEngineOptions(**options)  # type: ignore[arg-type]
 
 
 def test_a_slow_rank_may_set_the_step_with_fewer_tokens() -> None:
@@ -194,11 +199,11 @@ def test_a_paused_request_neither_emits_nor_is_read_and_goes_on_when_it_pays() -
 rng = random.Random(4)
 REQUESTS = [TraceRequest(i * 2_500, rng.randint(1, 60), rng.randint(1, 30)) for i in range(60)]
 UNEVEN = {
-    "speeds": EngineOptions(rank_speeds=(1.0, 1.5, 0.7)),
-    "batches": EngineOptions(rank_batches=(4, 2)),
-    "speculation": EngineOptions(tokens_per_step=3.0),
-    "pauses": EngineOptions(pause_above=0.1),
-    "everything": EngineOptions((1.0, 1.5), (4, 2), 2.5, 0.1, 7),
+    "speeds": SimulatedEngineOptions(rank_speeds=(1.0, 1.5, 0.7)),
+    "batches": SimulatedEngineOptions(rank_batches=(4, 2)),
+    "speculation": SimulatedEngineOptions(tokens_per_step=3.0),
+    "pauses": SimulatedEngineOptions(pause_above=0.1),
+    "everything": SimulatedEngineOptions((1.0, 1.5), (4, 2), 2.5, 0.1, 7),
 }
 
 
@@ -206,9 +211,11 @@ UNEVEN = {
 @pytest.mark.parametrize("name", ["jsq", "fifo", "br-0", "br-h"])
 @pytest.mark.parametrize("engines", UNEVEN.values(), ids=UNEVEN)
 def test_the_scheduler_knows_the_loads_of_uneven_engines_after_every_step(
-    engines: EngineOptions, name: str, kv: int | None, monkeypatch: pytest.MonkeyPatch
+    engines: SimulatedEngineOptions, name: str, kv: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deployment = Deployment(3, 4, BASE_NS, PER_TOKEN_NS, rank_kv_tokens=kv, engines=engines)
+    deployment = SimulatedDeployment(
+        3, 4, BASE_NS, PER_TOKEN_NS, rank_kv_tokens=kv, engines=engines
+    )
     predictor = Survival([5, 12, 30])
     settings = PolicySettings(horizon_steps=8, refresh_tokens=3)
     policy = make_policy(name, PolicyInputs(3, 4, settings, random.Random(0), predictor))

@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import (
     FORECASTS,
     METRICS,
@@ -22,7 +22,7 @@ from balanceroute.proxy.lab.sim.experiment import (
 from balanceroute.proxy.lab.sim.workload import split
 from balanceroute.traces import TraceRequest
 
-DEPLOYMENT = Deployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_token=10.0)
+DEPLOYMENT = SimulatedDeployment(ranks=3, batch_limit=4, step_base_ns=1_000, step_ns_per_token=10.0)
 SETTINGS = PolicySettings(horizon_steps=8)
 _RNG = random.Random(5)
 TRACE = [TraceRequest(2_500 * i, _RNG.randint(1, 60), _RNG.randint(1, 30)) for i in range(240)]

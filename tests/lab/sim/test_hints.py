@@ -2,7 +2,7 @@
 
 import pytest
 
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import METRICS, PolicyResult
 from balanceroute.proxy.lab.sim.report import hints, unending
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -16,7 +16,7 @@ def hinted(*running: float, kv_capacity: int | None = None) -> list[str]:
         PolicyResult("p", dict.fromkeys(METRICS, 0.0) | {"mean_running": mean}, {}, [])
         for mean in running
     ]
-    deployment = Deployment(ranks=2, batch_limit=50, rank_kv_tokens=kv_capacity)
+    deployment = SimulatedDeployment(ranks=2, batch_limit=50, rank_kv_tokens=kv_capacity)
     return hints(results, deployment, [Workload(REQUESTS, [])])
 
 

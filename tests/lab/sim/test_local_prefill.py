@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import make_simulation
 from balanceroute.proxy.lab.sim.recorder import RunMetrics
@@ -36,7 +36,7 @@ def mixed(short: float, load: float, requests: int) -> Workload:
 
 @cache
 def played(short: float, limit: int | None, *, always: bool = False) -> RunMetrics:
-    deployment = Deployment(
+    deployment = SimulatedDeployment(
         8,
         64,
         step_base_ns=10_000_000,

@@ -9,7 +9,7 @@ from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import USING_LOADS, ScoreLimits
-from balanceroute.proxy.lab.sim.driver import Deployment, Handover
+from balanceroute.proxy.lab.sim.driver import Handover, SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import (
     DecodeFleet,
     EventLoop,
@@ -104,7 +104,7 @@ def played(
     prefillers: int = 4,
     limits: ScoreLimits = ScoreLimits(),  # noqa: B008 - frozen.
 ) -> RunMetrics:
-    deployment = Deployment(
+    deployment = SimulatedDeployment(
         8,
         64,
         step_base_ns=10_000_000,
@@ -206,7 +206,7 @@ def test_the_price_returns_turns_and_keeps_the_balance(
     requests = conversations(120, 5)
 
     def run(price: float, cache: int | None) -> RunMetrics:
-        deployment = Deployment(
+        deployment = SimulatedDeployment(
             4,
             8,
             prefill=PrefillModel(4, 20_000_000, 5_000.0, 10**7, BLOCK),

@@ -8,7 +8,7 @@ from balanceroute.proxy.core.events import StartPrefill
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.policies.base import OldestFirst
 from balanceroute.proxy.core.policies.baselines import least_kv_with_room
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
 from balanceroute.proxy.lab.sim.workload import Workload
@@ -24,7 +24,7 @@ REQUESTS.append(TraceRequest(0, 22, 2))
 )
 def test_the_order_decides_whose_prefill_starts(order: str, expected: list[int]) -> None:
     started: list[int] = []
-    deployment = Deployment(
+    deployment = SimulatedDeployment(
         1, 4, prefill=PrefillModel(servers=1, base_ns=500, ns_per_token=20.0), queue_order=order
     )
     workload = Workload(REQUESTS, [], backlog=4)
@@ -48,7 +48,7 @@ def test_an_order_that_predicts_gets_its_predictor_with_any_policy() -> None:
     workload, settings = Workload(requests, [], backlog=16), PolicySettings()
     medians_s = []
     for order in ("fcfs", "srpt"):
-        deployment = Deployment(2, 4, queue_order=order)
+        deployment = SimulatedDeployment(2, 4, queue_order=order)
         simulation = make_simulation(
             deployment, workload, "fifo", settings, FORECASTS["oracle"], seed="0"
         )

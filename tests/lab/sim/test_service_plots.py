@@ -9,7 +9,7 @@ import pytest
 from tests.lab.sim.service_run import run
 
 from balanceroute.proxy.core.admission import AimdSettings
-from balanceroute.proxy.lab.sim.driver import Deployment
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import METRICS, PolicyResult
 from balanceroute.proxy.lab.sim.plots import kv_shares, p99_s, write_service_plots
 from balanceroute.proxy.lab.sim.recorder import ServiceLog
@@ -24,7 +24,7 @@ def measured(aimd: AimdSettings | None = None) -> ServiceLog:
     one = TraceRequest(0, 100, 20)
     requests = [replace(one, arrival_ns=20 * MS * i, tenant="a") for i in range(400)]
     requests += [replace(one, arrival_ns=(4_000 + 20 * i) * MS, tenant="b") for i in range(200)]
-    service = run(Deployment(1, 64, step_base_ns=5 * MS, aimd=aimd), requests).service
+    service = run(SimulatedDeployment(1, 64, step_base_ns=5 * MS, aimd=aimd), requests).service
     assert service is not None
     return service
 

@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.lab.emulate import leases
-from balanceroute.proxy.lab.emulate.leases import Failure
+from balanceroute.proxy.lab.emulate.leases import PullFailure
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
@@ -190,7 +190,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
     def claimed(connector: Any, params: Any, *rest: Any) -> Any:
         after_s = failing.get(params.get("remote_engine_id"))
-        return claim(connector, params, *rest) if after_s is None else Failure(after_s)
+        return claim(connector, params, *rest) if after_s is None else PullFailure(after_s)
 
     monkeypatch.setattr("balanceroute.proxy.lab.emulate.decoder.claim", claimed)
     return failing

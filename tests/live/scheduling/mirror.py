@@ -9,7 +9,7 @@ from balanceroute.proxy.core.events import Admit, Tick, TokensEmitted
 if TYPE_CHECKING:
     from tests.live.conftest import Site
 
-    from balanceroute.proxy.testing.chaos.world import Step
+    from balanceroute.proxy.testing.chaos.world import SchedulerStep
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {
@@ -41,7 +41,7 @@ class Mirror:
         self._site = site
         watch(site, self._saw)
 
-    def _saw(self, step: "Step") -> None:
+    def _saw(self, step: "SchedulerStep") -> None:
         self.corrections += isinstance(step.event, TokensEmitted)
         if not isinstance(step.event, Tick):
             return

@@ -27,7 +27,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.policies import PolicyInputs, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler
-from balanceroute.proxy.lab.sim.engines import EngineOptions
+from balanceroute.proxy.lab.sim.engines import SimulatedEngineOptions
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.topologies import CONNECTORS
@@ -35,7 +35,7 @@ from balanceroute.topologies import CONNECTORS
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Scenario, Site
 
-    from balanceroute.proxy.testing.chaos.world import Step
+    from balanceroute.proxy.testing.chaos.world import SchedulerStep
 
 
 @pytest.mark.parametrize("streamed", [1.0, 0.5, 0.0])
@@ -58,7 +58,7 @@ def test_another_scheduler_decides_the_same_of_the_same_events(play: "Play", pol
     heard: list[tuple[Event, list[Action], int]] = []
 
     async def scenario(site: "Site") -> None:
-        def saw(step: "Step") -> None:
+        def saw(step: "SchedulerStep") -> None:
             heard.append((step.event, step.actions, round(site.loop.time() * 1e9)))
 
         watch(site, saw)
@@ -89,14 +89,14 @@ def test_another_scheduler_decides_the_same_of_the_same_events(play: "Play", pol
 @pytest.mark.parametrize(
     "engines",
     [
-        EngineOptions(rank_speeds=(1.0, 0.667), rank_batches=(16, 8)),
-        EngineOptions(tokens_per_step=3.0),
-        EngineOptions(pause_above=0.05),
+        SimulatedEngineOptions(rank_speeds=(1.0, 0.667), rank_batches=(16, 8)),
+        SimulatedEngineOptions(tokens_per_step=3.0),
+        SimulatedEngineOptions(pause_above=0.05),
     ],
     ids=["unequal", "speculative", "pausing"],
 )
 def test_the_mirror_is_true_of_engines_that_are_not_plain(
-    play: "Play", engines: EngineOptions, streamed: float
+    play: "Play", engines: SimulatedEngineOptions, streamed: float
 ) -> None:
     async def scenario(site: "Site") -> None:
         mirror = Mirror(site)
@@ -153,7 +153,7 @@ def test_ranks_of_different_speeds_are_balanced_in_time_if_they_are_told(play: "
 
         return load
 
-    engines = EngineOptions(rank_speeds=(1.0, 0.5))
+    engines = SimulatedEngineOptions(rank_speeds=(1.0, 0.5))
     for told in (False, True):
         flags = FLEET["flags"] | ({"rank_speeds": "1,0.5"} if told else {})
         play(scenario(told), **(FLEET | {"engines": engines, "flags": flags}))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.lab.sim.engines import EngineOptions
+from balanceroute.proxy.lab.sim.engines import SimulatedEngineOptions
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -53,7 +53,7 @@ def test_speeds_are_learned_where_they_differ(play: "Play", speeds: tuple[float,
     play(
         scenario,
         flags={"learn_speeds": True, "batch": BATCH, "policy": "br-0"},
-        engines=EngineOptions(rank_speeds=speeds),
+        engines=SimulatedEngineOptions(rank_speeds=speeds),
         step_base_ns=5_000_000,
         step_ns_per_token=20_000.0,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from balanceroute.proxy.core.events import Event, OthersOnRank
 from balanceroute.proxy.lab.emulate.settings import DpMode
-from balanceroute.proxy.testing.chaos.world import Step, World, WorldSettings
+from balanceroute.proxy.testing.chaos.world import SchedulerStep, World, WorldSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -143,7 +143,7 @@ def test_a_proxy_alone_never_sees_others(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
         told: list[Event] = []
 
-        def watch(step: Step) -> None:
+        def watch(step: SchedulerStep) -> None:
             if isinstance(step.event, OthersOnRank):
                 told.append(step.event)
 

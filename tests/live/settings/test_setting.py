@@ -62,7 +62,7 @@ ALL: list[type] = [
     *emulate.SECTIONS,
     *simulate.SECTIONS,
     *replay.SECTIONS,
-    *(trace_flags.Chosen, evaluate.Questions, train.Training, validate.Samples),
+    *(trace_flags.Chosen, evaluate.QuestionFlags, train.TrainingFlags, validate.SampleFlags),
 ]
 
 

@@ -21,9 +21,9 @@ from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.decision_faults import DecisionFault, InjectedError, Lapse
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.meddler import HARMLESS, Meddling
-from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather
+from balanceroute.proxy.testing.chaos.plan import MODEL, ChaosPlan, Weather
 from balanceroute.proxy.testing.chaos.requests import MESSAGES, RequestMix, draw_request
-from balanceroute.proxy.testing.chaos.trial import Report, run_plan
+from balanceroute.proxy.testing.chaos.trial import TrialReport, run_plan
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.addresses import Link
 
@@ -82,9 +82,9 @@ def run_with(
     connector: str = "nixl",
     engines: EmulationSettings = ENGINES,
     **flags: object,
-) -> Report:
+) -> TrialReport:
     """Send drawn requests while something is wrong, from before the first to after the last."""
-    plan = Plan(
+    plan = ChaosPlan(
         seed=0,
         weather=Weather.FAULTS,
         world=WorldSettings(replace(engines, connector=connector), {**FLAGS, **flags}),
@@ -107,7 +107,7 @@ def board(role: Role, **changes: Any) -> Injection:
     return injection(role, Act.BOARD, changes=changes)
 
 
-def assert_nobody_noticed(report: Report) -> None:
+def assert_nobody_noticed(report: TrialReport) -> None:
     assert report.endings == {"exact": REQUESTS}
 
 
@@ -314,7 +314,7 @@ def test_nobody_notices_that_the_wall_clock_jumps(jump_s: float) -> None:
 LONG_LEASES = replace(ENGINES, lease_s=8.0, prefill_base_ns=400_000_000)
 
 
-def run_with_a_stop() -> Report:
+def run_with_a_stop() -> TrialReport:
     still = replace(injection(Role.DECODE, Act.STANDSTILL, end_s=13.0), start_s=3.0)
     flags: dict[str, Any] = {"lease_s": 8.0, "lease_margin_s": 1.5, "prefill_timeout_s": 60.0}
     return run_with(still, engines=LONG_LEASES, **flags)
@@ -332,7 +332,7 @@ def test_a_lease_that_seems_young_after_a_standstill_is_found(
         run_with_a_stop()
 
 
-def run_with_a_suspension() -> Report:
+def run_with_a_suspension() -> TrialReport:
     asleep = injection(Role.DECODE, Act.SUSPENSION, end_s=3.0, jump_s=60.0)
     flags: dict[str, Any] = {"lease_s": 8.0, "lease_margin_s": 1.5, "prefill_timeout_s": 60.0}
     return run_with(replace(asleep, start_s=3.0), engines=LONG_LEASES, **flags)

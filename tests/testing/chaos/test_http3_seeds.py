@@ -13,7 +13,7 @@ from balanceroute.proxy.testing.chaos.http3_trial import run_seed_over_http3
 from balanceroute.proxy.wire.http3.stream import Http3Reply
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.testing.chaos.trial import Report
+    from balanceroute.proxy.testing.chaos.trial import TrialReport
 
 REQUESTS = 30
 
@@ -21,7 +21,7 @@ REQUESTS = 30
 class RunSeed(Protocol):
     """Carries a seed's plan out."""
 
-    def __call__(self, seed: int, *, requests: int) -> "Report": ...
+    def __call__(self, seed: int, *, requests: int) -> "TrialReport": ...
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.testing.chaos.clients import Ending, Received, Visit
+from balanceroute.proxy.testing.chaos.clients import ClientEnding, Received, Visit
 from balanceroute.proxy.testing.chaos.faults import CLIENTS, Act, Injection
 from balanceroute.proxy.testing.chaos.judge import Judge
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 
 if TYPE_CHECKING:
     from balanceroute.proxy.testing.chaos.clients import Client
-    from balanceroute.proxy.testing.chaos.expectation import Oracle
+    from balanceroute.proxy.testing.chaos.expectation import TextOracle
 
 
 class Silent:
@@ -28,7 +28,7 @@ def test_the_proxy_draws_seeds_for_samples_that_it_may_begin_again(resume: str) 
     plan = draw_plan(53, requests=10)
     flags = {**plan.world.flags, "resume": resume, "first_token": "decode"}
     plan = replace(plan, world=replace(plan.world, flags=flags))
-    judge = Judge(plan, cast("Oracle", Silent()))
+    judge = Judge(plan, cast("TextOracle", Silent()))
     sampled = next(one for one in plan.requests if "seed" not in one.values)
     assert judge.may_draw_seed(sampled) is (resume == "valid")
 
@@ -40,7 +40,9 @@ class Unanswered:
     visit: Visit
     comes_late: bool
     left: bool = False
-    answers: list[Received] = field(default_factory=lambda: [Received(ending=Ending.UNANSWERED)])
+    answers: list[Received] = field(
+        default_factory=lambda: [Received(ending=ClientEnding.UNANSWERED)]
+    )
 
 
 def holders(host: str) -> Injection:
@@ -59,7 +61,7 @@ def test_who_comes_late_gives_way_to_holders_of_the_same_address(
     plan = replace(draw_plan(53, requests=10), injections=(holders(host),), shutdown_s=None)
     request = plan.requests[0]
     client = Unanswered(Visit(0.0, (request,)), late)
-    judge = Judge(plan, cast("Oracle", Silent()))
+    judge = Judge(plan, cast("TextOracle", Silent()))
     asked = cast("Client", client), request, client.answers[0]
     verdict = asyncio.run(judge.judge(*asked, reworded=False, seed=None))
     assert (not verdict.wrong) is right

@@ -19,9 +19,9 @@ from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.expectation import Expectation
 from balanceroute.proxy.testing.chaos.groups import draw_groups
 from balanceroute.proxy.testing.chaos.orders import ADMIN, OF_ENGINES, Order, OrderKind
-from balanceroute.proxy.testing.chaos.plan import MODEL, Plan, Weather, draw_plan
+from balanceroute.proxy.testing.chaos.plan import MODEL, ChaosPlan, Weather, draw_plan
 from balanceroute.proxy.testing.chaos.requests import RequestMix, draw_request
-from balanceroute.proxy.testing.chaos.trial import Report, run_plan
+from balanceroute.proxy.testing.chaos.trial import TrialReport, run_plan
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.wire.messages import Response
 
@@ -33,7 +33,7 @@ def order(kind: OrderKind, role: Role = Role.DECODE, *, at_s: float = 1.5) -> Or
     return Order(kind, role, 0, at_s, at_s + 2.5, seed=1)
 
 
-def run_with(*orders: Order, **flags: object) -> Report:
+def run_with(*orders: Order, **flags: object) -> TrialReport:
     """Send drawn requests while orders are given, and nothing else is wrong."""
     rng = random.Random("orders")
     mix = RequestMix(MODEL, big=0.0, odd=0.0, max_tokens=60)
@@ -41,7 +41,7 @@ def run_with(*orders: Order, **flags: object) -> Report:
         Visit(rng.uniform(0.2, SPAN_S), (draw_request(rng, number, mix),))
         for number in range(REQUESTS)
     ]
-    plan = Plan(
+    plan = ChaosPlan(
         seed=0,
         weather=Weather.FAULTS,
         world=WorldSettings(

@@ -6,14 +6,14 @@ from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 from balanceroute.proxy.testing.chaos.poison import When
-from balanceroute.proxy.testing.chaos.trial import Report, run_plan
+from balanceroute.proxy.testing.chaos.trial import TrialReport, run_plan
 
 REQUESTS = 30
 # With such requests, of every kind.
 SEEDS = (7, 54, 65)
 
 
-def run(seed: int) -> Report:
+def run(seed: int) -> TrialReport:
     plan = draw_plan(seed, requests=REQUESTS)
     assert plan.poisons
     return run_plan(plan)

@@ -5,7 +5,7 @@ import socket
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.testing.chaos.world import WorldSettings
-from balanceroute.proxy.testing.soak.run import Load, draw_plan
+from balanceroute.proxy.testing.soak.run import SoakLoad, draw_plan
 
 
 def test_without_a_proxy_every_request_is_lost_while_the_plan_goes_on() -> None:
@@ -15,7 +15,7 @@ def test_without_a_proxy_every_request_is_lost_while_the_plan_goes_on() -> None:
     async def main() -> None:
         with socket.socket() as bound:  # Bound, not listening: nobody else gets the port.
             bound.bind(("127.0.0.1", 0))
-            load = Load(plan, "127.0.0.1", bound.getsockname()[1])
+            load = SoakLoad(plan, "127.0.0.1", bound.getsockname()[1])
             running = asyncio.create_task(load.run(3))
             await load.reached(plan.calm_s / 2)
             assert 20 <= len(load.lost) < 40

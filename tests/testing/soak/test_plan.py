@@ -4,18 +4,23 @@ from functools import cache
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.testing.chaos.clients import Phase
+from balanceroute.proxy.testing.chaos.clients import ClientPhase
 from balanceroute.proxy.testing.chaos.faults import Act
-from balanceroute.proxy.testing.chaos.plan import Plan
+from balanceroute.proxy.testing.chaos.plan import ChaosPlan
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.soak.run import draw_plan
 
 WORLD = WorldSettings(EmulationSettings(prefillers=2, ranks=4), {})
-SEEN_FROM_OUTSIDE = {Phase.SENDING, Phase.AFTER, Phase.STREAMING, Phase.LAST_WORD}
+SEEN_FROM_OUTSIDE = {
+    ClientPhase.SENDING,
+    ClientPhase.AFTER,
+    ClientPhase.STREAMING,
+    ClientPhase.LAST_WORD,
+}
 
 
 @cache
-def plan() -> Plan:
+def plan() -> ChaosPlan:
     return draw_plan(5, range(2_000), WORLD, calm=False)
 
 
