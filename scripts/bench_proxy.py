@@ -46,7 +46,8 @@ def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     repeats = 2 if arguments.quick else arguments.repeats
-    plan = [load for load in loads(quick=arguments.quick) if arguments.only in load.name]
+    all_loads = loads(quick=arguments.quick, stalled=arguments.stalled)
+    plan = [load for load in all_loads if arguments.only in load.name]
     cores = sorted(os.sched_getaffinity(0))
     own, others = (cores[:1], cores[1:]) if arguments.pin else (cores, cores)
     if not others:
@@ -70,6 +71,7 @@ def main() -> int:
             against=arguments.against,
             routers=routers,
             without_native=arguments.without_native,
+            stalled=arguments.stalled,
             traces=arguments.traces,
             pythons=arguments.python,
             floor=arguments.floor,
@@ -130,6 +132,11 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         "--without-native",
         action="store_true",
         help="balanceroute with --native off too: all others use the native library, if it is installed",
+    )
+    parser.add_argument(
+        "--stalled",
+        action="store_true",
+        help="long streams alone, and balanceroute too with a thread that holds Python for 50 ms ten times a second",
     )
     parser.add_argument(
         "--floor",

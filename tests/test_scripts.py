@@ -168,6 +168,7 @@ def test_the_bench_frees_slots_in_bursts() -> None:
             "another",
         ),
         (("--no-router", "--without-native"), "native off"),
+        (("--no-router", "--stalled"), "stalled"),
     ],
 )
 def test_the_proxy_bench_measures_and_checks_every_event(
@@ -181,7 +182,7 @@ def test_the_proxy_bench_measures_and_checks_every_event(
     monkeypatch.setattr(
         module,
         "loads",
-        lambda *, quick: [module.Load("streams", streams, "events", "transit_us")] * quick,
+        lambda *, quick, stalled: [module.Load("streams", streams, "events", "transit_us")] * quick,
     )
     monkeypatch.setattr(sys, "argv", ["bench_proxy", "--quick", *flags])
     assert module.main() == 0

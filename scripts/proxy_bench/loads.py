@@ -29,8 +29,8 @@ class Load:
     latency: str
 
 
-def loads(*, quick: bool) -> list[Load]:
-    """Return the loads."""
+def loads(*, quick: bool, stalled: bool = False) -> list[Load]:
+    """Return the loads; those for a proxy that stalls are so long that few events are a stream's first."""
     part = 4 if quick else 1
 
     def of(name: str, unit: str, latency: str, *more: str, **flags: int) -> Load:
@@ -45,6 +45,8 @@ def loads(*, quick: bool) -> list[Load]:
         flags |= {"connections": connections, "requests": count}
         return of(name, "requests", "first_us", *more, **flags)
 
+    if stalled:
+        return [streams(64, 1500)]
     return [
         streams(256, 200),
         streams(1024, 100),

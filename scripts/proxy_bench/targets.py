@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 OURS = "balanceroute"
 DIRECT = "direct"
 FLOOR = "bare relay"
+STALLED = "stalled"
 _VENV = ROOT / "build" / "bench-venv"
 
 
@@ -174,6 +175,7 @@ def targets(
     against: Path | None,
     routers: list[Router],
     without_native: bool = False,
+    stalled: bool = False,
     traces: bool = False,
     pythons: Sequence[Interpreter] = (),
     floor: bool = False,
@@ -187,6 +189,7 @@ def targets(
         against: Another checkout's package.
         routers: Other routers.
         without_native: Whether to run this proxy again, without the native library.
+        stalled: Whether to run this proxy again, with an interpreter that stalls; see `stalled.py`.
         traces: Whether to run this proxy again, with a trace of every request.
         pythons: This proxy again, run by each of these interpreters.
         floor: Whether to run a relay that only moves bytes, too.
@@ -198,6 +201,11 @@ def targets(
             name = f"proxy of {against.parent.name}"
             other = balanceroute(name, engine, flags, against, logs / "other")
             found.append(stack.enter_context(other))
+        if stalled:
+            proxy = balanceroute(
+                STALLED, engine, flags, ROOT / ".src", logs / "stalled", stalled=True
+            )
+            found.append(stack.enter_context(proxy))
         if without_native:
             plain = [*flags, "--native", "off"]
             proxy = balanceroute("native off", engine, plain, ROOT / ".src", logs / "plain")
@@ -249,9 +257,13 @@ def balanceroute(
     log: Path,
     *,
     python: Path | None = None,
+    stalled: bool = False,
 ) -> Iterator[Target]:
-    """Run the proxy of a checkout, by this interpreter or by another one."""
-    command = [str(python or sys.executable), "-m", "balanceroute.proxy", "serve"]
+    """Run the proxy of a checkout, by this interpreter or by another one, maybe one that stalls."""
+    program = (
+        [str(Path(__file__).with_name("stalled.py"))] if stalled else ["-m", "balanceroute.proxy"]
+    )
+    command = [str(python or sys.executable), *program, "serve"]
     command += ["--port", "0", "--no-admin"]
     command += ["--log", str(log), *flags]
     command += ["--prefill", engine.prefill_url, "--decode", *engine.decode_urls]

@@ -4,10 +4,13 @@ The library has tests of its own. Here is what this side makes of it: who has a 
 """
 
 import asyncio
+import ctypes
 import os
 import resource
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from glob import glob
@@ -246,6 +249,49 @@ def play(main: Callable[[], Awaitable[None]]) -> None:
 
 def counted(through: Through) -> list[tuple[int, int]]:
     return [(one.events, one.tokens) for one in through.passed]
+
+
+# The other ends of a stream: each event is written when the client has the last one.
+OTHER_ENDS = """
+import os, socket, sys
+engine, client, told = map(int, sys.argv[1:])
+engine, client = socket.socket(fileno=engine), socket.socket(fileno=client)
+engine.settimeout(10.0), client.settimeout(10.0)
+for number in range(1, 40):
+    event = b'data: {"n":%d,"text":"a","finish_reason":null}\\n\\n' % number
+    engine.sendall(b"%x\\r\\n%b\\r\\n" % (len(event), event))
+    got = b""
+    while not got.endswith(event + b"\\r\\n"):
+        got += client.recv(4096)
+os.write(told, b"!")
+"""
+
+
+def wait_with_the_interpreter(ends: list[int]) -> None:
+    """Let no Python run in this process until another one has written and read all events."""
+    here, there = os.pipe()
+    words = [sys.executable, "-c", OTHER_ENDS, *map(str, [*ends, there])]
+    with subprocess.Popen(words, pass_fds=[*ends, there]) as process:
+        os.close(there)
+        # Of a PyDLL, a call keeps the interpreter.
+        assert ctypes.PyDLL(None).read(here, ctypes.create_string_buffer(1), 1) == 1
+        assert process.wait() == 0
+    os.close(here)
+
+
+def test_streams_go_on_while_something_holds_the_interpreter() -> None:
+    async def main() -> None:
+        async with site() as one:
+            await one.lent()
+            await one.receive(event(0))
+            engine = one.engine.transport.get_extra_info("socket")
+            wait_with_the_interpreter([engine.fileno(), one.client.fileno()])
+            assert (one.pump.events, one.pump.away) == (39, 1)
+            one.engine.say(LAST)
+            await one.receive(LAST)
+            assert counted(one.through) == [(39, 40)]
+
+    play(main)
 
 
 def test_ordinary_events_go_on_without_python() -> None:
