@@ -63,6 +63,7 @@ STATE = Snapshot(
     ],
     budget=BudgetState(1, 0, 0.0, 0.0, {"increase": 0}),
     rejected_connections={"full": 0},
+    pumped_returns={"event": 0},
     tenants=[TenantState("t", 0, 0, {}, TenantLimits())],
     engines=[EngineState("decode", "http://d:8000", 0.0, 0.0, 0.0)],
     limits=LimitsState(1, 1, 1, 1),

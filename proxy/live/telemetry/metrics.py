@@ -286,6 +286,13 @@ class StateCollector(Collector):
             [{"reason": reason} for reason in rejected],
             list(rejected.values()),
         )
+        yield _family(
+            "counter",
+            "pumped_returns",
+            "Times a stream came back from the native library.",
+            [{"reason": reason} for reason in state.pumped_returns],
+            list(state.pumped_returns.values()),
+        )
         for name, documentation, count in self._process_counters:
             yield _family("counter", name, documentation, [{}], [count()])
 

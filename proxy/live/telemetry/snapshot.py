@@ -265,6 +265,7 @@ class Held:
         0  # How often a stream was moved by the native library, as it may come back.
     )
     pumped_events: int = 0  # Events that it moved.
+    pumped_returns: dict[str, int] = field(default_factory=dict)  # Of streams, by reason.
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +320,7 @@ class Snapshot:
     rejected_bodies: int = 0  # For want of room for them.
     pumped_streams: int = 0  # As of `Held`.
     pumped_events: int = 0
+    pumped_returns: dict[str, int] = field(default_factory=dict)
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
     tenants: list[TenantState] = field(default_factory=list)
     still_ranks: int = 0  # Ranks that stand still, if none that has streams makes tokens; else 0.

@@ -38,7 +38,18 @@ COMPLETIONS, NAMED, GENERATE = 0, 1, 2
 COUNTED, HIDE, NO_USAGE, _CHUNKED, IDS, IDS_OF_COMPLETION, TEXT, IDS_WAIT = (
     1 << n for n in range(8)
 )
-# Why a stream came back, where that matters here.
+# Why a stream came back, by the library's numbers for it.
+_REASONS = {
+    1: "event",  # The next one is not ordinary: most often the last.
+    2: "framing",
+    3: "end",
+    4: "engine",
+    5: "client",
+    6: "limit",
+    7: "asked",  # By whoever had to write to the client, or to end the stream.
+    9: "fault",
+}
+
 _CLIENT, _FAULT = 5, 9
 _PAUSED = _NEW = 1
 # Words of a slot: of 4 bytes, and of 8.
@@ -220,6 +231,7 @@ class Pump:
 
     Attributes:
         streams: How often a stream was lent.
+        returns: How often one came back, by reason.
         tokens: uint32[slots], those of each stream that is away.
         words: The slots by 4 bytes; `longs` by 8.
         longs: The slots by 8 bytes.
@@ -259,6 +271,7 @@ class Pump:
         self._gaps: NDArray[np.uint64] = counted.reshape(threads, -1)
         self._told = self._gaps.sum(0)
         self.streams = self._events = 0
+        self.returns = dict.fromkeys(_REASONS.values(), 0)
         self._has_failed = False
         self._number = library.br_pump_fd(made)
         self._loop.add_reader(self._number, self._on_returned)
@@ -367,6 +380,7 @@ class Pump:
         self._library.br_release(self._made, slot)
         del self._lent[slot]
         self._events += passed.events
+        self.returns[_REASONS[returned.reason]] += 1
         lent.stream.came_back(passed)
         lent.connection.returned()
         lent.carrier.returned(b"" if is_lost else unsent)
