@@ -1,6 +1,6 @@
 """Clients that leave and engines that fail, on real sockets: is anything left behind?
 
-    python scripts/soak.py [--requests 5000] [--seed 0] [--connector NAME] [--policy NAME]
+    python scripts/soak.py [--requests 5000] [--seed 0] [--connector NAME] [--policy NAME] [--native MODE]
 
 Starts emulated engines and the proxy as processes of their own and sends them requests, a fifth of
 which are left in the middle while engines fail, die and come back, all as in a chaos run. Every
@@ -25,6 +25,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides requests and faults")
     parser.add_argument("--connector", default="nixl", help="how KV caches travel")
     parser.add_argument("--policy", default="br-h", help="of the proxy")
+    parser.add_argument(
+        "--native",
+        choices=["auto", "off", "require"],
+        default="auto",
+        help="whether the native library moves streams (default: auto)",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the proxy's logs there")
     arguments = parser.parse_args()
     # So that the other processes end with this one.
@@ -37,6 +43,7 @@ def main() -> int:
         wait_for_idle=True,
         connector=arguments.connector,
         policy=arguments.policy,
+        native=arguments.native,
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)

@@ -6,7 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
@@ -46,11 +46,11 @@ async def begin(served: Served) -> int:
 
 @asynccontextmanager
 async def served_by(
-    make_exchanged: "MakeExchanged", *flags: str, log: Path
+    make_exchanged: "MakeExchanged", *flags: str, log: Path, **changes: Any
 ) -> AsyncIterator[Served]:
     """Serve before emulated engines; leave no successor behind."""
     async with (
-        engines() as fleet,
+        engines(**changes) as fleet,
         serving(
             make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log), *flags
         ) as served,

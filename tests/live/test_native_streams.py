@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.served import Served, engines, play, serving
+from tests.live.test_hand_over import begin, served_by, until_waiting
 from tests.native import needs_native
 
 if TYPE_CHECKING:
@@ -68,6 +69,13 @@ async def metric(served: Served, name: str) -> float:
     page = (await served.admin.get("/metrics")).body.decode()
     (found,) = re.findall(rf"^balanceroute_{name} (\S+)$", page, re.MULTILINE)
     return float(found)
+
+
+async def reasons(served: Served) -> dict[str, float]:
+    """Return how many streams came back for which reason."""
+    page = (await served.admin.get("/metrics")).body.decode()
+    found = re.findall(r'pumped_returns_total{reason="(\w+)"} (\S+)', page)
+    return {reason: float(count) for reason, count in found}
 
 
 Play = Callable[["EmulatedFleet", Served], Coroutine[Any, Any, Any]]
@@ -176,19 +184,12 @@ def test_nearly_all_of_it_is_moved_natively(make_exchanged: "MakeExchanged") -> 
             assert state["steps"] > 50
             for one in sent:
                 await one.end()
-            page = (await served.admin.get("/metrics")).body.decode()
-            moved, streams, gaps = (
-                float(re.findall(rf"^balanceroute_{name} (\S+)$", page, re.MULTILINE)[0])
-                for name in (
-                    *("pumped_events_total", "pumped_streams_total"),
-                    "inter_token_latency_seconds_count",
-                )
-            )
-            returns = re.findall(r'pumped_returns_total{reason="(\w+)"} (\S+)', page)
-            reasons = {reason: float(count) for reason, count in returns}
-            assert 0.95 * ORDINARY <= moved <= ORDINARY, reasons
-            assert streams == sum(reasons.values()) >= 3
-            assert reasons["event"] >= 3  # The last of each is none that goes on.
+            moved = await metric(served, "pumped_events_total")
+            returns = await reasons(served)
+            assert 0.95 * ORDINARY <= moved <= ORDINARY, returns
+            assert await metric(served, "pumped_streams_total") == sum(returns.values()) >= 3
+            assert returns["event"] >= 3  # The last of each is none that goes on.
+            gaps = await metric(served, "inter_token_latency_seconds_count")
             # One for each event that came alone, but for the first.
             assert 0.8 * 3 * LONG < gaps <= 3 * LONG
 
@@ -274,6 +275,34 @@ def test_a_drain_ends_what_is_under_way(make_exchanged: "MakeExchanged", tmp_pat
         ):
             await main(fleet, served)
             assert (await served.exit())[0] == 0
+
+    play(guarded(), PATIENCE_S)
+
+
+def test_a_new_version_takes_over_from_one_whose_streams_are_away(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    async def guarded() -> None:
+        flags = ("--native", "require")
+        async with served_by(make_exchanged, *flags, log=log, step_base_ns=STEP_NS) as served:
+            sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(8)]
+            await asyncio.gather(*(one.until_events(50) for one in sent))
+            returned = sum((await reasons(served)).values())
+            while await metric(served, "pumped_streams_total") - returned < len(sent):
+                returned = sum((await reasons(served)).values())
+            await begin(served)
+            # Of these the old process has the half and more left when the new one serves.
+            for one in sent:
+                await one.end()
+                assert (one.done, one.error) == (True, None)
+                assert len(one.events) == LONG + 2
+            await until_waiting(served.process.pid)
+            again = served.client.send(b"POST", *asking(CHAT))
+            await again.end()
+            assert again.done
+            assert await metric(served, "pumped_streams_total") > 0  # Of the new one.
 
     play(guarded(), PATIENCE_S)
 

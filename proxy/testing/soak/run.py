@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -403,6 +404,7 @@ def _engine(injection: Injection) -> str:
 
 PREFILLERS, RANKS, BATCH = 2, 4, 8
 TIME_SCALE = 10.0
+STEP_MS = 6.0  # Of the real clock.
 MEAN_OUTPUT = 60.0
 # More than fit into batches (32) and pool (16), so that some wait before prefill.
 CLIENTS = 56
@@ -440,6 +442,7 @@ class SoakSettings:
         wait_for_idle: Whether to wait until the idle connections to the engines are closed, too.
         connector: How KV caches travel.
         policy: The proxy's.
+        native: Whether the native library moves streams, as for `--native`.
     """
 
     requests: int
@@ -449,6 +452,7 @@ class SoakSettings:
     wait_for_idle: bool
     connector: str = "nixl"
     policy: str = "br-h"
+    native: str = "auto"
 
 
 def soak(settings: SoakSettings, folder: Path) -> SoakReport:
@@ -463,10 +467,13 @@ def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     command += [f"--lease-s={LEASE_S * TIME_SCALE}", f"--time-scale={TIME_SCALE}"]
     # So slow that clients find the time to leave meanwhile.
     command += ["--prefill-base-ms=50", "--prefill-us-per-token=10", "--transfer-base-ms=100"]
+    # Likewise: streams that wait for their engine are those that the native library moves.
+    command += [f"--step-base-ms={STEP_MS * TIME_SCALE}"]
     command += [f"--mean-output={MEAN_OUTPUT}", f"--connector={settings.connector}"]
     with emulated_engines([*command, "--json-ready", "--exit-with-stdin"]) as engines:
         roles = {role: cast("list[str]", urls) for role, urls in engines.items()}
         flags = [*_SERVE.split(), "--policy", settings.policy, "--connector", settings.connector]
+        flags += ["--native", settings.native]
         for role, urls in roles.items():
             flags += [f"--{role}", *urls]
         serving = roles["prefill"] + roles["decode"]
@@ -619,8 +626,26 @@ class _Run:
         self._tell_of_the_log(lines)
         report.note("leases", (await self._engines.get("/emulation/stats"))["leases"])
         page = await self._admin.text("/metrics")
+        self._tell_of_native(page)
         report.faults("metrics that differ from the log", audit_metrics(told, page.encode()))
         report.faults("errors of the proxy's own", errors + _lines_of(self._proxy.stderr))
+
+    def _tell_of_native(self, page: str) -> None:
+        """Tell what the native library moved, and that it moved anything if it must."""
+        found = dict(re.findall(r"^balanceroute_pumped_(\S+) (\S+)$", page, re.MULTILINE))
+        moved = {name: int(float(value)) for name, value in found.items()}
+        right = self._settings.native != "require" or moved["events_total"] > 0
+        self.report.check("events moved natively", moved["events_total"], right)
+        reasons = {
+            name.split('"')[1]: count
+            for name, count in moved.items()
+            if name.startswith("returns_total") and count
+        }
+        self.report.check(
+            "streams moved natively, and why they came back",
+            f"{moved['streams_total']} {reasons}",
+            moved["streams_total"] == sum(reasons.values()),
+        )
 
     async def _log(self) -> tuple[list[Line], list[str]]:
         """Return the log once it is complete: a thread writes it."""
