@@ -62,7 +62,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory(prefix="bench-proxy-") as logs,
         on_cores(others),
-        engine(_STEP_MS, ranks=arguments.ranks, slots=arguments.slots) as behind,
+        engine(arguments.step_ms, ranks=arguments.ranks, slots=arguments.slots) as behind,
         on_cores(own),
         targets(
             behind,
@@ -104,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="streams at a time on each rank; others wait, in balanceroute's pool or in the engine "
         "(default: 2048, room for every load)",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=_STEP_MS,
+        metavar="MS",
+        help=f"of the engine between a stream's events (default: {_STEP_MS:g}); with 1 there are no pauses",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the load, 2 repeats")
     parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
