@@ -247,14 +247,19 @@ def test_the_bench_of_open_streams_tells_what_one_costs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = script("bench_streams")
-    monkeypatch.setattr(module, "_STEP_S", 0.05)
-    monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "8"])
-    assert module.main() == 0
-    assert re.fullmatch(
-        r"balanceroute: 8 streams of 4 events in \d+ s, 0 errors; "
-        r"RSS \d+ to \d+ MB, \d+\.\d KB a stream\n",
-        capsys.readouterr().out,
-    )
+    words = ["bench_streams", "--streams", "8", "--step-s", "0.05"]
+    for more, events, moved in (
+        ((), 4, r"\d+"),
+        (("--native", "off", "--tokens", "30"), 30, "0"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        assert module.main() == 0
+        assert re.fullmatch(
+            rf"balanceroute: 8 streams of {events} events in \d+ s, 0 errors; "
+            r"RSS \d+ to \d+ MB, \d+\.\d KB a stream; "
+            rf"\d+ descriptors, \d+ before and \d+ now; {moved} events moved natively\n",
+            capsys.readouterr().out,
+        )
 
 
 def test_more_streams_than_descriptors_are_refused(
@@ -269,7 +274,7 @@ def test_more_streams_than_descriptors_are_refused(
     monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "10000"])
     with pytest.raises(SystemExit):
         module.main()
-    assert "10000 streams need 22000 open files" in capsys.readouterr().err
+    assert "10000 streams need 42000 open files" in capsys.readouterr().err
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Coroutine
@@ -233,6 +234,46 @@ def test_engines_that_fail_are_told_as_ever(
         for log in logs:
             assert [line["outcome"] for line in log] == [outcome for _, outcome in FAULTS]
         assert logs[0] == logs[1]
+
+    play(guarded(), PATIENCE_S)
+
+
+async def in_use(served: Served) -> int:
+    """Return the descriptors of the process, but for what it keeps open to its engines."""
+    state = (await served.admin.get("/admin/state")).json["state"]
+    return len(os.listdir(f"/proc/{served.process.pid}/fd")) - int(state["engine_connections"])
+
+
+def test_no_descriptor_is_lost_of_streams_that_end_in_any_way(
+    make_exchanged: "MakeExchanged",
+) -> None:
+    async def guarded() -> None:
+        flags = ("--native", "require", "--quarantine-failures", "1000")
+        async with (
+            engines(step_base_ns=STEP_NS) as fleet,
+            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+        ):
+            await served.client.send(b"POST", *asking(CHAT)).end()
+            served.client.close()
+            before = await in_use(served)
+            # One engine breaks its streams off, of the other's some clients leave.
+            fleet.faults.set("decode/0", reset_after_tokens=100)
+            sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(28)]
+            await asyncio.gather(*(one.until_events(50) for one in sent))
+            for one in sent[::4]:
+                one.call.abort()
+            rest = [one for place, one in enumerate(sent) if place % 4]
+            await asyncio.gather(*(one.end() for one in rest))
+            assert {one.error is None for one in rest} == {True, False}
+            served.client.close()
+            while await in_use(served) > before:
+                pass
+            returns = await reasons(served)
+            assert await metric(served, "pumped_streams_total") == sum(returns.values()) >= 28
+            broken = returns["end"] + returns["engine"]
+            assert min(returns["event"], broken, returns["asked"]) > 0, returns
+            served.process.send_signal(signal.SIGTERM)
+            assert await served.exit() == (0, "")
 
     play(guarded(), PATIENCE_S)
 
