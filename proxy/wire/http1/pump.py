@@ -381,9 +381,11 @@ class Pump:
         del self._lent[slot]
         self._events += passed.events
         self.returns[_REASONS[returned.reason]] += 1
-        lent.stream.came_back(passed)
-        lent.connection.returned()
-        lent.carrier.returned(b"" if is_lost else unsent)
+        try:
+            lent.stream.came_back(passed)
+        finally:  # Whatever fails: the slot is another stream's soon.
+            lent.connection.returned()
+            lent.carrier.returned(b"" if is_lost else unsent)
         if is_lost:  # It cannot be written to, or a part of what it should have is missing.
             lent.carrier.abort()
         return left

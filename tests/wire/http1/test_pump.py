@@ -267,6 +267,26 @@ os.write(told, b"!")
 """
 
 
+def test_a_stream_that_cannot_go_on_stops_no_other_one() -> None:
+    async def main() -> None:
+        def fail(passed: Passed) -> None:
+            raise RuntimeError(f"cannot go on behind {passed.events} events")
+
+        async with site() as one:
+            await one.lent()
+            lent = one.through.lent
+            assert lent is not None
+            one.through.came_back = fail  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match="behind 0 events"):
+                lent.stop()
+            assert one.pump.away == 0
+            # Its slot is free, and may be another stream's.
+            one.through.reply.write(LAST)
+            await one.receive(event(0) + LAST)
+
+    play(main)
+
+
 def wait_with_the_interpreter(ends: list[int]) -> None:
     """Let no Python run in this process until another one has written and read all events."""
     here, there = os.pipe()
