@@ -59,16 +59,15 @@ class ProxyProcess:
     def footprint(self) -> Footprint:
         """Return what it holds now."""
         proc = Path(f"/proc/{self.pid}")
-        peers = {}
-        for line in (proc / "net/tcp").read_text().splitlines()[1:]:
-            words = line.split()
-            local, remote = (int(word.rpartition(":")[2], 16) for word in words[1:3])
-            peers[words[9]] = self._peer(local, remote, words[3])
-        files: Counter[str] = Counter()
+        peers, links = self._peers(proc), []
         for entry in os.scandir(proc / "fd"):
             with suppress(FileNotFoundError):
-                match = _SOCKET.fullmatch(os.readlink(entry.path))
-                files["files" if match is None else peers.get(match[1], "other sockets")] += 1
+                links.append(os.readlink(entry.path))
+        peers |= self._peers(proc)  # Some may have been opened since.
+        files: Counter[str] = Counter()
+        for link in links:
+            match = _SOCKET.fullmatch(link)
+            files["files" if match is None else peers.get(match[1], "other sockets")] += 1
         status = (proc / "status").read_text()
         numbers = {name: int(value) for name, value in re.findall(r"(\w+):\s+(\d+)", status)}
         return Footprint(files, numbers["Threads"], numbers["VmRSS"] / 1024)
@@ -80,6 +79,15 @@ class ProxyProcess:
             await asyncio.sleep(seconds)
         finally:
             os.kill(self.pid, signal.SIGCONT)
+
+    def _peers(self, proc: Path) -> dict[str, str]:
+        """Return whom each socket of the machine leads to, by its inode."""
+        found = {}
+        for line in (proc / "net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            local, remote = (int(word.rpartition(":")[2], 16) for word in words[1:3])
+            found[words[9]] = self._peer(local, remote, words[3])
+        return found
 
     def _peer(self, local: int, remote: int, state: str) -> str:
         if state == _LISTENING:
