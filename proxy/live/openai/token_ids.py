@@ -159,7 +159,8 @@ class TokenIds:
         end = event.find(b"]", begin)
         ids = event[begin:end]
         if (
-            not ids
+            end < 0
+            or not ids
             or _COMMA in ids
             or begin < len(self._before)
             or event[begin - len(self._before) - 1] == _QUOTE  # No text, or one that ends so.

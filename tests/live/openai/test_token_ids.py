@@ -160,6 +160,7 @@ def test_the_quick_way_takes_text_with_one_id_alone() -> None:
         chat(" a", b"[8]").replace(b'"logprobs":null', b'"logprobs":{}'),
         chat(" a", b"[8]").rstrip() + b" \n\n",
         completion(" a", b"[8]"),
+        chat(" a", b"[8]").replace(b"[8]}]}", b"[8}}"),  # A list without an end.
     ):
         assert ids.take_text(event[:-2]) == b"", event
     assert ids.kept == b"7"
