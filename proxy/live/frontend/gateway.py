@@ -54,6 +54,7 @@ from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Collection
 
     from balanceroute.proxy.live.frontend.groups import Alias, Groups
@@ -98,16 +99,22 @@ def _told(error: BodyError) -> BodyError:
 
 
 class BodyQueue:
-    """Reads bodies."""
+    """Reads bodies.
 
-    def __init__(self) -> None:
+    Args:
+        library: The native library; None to read in Python.
+    """
+
+    def __init__(self, library: "ctypes.CDLL | None" = None) -> None:
+        self._library = library
         self._queue: deque[tuple[_Reading, Waiting, Done]] = deque()
         self._scheduled = False
 
     def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
         """Read a body; call `done`, at once if it is small, and not if the client is gone."""
         if len(data) > SMALL_BYTES:
-            self._read_on(read_in_slices(data, hashed=hashed), waiting, done)
+            reading = read_in_slices(data, hashed=hashed, library=self._library)
+            self._read_on(reading, waiting, done)
         else:
             done(read_at_once(data))
 
@@ -297,7 +304,8 @@ class Gateway:
             engine_lines=self._lines,
         )
         self._hand_offs = HandOffs(groups)
-        self._bodies = BodyQueue()
+        pump = groups.context.pump
+        self._bodies = BodyQueue(None if pump is None else pump.library)
 
     def use_keys(self, clients: Clients, engine_key: Secret | None) -> None:
         """Tell clients so, and send this key to the engines, from the next request on."""

@@ -18,7 +18,7 @@ from json.encoder import (  # type: ignore[attr-defined]  # typeshed leaves the 
     c_make_encoder,
     encode_basestring_ascii,
 )
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.json_scan import (
@@ -28,8 +28,12 @@ from balanceroute.proxy.live.openai.json_scan import (
     JsonScanner,
     ScanError,
 )
+from balanceroute.proxy.live.openai.native_scan import NativeScanner
 from balanceroute.proxy.live.openai.prompt_summary import PromptSummary, summarise
 from balanceroute.proxy.wire.messages import Payload, Pieces
+
+if TYPE_CHECKING:
+    import ctypes
 
 # Bytes of a body that is decoded at once, and of a member that is decoded at all: the worst of that
 # size takes some 15 ms and 4 MB.
@@ -53,6 +57,7 @@ _FIRST = re.compile(rf"{_SPACE}\{{{_SPACE}(?:{_KEY})?")
 _NEXT = re.compile(rf"{_SPACE},{_SPACE}{_KEY}")
 _END = re.compile(rf"{_SPACE}\}}{_SPACE}")
 
+Scanner = JsonScanner | NativeScanner
 Places = Mapping[str, tuple[int, int, int]]
 """Of each member where it begins, where its value begins and where it ends, in bytes."""
 
@@ -70,7 +75,7 @@ class RequestBody:
 
     Args:
         data: UTF-8 JSON.
-        scan: It has read `data` already.
+        scan: Has read `data` already.
 
     Attributes:
         values: The members, decoded. One of more than `SMALL_BYTES` is refused when it is asked for.
@@ -83,7 +88,7 @@ class RequestBody:
 
     __slots__ = ("_data", "_digests", "_places", "_summaries", "model", "values")
 
-    def __init__(self, data: bytes, scan: JsonScanner | None = None) -> None:
+    def __init__(self, data: bytes, scan: Scanner | None = None) -> None:
         data = data.removeprefix(BOM_UTF8)  # As FastAPI does, and so vLLM.
         self._data = data
         self.model: str | None = None
@@ -271,18 +276,23 @@ def _in_pieces(members: Iterable[bytes | memoryview]) -> Pieces:
     return Pieces(pieces)
 
 
-def read_in_slices(data: bytes, *, hashed: bool = False) -> Generator[None, None, RequestBody]:
+def read_in_slices(
+    data: bytes, *, hashed: bool = False, library: "ctypes.CDLL | None" = None
+) -> Generator[None, None, RequestBody]:
     """Read a body of more than `SMALL_BYTES`, yielding whenever that has taken some milliseconds.
 
     Args:
         data: The body.
         hashed: Whether to prepare `fingerprint` and `digest` too.
+        library: The native library; None to read in Python.
 
     Raises:
         BodyError: See `RequestBody`.
     """
     data = data.removeprefix(BOM_UTF8)
-    scan = JsonScanner(data, _PROMPTS)
+    scan: Scanner = (
+        JsonScanner(data, _PROMPTS) if library is None else NativeScanner(library, data, _PROMPTS)
+    )
     while not _advance(scan):
         yield
     body = RequestBody(data, scan)
@@ -291,7 +301,7 @@ def read_in_slices(data: bytes, *, hashed: bool = False) -> Generator[None, None
     return body
 
 
-def _advance(scan: JsonScanner) -> bool:
+def _advance(scan: Scanner) -> bool:
     try:
         return scan.advance(_SLICE_NS)
     except DuplicateKeyError as error:

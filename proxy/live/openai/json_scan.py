@@ -21,7 +21,7 @@ MAX_STRINGS = 1_000_000
 # On Python 3.11 `json` takes some 970, less those of its caller.
 MAX_LEVELS = 900
 MAX_MEMBERS = 1_000  # Of the object itself.
-_MAX_KEY = 65_536
+MAX_KEY = 65_536
 _MAX_NUMBER = 65_536
 # Work is counted in nanoseconds, roughly: of a step, and of a byte within one.
 _STEP = 1_000
@@ -48,6 +48,7 @@ _RUNS = ((int, re.compile(_INTEGERS).match), (float, re.compile(_SCALARS).match)
 _number = re.compile(rb"-?+(?:0|[1-9][0-9]*+)((?:\.[0-9]++)?+(?:[eE][+-]?+[0-9]++)?+)").match
 _word = re.compile(rb"true|false|null").match
 _constant = re.compile(rb"NaN|-?Infinity").match
+_first_half = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}").fullmatch
 _decode_string = json.JSONDecoder().raw_decode
 
 
@@ -314,8 +315,8 @@ class JsonScanner:
             if ended:
                 self._ended()
             return
-        if self._at - begin > _MAX_KEY:
-            raise ScanError(f"the body has a key of more than {_MAX_KEY:,} bytes")
+        if self._at - begin > MAX_KEY:
+            raise ScanError(f"the body has a key of more than {MAX_KEY:,} bytes")
         if ended:
             self._key_begin = -1
             # Whole, because a pair of escapes may have been cut.
@@ -400,7 +401,7 @@ def _piece_end(data: bytes, begin: int) -> int:
 
 
 def _whole(data: bytes, begin: int, end: int) -> int:
-    """Return where a piece of a string can end, at most at `end`: within no character and no escape."""
+    """Return where a piece of a string can end, at most at `end`: within no character, escape or pair."""
     if end >= len(data):
         return len(data)
     for _ in range(3):
@@ -412,4 +413,10 @@ def _whole(data: bytes, begin: int, end: int) -> int:
         escapes = (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
         if escapes and slash + (6 if data[slash + 1 : slash + 2] == b"u" else 2) > end:
             end = slash
+    # Half of a character, whose other half follows.
+    half = max(begin, end - 6)
+    if data.startswith(b"\\u", end) and _first_half(data, half, end) is not None:
+        before = data[begin:half]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
+            end = half
     return end

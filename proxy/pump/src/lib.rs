@@ -1,10 +1,11 @@
-//! The ordinary middle of BalanceRoute's streams, moved without Python.
+//! The ordinary middle of BalanceRoute's streams, moved without Python; and large requests, read without it.
 //!
 //! Python hands a stream over while nothing but token events is expected of it, and gets it back at anything
 //! else, with the bytes that were not taken. This file is the C interface; each struct has the layout that
 //! `ctypes` gives it. No function waits for a peer or calls back, and all may be called from any thread.
 use parser::{Kind, Parser, Scratch, Settings};
 use pump::{Options, Pump, Returned};
+use scan::{Names, Scan};
 use slots::Slot;
 use std::io;
 use std::net::TcpStream;
@@ -18,11 +19,12 @@ pub mod kept;
 mod marks;
 pub mod parser;
 pub mod pump;
+pub mod scan;
 pub mod slots;
 pub mod stream;
 pub mod sys;
 
-const ABI: u32 = 1;
+const ABI: u32 = 2;
 const MOST_THREADS: u32 = 64;
 const MOST_BOUNDS: u32 = 64;
 
@@ -106,6 +108,14 @@ pub struct BrParser {
 impl BrBytes {
     fn of(bytes: &[u8]) -> Self {
         Self { data: bytes.as_ptr(), len: bytes.len() }
+    }
+
+    /// SAFETY: what it tells of is readable for as long, and nobody changes it.
+    unsafe fn bytes<'a>(&self) -> io::Result<&'a [u8]> {
+        if self.data.is_null() {
+            return Err(invalid());
+        }
+        Ok(unsafe { std::slice::from_raw_parts(self.data, self.len) })
     }
 }
 
@@ -376,4 +386,17 @@ pub unsafe extern "C" fn br_parser_free(parser: *mut BrParser) {
         }
         Ok(())
     });
+}
+
+/// # Safety
+/// `scan` is the caller's, and nobody else's meanwhile; `length` bytes of `data` are readable, and so are the
+/// names that it has.
+#[no_mangle]
+pub unsafe extern "C" fn br_scan(scan: *mut Scan, data: *const u8, length: usize, work: usize) -> i32 {
+    guarded(|| {
+        let scan = unsafe { scan.as_mut() }.ok_or_else(invalid)?;
+        let (prompts, data_members) = unsafe { (scan.prompts.bytes()?, scan.data_members.bytes()?) };
+        let data = unsafe { BrBytes { data, len: length }.bytes() }?;
+        Ok(scan::advance(scan, Names { prompts, data_members }, data, work) as i64)
+    }) as i32
 }

@@ -58,7 +58,7 @@ fn made(threads: u32, slots: u32) -> *mut BrPump {
 
 #[test]
 fn the_structs_are_as_python_has_them() {
-    assert_eq!(br_abi(), 1);
+    assert_eq!(br_abi(), 2);
     assert_eq!((size_of::<BrOptions>(), size_of::<BrStream>(), size_of::<BrParsed>()), (24, 48, 32));
     assert_eq!((size_of::<BrReturned>(), size_of::<slots::Slot>()), (128, 64));
     assert_eq!(

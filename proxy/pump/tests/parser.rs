@@ -5,7 +5,9 @@ mod common;
 
 use balanceroute_native::kept::Form;
 use balanceroute_native::parser::{Kind, Parser, Reason, Scratch, Settings, MOST_CHUNK, MOST_KEPT};
-use common::{chunk, counted_token, fed, last, named, payload, token, Draw, COUNTED, PLAIN, WITH_IDS};
+use common::{
+    chunk, counted_token, fed, last, named, number, payload, token, Draw, COUNTED, PLAIN, WITH_IDS,
+};
 
 fn once(settings: Settings, data: &[u8]) -> (Vec<u8>, Vec<u8>, Option<Reason>, Parser) {
     let (mut parser, mut out) = (Parser::new(settings, 0), Vec::new());
@@ -215,10 +217,6 @@ fn drawn_stream(kind: Kind, draw: &mut Draw) -> Vec<u8> {
         }
     }
     data
-}
-
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
 }
 
 #[test]

@@ -11,7 +11,18 @@ import ctypes
 import logging
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+)
 from ctypes import c_void_p as pointer
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_ABI = 1
+_ABI = 2
 _PACKAGE, _FILE = "balanceroute_native", "libbalanceroute_native.so"
 # What a stream's events are, and what is asked of the pump: `br_stream` of the library.
 COMPLETIONS, NAMED, GENERATE = 0, 1, 2
@@ -230,6 +241,7 @@ class Pump:
         bounds_s: Upper ends of the buckets in which gaps between events are counted.
 
     Attributes:
+        library: The library.
         streams: How often a stream was lent.
         returns: How often one came back, by reason.
         tokens: uint32[slots], those of each stream that is away.
@@ -249,7 +261,7 @@ class Pump:
         high: int,
         bounds_s: Sequence[float],
     ) -> None:
-        self._library = library
+        self.library = library
         self._high = high
         self._lent: dict[int, Lent] = {}
         self._returned = _Returned()
@@ -313,7 +325,7 @@ class Pump:
                 *(self._high, self._high // 4, 0),  # As an event loop has it.
                 *(round(stream.last_s * 1e9), round(stream.gap_max_s * 1e9)),
             )
-            lent.slot = self._library.br_add(self._made, byref(made))
+            lent.slot = self.library.br_add(self._made, byref(made))
             if lent.slot >= 0:
                 self.streams += 1
                 self._lent[lent.slot] = lent
@@ -326,7 +338,7 @@ class Pump:
 
     def stop(self, lent: Lent) -> None:
         """Get a stream back; what of it was read is processed behind what is under way."""
-        self._library.br_stop(self._made, lent.slot, byref(self._returned))
+        self.library.br_stop(self._made, lent.slot, byref(self._returned))
         connection, left = lent.connection, self._bring_back(lent)
         if connection.in_use:
             # Before anything is read.
@@ -340,7 +352,7 @@ class Pump:
         self.words.release()
         self.longs.release()
         self._gaps = self._gaps.copy()  # Of which somebody may yet ask.
-        self._library.br_pump_free(self._made)
+        self.library.br_pump_free(self._made)
 
     def _on_returned(self) -> None:
         os.read(self._number, _BYTES_PER_EVENT)
@@ -349,7 +361,7 @@ class Pump:
     def _take(self) -> None:
         returned = self._returned
         try:
-            while not self._library.br_take(self._made, byref(returned)):
+            while not self.library.br_take(self._made, byref(returned)):
                 lent = self._lent[returned.slot]
                 lent.connection.go_on(self._bring_back(lent))
         except BaseException:
@@ -377,7 +389,7 @@ class Pump:
         if returned.reason == _FAULT and not self._has_failed:
             self._has_failed = True  # Each of its streams says so.
             _LOG.error("the native pump has failed, and its streams go on without it")
-        self._library.br_release(self._made, slot)
+        self.library.br_release(self._made, slot)
         del self._lent[slot]
         self._events += passed.events
         self.returns[_REASONS[returned.reason]] += 1
@@ -424,6 +436,7 @@ def load_library() -> ctypes.CDLL:
         ("br_stop", c_int, pointer, c_uint32, POINTER(_Returned)),
         ("br_take", c_int, pointer, POINTER(_Returned)),
         ("br_release", c_int, pointer, c_uint32),
+        ("br_scan", c_int, pointer, c_char_p, c_size_t, c_size_t),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

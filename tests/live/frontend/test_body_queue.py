@@ -3,16 +3,23 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
+from tests.native import needs_native
 
 from balanceroute.proxy.live.frontend.gateway import BodyQueue
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
+from balanceroute.proxy.testing.chaos.world import World
+from balanceroute.proxy.wire.http1.pump import load_library
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
+
+    from balanceroute.proxy.live.environment import Environment
+    from balanceroute.proxy.wire.http1.pump import Pump
 
 SMALL = b'{"prompt": "a"}'
 
@@ -104,5 +111,60 @@ def test_nothing_is_left_of_a_body_that_is_refused(
             refused = await site.send(path, body, headers=kind).end()
             assert 400 <= refused.status < 500
         assert not cyclic().keys() & {"Request", "RequestBody", "BodyError", "Http1Reply"}
+
+    play(scenario)
+
+
+class IdlePump:
+    """The native library without streams, as in virtual time there are no descriptors."""
+
+    def __init__(self) -> None:
+        self.library = self
+        self.streams = self.events = self.away = self.scans = 0
+        self.tokens = np.zeros(1, np.uint32)
+        self._library = load_library()
+
+    def br_scan(self, *arguments: Any) -> int:
+        self.scans += 1
+        said: int = self._library.br_scan(*arguments)
+        return said
+
+    def lend(self, *_: object) -> None:
+        """Move none."""
+
+    def new_gaps(self) -> tuple[list[int], float]:
+        return [], 0.0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@needs_native
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("size", [1, 300_000], ids=["small", "large"])
+def test_a_large_body_is_read_natively_where_the_library_is(
+    play: "Play", monkeypatch: pytest.MonkeyPatch, path: str, size: int
+) -> None:
+    pump, make = IdlePump(), World._make_environment
+
+    def make_environment(world: World, *arguments: Any) -> "Environment":
+        return replace(make(world, *arguments), pump=cast("Pump", pump))
+
+    monkeypatch.setattr(World, "_make_environment", make_environment)
+    talk = [{"role": "user", "content": "t" * size}]
+    values = {
+        "model": "tiny",
+        "max_tokens": 1,
+        "max_output_tokens": 1,
+        "messages": talk,
+        "input": talk,
+    }
+
+    async def scenario(site: "Site") -> None:
+        asked = await site.send(path, values).end()
+        assert asked.status == 200
+        assert pump.scans == (size > 1)
+        prompts = [seen.values["messages"] for seen in site.received("prefill", path)]
+        assert prompts == [talk]
 
     play(scenario)

@@ -96,3 +96,8 @@ pub fn fed(
     let rest = [parser.held(), &data[at..]].concat();
     (out, rest, events, parser)
 }
+
+/// Reads a number from the environment.
+pub fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
+}
