@@ -1,6 +1,6 @@
 """What a large body costs the others: how long it holds the event loop, and how much memory.
 
-    python scripts/bench_bodies.py [--sizes MIB ...] [--kinds NAME ...] [--waiting N]
+    python scripts/bench_bodies.py [--sizes MIB ...] [--kinds NAME ...] [--waiting N] [--native MODE]
 
 One proxy on real sockets, and an engine that refuses each request, or keeps all of them waiting. A
 timer in the proxy's loop notes the longest time between two of its ticks, of a millisecond each: as
@@ -116,10 +116,11 @@ def main() -> int:
     parser.add_argument(
         "--waiting", type=positive, default=16, metavar="N", help="requests of 4 MiB"
     )
+    parser.add_argument("--native", default="auto", help="of the proxy (default: auto)")
     arguments = parser.parse_args()
     console = Console()
     table = Table("kind", "MiB", "status", "stall ms", "wall ms", "time ms", "peak MB")
-    with proxy(hold=False) as (port, pid, gaps):
+    with proxy(arguments.native, hold=False) as (port, pid, gaps):
         post(port, KINDS["short messages"](1_000))
         for kind in arguments.kinds:
             for size in arguments.sizes:
@@ -127,7 +128,7 @@ def main() -> int:
     console.print(table)
     table = Table("kind", f"MB that {arguments.waiting} waiting of {_WAITING_MIB} MiB hold")
     for kind in arguments.kinds:
-        with proxy(hold=True) as (port, pid, _):
+        with proxy(arguments.native, hold=True) as (port, pid, _):
             body = KINDS[kind](_WAITING_MIB * MIB)
             held = waiting(port, pid, body, arguments.waiting)
             table.add_row(kind, "refused" if held is None else f"{held / 1e6:.0f}")
@@ -200,14 +201,14 @@ def memory(pid: int, name: str) -> int:
 
 
 @contextmanager
-def proxy(*, hold: bool) -> Iterator[tuple[int, int, Gaps]]:
+def proxy(native: str, *, hold: bool) -> Iterator[tuple[int, int, Gaps]]:
     """Run a proxy and its engine; yield its port, its process and its longest gaps."""
     context = multiprocessing.get_context("spawn")
     gaps = context.Array("d", 3)
     ours, theirs = context.Pipe()
     engine = context.Process(target=_engine, args=(theirs, hold))
     engine.start()
-    served = context.Process(target=_proxy, args=(theirs, ours.recv(), gaps))
+    served = context.Process(target=_proxy, args=(theirs, ours.recv(), gaps, native))
     served.start()
     try:
         port = ours.recv()
@@ -238,7 +239,7 @@ def _engine(pipe: Connection, hold: bool) -> None:
     uvloop.run(run())
 
 
-def _proxy(pipe: Connection, engines: list[int], gaps: Gaps) -> None:
+def _proxy(pipe: Connection, engines: list[int], gaps: Gaps, native: str) -> None:
     """Serve, with a timer that notes how late it is."""
 
     class Watched(Proxy):
@@ -255,6 +256,8 @@ def _proxy(pipe: Connection, engines: list[int], gaps: Gaps) -> None:
             *words.split(),
             "--body-limit-bytes",
             str(32 * MIB),
+            "--native",
+            native,
             "--prefill",
             prefill,
             "--decode",

@@ -26,16 +26,10 @@ PROMPTS = frozenset({"input", "messages", "prompt", "token_ids"})
 _NAMES = (*sorted(PROMPTS), "model", "tools", "max_tokens", "n", "stream", "system", "stop", "")
 _KEYS = (*sorted(DATA_MEMBERS), "role", "content", "text", "type", "é", "parts", "k" * 300, "")
 _PIECES = (
-    "a",
-    "The quick brown fox. " * 5,
-    "é",
-    "数据处理的",
-    "🦙",
-    " ",
-    "/",
-    "\x7f",
-    "x" * 31,
-    "y" * 64,
+    *("a", "The quick brown fox. " * 5, " ", "/", "\x7f", "x" * 31, "y" * 64),
+    *("é", "приве́т", "数据处理的", "हिन्दी", "한국어", "🦙"),
+    # The first and the last characters of each length, and those around the surrogates.
+    *("\x80", "\u07ff", "\u0800", "\ud7ff", "\ue000", "\uffff", "\U00010000", "\U0010ffff"),
 )
 _ESCAPES = (
     "\\n",
@@ -59,6 +53,7 @@ _ODDER = (
     b"\\u12",
     b"\\x",
     b"\xc0\x80",
+    *(b"\xe0\x9f\xbf", b"\xf0\x8f\xbf\xbf", b"\xf5\x80\x80\x80", b"\xc1\xbf", b"\x80"),
 )
 
 

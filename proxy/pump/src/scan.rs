@@ -415,16 +415,40 @@ impl Piece {
 
     /// Counts characters. The last one may be cut if more is to come: then it is left.
     fn count(&mut self, text: &[u8], is_cut: bool) -> Usual<usize> {
-        let text = match std::str::from_utf8(text) {
-            Ok(_) => text,
-            Err(error) if is_cut && error.error_len().is_none() && error.valid_up_to() > 0 => {
-                self.at -= text.len() - error.valid_up_to();
-                &text[..error.valid_up_to()]
+        let (begin, count) = common(text);
+        let rest = &text[begin..];
+        let rest = match std::str::from_utf8(rest) {
+            Ok(_) => rest,
+            Err(error) if is_cut && error.error_len().is_none() && begin + error.valid_up_to() > 0 => {
+                self.at -= rest.len() - error.valid_up_to();
+                &rest[..error.valid_up_to()]
             }
             Err(_) => return Err(Unusual),
         };
-        Ok(text.iter().filter(|&&byte| (byte as i8) >= -0x40).count())
+        Ok(count + rest.iter().filter(|&&byte| (byte as i8) >= -0x40).count())
     }
+}
+
+/// How many bytes at the beginning are common characters, and how many of these.
+///
+/// All but those whose second byte needs a closer look; they take half of the time that they take in `from_utf8`.
+fn common(text: &[u8]) -> (usize, usize) {
+    let is_next = |byte: u8| byte & 0xC0 == 0x80;
+    let (mut at, mut count) = (0, 0);
+    while let Some(&[first, second, third]) = text[at..].first_chunk() {
+        at += match first {
+            0..=0x7F => 1,
+            0xC2..=0xDF if is_next(second) => 2,
+            0xE1..=0xEC | 0xEE | 0xEF if is_next(second) && is_next(third) => 3,
+            0xF0 if second >= 0x90 => match text.get(at + 3) {
+                Some(&fourth) if is_next(second) && is_next(third) && is_next(fourth) => 4,
+                _ => break,
+            },
+            _ => break,
+        };
+        count += 1;
+    }
+    (at, count)
 }
 
 /// How many bytes of a string come before a quote, an escape or a control character; and are all of them ASCII?

@@ -133,8 +133,22 @@ fn unusual() {
 /// Draws a body of pieces that fit together more often than not.
 fn drawn(draw: &mut Draw, out: &mut Vec<u8>, levels: usize) {
     let names = ["messages", "prompt", "data", "url", "role", "é", ""];
-    let texts =
-        ["a", "é", "数据", "🦙", "\\n", "\\\"", "\\ud83e\\udd99", "\\ud83e", "\x7f", "yyyyyyyyyyyyyyyyyyyyy"];
+    let texts = [
+        "a",
+        "é",
+        "数据",
+        "ह",
+        "\u{d7ff}",
+        "п",
+        "🦙",
+        "\u{10ffff}",
+        "\\n",
+        "\\\"",
+        "\\ud83e\\udd99",
+        "\\ud83e",
+        "\x7f",
+        "yyyyyyyyyyyyyyyyyyyyy",
+    ];
     let spaces = ["", "", " ", "\n\t "];
     out.extend(draw.of(&spaces).as_bytes());
     match draw.below(if levels == 0 { 3 } else { 5 }) {
