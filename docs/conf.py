@@ -1,6 +1,6 @@
 """The documentation as a site: `make docs` writes it to build/docs.
 
-The pages are README.md and those of this folder, as they are. Each warning is an error, so a link to a page,
+The pages are README.md and those of this folder and its appendix, as they are. Each warning is an error, so a link to a page,
 a heading or a file that is not there stops the build. Nothing is fetched.
 """
 
@@ -17,18 +17,24 @@ PARTS = {
         "operations",
         "tenants",
         "admission",
-        "metrics",
         "troubleshooting",
     ),
     "Understand": ("scheduling", "predictors", "simulator", "architecture"),
-    "Measured": ("results", "prefill_results", "live", "engines"),
+    "Measured": ("results", "live", "engines"),
+    "Appendix": (
+        "appendix/settings",
+        "appendix/metrics",
+        "appendix/balance",
+        "appendix/prefill",
+        "appendix/predictors",
+    ),
 }
 AROUND = ("CONTRIBUTING", "CHANGELOG", "traces/public/README")
 
 project = "BalanceRoute"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = [*(f"{page}.md" for page in AROUND), "README.md", "docs/*.md"]
+include_patterns = [*(f"{page}.md" for page in AROUND), "README.md", "docs/**/*.md"]
 myst_heading_anchors = 4
 highlight_language = "none"
 html_theme = "furo"

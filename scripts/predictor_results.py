@@ -1,4 +1,4 @@
-"""What each predictor is worth to BR-H, end to end in the simulator: every table of docs/predictors.md.
+"""What each predictor is worth to BR-H, end to end in the simulator: every table of docs/appendix/predictors.md.
 
     python scripts/predictor_results.py [--only WORDS] [--jobs N] [--json OUT]
 

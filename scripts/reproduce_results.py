@@ -1,4 +1,4 @@
-"""Rerun every experiment of docs/results.md and docs/prefill_results.md, and write its tables as Markdown.
+"""Rerun every experiment of docs/results.md, and write its tables as Markdown, as docs/appendix has them.
 
     python scripts/reproduce_results.py OUT_DIR [NAME ..]
 

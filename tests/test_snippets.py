@@ -26,7 +26,10 @@ from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, write_native
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+HAND_WRITTEN = sorted(DOCS.glob("*.md"))
+APPENDIX = sorted((DOCS / "appendix").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *HAND_WRITTEN, *APPENDIX]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHOWN = [block for block in BLOCKS if block.is_commands]
 TOPOLOGIES = [block for block in BLOCKS if block.kind == "toml"]
@@ -35,6 +38,11 @@ ENGINES = (
 )
 REPLAYED = "6"
 LOGGED = "200"  # What docs/serving.md replays for the log that it then simulates.
+
+
+def _name(page: Path) -> str:
+    """Return what a test of a page is called."""
+    return str(page.relative_to(ROOT))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +82,7 @@ def proxy(folder: Path) -> Iterator[ProxyProcess]:
                 yield process
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_what_a_page_shows_works(
     page: Path, folder: Path, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,14 +173,14 @@ def test_pages_have_commands_that_run_and_blocks_that_cannot_have_a_reason() -> 
     assert marks == sum(block.not_run is not None for block in SHOWN)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=_name)
 def test_source_files_that_a_page_names_are_there(page: Path) -> None:
     folders = "proxy|predictors|engine_patch|topologies|traces|scripts|tests|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text(encoding="utf-8"))
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=_name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8"))
     for link in links:
@@ -213,7 +221,7 @@ def test_what_a_stranger_reads_first_is_short(page: str, limit: int) -> None:
 
 def test_the_first_page_leads_to_all_others() -> None:
     linked = set(re.findall(r"docs/(\w+)\.md", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert linked == {page.stem for page in (ROOT / "docs").glob("*.md")}
+    assert linked == {page.stem for page in HAND_WRITTEN}
 
 
 def test_the_site_has_every_page_once() -> None:
@@ -221,7 +229,8 @@ def test_the_site_has_every_page_once() -> None:
     parts = re.search(r"(?s)^PARTS = (\{.*?^\})", lines, re.MULTILINE)
     assert parts is not None
     named = [name for names in ast.literal_eval(parts[1]).values() for name in names]
-    assert sorted(named) == sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+    pages = (page.relative_to(DOCS).with_suffix("") for page in (*HAND_WRITTEN, *APPENDIX))
+    assert sorted(named) == sorted(map(str, pages))
 
 
 def test_a_wrong_command_is_found(

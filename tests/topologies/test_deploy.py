@@ -220,7 +220,7 @@ def test_the_proxy_of_compose_has_time_to_drain(compose: Object) -> None:
 
 
 def test_alerts_are_on_metrics_that_there_are() -> None:
-    page = (DEPLOY.parents[1] / "docs" / "metrics.md").read_text()
+    page = (DEPLOY.parents[1] / "docs" / "appendix" / "metrics.md").read_text()
     rules = yaml.safe_load((DEPLOY / "helm" / "rules.yaml").read_text())
     named = {name for rule in rules for name in re.findall(r"balanceroute_\w+", rule["expr"])}
     assert len(named) > 5

@@ -175,7 +175,7 @@ class PolicySettings:
         )
 
 
-# Measured on the public traces; docs/results.md has the sweeps.
+# Measured on the public traces; docs/appendix/balance.md has the sweeps.
 PATIENCE_PER_SLOT = 1.25
 # From 32 on the saturated results are the same within their errors.
 WINDOW = 64

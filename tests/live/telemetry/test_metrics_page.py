@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric, as the code exports it."""
+"""docs/appendix/metrics.md has every metric, as the code exports it."""
 
 from typing import TYPE_CHECKING
 
@@ -7,15 +7,15 @@ from tests.script import ROOT, script
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "appendix" / "metrics.md").read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_table_of_the_script() -> None:
-    assert PAGE.endswith(f"\n\n{script('list_metrics').table()}")
+def test_the_page_is_what_the_script_writes() -> None:
+    assert script("list_reference").metrics_page() == PAGE
 
 
 def test_a_running_proxy_exports_nothing_else(play: "Play") -> None:
-    listed = script("list_metrics")
+    listed = script("list_reference")
 
     async def scenario(site: "Site") -> None:
         answer = await site.post(

@@ -1,9 +1,13 @@
-"""Print the table of all metrics of the proxy, for docs/metrics.md.
+"""Write what the code declares to docs/appendix: all settings of `serve`, and all metrics.
 
-    python scripts/list_metrics.py
+    python scripts/list_reference.py
 
-Everything that can be counted is counted once, on a proxy with every feature on, and the page read.
+For the metrics everything that can be counted is counted once, on a proxy with every feature on, and
+the page read.
 """
+
+import re
+from pathlib import Path
 
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.settings.declared import HEADINGS
 from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
@@ -25,6 +30,41 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     Snapshot,
     TenantState,
 )
+from balanceroute.proxy.settings.setting import Setting, settings_of
+
+PAGES = Path(__file__).parents[1] / "docs" / "appendix"
+
+SETTINGS = """\
+# Settings
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/list_reference.py
+
+makes this page from what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
+the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
+A flag goes before the file. Times are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the
+file itself.
+"""
+
+METRICS = """\
+# Metrics
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/list_reference.py
+
+makes this page from what the proxy exports: `GET /metrics` of both listeners, of the public one unless
+`--no-public-metrics` is given, in Prometheus's text format.
+
+* Where vLLM has a metric of the same meaning, the rest of the name is vLLM's.
+* A label takes few values, whatever clients send. `endpoint` is a route of the API, and `model` a model for which an
+  engine has answered (32 at most). `name` and `url` are those of engines: a rank's `name` is `http://host:port@rank` where
+  one server has several. 1,024 engines of each role have series of their own. Everything else is `other`.
+* A removed engine keeps its counters until the proxy restarts.
+* With [several groups](../models.md#groups) of engines, what is of one of them has the label `group` too, which the table
+  leaves out.
+"""
 
 STATE = Snapshot(
     policy="br-h",
@@ -121,14 +161,34 @@ def labels_by_family(page: bytes) -> dict[str, tuple[str, str, set[str]]]:
     return found
 
 
-def table() -> str:
-    """Return the table as Markdown."""
-    lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+def metrics_page() -> str:
+    """Return the page of all metrics."""
+    lines = [METRICS, "| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     for name, (kind, meaning, labels) in sorted(labels_by_family(full_page()).items()):
         told = ", ".join(f"`{label}`" for label in sorted(labels))
         lines.append(f"| `{name}` | {kind} | {told} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
+def settings_page() -> str:
+    """Return the page of all settings, by the headings of the help."""
+    lines = [SETTINGS.rstrip("\n")]
+    for heading, sections in HEADINGS.items():
+        lines += ["", f"## {heading[0].upper()}{heading[1:]}", ""]
+        lines += ["| flag | meaning | default |", "| --- | --- | --- |"]
+        lines += [_row(one) for section in sections for one in settings_of(section)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    value = setting.metavar or "\\|".join(setting.choices)
+    value = f" {value} .." if setting.many else f" {value}" if value else ""
+    top = " *top*" if setting.at_top else ""
+    meaning = re.sub(r"([<>|*])", r"\\\1", setting.help)
+    default = setting.shown_default.replace("|", "\\|")
+    return f"| `{setting.flag}{value}`{top} | {meaning} | {default} |"
+
+
 if __name__ == "__main__":
-    print(table(), end="")
+    (PAGES / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+    (PAGES / "settings.md").write_text(settings_page(), encoding="utf-8")
