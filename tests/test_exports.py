@@ -18,7 +18,7 @@ proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs Po
 proxy.core.policies.two_stage: TwoStage TwoStageSettings ignore_stage
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
     PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_EVENTS USING_LOADS
-proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs InTurn KvMeter
+proxy.core.queueing: ByTicket COSTS FAIR_COSTS FairQueue FairQueueing FairShares Fcfs HeldShares InTurn KvMeter
     MakeQueueOrder MakeStartOrder PREDICTING_ORDERS QUEUE_ORDERS QueueOrder StartOrder fair_queueing
 proxy.core.scheduler: Scheduler SchedulerConfig
 proxy.lab.emulate: DpMode EmulatedFleet EmulationSettings Faults Frontend Preemption

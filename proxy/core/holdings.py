@@ -166,10 +166,14 @@ class Holdings:
         """Take its slots and its load on a rank."""
         request.rank = rank
         _bind(self.ledger, request, rank)
+        if self._meter is not None:
+            self._meter.held_shares.bind(request.request, request.ticket, request.kv_tokens())
 
     def unbind(self, request: Request) -> None:
         """Release its slots and its load on its rank."""
         tokens = self.ledger.unbind(request.request)
+        if self._meter is not None:
+            self._meter.held_shares.unbind(request.request)
         # If it is decoded again, the emitted tokens are prefilled with the prompt. Of several
         # sequences it is their mean, rounded up: too high an estimate never overfills a rank.
         emitted = -(-(tokens - request.kv_tokens()) // request.ticket.slots)

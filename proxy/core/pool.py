@@ -6,7 +6,7 @@ what free choice among the pooled requests costs one request, against first come
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.queueing import QueueOrder
+from balanceroute.proxy.core.queueing import HeldShares, QueueOrder
 
 # Times at which something is due for a request, the earliest first.
 
@@ -84,6 +84,7 @@ class Timers:
 
 # Weight of an arrival in the running mean of prompt lengths, which so covers about 128 arrivals.
 _MEAN_WEIGHT = 1 / 128
+_NOBODY: frozenset[str] = frozenset()
 
 
 class Kept(NamedTuple):
@@ -160,6 +161,7 @@ class Pool:
 
     Args:
         order: The order of the entries; empty at first.
+        held_shares: What tenants hold on the ranks, if they share that.
 
     Attributes:
         entries: What waits, by request, in no order. Read-only.
@@ -167,8 +169,9 @@ class Pool:
         mean_prompt_tokens: Running mean over the added entries.
     """
 
-    def __init__(self, order: QueueOrder) -> None:
+    def __init__(self, order: QueueOrder, held_shares: HeldShares | None = None) -> None:
         self._order = order
+        self._held_shares = held_shares
         self.entries: dict[RequestId, PoolEntry] = {}
         self._deadlines = Timers()
         self._expiries = Timers()
@@ -230,6 +233,12 @@ class Pool:
         """Return the first `count` entries in order."""
         entries = self.entries
         return [entries[request] for request in self._order.first(count)]
+
+    def held_back(self, count: int) -> Set[str]:
+        """Return the tenants among the first `count` entries whose entries are to wait for others."""
+        if self._held_shares is None:
+            return _NOBODY
+        return self._held_shares.held_back(entry.ticket for entry in self.first(count))
 
     def at(self, place: int) -> PoolEntry:
         """Return the entry at a position of the order."""

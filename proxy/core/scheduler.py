@@ -204,12 +204,13 @@ class Scheduler:
         )
         self.requests: dict[RequestId, Request] = {}
         make_order, make_pool = intake.orders(queue_order)
-        self.pool = Pool(make_pool())
+        meter = intake.meter
+        self.pool = Pool(make_pool(), None if meter is None else meter.held_shares)
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
         self._holdings = Holdings(
-            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=intake.meter
+            self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=meter
         )
         self.ranks = Ranks(config, intake.memory)
         self._handlers = _handlers_of(self)

@@ -24,11 +24,11 @@ def pool_of(count: int) -> Pool:
 def test_they_are_those_of_the_pool_after_every_admission(count: int, places: list[int]) -> None:
     pool = pool_of(count)
     # Some admissions are of entries behind all that the round looks at.
-    oldest = Oldest(pool.first(WINDOW + len(places)), WINDOW, len(places))
+    oldest = Oldest(pool.first(WINDOW + len(places)), WINDOW, len(places), set())
     for place in places:
         if place < len(pool):
             oldest.admitted(pool.admit(pool.at(place).request))
-        found, expected = oldest.first(), candidates_of(pool.first(WINDOW))
+        found, expected = oldest.first(), candidates_of(pool.first(WINDOW), set())
         assert found is not None
         left = found.is_left
         assert [found.entries[one] for one in left.nonzero()[0]] == expected.entries
@@ -43,7 +43,7 @@ def test_they_are_those_of_the_pool_after_every_admission(count: int, places: li
 def test_one_that_may_not_go_to_every_rank_needs_another_look_once_it_is_a_candidate() -> None:
     pool = pool_of(WINDOW + 1)
     pool.at(WINDOW).restricted = True
-    oldest = Oldest(pool.first(WINDOW + 1), WINDOW, 1)
+    oldest = Oldest(pool.first(WINDOW + 1), WINDOW, 1, set())
     assert oldest.first() is not None
     oldest.admitted(pool.admit(RequestId(0)))
     assert oldest.first() is None

@@ -151,6 +151,8 @@ _LEAST_RATIO = 1.5
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0
+# Likewise: what a choice may cost for the tenant within its share.
+_SHARE_PRICE = 1 / 4
 # Up to which two costs count as equal, or two levels of ranks; relative where they are large. A sum in a
 # product of matrices is rounded in another way from row to row.
 _ROUNDING = 1e-8
@@ -332,6 +334,7 @@ class _Round:
         # What a rank of speed 1 should hold.
         self._target = self._full[is_open].sum(axis=0) / self._all_speeds
         self._places = {entry.request: place for place, entry in enumerate(self._entries)}
+        self._held_back = pool.held_back(_WINDOW)
 
     def place_overdue(self, now_ns: int) -> None:
         """Admit entries past their deadline, oldest first, where most is missing."""
@@ -362,6 +365,11 @@ class _Round:
         deviation = self._believed[places] - missing
         late = np.array([entries[place].overtaken for place in places]) / len(self._pool)
         cost = deviation**2 @ WEIGHTS / self._scale - _CREDIT * late
+        if self._held_back:
+            waits = [entries[place].ticket.tenant in self._held_back for place in places]
+            others = np.where(waits, np.inf, cost)
+            if others.min() <= cost.min() + _SHARE_PRICE:
+                cost = others
         # On a tie the oldest.
         return entries[places[_first_of_least(cost)]]
 

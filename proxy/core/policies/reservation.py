@@ -287,6 +287,15 @@ class _View:
         """Return bool[n], which of those have no rank reserved."""
         return np.asarray(self.fits() > self.reserved)
 
+    def _within_shares(self, work: Round, free: "NDArray[np.bool_]") -> "NDArray[np.bool_]":
+        """Return bool[n], those of `free` whose tenants need not wait; all if none of them is nearly as good."""
+        waits = self.candidates.held_back
+        if waits is None:
+            return free
+        scores = np.where(free, self.scores, -np.inf)
+        others = (scores >= scores.max() - work.share_price) & (free > waits)
+        return others if np.count_nonzero(others) else free
+
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return the best choice of what has no other rank to itself, or fills this one as well.
 
@@ -295,6 +304,7 @@ class _View:
         free = self.fits()
         if work.fleet.bound[rank] and np.count_nonzero(self.reserved):
             free = free > (self.reserved > self.fills())
+        free = self._within_shares(work, free)
         return best_choice(work, rank, self.candidates.entries, self.scores, free)
 
 

@@ -1,6 +1,6 @@
 """What the stages of one round share: the ranks, the pool, the balance, and what was admitted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heappop, heappush
@@ -194,6 +194,7 @@ class Candidates(NamedTuple):
         overtaken: float64[n], how often each was overtaken.
         beyond_turn: float64[n], the admissions beyond its turn: first come, first served, the entries
             ahead would be admitted before it. -inf once it has left.
+        held_back: bool[n], whether its tenant is to wait for others; None if none is.
         are_oldest: Whether they are the first of `Oldest`.
     """
 
@@ -202,6 +203,7 @@ class Candidates(NamedTuple):
     sizes: NDArray[np.float64]
     overtaken: NDArray[np.float64]
     beyond_turn: NDArray[np.float64]
+    held_back: NDArray[np.bool_] | None = None
     are_oldest: bool = False
 
     def place_of(self, request: RequestId) -> int | None:
@@ -217,12 +219,16 @@ def sizes(entries: list[PoolEntry]) -> NDArray[np.float64]:
     return np.array([*map(_KV_TOKENS, entries)], np.float64)
 
 
-def candidates_of(entries: list[PoolEntry]) -> Candidates:
-    """Return the candidates with their arrays; all of them are left."""
+def candidates_of(entries: list[PoolEntry], held_back: Set[str]) -> Candidates:
+    """Return the candidates with their arrays; all of them are left, some tenants' are to wait."""
     count = len(entries)
     overtaken = np.array([*map(_OVERTAKEN, entries)], np.float64)
     is_left = np.ones(count, np.bool_)
-    return Candidates(entries, is_left, sizes(entries), overtaken, overtaken - np.arange(count))
+    waits = None
+    if held_back:
+        waits = np.array([entry.ticket.tenant in held_back for entry in entries], np.bool_)
+    beyond_turn = overtaken - np.arange(count)
+    return Candidates(entries, is_left, sizes(entries), overtaken, beyond_turn, waits)
 
 
 class Oldest:
@@ -232,15 +238,19 @@ class Oldest:
         entries: The first of the pool.
         window: How many of those left are candidates.
         spare: How many of them may be admitted before the candidates would be too few.
+        held_back: The tenants that are to wait for others.
 
     Attributes:
         spare: How many still may.
         sizes: float64[n], the load of each, also of those that have left.
     """
 
-    def __init__(self, entries: list[PoolEntry], window: int, spare: int) -> None:
+    def __init__(
+        self, entries: list[PoolEntry], window: int, spare: int, held_back: Set[str]
+    ) -> None:
         self.spare = spare
-        of_all = candidates_of(entries)
+        of_all = candidates_of(entries, held_back)
+        self._held_back = of_all.held_back
         self.sizes = of_all.sizes.copy()
         self._sizes_left = of_all.sizes
         self._entries = entries
@@ -269,6 +279,7 @@ class Oldest:
             self._sizes_left[:end],
             self._overtaken[:end],
             self._beyond_turn[:end],
+            None if self._held_back is None else self._held_back[:end],
             are_oldest=True,
         )
 
@@ -339,6 +350,9 @@ _MOST_SPARE = 128
 # Ranks whose outlooks are made in one call. When the envelope rises those still to choose are lost,
 # which is once or twice in a hundred admissions.
 _TOGETHER = 32
+# In mean prompts beyond the margin. At an eighth shares cost no idle time on the Mooncake trace, a whole one
+# doubles it: what a tenant has left in the pool is what suits the ranks least.
+_SHARE_PRICE = 1 / 8
 
 
 class Round:
@@ -403,6 +417,16 @@ class Round:
         offset_tokens = 0.0 if settings.paper else pool.mean_prompt_tokens / settings.patience
         return settings.weights.penalty * offset_tokens
 
+    @property
+    def share_price(self) -> float:
+        """The score that a choice may cost for the tenant within its share."""
+        return _SHARE_PRICE * self.settings.weights.penalty * self.pool.mean_prompt_tokens
+
+    @cached_property
+    def _held_back(self) -> Set[str]:
+        """The tenants that are to wait for others."""
+        return self.pool.held_back(self.settings.window)
+
     def outlook(
         self, rank: int, candidates: Candidates, upcoming: Callable[[int], list[int]]
     ) -> Outlook:
@@ -434,7 +458,7 @@ class Round:
         window = self.settings.window
         # Usually every entry may go to every rank, and the first K need no filter.
         return self._oldest_left().first() or candidates_of(
-            list(islice(self.allowed(rank), window))
+            list(islice(self.allowed(rank), window)), self._held_back
         )
 
     def _oldest_left(self) -> Oldest:
@@ -445,7 +469,7 @@ class Round:
             entries = self.pool.first(window + spare)
             # After a burst of admissions nobody has asked about these.
             self._ask_unknown(entries)
-            self._oldest = Oldest(entries, window, spare)
+            self._oldest = Oldest(entries, window, spare, self._held_back)
             self._outlooks.clear()
         return self._oldest
 

@@ -28,6 +28,7 @@ from balanceroute.proxy.core.queueing.by_ticket import (
 )
 from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares
 from balanceroute.proxy.core.queueing.fcfs import Fcfs
+from balanceroute.proxy.core.queueing.held_shares import HeldShares
 from balanceroute.proxy.core.queueing.in_turn import InTurn
 from balanceroute.proxy.core.queueing.kv_meter import KvMeter
 from balanceroute.proxy.core.queueing.sharing import (
@@ -46,6 +47,7 @@ __all__ = [
     "FairQueueing",
     "FairShares",
     "Fcfs",
+    "HeldShares",
     "InTurn",
     "KvMeter",
     "MakeQueueOrder",

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.queueing.fair import FairShares
+from balanceroute.proxy.core.queueing.held_shares import HeldShares
 
 _NS_PER_S = 1e9
 # Before the first step that is measured.
@@ -71,10 +72,12 @@ class KvMeter:
 
     Attributes:
         shares: Charged with deposits, and with what is held.
+        held_shares: Who goes from the pool.
     """
 
     def __init__(self) -> None:
         self.shares = FairShares(self.deposit, deposits=True)
+        self.held_shares = HeldShares()
         self._step_s = 0.0
         # Of the requests that ended, the later ones with more weight: their number, how long they stayed,
         # and what they held beyond their prompts, for each sequence.
@@ -98,12 +101,13 @@ class KvMeter:
 
     @property
     def unsettled(self) -> int:
-        """Requests that were charged, or joined a batch, and have not ended."""
-        return len(self.shares.unsettled | self._began.keys())
+        """Requests that were charged, have a rank, or joined a batch, and have not ended."""
+        return len(self.shares.unsettled | self._began.keys() | self.held_shares.bound)
 
     def step(self, duration_ns: int | None) -> None:
         """Note a step; one that was not measured took as long as the others."""
         self._steps += 1
+        self.held_shares.steps += 1
         if duration_ns is None:
             self._elapsed_s += self._step_s or _FIRST_STEP_S
             return
