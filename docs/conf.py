@@ -24,6 +24,7 @@ PARTS = {
     "Appendix": (
         "appendix/settings",
         "appendix/metrics",
+        "appendix/failures",
         "appendix/balance",
         "appendix/prefill",
         "appendix/predictors",

@@ -1,4 +1,4 @@
-"""Write what the code declares to docs/appendix: all settings of `serve`, and all metrics.
+"""Write what the code declares to docs/appendix: settings of `serve`, metrics, failures of legs.
 
     python scripts/list_reference.py
 
@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.request.failures import RULES
 from balanceroute.proxy.live.settings.declared import HEADINGS
 from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
 from balanceroute.proxy.live.telemetry.metrics import Metrics
@@ -45,6 +46,20 @@ makes this page from what `balanceroute serve` declares. A setting is a flag, or
 the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
 A flag goes before the file. Times are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the
 file itself.
+"""
+
+FAILURES = """\
+# What follows a failed leg
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/list_reference.py
+
+makes this page from `proxy/live/request/failures.py`: which check counts the failure against the engine, and how the request
+goes on. A direct leg is a request that one engine does as a whole. [failures.md](../failures.md) says what clients get.
+
+| leg | failure | counted by | next |
+| --- | --- | --- | --- |
 """
 
 METRICS = """\
@@ -180,6 +195,14 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def failures_page() -> str:
+    """Return the page of what follows a failed leg."""
+    return FAILURES + "".join(
+        f"| {leg.value} | {what.value} | {rule.blame.value} | {rule.then.value} |\n"
+        for (leg, what), rule in RULES.items()
+    )
+
+
 def _row(setting: Setting) -> str:
     value = setting.metavar or "\\|".join(setting.choices)
     value = f" {value} .." if setting.many else f" {value}" if value else ""
@@ -191,4 +214,5 @@ def _row(setting: Setting) -> str:
 
 if __name__ == "__main__":
     (PAGES / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+    (PAGES / "failures.md").write_text(failures_page(), encoding="utf-8")
     (PAGES / "settings.md").write_text(settings_page(), encoding="utf-8")
