@@ -28,6 +28,7 @@ PARTS = {
         "appendix/balance",
         "appendix/prefill",
         "appendix/predictors",
+        "appendix/engines",
     ),
 }
 AROUND = ("CONTRIBUTING", "CHANGELOG", "traces/public/README")
