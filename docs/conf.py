@@ -28,6 +28,8 @@ PARTS = {
         "appendix/balance",
         "appendix/prefill",
         "appendix/predictors",
+        "appendix/live",
+        "appendix/models",
         "appendix/engines",
     ),
 }

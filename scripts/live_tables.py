@@ -1,7 +1,7 @@
 """The tables of live runs in docs/live.md and docs/appendix/predictors.md, as Markdown.
 
     python scripts/live_tables.py repeated      # docs/live.md, "Results": 22 minutes
-    python scripts/live_tables.py policies      # docs/live.md, "Other runs": 9 minutes
+    python scripts/live_tables.py policies      # docs/appendix/live.md: 9 minutes
     python scripts/live_tables.py predictors    # docs/appendix/predictors.md, "Live": 6 minutes
 
 Runs scripts/demo.py, a policy or a predictor after the other, and prints a table of what it measured and
