@@ -23,6 +23,7 @@ PARTS = {
     "Measured": ("results", "live", "engines"),
     "Appendix": (
         "appendix/settings",
+        "appendix/routes",
         "appendix/metrics",
         "appendix/failures",
         "appendix/balance",

@@ -1,4 +1,4 @@
-"""Write what the code declares to docs/appendix: settings of `serve`, metrics, failures of legs.
+"""Write what the code declares to docs/appendix: settings of `serve`, routes, metrics, failures.
 
     python scripts/list_reference.py
 
@@ -7,6 +7,8 @@ the page read.
 """
 
 import re
+from collections.abc import Iterator
+from itertools import chain, groupby
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.faults import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
 from balanceroute.proxy.live.request.failures import RULES
 from balanceroute.proxy.live.settings.declared import HEADINGS
 from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
@@ -60,6 +63,20 @@ goes on. A direct leg is a request that one engine does as a whole. [failures.md
 
 | leg | failure | counted by | next |
 | --- | --- | --- | --- |
+"""
+
+ROUTES_HEAD = """\
+# Routes
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/list_reference.py
+
+makes this page from `proxy/live/openai/routes.py`: the routes of vLLM 0.32, and the proxy's own. HEAD is answered wherever GET
+is, one slash behind a path makes no difference, and everything else is 404. [serving.md](../serving.md#what-is-served) says more.
+
+| route | served by |
+| --- | --- |
 """
 
 METRICS = """\
@@ -195,6 +212,28 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def routes_page() -> str:
+    """Return the page of all routes; those in a row that are served alike are one row."""
+    return ROUTES_HEAD + "".join(
+        f"| {', '.join(chain.from_iterable(map(_methods, alike)))} | {words} |\n"
+        for words, alike in groupby(ROUTES, _served_by)
+    )
+
+
+def _methods(route: Route) -> Iterator[str]:
+    methods = [method.decode() for method in route.methods if method != b"HEAD"]
+    yield from (f"`{method} {route.path}`".replace("` ", "`") for method in methods or [""])
+
+
+def _served_by(route: Route) -> str:
+    words = route.handling.value
+    if route.media is Media.FORM:
+        words += f", `{route.media.value}`"
+    if route.handling is Handling.OWN and not route.keyed:
+        words += ", without an API key"
+    return f"{words}: {route.reason}" if route.reason else words
+
+
 def failures_page() -> str:
     """Return the page of what follows a failed leg."""
     return FAILURES + "".join(
@@ -214,5 +253,6 @@ def _row(setting: Setting) -> str:
 
 if __name__ == "__main__":
     (PAGES / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+    (PAGES / "routes.md").write_text(routes_page(), encoding="utf-8")
     (PAGES / "failures.md").write_text(failures_page(), encoding="utf-8")
     (PAGES / "settings.md").write_text(settings_page(), encoding="utf-8")

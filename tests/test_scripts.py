@@ -74,10 +74,11 @@ def test_every_derived_trace_can_be_made() -> None:
     assert derived == {f"{module.DERIVED}/{name}" for name in module.DERIVATIONS}
 
 
-def test_the_page_of_settings_is_what_the_code_declares() -> None:
-    page = (ROOT / "docs" / "appendix" / "settings.md").read_text(encoding="utf-8")
-    assert script("list_reference").settings_page() == page
-    assert page.count("\n| `--") > 130
+@pytest.mark.parametrize(("name", "least"), [("settings", 130), ("routes", 10), ("failures", 30)])
+def test_a_page_of_the_appendix_is_what_the_code_declares(name: str, least: int) -> None:
+    page = (ROOT / "docs" / "appendix" / f"{name}.md").read_text(encoding="utf-8")
+    assert getattr(script("list_reference"), f"{name}_page")() == page
+    assert page.count("\n| ") > least
 
 
 def test_every_experiment_is_named_in_the_appendix() -> None:

@@ -2,8 +2,8 @@
 
 vLLM 0.32's routes (its `entrypoints`) and the proxy's own. Paths match exactly, except for one slash at
 the end (some clients put one behind their base URL) and for the last part of those that name a resource,
-so that no path reaches an engine by accident. The table in
-docs/serving.md is held to this one by a test.
+so that no path reaches an engine by accident. scripts/list_reference.py
+makes docs/appendix/routes.md of them.
 """
 
 from collections.abc import Iterable
@@ -137,7 +137,7 @@ ROUTES: tuple[Route, ...] = (
         "/abort_requests",
     ),
 )
-"""All routes, in the order of docs/serving.md."""
+"""All routes, in the order of docs/appendix/routes.md."""
 
 _EXACT = {route.path.encode(): route for route in ROUTES if "{id}" not in route.path}
 # The longest first: it is the closest match.

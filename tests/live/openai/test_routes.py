@@ -1,4 +1,4 @@
-"""The routes: each is served by whom the table says, and docs/serving.md says the same."""
+"""The routes: each is served by whom the table says, and docs/appendix/routes.md says the same."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Request
 
-PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[3] / "docs" / "appendix" / "routes.md"
 RESPONSES = "/v1/responses"
 BATCH = "/v1/chat/completions/batch"
 SINGLE = [route for route in ROUTES if route.handling is Handling.SINGLE_ENGINE]
