@@ -52,7 +52,7 @@ class PastRequest:
     output_tokens: int
 
 
-class Predictor(prediction.Predictor, Protocol):
+class Predictor(prediction.OutputPredictor, Protocol):
     """Predicts how long active requests go on, and learns from those that end."""
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:

@@ -50,7 +50,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class GroupOutlook:
     """What a request would meet in a group of engines if it were sent there now.
 
     Attributes:
@@ -65,7 +65,7 @@ class Outlook:
 class ModelChoice(Protocol):
     """Chooses among the groups of an alias."""
 
-    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[Outlook]) -> int:
+    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[GroupOutlook]) -> int:
         """Return the group that is to answer.
 
         Args:
@@ -112,7 +112,7 @@ class Static:
     def __init__(self, group: int) -> None:
         self._group = group
 
-    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[Outlook]) -> int:
+    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[GroupOutlook]) -> int:
         """Return the group; see `ModelChoice.choose`."""
         healthy = [place for place, outlook in enumerate(outlooks) if outlook.healthy]
         return min(healthy, key=lambda place: (place > self._group, abs(place - self._group)))
@@ -124,7 +124,7 @@ class Static:
 class Greedy:
     """Looks at no task and no future; where no group keeps the targets, it takes the nearest to it."""
 
-    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[Outlook]) -> int:
+    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[GroupOutlook]) -> int:
         """Return the group; see `ModelChoice.choose`."""
         healthy = [place for place, outlook in enumerate(outlooks) if outlook.healthy]
         kept = [place for place in healthy if outlooks[place].target_share <= 1]
@@ -287,7 +287,7 @@ def state(
     task: int,
     tasks: int,
     rate_per_s: float,
-    outlooks: Sequence[Outlook],
+    outlooks: Sequence[GroupOutlook],
     recent: Recent | None = None,
 ) -> Floats:
     """Return what the network sees.
@@ -305,7 +305,7 @@ def state(
     return np.array([*shares, *near, math.log2(1 + rate_per_s) / 6, *kinds, *lost], np.float32)
 
 
-def sensible(outlooks: Sequence[Outlook]) -> list[int]:
+def sensible(outlooks: Sequence[GroupOutlook]) -> list[int]:
     """Return the healthy groups that keep the targets now, or all healthy ones if none does."""
     healthy = [place for place, outlook in enumerate(outlooks) if outlook.healthy]
     return [place for place in healthy if outlooks[place].target_share <= 1] or healthy
@@ -374,7 +374,7 @@ class DoubleDqn:
         with path.open("wb") as file:
             np.savez(file, **told)  # type: ignore[arg-type]
 
-    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[Outlook]) -> int:
+    def choose(self, task: int, rate_per_s: float, outlooks: Sequence[GroupOutlook]) -> int:
         """Return the group; see `ModelChoice.choose`."""
         recent, aim = self._recent, self._aim
         values = self._network.values(state(task, self._tasks, rate_per_s, outlooks, recent))

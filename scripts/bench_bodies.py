@@ -30,7 +30,7 @@ from balanceroute.proxy.live import serve
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 
 MIB = 1 << 20
 HOST = "127.0.0.1"
@@ -223,7 +223,7 @@ def proxy(native: str, *, hold: bool) -> Iterator[tuple[int, int, Gaps]]:
 def _engine(pipe: Connection, hold: bool) -> None:
     """Refuse every request, or answer none."""
 
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         if request.method == b"GET":
             reply.send(200, [], b"")
         elif not hold:

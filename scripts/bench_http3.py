@@ -22,15 +22,14 @@ from pathlib import Path
 
 import uvloop
 
-from balanceroute.proxy.live.http3_listener import Http3Listener
+from balanceroute.proxy.live.listeners import Http3Listener
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.wire.caller import Caller
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Headers, Request, WireError
+from balanceroute.proxy.wire.messages import Caller, Headers, HttpRequest, WireError
 from balanceroute.proxy.wire.reply import Reply
 
 HOST = "127.0.0.1"
@@ -52,7 +51,7 @@ class Stepping:
         self._replies: list[Reply] = []
         self.begun_s = self.took_s = 0.0
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         reply.start(200, [(b"content-type", b"text/event-stream")])
         self._replies.append(reply)
         if len(self._replies) == self._streams:

@@ -27,10 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Headers, Request, WireError
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError
 from balanceroute.proxy.wire.sse import EventScanner
 
 HOST = "127.0.0.1"
@@ -72,7 +71,7 @@ class StreamingEngine:
         self._sizes = sizes
         self._replies: list[Reply] = []
 
-    def answer(self, request: Request, reply: Reply) -> None:
+    def answer(self, request: HttpRequest, reply: Reply) -> None:
         if request.path != b"/stream":
             reply.send(200, [(b"content-type", b"application/json")], ANSWER)
             return
@@ -323,16 +322,16 @@ class Bench:
 
     # Applications.
 
-    def _answer(self, request: Request, reply: Reply) -> None:
+    def _answer(self, request: HttpRequest, reply: Reply) -> None:
         reply.send(200, [(b"content-type", b"application/json")], ANSWER)
 
-    def _forward(self, request: Request, reply: Reply) -> None:
+    def _forward(self, request: HttpRequest, reply: Reply) -> None:
         self._engine.request(b"POST", request.path, HEADERS, request.body, Forwarded(reply))
 
     # Experiments. Each returns microseconds of CPU per unit of work.
 
     async def _stream(self, leg: type[Leg]) -> float:
-        def relay(request: Request, reply: Reply) -> None:
+        def relay(request: HttpRequest, reply: Reply) -> None:
             self._engine.request(b"POST", request.path, HEADERS, request.body, leg(reply))
 
         server = Server(relay)
@@ -358,14 +357,14 @@ class Bench:
         cpu_s = time.process_time() - begin
         return cpu_s / (sizes.streams * sizes.events) * 1e6
 
-    async def _requests(self, application: Callable[[Request, Reply], None]) -> float:
+    async def _requests(self, application: Callable[[HttpRequest, Reply], None]) -> float:
         return await self._serve(application, 0, self._sizes.requests)
 
-    async def _bodies(self, application: Callable[[Request, Reply], None]) -> float:
+    async def _bodies(self, application: Callable[[HttpRequest, Reply], None]) -> float:
         return await self._serve(application, MIB, self._sizes.bodies)
 
     async def _serve(
-        self, application: Callable[[Request, Reply], None], body_bytes: int, total: int
+        self, application: Callable[[HttpRequest, Reply], None], body_bytes: int, total: int
     ) -> float:
         server = Server(application)
         await server.start(HOST, 0)

@@ -46,10 +46,9 @@ from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
 from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
-from balanceroute.proxy.wire.caller import Caller
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
+from balanceroute.proxy.wire.messages import Caller
 
 sys.path.insert(0, str(Path(__file__).parent / "http3_checks"))
 

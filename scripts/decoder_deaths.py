@@ -18,7 +18,7 @@ import argparse
 import sys
 from statistics import median
 
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.request.leg_settings import Resume
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.deaths import freeze_ranks, kill_decoders
 

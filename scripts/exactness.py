@@ -10,8 +10,7 @@ import argparse
 import sys
 import time
 
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.request.leg_settings import FirstTokenFrom, Resume
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.topologies import CONNECTORS

@@ -1,4 +1,4 @@
-"""Prints which room of the house imports which, and fails if one imports what it may not.
+"""Prints which room of the house imports which and how large each is, and fails if a rule is broken.
 
     scripts/house.py
 
@@ -132,6 +132,26 @@ MAY_IMPORT = {
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
 }
+# Lines and files that each folder may have. A change that needs more raises it here, and says why.
+BUDGET = {
+    "proxy/core": (13_800, 52),
+    "proxy/wire": (7_200, 27),
+    "proxy/settings": (800, 4),
+    "proxy/live": (34_700, 113),
+    "proxy/lab": (16_700, 55),
+    "proxy/cli": (4_550, 20),
+    "proxy/testing": (12_300, 40),
+    "predictors": (3_900, 16),
+    "topologies": (2_300, 8),
+    "traces": (1_400, 6),
+    "engine_patch": (700, 5),
+    "scripts": (17_100, 97),
+    "tests": (96_000, 498),
+}
+# So that no idea is scattered over many small files: the mean length of a room's files, and the length
+# below which a file that one other file alone uses is part of that one.
+LEAST_MEAN_LINES = 180
+LEAST_LINES = 60
 TOP_LEVEL = sorted({row.split(".")[0] for row in MAY_IMPORT})
 
 
@@ -265,10 +285,64 @@ def cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
     return sorted(list(group) for group in groups)
 
 
+def lines_of(path: Path) -> int:
+    """Return how many lines a file has."""
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def outgrown() -> list[str]:
+    """Return the folders with more lines or files than `BUDGET` gives them."""
+    found = []
+    for folder, (lines, count) in BUDGET.items():
+        files = python_files(folder)
+        total = sum(map(lines_of, files))
+        if total > lines or len(files) > count:
+            found.append(f"{folder}: {total} lines of {lines}, {len(files)} files of {count}")
+    return found
+
+
+def scattered() -> list[str]:
+    """Return the rooms whose files are short on average; a room of up to four may have short ones."""
+    files: dict[str, list[int]] = {}
+    for path in python_files(*TOP_LEVEL):
+        own, length = room(module(path)), lines_of(path)
+        if own is not None and (path.name != "__init__.py" or length >= LEAST_LINES):
+            files.setdefault(own, []).append(length)
+    return [
+        f"{own}: {len(lengths)} files of {sum(lengths) // len(lengths)} lines"
+        for own, lengths in sorted(files.items())
+        if len(lengths) > 4 and sum(lengths) < LEAST_MEAN_LINES * len(lengths)
+    ]
+
+
+def satellites() -> list[str]:
+    """Return the short modules that one other module alone uses."""
+    importers: dict[str, list[str]] = {}
+    for name, imported in module_imports().items():
+        for other in imported:
+            importers.setdefault(other, []).append(name)
+    return [
+        f"{module(path)} of {importers[module(path)][0]}"
+        for path in python_files(*TOP_LEVEL)
+        if path.name != "__init__.py"
+        if lines_of(path) < LEAST_LINES and len(importers.get(module(path), ())) == 1
+    ]
+
+
+def doubled_names() -> dict[str, list[str]]:
+    """Return the public classes that have the same name, and their modules."""
+    found: dict[str, list[str]] = {}
+    for path in python_files(*TOP_LEVEL):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module(path))
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
 def main() -> int:
     """Print the floors from the top, and return 1 if a rule is broken."""
-    files = python_files(*TOP_LEVEL)
-    broken = [line for path in files for line in breaches(module(path), path.read_text())]
+    sources = python_files(*TOP_LEVEL)
+    broken = [line for path in sources for line in breaches(module(path), path.read_text())]
     counts = arrows()
     try:
         for height, rooms in reversed(list(enumerate(floors(counts)))):
@@ -280,6 +354,11 @@ def main() -> int:
     print(f"{len(MAY_IMPORT)} rooms, {len(counts)} arrows")
     for group in cycles(module_imports()):
         print(f"import each other: {' '.join(group)}")
+    for folder in BUDGET:
+        files = python_files(folder)
+        print(f"{folder}: {sum(map(lines_of, files))} lines, {len(files)} files")
+    broken += [*outgrown(), *scattered(), *satellites()]
+    broken += [f"{name}: {' '.join(modules)}" for name, modules in doubled_names().items()]
     print(*broken, sep="\n", end="\n" if broken else "")
     return 1 if broken else 0
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.core.admission import TenantLimits
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
 from balanceroute.proxy.live.request.failures import RULES

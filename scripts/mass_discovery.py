@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import uvloop
 
 from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import WireError
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
+from balanceroute.proxy.live.listeners import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
@@ -41,7 +41,7 @@ from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Headers, Request, WireError
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
 from balanceroute.proxy.wire.reply import Reply
 
@@ -82,7 +82,7 @@ class Echoed:
         self.over.set_result(float("inf"))
 
 
-def echo(request: Request, reply: Reply) -> None:
+def echo(request: HttpRequest, reply: Reply) -> None:
     """Answer with the body."""
     reply.send(200, [], request.body)
 

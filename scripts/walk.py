@@ -20,8 +20,7 @@ from balanceroute.proxy.lab.emulate import EmulationSettings
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 _PACKAGE = "/balanceroute/"
 _HANDLE = Scheduler.handle.__code__

@@ -36,6 +36,9 @@ MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_TEST_FUNCTION_LINES = 70
 MAX_CLASS_LINES = 500  # Without comments.
+# `scripts/walk.py` prints them.
+MAX_WALK_FILES = 92
+MAX_DECISION_FILES = 28
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 
@@ -187,6 +190,25 @@ def check_class(node: ast.ClassDef, lines: list[str], name: str) -> None:
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
+
+
+def test_no_folder_outgrows_its_budget() -> None:
+    assert house.outgrown() == []
+
+
+def test_no_idea_is_scattered_over_small_files() -> None:
+    assert house.scattered() == []
+    assert house.satellites() == []
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    assert house.doubled_names() == {}
+
+
+def test_a_streamed_chat_passes_few_files() -> None:
+    walk = script("walk").walk_of_a_chat()
+    assert 20 < len(walk.whole) <= MAX_WALK_FILES
+    assert 5 < len(walk.decision) <= MAX_DECISION_FILES
 
 
 def test_no_file_has_a_vague_name() -> None:

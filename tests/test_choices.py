@@ -13,8 +13,8 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.model_choice import (
     DoubleDqn,
     Greedy,
+    GroupOutlook,
     ModelChoice,
-    Outlook,
     QNetwork,
     Static,
     Targets,
@@ -35,11 +35,11 @@ CHOICES: list[ModelChoice] = [Static(0), Static(1), Static(2), Greedy(), drawn()
     task=st.integers(0, 1),
     rate=st.floats(0, 1e6),
     outlooks=st.lists(
-        st.builds(Outlook, st.floats(0, 1e9), st.booleans()), min_size=3, max_size=3
+        st.builds(GroupOutlook, st.floats(0, 1e9), st.booleans()), min_size=3, max_size=3
     ).filter(lambda given: any(one.healthy for one in given)),
 )
 def test_a_group_without_engines_is_never_taken(
-    choice: ModelChoice, task: int, rate: float, outlooks: Sequence[Outlook]
+    choice: ModelChoice, task: int, rate: float, outlooks: Sequence[GroupOutlook]
 ) -> None:
     assert outlooks[choice.choose(task, rate, outlooks)].healthy
 
@@ -48,22 +48,24 @@ def test_a_group_without_engines_is_never_taken(
 def test_what_was_learned_keeps_the_targets_where_a_group_does(
     shares: list[float], seed: int
 ) -> None:
-    place = drawn(seed).choose(0, 1.0, [Outlook(one) for one in shares])
+    place = drawn(seed).choose(0, 1.0, [GroupOutlook(one) for one in shares])
     assert shares[place] <= 1 or min(shares) > 1
 
 
 def test_static_takes_the_nearest_smaller_group_then_larger_ones() -> None:
     choice = Static(1)
-    assert choice.choose(0, 0, [Outlook(9), Outlook(9), Outlook(0)]) == 1
-    assert choice.choose(0, 0, [Outlook(9), Outlook(0, healthy=False), Outlook(0)]) == 0
-    down = Outlook(0, healthy=False)
-    assert choice.choose(0, 0, [down, down, Outlook(9)]) == 2
+    assert choice.choose(0, 0, [GroupOutlook(9), GroupOutlook(9), GroupOutlook(0)]) == 1
+    assert (
+        choice.choose(0, 0, [GroupOutlook(9), GroupOutlook(0, healthy=False), GroupOutlook(0)]) == 0
+    )
+    down = GroupOutlook(0, healthy=False)
+    assert choice.choose(0, 0, [down, down, GroupOutlook(9)]) == 2
 
 
 def test_greedy_takes_the_largest_that_keeps_the_targets_else_the_nearest_to_it() -> None:
     choice = Greedy()
-    assert choice.choose(0, 0, [Outlook(0.1), Outlook(1.0), Outlook(1.01)]) == 1
-    assert choice.choose(0, 0, [Outlook(1.4), Outlook(1.2), Outlook(1.3)]) == 1
+    assert choice.choose(0, 0, [GroupOutlook(0.1), GroupOutlook(1.0), GroupOutlook(1.01)]) == 1
+    assert choice.choose(0, 0, [GroupOutlook(1.4), GroupOutlook(1.2), GroupOutlook(1.3)]) == 1
 
 
 def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_weights_are_read_as_they_were_written(tmp_path: Path) -> None:
     again = DoubleDqn.read(tmp_path / "weights.npz", groups=3, tasks=2)
     draw = np.random.default_rng(1)
     for _ in range(100):
-        outlooks = [Outlook(float(share)) for share in draw.uniform(0, 1, 3)]
+        outlooks = [GroupOutlook(float(share)) for share in draw.uniform(0, 1, 3)]
         rate = float(draw.uniform(0, 50))
         assert again.choose(1, rate, outlooks) == choice.choose(1, rate, outlooks)
 

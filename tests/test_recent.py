@@ -13,7 +13,7 @@ from balanceroute.proxy.model_choice import (
     RECENT_INPUTS,
     WINDOW,
     DoubleDqn,
-    Outlook,
+    GroupOutlook,
     QNetwork,
     Recent,
     WindowAim,
@@ -62,9 +62,9 @@ def test_an_answer_loses_against_the_best_model_for_its_task() -> None:
 def test_a_choice_remembers_what_its_answers_lost() -> None:
     choice, fresh = drawn(1), drawn(1)
     for _ in range(WINDOW):
-        choice.choose(0, 5.0, [Outlook(1.5)] * 3)  # None is in time.
+        choice.choose(0, 5.0, [GroupOutlook(1.5)] * 3)  # None is in time.
     draw = np.random.default_rng(2)
-    told = [[Outlook(float(one)) for one in draw.uniform(0, 1, 3)] for _ in range(50)]
+    told = [[GroupOutlook(float(one)) for one in draw.uniform(0, 1, 3)] for _ in range(50)]
     # Each of a choice of its own: what is chosen changes what is chosen next.
     before = [drawn(1).choose(0, 5.0, one) for one in told]
     assert before[0] == fresh.choose(0, 5.0, told[0])
@@ -72,7 +72,7 @@ def test_a_choice_remembers_what_its_answers_lost() -> None:
     for one in told:
         after.append(choice.choose(0, 5.0, one))
         for _ in range(WINDOW):
-            choice.choose(0, 5.0, [Outlook(1.5)] * 3)
+            choice.choose(0, 5.0, [GroupOutlook(1.5)] * 3)
     assert before != after
 
 
@@ -83,7 +83,7 @@ def test_weights_are_read_with_their_aim(tmp_path: Path) -> None:
     again = DoubleDqn.read(path, groups=3, tasks=2)
     draw = np.random.default_rng(1)
     for _ in range(200):
-        outlooks = [Outlook(float(one)) for one in draw.uniform(0, 1.4, 3)]
+        outlooks = [GroupOutlook(float(one)) for one in draw.uniform(0, 1.4, 3)]
         task, rate = int(draw.integers(2)), float(draw.uniform(0, 50))
         assert again.choose(task, rate, outlooks) == choice.choose(task, rate, outlooks)
     with pytest.raises(ConfigError, match="for 3 groups and 2 tasks, the alias has 3 and 4"):

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from itertools import count
 from urllib.parse import urlsplit
 
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, Response
+from balanceroute.proxy.wire.messages import HttpRequest, Response
 
 _TIMEOUT_S = 1_000.0
 _MAX_BYTES = 1 << 24
@@ -47,12 +46,12 @@ class TwoLegRouter:
         for endpoint in (*self._prefill, *self._decode):
             endpoint.close()
 
-    def _take(self, request: Request, reply: Reply) -> None:
+    def _take(self, request: HttpRequest, reply: Reply) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(request, reply))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, request: Request, reply: Reply) -> None:
+    async def _answer(self, request: HttpRequest, reply: Reply) -> None:
         number = next(self._numbers)
         asked = json.loads(request.body)
         first = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": _REMOTE_DECODE}

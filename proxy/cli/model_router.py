@@ -35,7 +35,7 @@ from balanceroute.proxy.lab.model_choice.training import (
     write_mix,
     write_training,
 )
-from balanceroute.proxy.model_choice import WINDOW, DoubleDqn, Greedy, Outlook, Static
+from balanceroute.proxy.model_choice import WINDOW, DoubleDqn, Greedy, GroupOutlook, Static
 from balanceroute.proxy.settings.reader import add_flags, read_flags
 from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
@@ -233,7 +233,7 @@ def _choices(scenario: Scenario, weights: Path | None) -> "Mapping[str, ModelCho
 
 def _choice_us(choice: "ModelChoice", scenario: Scenario) -> float:
     """Return what one choice takes, in us of this machine."""
-    outlooks = [Outlook(0.5) for _ in scenario.groups]
+    outlooks = [GroupOutlook(0.5) for _ in scenario.groups]
     begin_s = time.perf_counter()
     for place in range(_CHOICES):
         choice.choose(place % len(scenario.tasks), 10.0, outlooks)

@@ -82,7 +82,7 @@ def configure_and_serve(
         OSError: A file cannot be read, or an address cannot be bound.
     """
     # Here, so that the other subcommands start without them.
-    from balanceroute.proxy.live.serve import Command, serve  # noqa: PLC0415
+    from balanceroute.proxy.live.serve import ServeCommand, serve  # noqa: PLC0415
     from balanceroute.proxy.live.settings.configure import (  # noqa: PLC0415
         make_config,
         make_group,
@@ -94,4 +94,4 @@ def configure_and_serve(
     added = None
     if topology is not None and topology.groups:
         added = partial(make_group, topology, given, environment=os.environ)
-    return serve(config, Command(arguments.words, owns_engines, renew, added))
+    return serve(config, ServeCommand(arguments.words, owns_engines, renew, added))

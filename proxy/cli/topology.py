@@ -25,9 +25,8 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     kv_tokens_of,
 )
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.model_list import ServedModel
+from balanceroute.proxy.live.engines.model_list import ModelsPageError, ServedModel, parse_models
 from balanceroute.proxy.live.engines.pairing import VersionPage
-from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
 from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.page_client import PageClient, UnansweredError
@@ -511,7 +510,7 @@ def _proxy_ports(engines: "Engines", config: "ProxyConfig") -> Iterator[PortUse]
 
 def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]:
     """Yield where the proxy and the engines do not agree."""
-    from balanceroute.proxy.live.request.direct import Direct  # noqa: PLC0415
+    from balanceroute.proxy.live.request.leg_settings import Direct  # noqa: PLC0415
 
     batch, slots = config.scheduling.batch, engines.decode.max_num_seqs
     if batch > slots:

@@ -19,7 +19,7 @@ from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.projection import Running, first_of_each
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.prediction import OutputPredictor
 
 
 # Expected KV load of a decode slot over a whole output, on a coarse grid of steps.
@@ -198,7 +198,7 @@ class Curves:
         predictor: Asked for each request once.
     """
 
-    def __init__(self, predictor: "Predictor") -> None:
+    def __init__(self, predictor: "OutputPredictor") -> None:
         self._predictor = predictor
         self._row_of: dict[RequestId, int] = {}
         # Row 0 stands for requests that were never asked about: the mean of the latest candidates.

@@ -20,7 +20,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.leases import Leases
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request, State, Trigger
+from balanceroute.proxy.core.lifecycle import LifecycleState, Request, Trigger
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.prefill.budgets import Pairs
@@ -56,12 +56,12 @@ def check_holdings(
         if request.rank is not None:
             slots[request.rank] += request.ticket.slots
         # A direct request holds sequences instead of a prefill.
-        assert request.prefilling == (state is State.PREFILLING and decodes)
-        assert (request.rank is not None) == (state is State.DECODING)
-        assert (request.request in pool) == (state is State.POOLED)
-        assert (request in prefill_queue) == (state is State.QUEUED)
-        assert request.ticket.prefill or state is not State.PREFILLING
-        assert decodes or state in {State.QUEUED, State.PREFILLING}
+        assert request.prefilling == (state is LifecycleState.PREFILLING and decodes)
+        assert (request.rank is not None) == (state is LifecycleState.DECODING)
+        assert (request.request in pool) == (state is LifecycleState.POOLED)
+        assert (request in prefill_queue) == (state is LifecycleState.QUEUED)
+        assert request.ticket.prefill or state is not LifecycleState.PREFILLING
+        assert decodes or state in {LifecycleState.QUEUED, LifecycleState.PREFILLING}
     assert direct == prefillers.direct, f"{direct} != {prefillers.direct}"
     assert held == prefillers.held_tokens, f"{held} != {prefillers.held_tokens}"
     assert prefills == prefillers.prefills, f"{prefills} != {prefillers.prefills}"
@@ -70,7 +70,8 @@ def check_holdings(
     assert pool.slots == sum(entry.slots for entry in pool)
     # The count that bounds admission, derived from its complement.
     answered = sum(
-        request.rank is not None or (request.state is State.PREFILLING and not request.decode)
+        request.rank is not None
+        or (request.state is LifecycleState.PREFILLING and not request.decode)
         for request in requests
     )
     assert waiting == len(requests) - answered
@@ -100,16 +101,16 @@ class Holdings:
         self._prefillers = prefillers
         self._pool = pool
 
-    def release(self, request: Request, state: State, *, gone: bool) -> list[Action]:
+    def release(self, request: Request, state: LifecycleState, *, gone: bool) -> list[Action]:
         """Release everything that `request` held in `state`; return what the driver has to do.
 
         `gone` means that the engine has ended its part already, so there is nothing to abort.
         """
         actions: list[Action] = []
-        if self._meter is not None and state is not State.QUEUED:
+        if self._meter is not None and state is not LifecycleState.QUEUED:
             self._settle(self._meter, request, state)
         match state:  # The usual end first.
-            case State.DECODING:
+            case LifecycleState.DECODING:
                 if not gone:
                     assert request.rank is not None
                     actions.append(AbortDecode(request.request, request.rank))
@@ -119,9 +120,9 @@ class Holdings:
                 self.release_prefill(request)
                 self.unbind(request)
                 return actions
-            case State.QUEUED:
+            case LifecycleState.QUEUED:
                 self._prefill_queue.remove(request)
-            case State.PREFILLING:
+            case LifecycleState.PREFILLING:
                 assert request.prefiller is not None
                 if request.decode:
                     self.end_prefill(request)
@@ -129,7 +130,7 @@ class Holdings:
                     self._prefillers.end_direct(request.prefiller, request.ticket.slots)
                 if not gone:
                     actions.append(AbortPrefill(request.request, request.prefiller))
-            case State.POOLED:
+            case LifecycleState.POOLED:
                 entry = self._pool.remove(request.request)
                 # For when it comes back.
                 request.overtaken = entry.overtaken
@@ -139,7 +140,7 @@ class Holdings:
                 if request.prefiller is not None:
                     cheaper = gone and entry.overflow_limit < inf
                     actions.append(ReleasePrefill(request.request, request.prefiller, cheaper))
-            case State.DONE | State.FAILED | State.CANCELLED:
+            case LifecycleState.DONE | LifecycleState.FAILED | LifecycleState.CANCELLED:
                 raise AssertionError(f"request {request.request} ended twice")
         # After the actions, which name the prefiller.
         self.release_prefill(request)
@@ -184,10 +185,10 @@ class Holdings:
         request.rank = None
         request.started = False
 
-    def _settle(self, meter: KvMeter, request: Request, state: State) -> None:
+    def _settle(self, meter: KvMeter, request: Request, state: LifecycleState) -> None:
         """Have the tenant pay for what the request held, before it is released."""
         if request.decode:
-            bound = state is State.DECODING
+            bound = state is LifecycleState.DECODING
             held = self.ledger.kv_tokens(request.request) if bound else 0
             meter.end(request.request, request.ticket, held)
         else:
@@ -308,7 +309,7 @@ def unpaired(requests: Mapping[RequestId, Request], pairs: Pairs) -> list[Reques
     return [
         request.request
         for request in requests.values()
-        if request.state is State.POOLED
+        if request.state is LifecycleState.POOLED
         and request.prefiller is not None
         and not pairs.feeds(request.prefiller, request.ticket.eligible)
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
 from balanceroute.proxy.core.events import Observer, Ticket
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request, State
+from balanceroute.proxy.core.lifecycle import LifecycleState, Request
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.prefill_queue import PrefillQueue
 from balanceroute.proxy.core.queueing import FairQueueing, MakeQueueOrder, MakeStartOrder
@@ -135,7 +135,7 @@ class Intake:
         if self.first_tokens is not None and request.left_queue_ns is not None:
             left_ns = request.left_queue_ns
             prefilled_ns = left_ns if request.prefilled_ns is None else request.prefilled_ns
-            if request.state is State.PREFILLING:  # The token is the prefiller's.
+            if request.state is LifecycleState.PREFILLING:  # The token is the prefiller's.
                 prefilled_ns = now_ns
             self.first_tokens.came(
                 request.prompt_tokens,

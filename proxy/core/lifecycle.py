@@ -22,7 +22,7 @@ from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RankId, RequestId, Ticket
 
 
-class State(Enum):
+class LifecycleState(Enum):
     """The phase that a request is in."""
 
     # Enum's own hash is Python code, and every transition hashes a pair.
@@ -57,32 +57,40 @@ class Trigger(Enum):
 # Up to Python 3.11 each look at a member of an enumeration is a call.
 _PREFILL = Trigger.PREFILL
 
-TRANSITIONS: dict[tuple[State, Trigger], State] = {
-    (State.QUEUED, Trigger.PREFILL): State.PREFILLING,
+TRANSITIONS: dict[tuple[LifecycleState, Trigger], LifecycleState] = {
+    (LifecycleState.QUEUED, Trigger.PREFILL): LifecycleState.PREFILLING,
     # The decode engine computes the prompt itself.
-    (State.QUEUED, Trigger.SKIP_PREFILL): State.POOLED,
+    (LifecycleState.QUEUED, Trigger.SKIP_PREFILL): LifecycleState.POOLED,
     # The KV cache is on the prefiller, under a lease: the request waits for a rank.
-    (State.PREFILLING, Trigger.PREFILLED): State.POOLED,
+    (LifecycleState.PREFILLING, Trigger.PREFILLED): LifecycleState.POOLED,
     # It is prefilled again, and keeps its place in the order of arrival.
-    (State.PREFILLING, Trigger.PREFILL_LOST): State.QUEUED,
+    (LifecycleState.PREFILLING, Trigger.PREFILL_LOST): LifecycleState.QUEUED,
     # A prefiller answers the whole request if its one token meets the stop condition, or if the
     # request is direct.
-    (State.PREFILLING, Trigger.FINISH): State.DONE,
-    (State.POOLED, Trigger.ADMIT): State.DECODING,
+    (LifecycleState.PREFILLING, Trigger.FINISH): LifecycleState.DONE,
+    (LifecycleState.POOLED, Trigger.ADMIT): LifecycleState.DECODING,
     # The lease of its KV cache ended before a rank had a slot.
-    (State.POOLED, Trigger.PREFILL_LOST): State.QUEUED,
+    (LifecycleState.POOLED, Trigger.PREFILL_LOST): LifecycleState.QUEUED,
     # The rank dropped its KV cache. The emitted tokens are prefilled with the prompt.
-    (State.DECODING, Trigger.RECOMPUTE): State.QUEUED,
+    (LifecycleState.DECODING, Trigger.RECOMPUTE): LifecycleState.QUEUED,
     # The decoder found the KV cache gone before it could pull it.
-    (State.DECODING, Trigger.PREFILL_LOST): State.QUEUED,
+    (LifecycleState.DECODING, Trigger.PREFILL_LOST): LifecycleState.QUEUED,
     # The rank never took the request: the KV cache is still on the prefiller.
-    (State.DECODING, Trigger.DECODE_LOST): State.POOLED,
-    (State.DECODING, Trigger.FINISH): State.DONE,
+    (LifecycleState.DECODING, Trigger.DECODE_LOST): LifecycleState.POOLED,
+    (LifecycleState.DECODING, Trigger.FINISH): LifecycleState.DONE,
 } | {
     # An error, or a client that leaves, may end a request in every state but the last three.
     (state, trigger): end
-    for state in (State.QUEUED, State.PREFILLING, State.POOLED, State.DECODING)
-    for trigger, end in ((Trigger.FAIL, State.FAILED), (Trigger.CANCEL, State.CANCELLED))
+    for state in (
+        LifecycleState.QUEUED,
+        LifecycleState.PREFILLING,
+        LifecycleState.POOLED,
+        LifecycleState.DECODING,
+    )
+    for trigger, end in (
+        (Trigger.FAIL, LifecycleState.FAILED),
+        (Trigger.CANCEL, LifecycleState.CANCELLED),
+    )
 }
 
 
@@ -127,7 +135,7 @@ class Request:
     due_ns: int | None = None
     arrived_ns: int = 0
     answered: bool = False
-    state: State = State.QUEUED
+    state: LifecycleState = LifecycleState.QUEUED
     emitted_before: int = 0
     prefiller: PrefillerId | None = None
     prefilling: bool = False

@@ -19,7 +19,7 @@ _ROUNDING = 1e-3
 _MOST_EXPECTED = 4096
 
 
-class Predictor(Protocol):
+class OutputPredictor(Protocol):
     """Predicts how long active requests continue."""
 
     def survival(
@@ -40,7 +40,7 @@ class Predictor(Protocol):
 
 
 def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> None:
-    """Reject a result of `Predictor.survival` that cannot be used.
+    """Reject a result of `OutputPredictor.survival` that cannot be used.
 
     Raises:
         PredictorError: The shape is wrong, or a value is no probability.
@@ -55,7 +55,9 @@ def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> 
         raise PredictorError("survival is not in 0..1")
 
 
-def mean_output_tokens(predictor: Predictor, request: RequestId, max_tokens: int | None) -> int:
+def mean_output_tokens(
+    predictor: OutputPredictor, request: RequestId, max_tokens: int | None
+) -> int:
     """Return the expected output of a request that has not decoded yet, at most 4,096 tokens."""
     steps = min(max_tokens or _MOST_EXPECTED, _MOST_EXPECTED)
     survival = predictor.survival([request], np.zeros(1, np.int64), steps)

@@ -34,7 +34,7 @@ from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.prediction import OutputPredictor
 
 
 # What a projection keeps of each bound request: arrays with one place per request.
@@ -255,7 +255,7 @@ class Projection:
         ranks: int,
         horizon_steps: int,
         refresh_tokens: int,
-        predictor: "Predictor",
+        predictor: "OutputPredictor",
         form: Form,
     ) -> None:
         self.ranks = ranks

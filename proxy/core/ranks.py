@@ -25,7 +25,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.leases import pool_entry
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request, State
+from balanceroute.proxy.core.lifecycle import LifecycleState, Request
 from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
@@ -517,7 +517,7 @@ def switch(
             prefillers.check_known(prefiller)
             prefillers.pairs.set(prefiller, able)
             for request in requests.values():
-                if request.state is State.POOLED and request.prefiller == prefiller:
+                if request.state is LifecycleState.POOLED and request.prefiller == prefiller:
                     pool.replace(pool_entry(request, config, prefillers.pairs))
         case PrefillerClosed(prefiller):
             prefillers.set_open(prefiller, False)

@@ -54,7 +54,7 @@ from balanceroute.proxy.core.holdings import (
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.leases import Leases, earliest, pool_entry, queue_end_ns
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import Request, State, Trigger, check_ticket
+from balanceroute.proxy.core.lifecycle import LifecycleState, Request, Trigger, check_ticket
 from balanceroute.proxy.core.local_prefill import FleetState
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
 from balanceroute.proxy.core.policies.baselines import least_kv_with_room
@@ -154,7 +154,7 @@ _PREFILLED, _ADMIT, _FINISH = (
     Trigger.ADMIT,
     Trigger.FINISH,
 )
-_QUEUED, _DECODING = State.QUEUED, State.DECODING
+_QUEUED, _DECODING = LifecycleState.QUEUED, LifecycleState.DECODING
 
 
 class Scheduler:
@@ -298,9 +298,9 @@ class Scheduler:
         )
         # Time limits were set from the old configuration.
         for request in self.requests.values():
-            if request.state is State.POOLED:
+            if request.state is LifecycleState.POOLED:
                 self.pool.replace(self._pool_entry(request))
-            elif request.state is State.QUEUED:
+            elif request.state is LifecycleState.QUEUED:
                 self.prefill_queue.expire_at(request, queue_end_ns(request, self.config))
 
     def check(self) -> None:
@@ -377,7 +377,7 @@ class Scheduler:
 
     def _first_token(self, event: FirstToken, now_ns: int) -> list[Action]:
         request = self._get(event.request)
-        if request.state is not State.PREFILLING:
+        if request.state is not LifecycleState.PREFILLING:
             raise LifecycleError(f"request {request.request} is not on a prefiller")
         self.intake.answered(request, now_ns)
         return []

@@ -13,13 +13,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, Fir
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
-from balanceroute.proxy.core.policies import (
-    HORIZON,
-    Policy,
-    PolicyInputs,
-    is_outside,
-    make_policy,
-)
+from balanceroute.proxy.core.policies import HORIZON, Policy, PolicyInputs, is_outside, make_policy
 from balanceroute.proxy.core.prefill import (
     PREFILL_CHOICES,
     USING_BLOCKS,
@@ -31,45 +25,199 @@ from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fa
 from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
-from balanceroute.proxy.live.control.memory import RankMemory, RankSlots
+from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
 from balanceroute.proxy.live.control.roster import Roster, await_decoder
+from balanceroute.proxy.live.control.state import take_snapshot
 from balanceroute.proxy.live.discovery.sources import make_reconciler
-from balanceroute.proxy.live.engine_connections import EngineConnections
-from balanceroute.proxy.live.engines.bootstrap import Identification
+from balanceroute.proxy.live.engines.engine_facts import Identification
 from balanceroute.proxy.live.engines.engine_gauges import (
     EngineGauges,
     MetricsPageError,
     parse_engine_gauges,
 )
-from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
-from balanceroute.proxy.live.engines.fetcher import Fetcher
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, Fetcher, FetchError
 from balanceroute.proxy.live.engines.health import Health, Quarantine
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Role, Target
-from balanceroute.proxy.live.engines.model_list import ModelList
+from balanceroute.proxy.live.engines.instances import (
+    Instances,
+    Prefiller,
+    Rank,
+    Role,
+    Status,
+    Target,
+)
+from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed, Subscribe
+from balanceroute.proxy.live.engines.model_list import ModelList, ServedModels
 from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.live.engines.scrape import Scraper
-from balanceroute.proxy.live.engines.served_models import ServedModels
-from balanceroute.proxy.live.following_kv_events import follow_kv_events, subscribed
+from balanceroute.proxy.live.environment import EngineConnections
 from balanceroute.proxy.live.frontend.groups import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.refusals import Tenancy
 from balanceroute.proxy.live.kept_orders import KeptOrders
-from balanceroute.proxy.live.prediction import PredictorSet, StateKeeper, make_predictor, named
+from balanceroute.proxy.live.prediction import (
+    PredictorSet,
+    StateKeeper,
+    make_predictor,
+    named,
+    predictor_name,
+)
 from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
-from balanceroute.proxy.live.settings.engines import DecodeServer, prefill_server
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import set_log_level
+from balanceroute.proxy.live.telemetry.snapshot import LimitsState
+from balanceroute.proxy.wire.addresses import bracketed
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
+    from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.settings.config import ProxyConfig
+    from balanceroute.proxy.live.settings.declared import EngineSettings, ExchangeLimits
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
+
+
+# The state of one deployment, as the admin page shows it and the metrics export it.
+
+
+def snapshot_of(
+    deployment: "Deployment",
+    group: str,
+    held: "Held",
+    limits: "ExchangeLimits",
+    *,
+    requests: bool,
+    scores: bool,
+) -> "Snapshot":
+    """Return the state of a deployment.
+
+    Args:
+        deployment: The deployment.
+        group: Its name; empty if it is the only one.
+        held: What the whole proxy holds.
+        limits: Of the whole proxy.
+        requests: Whether each live request is in it.
+        scores: Whether the predictors' scores are, which are expensive.
+    """
+    config = deployment.config
+    return take_snapshot(
+        deployment.driver,
+        group=group,
+        policy=deployment.policy,
+        predictor=predictor_name(config.scheduling.predictor),
+        predictors=deployment.predictors.scores() if scores else [],
+        tenants=deployment.tenancy.states(),
+        rows_judged=deployment.predictors.judged,
+        held=held,
+        quarantines=deployment.quarantines(),
+        gauges=deployment.scraper.gauges(),
+        limits=LimitsState(
+            config.scheduling.batch,
+            config.admission.queue_limit,
+            limits.connection_limit,
+            limits.body_budget_bytes,
+        ),
+        requests=requests,
+    )
+
+
+# Following the KV cache events of the engines, as they come and go.
+
+# Between two looks for engines that were added.
+_LOOK_S = 0.5
+
+
+async def follow_kv_events(
+    roster: "Roster",
+    ports: "EngineSettings",
+    *,
+    subscribe: Subscribe,
+    lost: "Callable[..., None]",
+) -> None:
+    """Follow them for ever.
+
+    Args:
+        roster: Has the engines, and what was said of each.
+        ports: Where those publish that name no address.
+        subscribe: Takes the events.
+        lost: Called when events were lost.
+    """
+    sources, instances = asyncio.Queue[KvEventSource](), roster.instances
+    followed: dict[RankId, KvEventSource] = {}
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(subscribe(sources))
+        looked_at = 0
+        while True:
+            # Those that are removed stay on the list, and numbers are never used again.
+            new = instances.prefillers[looked_at:]
+            looked_at += len(new)
+            for prefiller in new:
+                source = _source_of(prefiller, roster, ports, lost)
+                if source is not None:
+                    sources.put_nowait(source)
+            blocks = instances.rank_blocks
+            for rank in instances.ranks:
+                # One that comes back has its number again.
+                last = followed.get(rank.id)
+                if blocks is None or not _is_there(rank):
+                    continue
+                if last is None or last.feed.ended:
+                    followed[rank.id] = _source_of_rank(rank, blocks, ports, lost)
+                    sources.put_nowait(followed[rank.id])
+            await asyncio.sleep(_LOOK_S)
+
+
+def _source_of(
+    prefiller: Prefiller, roster: "Roster", ports: "EngineSettings", lost: "Callable[..., None]"
+) -> KvEventSource | None:
+    """Return where a prefiller's events come from; None if it tells none, or is gone already."""
+    server, blocks = roster.servers.get(prefiller.target), roster.instances.engine_blocks
+    if blocks is None or not isinstance(server, PrefillServer) or not _is_there(prefiller):
+        return None
+    events, replay = server.event_addresses(ports)
+    if events is None:
+        return None
+    feed = KvFeed(blocks, prefiller.id, replays=replay is not None)
+    return KvEventSource(feed, events, replay, partial(_is_there, prefiller), lost)
+
+
+def _source_of_rank(
+    rank: Rank, blocks: "EngineBlocks", ports: "EngineSettings", lost: "Callable[..., None]"
+) -> KvEventSource:
+    """Return where a rank's events come from: at its server's host, by its number there."""
+    url = EngineUrl.parse(rank.name)
+    events, replay = (
+        None if port is None else f"tcp://{bracketed(url.host)}:{port + (url.rank or 0)}"
+        for port in (ports.rank_kv_events_port, ports.rank_kv_replay_port)
+    )
+    assert events is not None, "somebody listens"
+    feed = KvFeed(blocks, rank.id, replays=replay is not None)
+    return KvEventSource(feed, events, replay, partial(_is_there, rank), lost)
+
+
+def subscribed(environment: "Environment") -> Subscribe:
+    """Return what takes KV cache events.
+
+    Raises:
+        ConfigError: Its extra is not installed.
+    """
+    if environment.subscribe is not None:
+        return environment.subscribe
+    try:
+        from balanceroute.proxy.live.engines import kv_feed  # noqa: PLC0415  # An extra.
+    except ModuleNotFoundError as error:
+        raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from error
+    return kv_feed.subscribe
+
+
+def _is_there(engine: Prefiller | Rank) -> bool:
+    return engine.status is not Status.REMOVED
+
 
 _log = logging.getLogger(__name__)
 # Pages of engines longer than this are not read.
@@ -527,7 +675,7 @@ def _make_roster(
         connector=connector,
         connect=connect,
         discover=partial(_ranks_of, page),
-        memory=RankMemory(
+        memory=KvCapacity(
             config.scheduling.rank_kv_tokens,
             used=config.policies.kv_peak_quantile is not None,
             prefiller_share=config.deep_pool_share,

@@ -8,7 +8,7 @@ BalanceRouteError
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct, field
 
@@ -56,7 +56,7 @@ class Learned(Struct):
     facts: Any = None
 
 
-class Request(Struct):
+class HttpRequest(Struct):
     """A complete request.
 
     Attributes:
@@ -218,3 +218,110 @@ def first_value(headers: Headers, name: bytes) -> bytes | None:
         if key == name:
             return value
     return None
+
+
+# What requests are sent through, whatever the version of HTTP.
+
+
+class ResponseHandler(Protocol):
+    """Receives one response. Nothing is called within `Caller.request`, nor after an abort."""
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Process the head of the final response."""
+
+    def on_data(self, data: bytes) -> None:
+        """Process payload without framing; called once per segment that contains some."""
+
+    def on_end(self) -> None:
+        """Note that the response is complete; the last call."""
+
+    def on_error(self, error: WireError) -> None:
+        """Note that the exchange failed; the last call."""
+
+
+class LineHandler(ResponseHandler, Protocol):
+    """Receives the events of a stream as lines, too.
+
+    Attributes:
+        takes_lines: Whether it does at present.
+    """
+
+    takes_lines: bool
+
+    def on_line(self, line: bytes) -> None:
+        """Process, instead of by `on_data`, an event of one line, without the blank line behind it."""
+
+    def on_lines(self, lines: list[bytes]) -> None:
+        """Process several such events that came together."""
+
+
+class Calling(Protocol):
+    """One exchange in flight."""
+
+    @property
+    def sent(self) -> bool:
+        """Whether bytes of the request were written."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether any byte of a response arrived."""
+
+    def abort(self) -> None:
+        """End it; nothing more is called."""
+
+
+class Caller(Protocol):
+    """Sends requests to one address."""
+
+    @property
+    def name(self) -> str:
+        """The URL, for messages."""
+
+    def request(
+        self, method: bytes, target: bytes, headers: Headers, body: bytes, handler: ResponseHandler
+    ) -> Calling:
+        """Begin an exchange.
+
+        Args:
+            method: In upper case.
+            target: In origin form, encoded.
+            headers: Without Host, and without those that frame the message.
+            body: Possibly empty.
+            handler: Receives the response, never before this returns.
+
+        Raises:
+            UnsafeHeaderError: A header, the method or the target cannot be written.
+        """
+
+    def close(self) -> None:
+        """Close what is idle; the rest closes with its exchange."""
+
+
+# The bytes of request bodies that one server holds: received so far, or not answered yet.
+#
+# A request is checked by its Content-Length, if it has one, but only received bytes are counted:
+# a slow upload reserves nothing that it has not sent.
+
+
+class BodyBudget:
+    """Counts bytes.
+
+    Args:
+        limit: The most bytes; None for no limit.
+
+    Attributes:
+        used: Bytes now.
+        rejected: Requests that did not fit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self.used = 0
+        self.rejected = 0
+
+    def check(self, size: int) -> None:
+        """Raise MalformedError (503) if there is no room for `size` more bytes."""
+        if self._limit is not None and self.used + size > self._limit:
+            self.rejected += 1
+            message = "the bodies of the requests in flight are too large together"
+            raise MalformedError(message, 503, ((b"retry-after", b"1"),))

@@ -6,10 +6,16 @@ each other.
 """
 
 import asyncio
+import fcntl
+import socket
+import struct
+import sys
+import termios
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 # So many connections at most: those that wait longer would notice.
 _MOST_WAITING = 32
@@ -195,3 +201,109 @@ class TurnTransport:
     def resume_reading(self) -> None:
         """Go on receiving."""
         self._transport.resume_reading()
+
+
+# Whether a peer takes what is written to it.
+#
+# The kernel holds megabytes for a peer, and takes more only when a third of that has gone. So a
+# buffer of ours that does not shrink says little of a slow peer: what the kernel still holds is
+# counted, too.
+
+_COUNT = struct.Struct("i")
+
+
+def held_by_kernel(connected: socket.socket | None) -> int:
+    """Return the bytes written that a peer has not acknowledged; 0 where the system does not tell."""
+    if connected is None or sys.platform != "linux" or connected.fileno() < 0:
+        return 0
+    try:
+        told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size))
+    except OSError:
+        return 0
+    count: int = _COUNT.unpack(told)[0]
+    return count
+
+
+class WriteProgress:
+    """Compares the bytes that the peer has taken from check to check.
+
+    Args:
+        timeout_s: A peer that takes nothing for this long, while data waits, has stalled.
+
+    Attributes:
+        check_s: How often to check.
+    """
+
+    __slots__ = ("_drained", "_since_s", "_timeout_s", "check_s")
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._drained: int | None = None
+        self._since_s = 0.0
+        self.check_s = timeout_s / 4
+
+    def begin(self, now_s: float) -> None:
+        """Begin with a new answer."""
+        self._drained = None
+        self._since_s = now_s
+
+    def has_stalled(self, now_s: float, *, written: int, waiting: int, held: int = 0) -> bool:
+        """Return whether the peer has stalled.
+
+        Args:
+            now_s: The present time.
+            written: Bytes of the answer that were passed to the transport.
+            waiting: Bytes in its write buffer.
+            held: Bytes that left it, and that the peer has not acknowledged.
+        """
+        drained = written - waiting - held
+        if not waiting or drained != self._drained:
+            self._drained = drained
+            self._since_s = now_s
+            return False
+        return now_s - self._since_s >= self._timeout_s
+
+
+# Closes connections to a host that vanished: TCP itself would wait for minutes, or for ever.
+
+_PROBES = 3
+_HAS_USER_TIMEOUT = sys.platform == "linux"
+# None where the platform lacks it; macOS has another name for the first.
+_IDLE = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", None))
+_INTERVAL = getattr(socket, "TCP_KEEPINTVL", None)
+_KEEP_ALIVE_COUNT = getattr(socket, "TCP_KEEPCNT", None)
+
+
+def end_if_silent(connected: socket.socket, timeout_s: float) -> None:
+    """Have the kernel close a connection whose other side acknowledges nothing for some time.
+
+    On an idle connection the kernel sends the first keep-alive probe after half of the time, and three
+    in all. Sent data may stay unacknowledged, or unread behind a full window, for the whole time. A
+    host that is up answers the probes even if its processes hang: only data that they do not read
+    closes the connection.
+
+    Args:
+        connected: The socket.
+        timeout_s: At least 2, rounded to whole seconds. 0 leaves the socket as it is.
+    """
+    if not timeout_s:
+        return
+    descriptor = connected.fileno()
+    if descriptor < 0:  # A loop in virtual time has no sockets.
+        return
+    idle_s, interval_s = max(1, round(timeout_s / 2)), max(1, round(timeout_s / 2 / _PROBES))
+    # uvloop's own object would make such a socket for each option.
+    same = socket.socket(connected.family, connected.type, connected.proto, descriptor)
+    try:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (_IDLE, idle_s),
+            (_INTERVAL, interval_s),
+            (_KEEP_ALIVE_COUNT, _PROBES),
+        ):
+            if option is not None:
+                same.setsockopt(socket.IPPROTO_TCP, option, value)
+        if _HAS_USER_TIMEOUT:
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * timeout_s))
+    finally:
+        same.detach()

@@ -17,10 +17,9 @@ from pd_checks import completion
 
 from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, token_hashes
-from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
-from balanceroute.proxy.live.engines.kv_subscriber import subscribe
+from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed, subscribe
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks, prompt_name
+from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_name
 from balanceroute.proxy.live.openai.shape import Api
 
 _QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
@@ -122,7 +121,7 @@ class KvChecks:
         """Follow the prefiller's events in a thread of its own."""
         events, replay = self._prefiller.kv_addresses
         feed, ended = KvFeed(blocks, _P, replays=True), threading.Event()
-        source = Source(feed, events, replay, lambda: True, lambda _: None)
+        source = KvEventSource(feed, events, replay, lambda: True, lambda _: None)
         thread = threading.Thread(target=lambda: asyncio.run(_follow(source, ended)))
         thread.start()
         try:
@@ -132,8 +131,8 @@ class KvChecks:
             thread.join()
 
 
-async def _follow(source: Source, ended: threading.Event) -> None:
-    sources = asyncio.Queue[Source]()
+async def _follow(source: KvEventSource, ended: threading.Event) -> None:
+    sources = asyncio.Queue[KvEventSource]()
     sources.put_nowait(source)
     following = asyncio.create_task(subscribe(sources))
     await asyncio.to_thread(ended.wait)

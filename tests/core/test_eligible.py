@@ -32,7 +32,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import (
     POLICIES,
     PolicyInputs,
@@ -192,7 +192,7 @@ class _World:
         self.who.append(who)
         self.feed(RequestArrived(number, Ticket(tokens, decode=tokens % 7 > 0, eligible=who)))
 
-    def some(self, index: int, *states: State, decode: bool = True) -> RequestId | None:
+    def some(self, index: int, *states: LifecycleState, decode: bool = True) -> RequestId | None:
         found = [
             one.request
             for one in self.scheduler.requests.values()
@@ -201,7 +201,7 @@ class _World:
         return found[index % len(found)] if found else None
 
     def do(self, deed: str, index: int) -> None:
-        at_prefill, at_rank = State.PREFILLING, State.DECODING
+        at_prefill, at_rank = LifecycleState.PREFILLING, LifecycleState.DECODING
         prefiller, rank = PrefillerId(index % INSTANCES), RankId(index % INSTANCES)
         close = index % 2
         match deed:
@@ -235,9 +235,9 @@ class _World:
             self.feed(RankOpened(RankId(one)))
         for _ in range(4 * len(self.who)):
             for request in list(self.scheduler.requests.values()):
-                if request.state is State.PREFILLING and request.decode:
+                if request.state is LifecycleState.PREFILLING and request.decode:
                     self.feed(PrefillDone(request.request, request.prompt_tokens))
-                elif request.state in (State.PREFILLING, State.DECODING):
+                elif request.state in (LifecycleState.PREFILLING, LifecycleState.DECODING):
                     self.feed(RequestFinished(request.request))
             self.feed(Tick())
         assert not self.scheduler.requests, "a request waits for ever"

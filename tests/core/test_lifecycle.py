@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.proxy.core.errors import BalanceRouteError, LifecycleError
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.lifecycle import TRANSITIONS, Request, State, Trigger
+from balanceroute.proxy.core.lifecycle import TRANSITIONS, LifecycleState, Request, Trigger
 
 # A row is a state, a column a trigger; "." is not allowed.
 GOLDEN = """
@@ -19,19 +19,19 @@ DONE       .          .            .         .            .        .           .
 FAILED     .          .            .         .            .        .           .         .      .      .
 CANCELLED  .          .            .         .            .        .           .         .      .      .
 """
-TERMINAL = {State.DONE, State.FAILED, State.CANCELLED}
+TERMINAL = {LifecycleState.DONE, LifecycleState.FAILED, LifecycleState.CANCELLED}
 
 
-def golden() -> dict[tuple[State, Trigger], State | None]:
+def golden() -> dict[tuple[LifecycleState, Trigger], LifecycleState | None]:
     header, *rows = (line.split() for line in GOLDEN.strip().splitlines())
     return {
-        (State[row[0]], Trigger[trigger]): None if end == "." else State[end]
+        (LifecycleState[row[0]], Trigger[trigger]): None if end == "." else LifecycleState[end]
         for row in rows
         for trigger, end in zip(header, row[1:], strict=True)
     }
 
 
-PAIRS = list(itertools.product(State, Trigger))
+PAIRS = list(itertools.product(LifecycleState, Trigger))
 
 
 def test_the_golden_table_names_every_pair() -> None:
@@ -41,7 +41,9 @@ def test_the_golden_table_names_every_pair() -> None:
 @pytest.mark.parametrize(
     ("state", "trigger"), PAIRS, ids=[f"{state.name}-{trigger.name}" for state, trigger in PAIRS]
 )
-def test_a_trigger_moves_as_the_golden_table_says_or_raises(state: State, trigger: Trigger) -> None:
+def test_a_trigger_moves_as_the_golden_table_says_or_raises(
+    state: LifecycleState, trigger: Trigger
+) -> None:
     request = Request(RequestId(7), Ticket(1), waiting_since_ns=0, state=state)
     end = golden()[state, trigger]
     if end is None:
@@ -53,7 +55,7 @@ def test_a_trigger_moves_as_the_golden_table_says_or_raises(state: State, trigge
         assert request.state is end
 
 
-def reachable(start: State) -> set[State]:
+def reachable(start: LifecycleState) -> set[LifecycleState]:
     found, frontier = {start}, [start]
     while frontier:
         state = frontier.pop()
@@ -64,19 +66,19 @@ def reachable(start: State) -> set[State]:
     return found
 
 
-@pytest.mark.parametrize("state", [state for state in State if state not in TERMINAL])
-def test_every_live_state_can_end_in_every_way(state: State) -> None:
+@pytest.mark.parametrize("state", [state for state in LifecycleState if state not in TERMINAL])
+def test_every_live_state_can_end_in_every_way(state: LifecycleState) -> None:
     assert reachable(state) >= TERMINAL
 
 
-@pytest.mark.parametrize("state", [state for state in State if state in TERMINAL])
-def test_a_terminal_state_has_no_exit(state: State) -> None:
+@pytest.mark.parametrize("state", [state for state in LifecycleState if state in TERMINAL])
+def test_a_terminal_state_has_no_exit(state: LifecycleState) -> None:
     assert reachable(state) == {state}
 
 
 def test_a_new_request_waits_and_holds_nothing() -> None:
     request = Request(RequestId(0), Ticket(3), waiting_since_ns=0)
-    assert request.state is State.QUEUED
+    assert request.state is LifecycleState.QUEUED
     assert (request.prefiller, request.rank) == (None, None)
     assert not request.prefilling
     assert not request.started

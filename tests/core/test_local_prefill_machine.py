@@ -44,7 +44,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.intake import Intake
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
@@ -82,7 +82,7 @@ class LocalPrefillMachine(RuleBasedStateMachine):
                     case _:
                         pass
 
-    def requests(self, *states: State, started: bool | None = None) -> list[RequestId]:
+    def requests(self, *states: LifecycleState, started: bool | None = None) -> list[RequestId]:
         return [
             number
             for number, request in self.scheduler.requests.items()
@@ -113,10 +113,10 @@ class LocalPrefillMachine(RuleBasedStateMachine):
             self.homes[request] = ticket.home
         self.feed(RequestArrived(request, ticket))
 
-    @precondition(lambda self: self.requests(State.PREFILLING))
+    @precondition(lambda self: self.requests(LifecycleState.PREFILLING))
     @rule(index=INDEX, lost=st.booleans(), cached=st.none() | st.integers(0, 10))
     def end_prefill(self, index: int, lost: bool, cached: int | None) -> None:
-        prefilling = self.requests(State.PREFILLING)
+        prefilling = self.requests(LifecycleState.PREFILLING)
         request = prefilling[index % len(prefilling)]
         held = self.scheduler.requests[request]
         if lost:
@@ -126,17 +126,17 @@ class LocalPrefillMachine(RuleBasedStateMachine):
         else:
             self.feed(RequestFinished(request))
 
-    @precondition(lambda self: self.requests(State.DECODING, started=False))
+    @precondition(lambda self: self.requests(LifecycleState.DECODING, started=False))
     @rule(index=INDEX, lost=st.booleans())
     def begin(self, index: int, lost: bool) -> None:
-        waiting = self.requests(State.DECODING, started=False)
+        waiting = self.requests(LifecycleState.DECODING, started=False)
         request = waiting[index % len(waiting)]
         self.feed(DecodeLost(request) if lost else DecodeStarted(request))
 
-    @precondition(lambda self: self.requests(State.DECODING, started=True))
+    @precondition(lambda self: self.requests(LifecycleState.DECODING, started=True))
     @rule(index=INDEX, elsewhere=st.booleans())
     def give_back(self, index: int, elsewhere: bool) -> None:
-        decoding = self.requests(State.DECODING, started=True)
+        decoding = self.requests(LifecycleState.DECODING, started=True)
         self.feed(RequestRecomputed(decoding[index % len(decoding)], elsewhere))
 
     @precondition(lambda self: self.scheduler.requests)
@@ -146,7 +146,10 @@ class LocalPrefillMachine(RuleBasedStateMachine):
     ) -> None:
         requests = list(self.scheduler.requests)
         request = requests[index % len(requests)]
-        if how is RequestFinished and self.scheduler.requests[request].state is not State.DECODING:
+        if (
+            how is RequestFinished
+            and self.scheduler.requests[request].state is not LifecycleState.DECODING
+        ):
             how = RequestCancelled
         self.homes.pop(request, None)
         self.feed(how(request))
@@ -172,11 +175,11 @@ class LocalPrefillMachine(RuleBasedStateMachine):
         local, live = self.local, self.scheduler.requests
         self.scheduler.check()
         computing = local._computing
-        admitted = set(self.requests(State.DECODING, started=False))
+        admitted = set(self.requests(LifecycleState.DECODING, started=False))
         assert local._prompts.keys() <= live.keys()
-        assert local._queued.keys() <= set(self.requests(State.QUEUED))
+        assert local._queued.keys() <= set(self.requests(LifecycleState.QUEUED))
         assert local._queued_tokens == sum(local._queued.values())
-        assert local._waits_for.keys() <= set(self.requests(State.POOLED))
+        assert local._waits_for.keys() <= set(self.requests(LifecycleState.POOLED))
         assert local._admitted_ns.keys() <= admitted
         assert {*computing._waiting, *computing._begun} <= admitted
         assert not computing._waiting.keys() & computing._begun.keys()
@@ -210,11 +213,11 @@ def test_a_long_random_walk_keeps_it_too(name: str, seed: int) -> None:
             case 0 | 1:
                 lengths = rng.randrange(4), rng.randint(1, 9), rng.randrange(3)
                 machine.arrive(*lengths, rng.random() < 0.9)
-            case 2 if machine.requests(State.PREFILLING):
+            case 2 if machine.requests(LifecycleState.PREFILLING):
                 machine.end_prefill(index, coin, index % 10)
-            case 3 if machine.requests(State.DECODING, started=False):
+            case 3 if machine.requests(LifecycleState.DECODING, started=False):
                 machine.begin(index, coin)
-            case 4 if machine.requests(State.DECODING, started=True) and coin:
+            case 4 if machine.requests(LifecycleState.DECODING, started=True) and coin:
                 machine.give_back(index, index % 2 == 0)
             case 5 if machine.scheduler.requests:
                 machine.end(index, rng.choice(ENDS))

@@ -15,7 +15,7 @@ from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_
 from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
 from balanceroute.proxy.core.policies.two_stage import fill_only_rank
 from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.core.prediction import OutputPredictor
 from balanceroute.proxy.core.queueing import Fcfs
 
 NOW_NS = 50
@@ -50,7 +50,7 @@ def pool_of(*entries: tuple[int, int], deadline_ns: int | None = None, lost_on: 
 
 
 def dispatched(
-    view: Fleet, pool: Pool, predictor: Predictor, hold_s: float = 0.0
+    view: Fleet, pool: Pool, predictor: OutputPredictor, hold_s: float = 0.0
 ) -> list[Assignment]:
     settings, rng = PolicySettings(hold_s=hold_s), random.Random(1)
     inputs = PolicyInputs(len(view.loads), BATCH, settings, rng, predictor)

@@ -33,7 +33,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -202,13 +202,16 @@ class _World:
                     pass
         self.scheduler.check()
 
-    def some(self, index: int, *states: State) -> RequestId | None:
+    def some(self, index: int, *states: LifecycleState) -> RequestId | None:
         requests = self.scheduler.requests.values()
         found = [one.request for one in requests if one.state in states and not one.started]
         return found[index % len(found)] if found else None
 
     def do(self, deed: str, index: int) -> None:
-        at_prefill, at_rank = self.some(index, State.PREFILLING), self.some(index, State.DECODING)
+        at_prefill, at_rank = (
+            self.some(index, LifecycleState.PREFILLING),
+            self.some(index, LifecycleState.DECODING),
+        )
         if deed == "arrive":
             self.arrived += 1
             self.feed(RequestArrived(RequestId(self.arrived), Ticket(1 + index % 60)))
@@ -234,9 +237,9 @@ class _World:
             self.feed(pair(one, *([one] if one == 0 else [])))
         for _ in range(4 * self.arrived + 4):
             for request in list(self.scheduler.requests.values()):
-                if request.state is State.PREFILLING:
+                if request.state is LifecycleState.PREFILLING:
                     self.feed(PrefillDone(request.request, request.prompt_tokens))
-                elif request.state is State.DECODING:
+                elif request.state is LifecycleState.DECODING:
                     self.feed(RequestFinished(request.request))
             self.feed(Tick())
         assert not self.scheduler.requests, "a request waits for ever"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from balanceroute.predictors import NoPrediction, Oracle, Survival
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.prediction import Predictor, composite_steps
+from balanceroute.proxy.core.prediction import OutputPredictor, composite_steps
 from balanceroute.proxy.core.projection import Form, Projection
 
 RANKS = 3
@@ -24,7 +24,7 @@ LONG_RUN_STEPS = 640
 OUTPUTS = random.Random(11).choices([1, 2, 3, 5, 8, 13, 21, 34, 55, 400], k=4_000)
 
 
-def make_predictor(name: str) -> Predictor:
+def make_predictor(name: str) -> OutputPredictor:
     match name:
         case "oracle":
             return Oracle({RequestId(number): output for number, output in enumerate(OUTPUTS)})
@@ -36,7 +36,7 @@ def make_predictor(name: str) -> Predictor:
 
 def make_projection(
     form: Form,
-    predictor: Predictor,
+    predictor: OutputPredictor,
     refresh_tokens: int,
     *,
     horizon: int = HORIZON,
@@ -203,7 +203,7 @@ def is_turn(request: RequestId, age: int, refresh: int) -> bool:
 class NaivePoint:
     """DESIGN section 4 to the letter, one request at a time: N is an estimate that counts down."""
 
-    def __init__(self, predictor: Predictor, horizon: int, refresh: int) -> None:
+    def __init__(self, predictor: OutputPredictor, horizon: int, refresh: int) -> None:
         self._predictor, self._horizon, self._refresh = predictor, horizon, refresh
         self._estimate: dict[RequestId, int | None] = {}  # None stays.
 
@@ -230,7 +230,7 @@ class NaivePoint:
 class NaiveExpected:
     """Keeps each request's curve since its last prediction; asks anew when it says "gone"."""
 
-    def __init__(self, predictor: Predictor, horizon: int, refresh: int) -> None:
+    def __init__(self, predictor: OutputPredictor, horizon: int, refresh: int) -> None:
         self._predictor, self._horizon, self._refresh = predictor, horizon, refresh
         self._curve: dict[RequestId, list[float]] = {}
         self._tokens_since: dict[RequestId, int] = {}

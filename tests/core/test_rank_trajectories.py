@@ -12,7 +12,7 @@ from balanceroute.predictors import Oracle, Survival
 from balanceroute.proxy.core.curves import POINTS, Curves, Slots
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.policies.own_trajectory import RankTrajectories
-from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.core.prediction import OutputPredictor
 from balanceroute.proxy.core.projection import Form, Projection
 
 RANKS = 4
@@ -22,7 +22,7 @@ OUTPUTS = random.Random(5).choices([1, 2, 5, 30, 90, 400], k=400)
 class Fleet:
     """Some ranks, and what is known of their requests without any sums."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: OutputPredictor) -> None:
         self.projection = Projection(
             ranks=RANKS,
             horizon_steps=5,

@@ -44,7 +44,7 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.prediction import Predictor
+from balanceroute.proxy.core.prediction import OutputPredictor
 from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -73,7 +73,9 @@ class Spy(NoPrediction):
         return super().survival(requests, ages, steps)
 
 
-def policy_for(name: str, config: SchedulerConfig, predictor: Predictor | None = None) -> Policy:
+def policy_for(
+    name: str, config: SchedulerConfig, predictor: OutputPredictor | None = None
+) -> Policy:
     # A short horizon and refresh, so that every deposit is made anew often.
     settings = PolicySettings(horizon_steps=4, refresh_tokens=3, theta=1)
     return make_policy(

@@ -22,7 +22,7 @@ from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.http1.server import Reply
-from balanceroute.proxy.wire.messages import Headers, Request, WireError, first_value
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError, first_value
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -135,7 +135,7 @@ class Seen:
     """A request as an engine received it."""
 
     engine: str
-    request: Request
+    request: HttpRequest
     at_s: float
 
     @property
@@ -150,7 +150,7 @@ class Seen:
         return self.request.header(name)
 
 
-Handler = Callable[[str, Request, Reply], None]
+Handler = Callable[[str, HttpRequest, Reply], None]
 
 
 class Site:
@@ -174,7 +174,7 @@ class Site:
         self.lacking: dict[bytes, tuple[str, ...]] = {}
         self._endpoints: dict[int, Endpoint] = {}
 
-    def take(self, engine: str, request: Request, reply: Reply) -> bool:
+    def take(self, engine: str, request: HttpRequest, reply: Reply) -> bool:
         """Note what an engine received; return whether it was answered."""
         own = request.path == b"/v1/models" and request.header(b"x-request-id") is None
         if not own and request.path not in (b"/health", b"/metrics", b"/version"):
@@ -300,7 +300,7 @@ async def play_in(
     site = Site(world)
     answer = Routes.answer
 
-    def tapped(routes: Routes, request: Request, reply: Reply) -> None:
+    def tapped(routes: Routes, request: HttpRequest, reply: Reply) -> None:
         engine = routes._engine
         name = world.engine_name(engine.url) if isinstance(world, GroupWorld) else engine.name
         if not site.take(name, request, reply):

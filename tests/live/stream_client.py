@@ -7,10 +7,15 @@ from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
+from balanceroute.proxy.live.openai.token_counts import (
+    CountsAsked,
+    PromptUsage,
+    TokenCounts,
+    UsageRewrite,
+    ask_for_counts,
+)
 from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript
-from balanceroute.proxy.live.openai.usage import PromptUsage, UsageRewrite
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault

@@ -13,7 +13,7 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Reply
 
 
@@ -63,7 +63,7 @@ def events(*values: dict[str, Any]) -> bytes:
 def sends(body: bytes, kind: bytes) -> Any:
     """Return what has an engine answer always the same."""
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, [(b"content-type", kind)], body)
 
@@ -163,7 +163,7 @@ def test_a_response_that_was_given_up_is_asked_of_another_engine(
     async def scenario(site: "Site") -> None:
         asked: list[str] = []
 
-        def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             asked.append(engine)
             sends(given_up if len(asked) == 1 else whole, kind)(engine, request, reply)
 

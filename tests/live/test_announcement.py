@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from balanceroute.proxy.live.announcement import announce
 from balanceroute.proxy.live.listeners import not_bound
+from balanceroute.proxy.live.serve import announce
 from balanceroute.proxy.live.settings.configure import make_config
 
 FLAGS = {"prefill": ["http://p:1"], "decode": ["http://d:1"]}

@@ -19,7 +19,7 @@ from tests.live.test_proxy_connectors import (
 )
 
 from balanceroute.proxy.core.admission import Decision
-from balanceroute.proxy.live.openai.leg_body import decode_body
+from balanceroute.proxy.live.openai.legs import decode_body
 from balanceroute.proxy.live.request import decode_attempt
 from balanceroute.proxy.live.telemetry.record import Outcome
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 EARLY = {"first_token": "prefill"}
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
@@ -338,7 +338,7 @@ def test_an_answer_that_may_exceed_the_context_has_no_early_token(play: "Play", 
 def test_where_no_engine_tells_its_context_the_rank_says_the_first_token(
     play: "Play", path: str
 ) -> None:
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         reply.send(404, [], b"")
 
     async def scenario(site: "Site") -> None:
@@ -386,7 +386,7 @@ def test_a_reasoning_parser_is_not_second_guessed(play: "Play") -> None:
 def test_an_engine_that_tells_no_ids_is_served_as_before(
     play: "Play", choice: dict[str, Any]
 ) -> None:
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         if engine.startswith("prefill"):
             prefilled(reply, choice)
         else:
@@ -407,7 +407,7 @@ def test_a_rank_that_says_something_else_is_left_for_the_ids(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         body = json.loads(request.body)
         asked.append(body)
         if engine.startswith("prefill"):

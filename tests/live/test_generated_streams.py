@@ -10,15 +10,14 @@ from tests.live.test_token_requests import ASKED, EACH, GENERATE, SAMPLING, STRE
 
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import continuable, continued_body
-from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.live.openai.token_shape import read_token_shape
+from balanceroute.proxy.live.openai.shape import Api, read_token_shape
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 EXACT = {"resume": "exact"}
 EARLY = {"first_token": "prefill"}
@@ -155,7 +154,7 @@ def test_a_stream_that_is_handed_back_goes_on(play: "Play") -> None:
 
 
 def test_experts_that_no_engine_knows_all_of_end_it_with_an_error(play: "Play") -> None:
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         body = json.loads(request.body)
         if engine.startswith("prefill"):
             prefilled(reply, {"index": 0, "finish_reason": "length", "token_ids": [7]})
@@ -299,7 +298,7 @@ def test_a_rank_that_says_another_first_id_is_left(
 ) -> None:
     asked: list[list[int]] = []
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         body = json.loads(request.body)
         if engine.startswith("prefill"):
             prefilled(reply, NULL | {"token_ids": [7]})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 PROMPT = [1, 2]
 ASKED: dict[str, Any] = {"prompt": "a b", "temperature": 0, "stream": True, "max_tokens": 9}
@@ -78,7 +78,7 @@ def test_a_stream_goes_on_behind_its_own_ids_or_ends_with_an_error(
 ) -> None:
     asked: list[object] = []
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         if engine.startswith("prefill"):
             prefilled(reply)
             return

@@ -16,12 +16,12 @@ from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
 from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
 from balanceroute.proxy.lab.emulate.prefix_caches import _blocks
-from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
+from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
 
 pytest.importorskip("zmq", reason="an extra")
 
 from balanceroute.proxy.lab.emulate.kv_publisher import KvPublisher
-from balanceroute.proxy.live.engines.kv_subscriber import subscribe
+from balanceroute.proxy.live.engines.kv_feed import subscribe
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -93,8 +93,8 @@ def test_the_index_follows_a_prefiller_through_its_life(make_exchanged: "MakeExc
             feed = KvFeed(blocks, P, replays=True)
             lost: list[str] = []
             ((events, replay), _) = fleet.kv_addresses
-            source = Source(feed, events, replay, lambda: True, lost.append)
-            sources = asyncio.Queue[Source]()
+            source = KvEventSource(feed, events, replay, lambda: True, lost.append)
+            sources = asyncio.Queue[KvEventSource]()
             sources.put_nowait(source)
             task = asyncio.create_task(subscribe(sources))
             try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 COMPLETIONS = "/v1/completions"
 STREAM = [(b"content-type", b"text/event-stream")]
@@ -38,7 +38,7 @@ class Engines:
         self.pulls: list[int] = []
         self._blocks = 0
 
-    def answer(self, engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(self, engine: str, request: "HttpRequest", reply: "Reply") -> None:
         values = json.loads(request.body)
         if engine.startswith("prefill"):
             self._prefill(reply)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 
 CHAT = "/v1/chat/completions"
@@ -45,7 +45,7 @@ def test_a_whole_answer_that_its_rank_loses_is_prefilled_and_decoded_elsewhere(
 def test_the_tokens_of_an_answer_count_if_the_client_leaves_before_its_very_end(
     play: "Play",
 ) -> None:
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, [(b"content-type", b"text/event-stream")])
         reply.write(b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n')
@@ -72,7 +72,7 @@ def test_a_stream_whose_rank_dies_behind_the_last_token_is_complete(
     values = {"messages": [], "max_tokens": 9, "stream": True, "temperature": 0}
     values |= {"stream_options": options, "ignore_eos": True}
 
-    def die(engine: str, request: "Request", reply: "Reply") -> None:
+    def die(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine
         reply.start(200, [(b"content-type", b"text/event-stream")])
         for event in said:
@@ -178,7 +178,7 @@ def test_comments_before_the_first_token_reach_a_client_before_it(play: "Play") 
     token = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":%s}]}\n\n'
     events = [*[b": keep-alive\n\n"] * 49, token % b"null", token % b'"stop"', b"data: [DONE]\n\n"]
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, [(b"content-type", b"text/event-stream")])
         for second, event in enumerate(events, start=1):

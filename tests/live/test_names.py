@@ -12,8 +12,7 @@ from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 BODY = b'{"model":"emulated","prompt":"t1 t2 t3","max_tokens":3,"ignore_eos":true}'
 HEADERS = [(b"content-type", b"application/json")]

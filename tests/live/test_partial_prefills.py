@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 
 COMPLETIONS = "/v1/completions"
@@ -43,7 +43,7 @@ def play_with(
     """Play before prefillers that say "a" and tell what is `told`, and ranks that say two letters."""
 
     async def main(site: "Site") -> None:
-        def prefill(engine: str, request: "Request", reply: "Reply") -> None:
+        def prefill(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")
             kv |= {"do_remote_prefill": True, "remote_port": 1, "remote_block_ids": [1]}
@@ -54,7 +54,7 @@ def play_with(
             done = {"choices": [choice], "usage": {"prompt_tokens": 2}, "kv_transfer_params": kv}
             reply.send(200, [(b"content-type", b"application/json")], json.dumps(done).encode())
 
-        def decode(engine: str, request: "Request", reply: "Reply") -> None:
+        def decode(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             say(reply, *says, finish="stop")
 

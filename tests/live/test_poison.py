@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,7 +39,7 @@ BODIES: dict[str, dict[str, object]] = {
 }
 
 
-def is_poison(request: "Request") -> bool:
+def is_poison(request: "HttpRequest") -> bool:
     return (request.header(b"x-request-id") or b"").startswith(b"poison")
 
 
@@ -56,7 +56,7 @@ class Poisoned:
         self._role, self._after_s = role, after_s
         site.take = self._taken  # type: ignore[method-assign]
 
-    def _taken(self, engine: str, request: "Request", reply: "Reply") -> bool:
+    def _taken(self, engine: str, request: "HttpRequest", reply: "Reply") -> bool:
         if not (engine.startswith(self._role) and is_poison(request)):
             return self._take(engine, request, reply)
         if not self._after_s:
@@ -328,7 +328,7 @@ def test_an_engine_that_says_that_it_has_died_is_one_that_died(
     async def scenario(site: "Site") -> None:
         take = site.take
 
-        def taken(engine: str, request: "Request", reply: "Reply") -> bool:
+        def taken(engine: str, request: "HttpRequest", reply: "Reply") -> bool:
             if not (engine.startswith(role) and is_poison(request)):
                 return take(engine, request, reply)
             asked.append(engine)
@@ -363,7 +363,7 @@ def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None
         dead: list[str] = []
         take = site.take
 
-        def taken(engine: str, request: "Request", reply: "Reply") -> bool:
+        def taken(engine: str, request: "HttpRequest", reply: "Reply") -> bool:
             if not is_poison(request):
                 return take(engine, request, reply)
             group, _, name = engine.partition(":")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Reply
 
 
@@ -23,7 +23,7 @@ def test_probes_and_scrapes_carry_the_engines_newest_key(play: "Play", tmp_path:
     async def scenario(site: "Site") -> None:
         keys: dict[bytes, list[bytes | None]] = {b"/health": [], b"/metrics": []}
 
-        def answer(_engine: str, request: "Request", reply: "Reply") -> None:
+        def answer(_engine: str, request: "HttpRequest", reply: "Reply") -> None:
             keys[request.path].append(request.header(b"authorization"))
             reply.send(200, [], b"")
 

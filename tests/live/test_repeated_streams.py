@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -340,7 +340,7 @@ def test_an_answer_that_begins_otherwise_ends_with_an_error(
         tenth = events[9].replace(b'":" t', b'":" u')
         assert tenth != events[9]
 
-        def otherwise(engine: str, request: "Request", reply: "Reply") -> None:
+        def otherwise(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del request
             reply.start(200, [(b"content-type", b"text/event-stream")])
             if engine == "decode/0":

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, ID, TALK, alone, another
 
-from balanceroute.proxy.live.openai.backed_up_ids import Care, care_of
 from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
-from balanceroute.proxy.live.openai.repeated_text import RepeatedText
-from balanceroute.proxy.live.openai.token_ids import TokenIds
-from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError
-from balanceroute.proxy.live.openai.usage import UsageRewrite
+from balanceroute.proxy.live.openai.stream_event import RepeatedText
+from balanceroute.proxy.live.openai.token_counts import UsageRewrite
+from balanceroute.proxy.live.openai.token_ids import Care, TokenIds, care_of
+from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 EXACT = {"resume": "exact"}
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
@@ -109,7 +109,7 @@ def test_a_stream_kills_few_ranks(play: "Play", tokens: int, tries: int, emitted
 def test_an_answer_that_goes_on_otherwise_ends_with_an_error(play: "Play") -> None:
     """Two tokens in one event, and an engine whose numerics differ."""
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         body = json.loads(request.body)
         if engine.startswith("prefill"):
             kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")

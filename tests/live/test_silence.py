@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 RESPONSES, GENERATE = "/v1/responses", "/inference/v1/generate"
@@ -51,7 +51,7 @@ TOKENS = {
 def silent(site: "Site", path: str, signs: list[bytes], then: "Callable[[Reply], None]") -> None:
     """Have the next rank that is asked send signs of life, one a second, before it does something."""
 
-    def begin(engine: str, request: "Request", reply: "Reply") -> None:
+    def begin(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         site.rank_handlers.pop(path.encode(), None)
         reply.start(200, EVENTS)
@@ -158,7 +158,7 @@ def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(play: "Play", 
         }
 
     async def scenario(site: "Site") -> None:
-        def refuses(engine: str, request: "Request", reply: "Reply") -> None:
+        def refuses(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             body = json.dumps(error, indent=2).encode()
             reply.send(400, [(b"content-type", b"application/json")], body)
@@ -182,7 +182,7 @@ def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(play: "Play", 
 
 def test_a_whole_answer_behind_a_comment_is_no_answer(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        def whole(engine: str, request: "Request", reply: "Reply") -> None:
+        def whole(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             reply.send(200, [(b"content-type", b"application/json")], b'{"usage":{},"choices":[]}')
 
@@ -304,7 +304,7 @@ def test_who_leaves_behind_a_sign_of_life_holds_nothing(play: "Play") -> None:
 
 def test_who_waits_for_a_prefill_gets_signs_of_life_and_a_retry(play: "Play") -> None:
     async def scenario(site: "Site") -> None:
-        def slow(engine: str, request: "Request", reply: "Reply") -> None:
+        def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             del site.handlers[COMPLETIONS.encode()]
             site.loop.call_later(3.0, reply.send, 500, [], b"")
@@ -333,7 +333,7 @@ def test_the_first_token_of_a_prefiller_comes_behind_signs_of_life(play: "Play")
     async def scenario(site: "Site") -> None:
         plain = await site.post(COMPLETIONS, BODY | {"temperature": 0})
 
-        def slow(engine: str, request: "Request", reply: "Reply") -> None:
+        def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             del site.handlers[COMPLETIONS.encode()]
             site.loop.call_later(1.5, reply.send, 500, [], b"")

@@ -7,15 +7,15 @@ import pytest
 from tests.live.test_proxy_connectors import ID, PULL_KEYS, alone, another, same, usage
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
-from balanceroute.proxy.live.openai.token_shape import read_token_shape
-from balanceroute.proxy.live.openai.token_stream import ids_in
+from balanceroute.proxy.live.openai.continuation_stream import ids_in
+from balanceroute.proxy.live.openai.shape import read_token_shape
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 GENERATE = "/inference/v1/generate"
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
@@ -209,7 +209,7 @@ def test_tokens_are_counted_however_they_are_cut_into_events(play: "Play") -> No
 
 
 def test_an_engine_without_the_route_says_so(play: "Play") -> None:
-    def refuse(engine: str, request: "Request", reply: "Reply") -> None:
+    def refuse(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(403, [(b"content-type", b"application/json")], b'{"error":{"message":"off"}}')
 

@@ -17,9 +17,14 @@ from contextlib import contextmanager
 
 from balanceroute.proxy.live.openai import json_scan
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.json_scan import JsonScanner, ScanError
+from balanceroute.proxy.live.openai.json_scan import (
+    DATA_MEMBERS,
+    JsonScanner,
+    PromptSummary,
+    ScanError,
+    summarise,
+)
 from balanceroute.proxy.live.openai.native_scan import NativeScanner
-from balanceroute.proxy.live.openai.prompt_summary import DATA_MEMBERS, PromptSummary, summarise
 from balanceroute.proxy.wire.http1.pump import load_library
 
 PROMPTS = frozenset({"input", "messages", "prompt", "token_ids"})

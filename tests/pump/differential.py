@@ -21,11 +21,10 @@ from typing import Any, cast
 
 from tests.live.stream_client import Client, counts
 
-from balanceroute.proxy.live.openai.generated_ids import GeneratedIds
+from balanceroute.proxy.live.openai.continuation_stream import TokenStream
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.token_counts import TokenCounts
-from balanceroute.proxy.live.openai.token_ids import TokenIds
-from balanceroute.proxy.live.openai.token_stream import TokenStream
+from balanceroute.proxy.live.openai.token_ids import GeneratedIds, TokenIds
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
 from balanceroute.proxy.wire.http1.pump import (

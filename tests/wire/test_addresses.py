@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.engines.health import Health, HealthSettings
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.addresses import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run as run_virtually
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import WireError, WireFault
 

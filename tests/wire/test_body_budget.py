@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.wire.http1.server import Reply
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Connect, Serving
@@ -29,7 +29,7 @@ class Desk:
         self.bodies: list[bytes] = []
         self.replies: list[Reply] = []
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         self.bodies.append(request.body)
         self.replies.append(reply)
 
@@ -151,7 +151,7 @@ async def test_what_is_pipelined_beyond_the_budget_is_dropped_behind_the_present
 async def test_what_is_pipelined_by_who_reads_no_answer_is_dropped_beyond_the_budget(
     serving: "Serving", connect: "Connect"
 ) -> None:
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         reply.send(200, [], bytes(1 << 22))
 
     async with (

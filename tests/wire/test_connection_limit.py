@@ -16,7 +16,7 @@ from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Loss
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 from balanceroute.proxy.wire.http1.service import Service
-from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -31,7 +31,7 @@ class Desk:
     def __init__(self) -> None:
         self.kept: list[Reply] = []
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         if request.path == b"/wait":
             self.kept.append(reply)
         else:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
-from balanceroute.proxy.wire.tcp_timeout import end_if_silent
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
+from balanceroute.proxy.wire.turn_writes import end_if_silent
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Engine, RawConnection

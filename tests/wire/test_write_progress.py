@@ -2,7 +2,7 @@
 
 import socket
 
-from balanceroute.proxy.wire.write_progress import WriteProgress, held_by_kernel
+from balanceroute.proxy.wire.turn_writes import WriteProgress, held_by_kernel
 
 
 def test_a_peer_that_takes_nothing_stalls_after_the_timeout() -> None:

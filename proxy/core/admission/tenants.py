@@ -93,7 +93,7 @@ class Bucket:
 _MEMORY_NS = 30_000_000_000
 
 
-class Occupancy:
+class TenantOccupancy:
     """Counts who is there, and measures the rate at which they leave while anybody is.
 
     Attributes:
@@ -191,8 +191,8 @@ class Account:
 
     def __init__(self, limits: TenantLimits, now_ns: int) -> None:
         self.limits = TenantLimits()
-        self.in_flight = Occupancy()
-        self.waiting = Occupancy()
+        self.in_flight = TenantOccupancy()
+        self.waiting = TenantOccupancy()
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.change(limits, now_ns)

@@ -61,7 +61,7 @@ from balanceroute.proxy.core.projection import Form, Projection
 if TYPE_CHECKING:
     import random
 
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.prediction import OutputPredictor
 
 __all__ = [
     "POLICIES",
@@ -203,7 +203,7 @@ class PolicyInputs:
     batch_limit: int
     settings: PolicySettings
     rng: "random.Random"
-    predictor: "Predictor"
+    predictor: "OutputPredictor"
     on_stage: Callable[[str], None] = ignore_stage
     rank_kv_tokens: int | None = None
     serving: int | None = None

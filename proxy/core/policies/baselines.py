@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import random
 
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.prediction import OutputPredictor
 
 
 def shortest_queue(fleet: Fleet, entry: PoolEntry) -> int | None:
@@ -286,7 +286,7 @@ class LeastCharged:
         self,
         charge: Charge,
         *,
-        predictor: "Predictor | None" = None,
+        predictor: "OutputPredictor | None" = None,
         pressure: Callable[[Fleet], NDArray[np.float64]] | None = None,
     ) -> None:
         self._charge = charge

@@ -32,7 +32,7 @@ from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection, first_of_each
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.prediction import OutputPredictor
 
 
 # How far predictions of single requests come true, measured on those that leave.
@@ -174,7 +174,7 @@ class OwnTrajectory:
         self,
         rule: Policy,
         projection: Projection,
-        predictor: "Predictor",
+        predictor: "OutputPredictor",
         on_stage: Callable[[str], None],
     ) -> None:
         self.projection = projection

@@ -66,7 +66,7 @@ _MEAN_SHARE = 0.7
 _BUSY = 2 / 3
 
 
-class Occupancy:
+class RankOccupancy:
     """The share of the open ranks' slots that is taken, now and over the latest decisions."""
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class TwoStage:
         self._per_step = -1.0
         self.reservations = Reservations()
         self._on_stage = on_stage
-        self._occupancy = Occupancy()
+        self._occupancy = RankOccupancy()
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
         """Admit what fits. Paper: Algorithms 2 and 3."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.ledger import Follower
     from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
     from balanceroute.proxy.core.pool import Pool, PoolEntry
-    from balanceroute.proxy.core.prediction import Predictor
+    from balanceroute.proxy.core.prediction import OutputPredictor
 
 
 # How many more KV tokens fit on a rank, given how its requests will grow and when they will end.
@@ -140,7 +140,7 @@ class PeakRoom:
     """
 
     def __init__(
-        self, residents: Residents, predictor: "Predictor", *, capacity: int, quantile: float
+        self, residents: Residents, predictor: "OutputPredictor", *, capacity: int, quantile: float
     ) -> None:
         self._residents = residents
         self._curves = Curves(predictor)
@@ -269,7 +269,7 @@ class WithinPeak:
     def __init__(
         self,
         rule: "Policy",
-        predictor: "Predictor",
+        predictor: "OutputPredictor",
         *,
         ranks: int,
         capacity: int,

@@ -152,7 +152,7 @@ class CacheAware:
 # `power-of-two`: the less busy of two prefillers drawn at random.
 
 
-class PowerOfTwo:
+class PrefillPowerOfTwo:
     """Of two candidates drawn uniformly, the one that works on fewer requests."""
 
     observer = None
@@ -254,7 +254,7 @@ class RandomOne:
 # `round-robin`: the prefillers in turn.
 
 
-class RoundRobin:
+class PrefillRoundRobin:
     """The first candidate after the last one chosen, in the order of their numbers."""
 
     observer = None

@@ -27,15 +27,15 @@ from balanceroute.proxy.core.queueing.by_ticket import (
     urgent_by_deadline,
 )
 from balanceroute.proxy.core.queueing.fair import COSTS, FairQueue, FairShares
-from balanceroute.proxy.core.queueing.fcfs import Fcfs
-from balanceroute.proxy.core.queueing.held_shares import HeldShares
-from balanceroute.proxy.core.queueing.in_turn import InTurn
-from balanceroute.proxy.core.queueing.kv_meter import KvMeter
-from balanceroute.proxy.core.queueing.sharing import (
+from balanceroute.proxy.core.queueing.fcfs import (
     FAIR_COSTS,
     FairQueueing,
+    Fcfs,
+    InTurn,
     fair_queueing,
 )
+from balanceroute.proxy.core.queueing.held_shares import HeldShares
+from balanceroute.proxy.core.queueing.kv_meter import KvMeter
 
 __all__ = [
     "COSTS",

@@ -20,7 +20,7 @@ from balanceroute.proxy.lab.emulate.tokens import (
     word_of,
 )
 from balanceroute.proxy.wire.http1.server import Application, Reply, Server
-from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -336,7 +336,7 @@ class Engine:
         self._servers.append(server)
         return server
 
-    def _bootstrap(self, request: Request, reply: Reply) -> None:
+    def _bootstrap(self, request: HttpRequest, reply: Reply) -> None:
         """Answer as Mooncake's bootstrap server, keyed by data-parallel rank."""
         headers = json_headers(self._hub.date())
         if request.path != b"/query":

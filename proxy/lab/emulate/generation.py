@@ -52,7 +52,7 @@ from balanceroute.proxy.lab.emulate.translated_reply import RustReply, Translate
 if TYPE_CHECKING:
     from balanceroute.proxy.lab.emulate.hub import Hub
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 _Read = Callable[[Mapping[str, Any], EmulationSettings], GenerationRequest]
@@ -69,19 +69,19 @@ class EmulatedGeneration:
         self._engine = engine
         self._hub = hub
 
-    def chat(self, request: "Request", reply: "Reply") -> None:
+    def chat(self, request: "HttpRequest", reply: "Reply") -> None:
         """Handle a request to /v1/chat/completions."""
         self._take(request, reply, _read_chat)
 
-    def completion(self, request: "Request", reply: "Reply") -> None:
+    def completion(self, request: "HttpRequest", reply: "Reply") -> None:
         """Handle a request to /v1/completions."""
         self._take(request, reply, _read_completion)
 
-    def tokens(self, request: "Request", reply: "Reply") -> None:
+    def tokens(self, request: "HttpRequest", reply: "Reply") -> None:
         """Handle a request to /inference/v1/generate."""
         self._take(request, reply, read_tokens)
 
-    def messages(self, request: "Request", reply: "Reply") -> None:
+    def messages(self, request: "HttpRequest", reply: "Reply") -> None:
         """Handle a request to /v1/messages."""
         try:
             chat = read_messages(read_json(request.body))
@@ -92,7 +92,7 @@ class EmulatedGeneration:
         translated = replace(request, body=json.dumps(chat).encode())
         self.chat(translated, cast("Reply", MessagesReply(reply, self._hub)))
 
-    def responses(self, request: "Request", reply: "Reply") -> None:
+    def responses(self, request: "HttpRequest", reply: "Reply") -> None:
         """Handle a request to /v1/responses."""
         try:
             values = read_json(request.body)
@@ -110,7 +110,7 @@ class EmulatedGeneration:
         # No number is drawn for an impossible fault, so that one kind of fault does not change others.
         return probability > 0 and self._hub.rng.random() < probability
 
-    def _take(self, request: "Request", reply: "Reply", read: _Read) -> None:
+    def _take(self, request: "HttpRequest", reply: "Reply", read: _Read) -> None:
         engine, faults = self._engine, self._engine.faults
         if self._hub.settings.frontend is Frontend.RUST and not isinstance(reply, TranslatedReply):
             reply = cast("Reply", RustReply(reply))
@@ -131,19 +131,21 @@ class EmulatedGeneration:
             delay_s = self._hub.settings.seconds(1e9 * faults.delay_s)
             self._hub.loop.call_later(delay_s, self._release, request, reply, read, now_s)
 
-    def _release(self, request: "Request", reply: "Reply", read: _Read, arrived_s: float) -> None:
+    def _release(
+        self, request: "HttpRequest", reply: "Reply", read: _Read, arrived_s: float
+    ) -> None:
         if reply in self._engine.held:
             del self._engine.held[reply]
             reply.on_closed = None
             self._accept(request, reply, read, arrived_s)
 
-    def _refuse_on_purpose(self, request: "Request", reply: "Reply", status: int) -> None:
+    def _refuse_on_purpose(self, request: "HttpRequest", reply: "Reply", status: int) -> None:
         error = ApiError(
             "refused on purpose", status=status, kind=_KINDS.get(status, "BadRequestError")
         )
         self._refuse(request, reply, error)
 
-    def _refuse(self, request: "Request", reply: "Reply", error: ApiError) -> None:
+    def _refuse(self, request: "HttpRequest", reply: "Reply", error: ApiError) -> None:
         faults, date = self._engine.faults, self._hub.date()
         if faults.errors_in_200 and b'"stream":true' in request.body.replace(b" ", b""):
             reply.start(200, stream_headers(date))
@@ -157,7 +159,9 @@ class EmulatedGeneration:
         status = 200 if faults.errors_in_200 else error.status
         reply.send(status, headers, error.body(faults.error_form))
 
-    def _accept(self, request: "Request", reply: "Reply", read: _Read, arrived_s: float) -> None:
+    def _accept(
+        self, request: "HttpRequest", reply: "Reply", read: _Read, arrived_s: float
+    ) -> None:
         try:
             values = read_json(request.body)
             wanted = read(values, self._hub.settings)
@@ -179,7 +183,7 @@ class EmulatedGeneration:
             wanted, reply, name, rank, length_name=named, arrived_s=arrived_s, session=session
         )
 
-    def _rank(self, request: "Request") -> int:
+    def _rank(self, request: "HttpRequest") -> int:
         """Return the rank that a request names, or the least busy one.
 
         Raises:
@@ -301,7 +305,7 @@ class Routes:
         self._engine = engine
         self._hub = hub
         generation = EmulatedGeneration(engine, hub)
-        self._routes: dict[bytes, tuple[bytes, Callable[[Request, Reply], None]]] = {
+        self._routes: dict[bytes, tuple[bytes, Callable[[HttpRequest, Reply], None]]] = {
             b"/v1/chat/completions": (b"POST", generation.chat),
             b"/v1/completions": (b"POST", generation.completion),
             b"/v1/messages": (b"POST", generation.messages),
@@ -327,7 +331,7 @@ class Routes:
             b"/metrics": (b"GET", self._metrics),
         }
 
-    def answer(self, request: "Request", reply: "Reply") -> None:
+    def answer(self, request: "HttpRequest", reply: "Reply") -> None:
         """Answer a request: the server's application."""
         if request.path.startswith(_EMULATION):
             name = request.path.removeprefix(_EMULATION).decode("latin-1")
@@ -345,45 +349,45 @@ class Routes:
         headers = [*json_headers(self._hub.date()), (b"allow", methods)]
         reply.send(405, headers, compact({"detail": "Method Not Allowed"}))
 
-    def _pause(self, request: "Request", reply: "Reply") -> None:
+    def _pause(self, request: "HttpRequest", reply: "Reply") -> None:
         # What comes meanwhile is served: nobody who pauses an engine sends to it.
         self._engine.paused = True
         if b"mode=wait" not in request.query:
             self._engine.abort()
         self._send(reply, 200, {"status": "paused"})
 
-    def _resume(self, request: "Request", reply: "Reply") -> None:
+    def _resume(self, request: "HttpRequest", reply: "Reply") -> None:
         del request
         self._engine.paused = False
         self._send(reply, 200, {"status": "resumed"})
 
-    def _sleep(self, request: "Request", reply: "Reply") -> None:
+    def _sleep(self, request: "HttpRequest", reply: "Reply") -> None:
         self._engine.paused = self._engine.asleep = True
         if b"mode=wait" not in request.query:
             self._engine.abort()
         self._send(reply, 200, {"status": "sleeping", "level": 1})
 
-    def _wake_up(self, request: "Request", reply: "Reply") -> None:
+    def _wake_up(self, request: "HttpRequest", reply: "Reply") -> None:
         # With one tag a part of its memory comes back, and the engine sleeps on.
         if request.query.count(b"tags=") != 1:
             self._engine.paused = self._engine.asleep = False
         status = "sleeping" if self._engine.asleep else "awake"
         self._send(reply, 200, {"status": status, "tags": None})
 
-    def _abort(self, request: "Request", reply: "Reply") -> None:
+    def _abort(self, request: "HttpRequest", reply: "Reply") -> None:
         del request
         self._send(reply, 200, {"status": "aborted", "aborted": self._engine.abort()})
 
     def _send(self, reply: "Reply", status: int, value: object) -> None:
         reply.send(status, json_headers(self._hub.date()), compact(value))
 
-    def _got(self, answer: Callable[[], object]) -> "Callable[[Request, Reply], None]":
+    def _got(self, answer: Callable[[], object]) -> "Callable[[HttpRequest, Reply], None]":
         return lambda _, reply: self._send(reply, 200, answer())
 
     def _posted(
         self, answer: "Callable[[dict[str, Any], Hub], object]"
-    ) -> "Callable[[Request, Reply], None]":
-        def handler(request: "Request", reply: "Reply") -> None:
+    ) -> "Callable[[HttpRequest, Reply], None]":
+        def handler(request: "HttpRequest", reply: "Reply") -> None:
             try:
                 value = answer(read_json(request.body), self._hub)
             except ApiError as error:
@@ -393,12 +397,12 @@ class Routes:
 
         return handler
 
-    def _health(self, request: "Request", reply: "Reply") -> None:
+    def _health(self, request: "HttpRequest", reply: "Reply") -> None:
         del request
         status = 503 if self._engine.faults.unhealthy else 200
         reply.send(status, self._headers(None), b"")
 
-    def _metrics(self, request: "Request", reply: "Reply") -> None:
+    def _metrics(self, request: "HttpRequest", reply: "Reply") -> None:
         del request
         slow_s = self._engine.faults.slow_scrape_s
         if slow_s:

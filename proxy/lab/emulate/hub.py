@@ -16,8 +16,7 @@ from balanceroute.proxy.lab.emulate.exchange import EngineExchange
 from balanceroute.proxy.lab.emulate.leases import KvSource, LeaseBook
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import WireError
 
 # A generation request with the engine's own data on it.

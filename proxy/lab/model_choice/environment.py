@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.model_choice import ArrivalRate, Outlook, Targets
+from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook, Targets
 
 # The groups of an alias, as training and judgement model them, and what answers are worth.
 
@@ -253,7 +253,7 @@ class SimulatedArrival:
     number: int
     task: int
     rate_per_s: float
-    outlooks: tuple[Outlook, ...]
+    outlooks: tuple[GroupOutlook, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class TrainingEnvironment:
         self._next = (task, SimulatedRequest(self._count, self._now_ms, prompt, output))
         self._count += 1
         outlooks = tuple(
-            Outlook(self._scenario.targets.share_used(*group.outlook(prompt)))
+            GroupOutlook(self._scenario.targets.share_used(*group.outlook(prompt)))
             for group in self._groups
         )
         rate = self._rate.observe(self._now_ms)

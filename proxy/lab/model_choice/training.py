@@ -23,8 +23,8 @@ from balanceroute.proxy.model_choice import (
     WINDOW,
     DoubleDqn,
     Floats,
+    GroupOutlook,
     ModelChoice,
-    Outlook,
     QNetwork,
     Recent,
     WindowAim,
@@ -168,7 +168,7 @@ class Trainer:
         tasks = len(self._scenario.tasks)
         return state(arrival.task, tasks, arrival.rate_per_s, arrival.outlooks, self._recent)
 
-    def _explore(self, seen: Floats, outlooks: Sequence[Outlook]) -> int:
+    def _explore(self, seen: Floats, outlooks: Sequence[GroupOutlook]) -> int:
         """Return a random group at first, and ever more often the best one."""
         epsilon = max(_LAST_EPSILON, 1 - 2 * self._done / self._steps)
         if self._random.random() < epsilon:

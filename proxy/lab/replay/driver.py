@@ -44,8 +44,7 @@ from balanceroute.proxy.lab.replay.requests import (
     headers_of,
 )
 from balanceroute.proxy.lab.service_levels import ByGroup
-from balanceroute.proxy.wire.caller import Caller
-from balanceroute.proxy.wire.messages import Headers
+from balanceroute.proxy.wire.messages import Caller, Headers
 
 # An emulated fleet's own figures, which only the ranks know, such as idle time at the barrier.
 

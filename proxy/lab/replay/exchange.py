@@ -22,10 +22,8 @@ from balanceroute.proxy.lab.replay.figures import (
     shown,
 )
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.caller import Caller, Calling
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
-from balanceroute.proxy.wire.messages import Headers, WireError, first_value
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
+from balanceroute.proxy.wire.messages import Caller, Calling, Headers, WireError, first_value
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 # Parsing a streamed answer: how many tokens each piece has, and whether the answer is complete.

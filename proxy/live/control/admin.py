@@ -42,7 +42,7 @@ from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.orders import (
     ConflictError,
-    Refusal,
+    OrderRefusal,
     UnknownInstanceError,
     address_of,
     event_addresses_of,
@@ -57,11 +57,11 @@ from balanceroute.proxy.live.control.pages import (
     EVENTS,
     HEADERS,
     PAGE,
-    GroupOrders,
+    AdminReply,
+    GroupOrdering,
     GroupPages,
     LiveView,
     PausePages,
-    Reply,
     answering,
     as_json,
     begin,
@@ -74,7 +74,7 @@ from balanceroute.proxy.live.engines.instances import Role, Status
 from balanceroute.proxy.live.security import Secret, check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 # Engines as training frameworks list, add and remove them at a router: `/workers` of the admin
 # listener.
@@ -97,7 +97,7 @@ _ID_DIGITS = 16
 _STEP_S = 0.25
 
 
-class Engines(Protocol):
+class WorkerRoster(Protocol):
     """Who adds and removes engines; see `Roster`."""
 
     async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
@@ -117,7 +117,7 @@ class Engines(Protocol):
         ...
 
 
-class Rows:
+class InstanceRows:
     """The rows of all instances, made once for all that wait for some of them.
 
     Args:
@@ -144,7 +144,7 @@ class Workers:
         rows: Of all instances.
     """
 
-    def __init__(self, engines: Engines, rows: Rows) -> None:
+    def __init__(self, engines: WorkerRoster, rows: InstanceRows) -> None:
         self._engines = engines
         self._rows = rows
 
@@ -341,7 +341,7 @@ class Admin:
         control: Control,
         engines: Orders,
         *,
-        groups: GroupOrders | None = None,
+        groups: GroupOrdering | None = None,
         page_of_metrics: Callable[[], bytes],
         config: Mapping[str, object],
         token: Secret | None,
@@ -367,12 +367,12 @@ class Admin:
         self.token = token
         self._names = names
         self._live_view = LiveView(control.view)
-        self._rows = Rows(control.instance_rows)
+        self._rows = InstanceRows(control.instance_rows)
         self._workers = Workers(engines, self._rows)
         self._additions: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Task[None]] = set()
-        self._routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+        self._routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
             b"/": {b"GET": self._page},
             b"/health": {b"GET": self._health},
             b"/ready": {b"GET": self._ready},
@@ -393,23 +393,23 @@ class Admin:
             self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: AdminReply) -> None:
         """Answer a request, now or when what it asks for is done."""
         with answering(reply):
             self._authorise(request)
             named = request.path.startswith(PATH + b"/")
             methods = self._of_worker if named else self._routes.get(request.path)
             if methods is None:
-                raise Refusal(404, "there is no such page")
+                raise OrderRefusal(404, "there is no such page")
             handler = methods.get(b"GET" if request.method == b"HEAD" else request.method)
             if handler is None:
                 allowed = b", ".join(methods).replace(b"GET", b"GET, HEAD")
-                raise Refusal(
+                raise OrderRefusal(
                     405, f"the page knows {allowed.decode()}", headers=[(b"allow", allowed)]
                 )
             asks = request.path in PAUSE_PATHS or handler in (self._state, self._requests)
             if request.query and not asks:
-                raise Refusal(400, "the page takes no query")
+                raise OrderRefusal(400, "the page takes no query")
             handler(request, reply)
 
     def close(self) -> None:
@@ -421,42 +421,42 @@ class Admin:
     def _check_places(self) -> None:
         """Raise Refusal if one more may not hold a connection."""
         if len(self._additions) + len(self._waits) + self._live_view.viewers >= MAX_WAITS:
-            raise Refusal(429, f"too many orders and views go on: {MAX_WAITS} at a time")
+            raise OrderRefusal(429, f"too many orders and views go on: {MAX_WAITS} at a time")
 
-    def _authorise(self, request: Request) -> None:
+    def _authorise(self, request: HttpRequest) -> None:
         if request.path in _OPEN_PATHS:
             return
         if self.token is None:
             foreign = check_host(request.headers, self._names)
             if foreign is not None:
                 _log.warning("admin: refused what a web page may have sent", extra=_where(request))
-                raise Refusal(foreign.status, foreign.message)
+                raise OrderRefusal(foreign.status, foreign.message)
             return
         given = [value for name, value in request.headers if name == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
         if scheme.lower() != b"bearer" or not self.token.matches(token):
             _log.warning("admin: refused a request without the token", extra=_where(request))
-            raise Refusal(
+            raise OrderRefusal(
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
             )
 
-    def _page(self, _request: Request, reply: Reply) -> None:
+    def _page(self, _request: HttpRequest, reply: AdminReply) -> None:
         reply.send(200, [*HEADERS, *COMMON_HEADERS], PAGE)
 
-    def _health(self, _request: Request, reply: Reply) -> None:
+    def _health(self, _request: HttpRequest, reply: AdminReply) -> None:
         send_json(reply, 200, {"status": "ok"})
 
-    def _ready(self, _request: Request, reply: Reply) -> None:
+    def _ready(self, _request: HttpRequest, reply: AdminReply) -> None:
         ready = self._control.ready
         send_json(reply, 200 if ready else 503, {"status": "ready" if ready else "not ready"})
 
-    def _metrics(self, _request: Request, reply: Reply) -> None:
+    def _metrics(self, _request: HttpRequest, reply: AdminReply) -> None:
         page = self._page_of_metrics()
         reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), *COMMON_HEADERS], page)
 
-    def _state(self, request: Request, reply: Reply) -> None:
+    def _state(self, request: HttpRequest, reply: AdminReply) -> None:
         if request.query not in {b"", b"requests=0", b"requests=1"}:
-            raise Refusal(400, "the page takes requests=1 and nothing else", param="requests")
+            raise OrderRefusal(400, "the page takes requests=1 and nothing else", param="requests")
         state = {
             "versions": {"balanceroute": __version__, "python": platform.python_version()},
             "config": self._config,
@@ -464,25 +464,25 @@ class Admin:
         }
         send_json(reply, 200, state)
 
-    def _live(self, request: Request, reply: Reply) -> None:
+    def _live(self, request: HttpRequest, reply: AdminReply) -> None:
         if request.method == b"HEAD":
             reply.send(200, EVENTS, b"")
         elif self._live_view.full:
-            raise Refusal(503, "too many look at the live view")
+            raise OrderRefusal(503, "too many look at the live view")
         else:
             self._check_places()
             self._live_view.open(reply)
 
-    def _requests(self, request: Request, reply: Reply) -> None:
+    def _requests(self, request: HttpRequest, reply: AdminReply) -> None:
         asked = parse_qs(request.query.decode("latin-1"))
         if asked.keys() != {"id"} or len(asked["id"]) != 1:
-            raise Refusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
+            raise OrderRefusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
         send_json(reply, 200, {"requests": self._control.request_rows(asked["id"][0])})
 
-    def _instances(self, _request: Request, reply: Reply) -> None:
+    def _instances(self, _request: HttpRequest, reply: AdminReply) -> None:
         send_json(reply, 200, {"instances": self._control.instance_rows()})
 
-    def _add(self, request: Request, reply: Reply) -> None:
+    def _add(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"role", "url"}, optional=_MORE_OF_AN_INSTANCE)
         role, url = instance_of(order)
         bootstrap = address_of(order, "bootstrap") if "bootstrap" in order else None
@@ -490,9 +490,9 @@ class Admin:
         group = group_of(order)
         ranks = order.get("ranks")
         if ranks is not None and (type(ranks) is not int or ranks < 1):
-            raise Refusal(400, "ranks must be a positive integer", param="ranks")
+            raise OrderRefusal(400, "ranks must be a positive integer", param="ranks")
         if len(self._additions) >= MAX_ADDITIONS:
-            raise Refusal(429, "too many instances are being added")
+            raise OrderRefusal(429, "too many instances are being added")
         self._check_places()
 
         async def add() -> None:
@@ -511,7 +511,7 @@ class Admin:
 
         begin(self._additions, add())
 
-    def _drain(self, request: Request, reply: Reply) -> None:
+    def _drain(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"role", "url"}, optional={"wait_s", "deadline_s"})
         role, url = instance_of(order)
         wait_s = seconds_of(order, "wait_s") or 0.0
@@ -546,28 +546,28 @@ class Admin:
             if not any(in_flight):
                 return
             if clock() >= end_s:
-                raise Refusal(504, f"{in_flight[0]} requests are in flight on {base} still")
+                raise OrderRefusal(504, f"{in_flight[0]} requests are in flight on {base} still")
             await asyncio.sleep(_WAIT_STEP_S)
 
-    def _remove(self, request: Request, reply: Reply) -> None:
+    def _remove(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"role", "url"}, optional={"force"})
         force = order.get("force", False)
         if not isinstance(force, bool):
-            raise Refusal(400, "force must be true or false", param="force")
+            raise OrderRefusal(400, "force must be true or false", param="force")
         self._engines.remove(*instance_of(order), force=force)
         _log.info("admin: removed an instance", extra=_where(request, order))
         self._instances(request, reply)
 
-    def _list_workers(self, _request: Request, reply: Reply) -> None:
+    def _list_workers(self, _request: HttpRequest, reply: AdminReply) -> None:
         send_json(reply, 200, self._workers.all())
 
-    def _worker(self, request: Request, reply: Reply) -> None:
+    def _worker(self, request: HttpRequest, reply: AdminReply) -> None:
         send_json(reply, 200, self._workers.one(request.path))
 
-    def _add_worker(self, request: Request, reply: Reply) -> None:
+    def _add_worker(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
         if len(self._additions) >= MAX_ADDITIONS:
-            raise Refusal(429, "too many instances are being added")
+            raise OrderRefusal(429, "too many instances are being added")
         self._check_places()
 
         async def add() -> None:
@@ -577,34 +577,34 @@ class Admin:
 
         begin(self._additions, add())
 
-    def _remove_worker(self, request: Request, reply: Reply) -> None:
+    def _remove_worker(self, request: HttpRequest, reply: AdminReply) -> None:
         if len(self._removals) >= MAX_REMOVALS:
-            raise Refusal(429, "too many workers are being removed")
+            raise OrderRefusal(429, "too many workers are being removed")
         answer, role, url = self._workers.begin_removal(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
         begin(self._removals, self._workers.end_removal(role, url))
         send_json(reply, 202, answer)
 
-    def _set_policy(self, request: Request, reply: Reply) -> None:
+    def _set_policy(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"policy"}, optional={"group"})
         self._control.set_policy(text_of(order, "policy"), group_of(order))
         _log.info("admin: changed the policy", extra=_where(request, order))
         send_json(reply, 200, order)
 
-    def _set_log_level(self, request: Request, reply: Reply) -> None:
+    def _set_log_level(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"level"})
         self._control.set_log_level(text_of(order, "level"))
         _log.info("admin: changed the log level", extra=_where(request, order))
         send_json(reply, 200, order)
 
-    def _reload(self, request: Request, reply: Reply) -> None:
+    def _reload(self, request: HttpRequest, reply: AdminReply) -> None:
         read_order(request, required=set())
         counts = self._control.reload()
         _log.info("admin: read keys, certificates and tenants again", extra=_where(request))
         send_json(reply, 200, counts)
 
 
-def _where(request: Request, order: dict[str, object] | None = None) -> dict[str, object]:
+def _where(request: HttpRequest, order: dict[str, object] | None = None) -> dict[str, object]:
     """Return what the log says of a request: where it came from and what it asked for."""
     asked = {} if order is None else {"order": json.dumps(order)}
     return {"fields": {"peer": request.peer, **asked}}

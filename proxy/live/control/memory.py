@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 _LESS_S, _MORE_S = 0.5, 5.0
 
 
-class RankMemory:
+class KvCapacity:
     """How many KV tokens fit on a rank, and on a prefiller.
 
     Args:

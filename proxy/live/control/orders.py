@@ -10,14 +10,14 @@ from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.settings.checks import event_address
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 MAX_TEXT = 2048
 MAX_WAIT_S = 86_400.0
 
 
-class Refusal(Exception):  # noqa: N818
+class OrderRefusal(Exception):  # noqa: N818
     """A request that gets an error answer."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 def read_order(
-    request: "Request", *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
+    request: "HttpRequest", *, required: set[str], optional: frozenset[str] | set[str] = frozenset()
 ) -> dict[str, object]:
     """Return the body of an order.
 
@@ -47,13 +47,13 @@ def read_order(
         order = json.loads(request.body, object_pairs_hook=_without_duplicates)
     # RecursionError: nesting too deep for the decoder. UnicodeDecodeError is a ValueError.
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not valid JSON: {error}") from error
+        raise OrderRefusal(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(order, dict):
-        raise Refusal(400, "the body must be a JSON object")
+        raise OrderRefusal(400, "the body must be a JSON object")
     for key in sorted(required - order.keys()):
-        raise Refusal(400, f"{key} is missing", param=key)
+        raise OrderRefusal(400, f"{key} is missing", param=key)
     for key in sorted(order.keys() - required - optional):
-        raise Refusal(400, f"unknown key {key[:64]!r}")
+        raise OrderRefusal(400, f"unknown key {key[:64]!r}")
     return order
 
 
@@ -71,7 +71,7 @@ def instance_of(order: dict[str, object]) -> tuple[Role, str]:
         return Role(role), url
     except ValueError:
         roles = " or ".join(role.value for role in Role)
-        raise Refusal(400, f"role must be {roles}", param="role") from None
+        raise OrderRefusal(400, f"role must be {roles}", param="role") from None
 
 
 def seconds_of(order: Mapping[str, object], name: str) -> float | None:
@@ -84,7 +84,7 @@ def seconds_of(order: Mapping[str, object], name: str) -> float | None:
         or not isinstance(value, int | float)
         or not 0 <= value <= MAX_WAIT_S
     ):
-        raise Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
+        raise OrderRefusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
     return value
 
 
@@ -99,7 +99,7 @@ def address_of(order: dict[str, object], key: str) -> str:
     try:
         EngineUrl.parse(text)
     except ConfigError as error:
-        raise Refusal(400, f"{key} {error}", param=key) from None
+        raise OrderRefusal(400, f"{key} {error}", param=key) from None
     return text
 
 
@@ -111,7 +111,7 @@ def event_addresses_of(order: dict[str, object]) -> tuple[str | None, str | None
     """
     events, replay = (_event_address_of(order, key) for key in ("kv_events", "kv_replay"))
     if replay is not None and events is None:
-        raise Refusal(400, "kv_replay: needs kv_events too", param="kv_replay")
+        raise OrderRefusal(400, "kv_replay: needs kv_events too", param="kv_replay")
     return events, replay
 
 
@@ -121,14 +121,14 @@ def _event_address_of(order: dict[str, object], key: str) -> str | None:
     try:
         return event_address(text_of(order, key))
     except ConfigError as error:
-        raise Refusal(400, f"{key} {error}", param=key) from None
+        raise OrderRefusal(400, f"{key} {error}", param=key) from None
 
 
 def text_of(order: dict[str, object], key: str) -> str:
     """Return a text that an order has. Raises Refusal: it is none."""
     value = order[key]
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise Refusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
+        raise OrderRefusal(400, f"{key} must be a text of 1 to {MAX_TEXT} characters", param=key)
     return value
 
 

@@ -18,14 +18,14 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.orders import (
     MAX_WAIT_S,
     ConflictError,
-    Refusal,
+    OrderRefusal,
     UnknownInstanceError,
     read_order,
     text_of,
 )
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security import Secret
-from balanceroute.proxy.wire.messages import Headers, Request
+from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -140,7 +140,7 @@ class LiveView:
 COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
-class Reply(Viewer, Protocol):
+class AdminReply(Viewer, Protocol):
     """Where an answer goes; it ignores what comes after the client left."""
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
@@ -156,30 +156,30 @@ def begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> 
 
 
 @contextmanager
-def answering(reply: Reply) -> Iterator[None]:
+def answering(reply: AdminReply) -> Iterator[None]:
     """Turn what is raised into an error answer."""
     try:
         yield
-    except Refusal as error:
+    except OrderRefusal as error:
         _send_error(reply, error)
     except ConfigError as error:
-        _send_error(reply, Refusal(400, str(error)))
+        _send_error(reply, OrderRefusal(400, str(error)))
     except UnknownInstanceError as error:
-        _send_error(reply, Refusal(404, str(error)))
+        _send_error(reply, OrderRefusal(404, str(error)))
     except ConflictError as error:
-        _send_error(reply, Refusal(409, str(error)))
+        _send_error(reply, OrderRefusal(409, str(error)))
     except Exception:
         _log.exception("admin: a page failed")
-        _send_error(reply, Refusal(500, "internal error; the log says more"))
+        _send_error(reply, OrderRefusal(500, "internal error; the log says more"))
 
 
-def send_json(reply: Reply, status: int, value: object) -> None:
+def send_json(reply: AdminReply, status: int, value: object) -> None:
     """Send a whole answer."""
     body = json.dumps(value, default=as_json, allow_nan=False, separators=(",", ":")).encode()
     reply.send(status, [*JSON_HEADERS, *COMMON_HEADERS], body)
 
 
-def _send_error(reply: Reply, error: Refusal) -> None:
+def _send_error(reply: AdminReply, error: OrderRefusal) -> None:
     reply.send(
         error.status,
         [*JSON_HEADERS, *COMMON_HEADERS, *error.headers],
@@ -199,7 +199,7 @@ def as_json(value: object) -> object:
 _KEYS = frozenset({"model", "connector", "prefill", "decode", "proxy"})
 
 
-class GroupOrders(Protocol):
+class GroupOrdering(Protocol):
     """Who adds and removes groups; raises as `admin.Control` does."""
 
     def rows(self) -> list[dict[str, object]]:
@@ -230,49 +230,49 @@ class GroupPages:
         routes: By path and method.
     """
 
-    def __init__(self, groups: GroupOrders, tasks: set[asyncio.Task[None]]) -> None:
+    def __init__(self, groups: GroupOrdering, tasks: set[asyncio.Task[None]]) -> None:
         self._groups = groups
         self._tasks = tasks
         self._busy = False
-        self.routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
             b"/admin/groups": {b"GET": self._rows, b"POST": self._add},
             b"/admin/groups/drain": {b"POST": self._drain},
             b"/admin/groups/remove": {b"POST": self._remove},
         }
 
-    def _rows(self, _request: Request, reply: Reply) -> None:
+    def _rows(self, _request: HttpRequest, reply: AdminReply) -> None:
         send_json(reply, 200, {"groups": self._groups.rows()})
 
-    def _add(self, request: Request, reply: Reply) -> None:
+    def _add(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"name"}, optional=_KEYS)
         self._carry_out(request, reply, order, lambda: self._groups.add(order), "added")
 
-    def _drain(self, request: Request, reply: Reply) -> None:
+    def _drain(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"group"})
         self._groups.drain(text_of(order, "group"))
         _note(request, order, "drains")
         self._rows(request, reply)
 
-    def _remove(self, request: Request, reply: Reply) -> None:
+    def _remove(self, request: HttpRequest, reply: AdminReply) -> None:
         order = read_order(request, required={"group"}, optional={"force"})
         group, force = text_of(order, "group"), order.get("force", False)
         if not isinstance(force, bool):
-            raise Refusal(400, "force must be true or false", param="force")
+            raise OrderRefusal(400, "force must be true or false", param="force")
         self._carry_out(
             request, reply, order, lambda: self._groups.remove(group, force=force), "removed"
         )
 
     def _carry_out(
         self,
-        request: Request,
-        reply: Reply,
+        request: HttpRequest,
+        reply: AdminReply,
         order: dict[str, object],
         do: Callable[[], Coroutine[None, None, None]],
         word: str,
     ) -> None:
         """Carry out one order at a time: two that begin together might add the same."""
         if self._busy:
-            raise Refusal(429, "another order about groups is being carried out")
+            raise OrderRefusal(429, "another order about groups is being carried out")
         self._busy = True
 
         async def carry_out() -> None:
@@ -287,7 +287,7 @@ class GroupPages:
         begin(self._tasks, carry_out())
 
 
-def _note(request: Request, order: dict[str, object], word: str) -> None:
+def _note(request: HttpRequest, order: dict[str, object], word: str) -> None:
     fields = {"peer": request.peer, "order": json.dumps(order)}
     _log.info("admin: %s a group", word, extra={"fields": fields})
 
@@ -339,7 +339,7 @@ class PausePages:
         self._pausing = pausing
         self._check_places = check_places
         self._tasks = tasks
-        self.routes: dict[bytes, dict[bytes, Callable[[Request, Reply], None]]] = {
+        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
             b"/pause": {b"POST": self._pause},
             b"/resume": {b"POST": self._resume},
             b"/is_paused": {b"GET": self._is_paused},
@@ -349,7 +349,7 @@ class PausePages:
             b"/is_sleeping": {b"GET": self._is_sleeping},
         }
 
-    def _pause(self, request: Request, reply: Reply) -> None:
+    def _pause(self, request: HttpRequest, reply: AdminReply) -> None:
         asked = _query(request, "mode", "clear_cache", "engines", "timeout_s")
         self._check_places()
         self._begin(
@@ -363,35 +363,35 @@ class PausePages:
             ),
         )
 
-    def _resume(self, request: Request, reply: Reply) -> None:
+    def _resume(self, request: HttpRequest, reply: AdminReply) -> None:
         asked = _query(request, "engines")
         self._begin(request, reply, self._pausing.resume(engines=_flag(asked, "engines")))
 
-    def _is_paused(self, request: Request, reply: Reply) -> None:
+    def _is_paused(self, request: HttpRequest, reply: AdminReply) -> None:
         _query(request)
         send_json(reply, 200, {"is_paused": self._pausing.paused})
 
-    def _sleep(self, request: Request, reply: Reply) -> None:
+    def _sleep(self, request: HttpRequest, reply: AdminReply) -> None:
         asked = _query(request, "level", "mode", "timeout_s")
         self._check_places()
         level = asked.get("level", "1")
         if not (level.isascii() and level.isdigit()):
-            raise Refusal(400, "level must be 0, 1 or 2", param="level")
+            raise OrderRefusal(400, "level must be 0, 1 or 2", param="level")
         limit_s = _seconds(asked, "timeout_s")
         work = self._pausing.sleep(int(level[:9]), asked.get("mode", "abort"), limit_s=limit_s)
         self._begin(request, reply, work)
 
-    def _wake_up(self, request: Request, reply: Reply) -> None:
+    def _wake_up(self, request: HttpRequest, reply: AdminReply) -> None:
         pairs = _pairs(request)
         if len(pairs) > _MOST_TAGS or any(name != "tags" for name, _ in pairs):
-            raise Refusal(400, f"the page takes tags, at most {_MOST_TAGS}")
+            raise OrderRefusal(400, f"the page takes tags, at most {_MOST_TAGS}")
         self._begin(request, reply, self._pausing.wake_up([tag for _, tag in pairs]))
 
-    def _is_sleeping(self, request: Request, reply: Reply) -> None:
+    def _is_sleeping(self, request: HttpRequest, reply: AdminReply) -> None:
         _query(request)
         send_json(reply, 200, {"is_sleeping": self._pausing.paused})
 
-    def _abort(self, request: Request, reply: Reply) -> None:
+    def _abort(self, request: HttpRequest, reply: AdminReply) -> None:
         _query(request)
         order = read_order(request, required=set(), optional={"request_ids"})
         ids = order.get("request_ids")
@@ -399,10 +399,12 @@ class PausePages:
             isinstance(ids, list) and len(ids) <= _MOST_IDS and all(isinstance(i, str) for i in ids)
         ):
             message = f"request_ids must be a list of at most {_MOST_IDS:,} texts"
-            raise Refusal(400, message, param="request_ids")
+            raise OrderRefusal(400, message, param="request_ids")
         self._begin(request, reply, self._pausing.abort(ids))
 
-    def _begin(self, request: Request, reply: Reply, work: "Awaitable[dict[str, object]]") -> None:
+    def _begin(
+        self, request: HttpRequest, reply: AdminReply, work: "Awaitable[dict[str, object]]"
+    ) -> None:
         async def carry_out() -> None:
             with answering(reply):
                 done = await work
@@ -416,16 +418,16 @@ class PausePages:
         begin(self._tasks, carry_out())
 
 
-def _pairs(request: Request) -> list[tuple[str, str]]:
+def _pairs(request: HttpRequest) -> list[tuple[str, str]]:
     return parse_qsl(request.query.decode("latin-1"), keep_blank_values=True)
 
 
-def _query(request: Request, *known: str) -> dict[str, str]:
+def _query(request: HttpRequest, *known: str) -> dict[str, str]:
     """Return the members of a query. Raises Refusal: one is unknown, or stands twice."""
     pairs = _pairs(request)
     asked = dict(pairs)
     if len(asked) < len(pairs) or not asked.keys() <= set(known):
-        raise Refusal(400, f"the page takes {', '.join(known) or 'no query'}, each once")
+        raise OrderRefusal(400, f"the page takes {', '.join(known) or 'no query'}, each once")
     return asked
 
 
@@ -433,7 +435,7 @@ def _flag(asked: dict[str, str], name: str) -> bool:
     """Return a flag, which is true unless it is said. Raises Refusal: it is none."""
     said = _FLAGS.get(asked.get(name, "true").lower())
     if said is None:
-        raise Refusal(400, f"{name} must be true or false", param=name)
+        raise OrderRefusal(400, f"{name} must be true or false", param=name)
     return said
 
 
@@ -443,7 +445,7 @@ def _seconds(asked: dict[str, str], name: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= MAX_WAIT_S:
-        raise Refusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
+        raise OrderRefusal(400, f"{name} must be from 0 to {MAX_WAIT_S:g}", param=name)
     return value
 
 

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlencode
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.roster import note_sleep
-from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.engine_url import FetchError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.engines.fetcher import Fetcher
+    from balanceroute.proxy.live.engines.engine_url import Fetcher
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
@@ -50,7 +50,7 @@ _STEP_S = 0.05
 _PAGE_BYTES = 4096
 # Weights are copied to and from the host's memory.
 _MEMORY_S = 120.0
-_ON_NO_ENGINE = frozenset({State.QUEUED, State.POOLED})
+_ON_NO_ENGINE = frozenset({LifecycleState.QUEUED, LifecycleState.POOLED})
 
 
 class Site(Protocol):
@@ -203,7 +203,7 @@ class Pausing:
         clock = asyncio.get_running_loop().time
         end_s = clock() + limit_s
         while running := sum(
-            request.state is not State.QUEUED
+            request.state is not LifecycleState.QUEUED
             for site in self._sites()
             for request in site.driver.scheduler.requests.values()
         ):

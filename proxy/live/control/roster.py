@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RankId
-from balanceroute.proxy.live.control.memory import RankMemory, RankSlots
+from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
 from balanceroute.proxy.live.control.orders import ConflictError, UnknownInstanceError
-from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, FetchError
 from balanceroute.proxy.live.engines.instances import (
     Instances,
     Prefiller,
@@ -222,7 +221,7 @@ class Roster:
         connector: str,
         connect: "Callable[[EngineUrl], Endpoint]",
         discover: Callable[[EngineUrl], Awaitable[int]],
-        memory: RankMemory,
+        memory: KvCapacity,
         slots: RankSlots,
         utilisation_limit: float,
         pairing: "Pairing",

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 
 
-class Standing(Struct, frozen=True):
+class StandingOrders(Struct, frozen=True):
     """The engines, the policy and the log level, as they were ordered, and a limit that was found.
 
     Attributes:
@@ -158,11 +158,11 @@ class KeepingPart:
         return decode(data, type=dict[str, Raw]) if data else {}
 
 
-def load(keeper: Keeper | None, settings: Standing) -> Standing:
+def load(keeper: Keeper | None, settings: StandingOrders) -> StandingOrders:
     """Return what was kept, else the settings; of other settings the engines that were found."""
     try:
         data = b"" if keeper is None else keeper.read()
-        kept = decode(data, type=Standing) if data else settings
+        kept = decode(data, type=StandingOrders) if data else settings
         room = MAX_RANKS
         for one in kept.decoders:
             check_ranks(one.url, len(one.rank_ids or (0,)), room)
@@ -195,7 +195,7 @@ def basis_of(*settings: object) -> str:
     return sha256(encode(settings)).hexdigest()
 
 
-def save(keeper: Keeper, standing: Standing) -> None:
+def save(keeper: Keeper, standing: StandingOrders) -> None:
     """Keep it."""
     try:
         keeper.write(encode(standing))

@@ -9,7 +9,7 @@ from balanceroute import __version__
 from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.core.fscore import imbalance_tokens
 from balanceroute.proxy.core.leases import lease_used
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Rank, Status
@@ -66,10 +66,10 @@ def take_snapshot(
         predictor=predictor,
         ranks=_ranks(driver, quarantines),
         prefillers=_prefillers(driver, quarantines),
-        queued=states.count(State.QUEUED),
-        prefilling=states.count(State.PREFILLING),
+        queued=states.count(LifecycleState.QUEUED),
+        prefilling=states.count(LifecycleState.PREFILLING),
         pooled=len(scheduler.pool),
-        decoding=states.count(State.DECODING),
+        decoding=states.count(LifecycleState.DECODING),
         pool_limit=scheduler.leases.pool_limit,
         budget=_budget(driver),
         oldest_pooled_s=_oldest_pooled_s(driver, now_s),

@@ -19,7 +19,7 @@ from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.live.discovery.reconciler import Found, View
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import fetch
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.roster import Addition
-from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.engine_url import FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _SLOW_S = 0.1
 _PATIENCE_S = 5.0
 
 
-class Engines(Protocol):
+class DiscoveryRoster(Protocol):
     """Who adds and removes engines; see `Roster`."""
 
     def targets(self) -> list[Target]:
@@ -87,8 +87,8 @@ class Reconciler:
 
     def __init__(
         self,
-        engines: Engines,
-        sources: "Sequence[Source]",
+        engines: DiscoveryRoster,
+        sources: "Sequence[DiscoverySource]",
         *,
         ask: "Callable[[Found], Awaitable[int | None]]",
         hold_s: float,
@@ -334,7 +334,7 @@ View = Mapping[Target, Found]
 """All engines of a source."""
 
 
-class Source(Protocol):
+class DiscoverySource(Protocol):
     """Where engines are found."""
 
     async def run(self, tell: Callable[[View], None]) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import random
 
     from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.control.standing import Standing
-    from balanceroute.proxy.live.discovery.reconciler import Source, View
+    from balanceroute.proxy.live.control.standing import StandingOrders
+    from balanceroute.proxy.live.discovery.reconciler import DiscoverySource, View
     from balanceroute.proxy.live.settings.declared import DiscoverySettings, EngineSource
 
 
@@ -197,7 +197,7 @@ def _target(path: Path, role: Role, word: str) -> Target:
 def make_reconciler(
     settings: "DiscoverySettings",
     roster: "Roster",
-    standing: "Standing",
+    standing: "StandingOrders",
     *,
     rng: "random.Random",
     ask: "Callable[[Found], Awaitable[int | None]]",
@@ -226,7 +226,7 @@ def make_reconciler(
 
 def make_sources(
     settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
-) -> "list[Source]":
+) -> "list[DiscoverySource]":
     """Return the sources, in the order of the settings.
 
     Args:
@@ -239,7 +239,7 @@ def make_sources(
 
 def _make(
     source: "EngineSource", settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
-) -> "Source":
+) -> "DiscoverySource":
     if source.kind == "file":
         interval_s = settings.discover_interval_s
         return WatchedFile(Path(source.place), interval_s=interval_s, hears=hears)

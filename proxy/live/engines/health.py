@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
 
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 
 _CONNECT_FAULTS = frozenset({Fault.CONNECT, Fault.UNREACHABLE, Fault.CONNECT_TIMEOUT})

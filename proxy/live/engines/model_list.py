@@ -1,10 +1,18 @@
 """The models of all engines, as far as they are known."""
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from heapq import nsmallest
+from math import inf
 from typing import Any
 
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.live.engines.engine_url import FetchError
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Status, Target
+from balanceroute.proxy.live.openai.body import is_deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +89,115 @@ class ModelList:
     def _all(self) -> Iterable[ServedModel]:
         for models in self.known.values():
             yield from models
+
+
+# What each engine serves, as its /v1/models page tells: names, adapters, and the longest context.
+#
+# The page is read in the background, soon after an engine comes (back) up and once a minute:
+# adapters are loaded and unloaded while an engine runs. Of an engine that is not up nothing is
+# known.
+
+_log = logging.getLogger(__name__)
+_TICK_S = 1.0
+_AT_ONCE = 100
+_REFRESH_S = 60.0
+_RETRY_S = 5.0
+_TIMEOUT_S = 5.0
+# A page that names more is not read to its end.
+_MAX_MODELS = 10_000
+# No context is longer, and no relay could be told of some numbers.
+_MOST_TOKENS = 1 << 30
+
+
+class ModelsPageError(BalanceRouteError):
+    """A page is not what /v1/models answers."""
+
+
+def parse_models(page: bytes) -> tuple[ServedModel, ...]:
+    """Return the models of a page, in its order. An adapter's context is its base model's.
+
+    Raises:
+        ModelsPageError: The page is of another shape.
+    """
+    try:
+        message = json.loads(page)
+    except (ValueError, RecursionError):
+        raise ModelsPageError("the page is not JSON") from None
+    cards = message.get("data") if isinstance(message, dict) else None
+    if is_deep(cards):
+        raise ModelsPageError("the page is nested too deep to be shown")
+    if not isinstance(cards, list) or len(cards) > _MAX_MODELS:
+        raise ModelsPageError("the page has no list of models")
+    lengths: dict[str, int | None] = {}
+    models = []
+    for card in cards:
+        if not isinstance(card, dict) or not isinstance(card.get("id"), str):
+            raise ModelsPageError("a model has no id")
+        name, parent, length = card["id"], card.get("parent"), card.get("max_model_len")
+        parent = parent if isinstance(parent, str) else None
+        if type(length) is not int or not 1 <= length <= _MOST_TOKENS:
+            length = None if parent is None else lengths.get(parent)
+        lengths[name] = length
+        models.append(ServedModel(name, parent, length, card))
+    return tuple(models)
+
+
+class ServedModels:
+    """Reads the lists of each engine that is up.
+
+    Args:
+        models: The list that is kept up to date.
+        fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
+        clock: The loop's time, in seconds.
+        changed: Called with what is known, after every round of reading.
+    """
+
+    def __init__(
+        self,
+        models: ModelList,
+        *,
+        fetch: Callable[[str], Awaitable[bytes]],
+        clock: Callable[[], float],
+        changed: Callable[[Mapping[Target, tuple[ServedModel, ...]]], None],
+    ) -> None:
+        self._models = models
+        self._fetch = fetch
+        self._clock = clock
+        self._changed = changed
+        self._known: dict[Target, tuple[ServedModel, ...]] = {}
+        self._read_s: dict[Target, float] = {}
+
+    async def run(self) -> None:
+        """Read pages until cancelled."""
+        while True:
+            await asyncio.gather(*(self._read(target) for target in self._due()))
+            self._models.update(self._known)
+            self._changed(self._known)
+            await asyncio.sleep(_TICK_S)
+
+    def _due(self) -> list[Target]:
+        """Return the engines to ask now, a few of very many, and forget those that are not up."""
+        targets = self._models.targets()
+        present = set(targets)
+        for known in (self._known, self._read_s):
+            for target in known.keys() - present:
+                del known[target]
+        now_s = self._clock()
+        due = [
+            (self._read_s.get(target, -inf), place)
+            for place, target in enumerate(targets)
+            if now_s - self._read_s.get(target, -inf) >= _REFRESH_S
+        ]
+        return [targets[place] for _, place in nsmallest(_AT_ONCE, due)]
+
+    async def _read(self, target: Target) -> None:
+        now_s = self._clock()
+        self._read_s[target] = now_s
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                self._known[target] = parse_models(await self._fetch(f"{target.url}/v1/models"))
+        except (FetchError, ModelsPageError, TimeoutError) as error:
+            self._known.pop(target, None)
+            self._read_s[target] = now_s - _REFRESH_S + _RETRY_S
+            fields = {"url": target.url, "reason": str(error)}
+            _log.debug("the models of an engine are not known", extra={"fields": fields})

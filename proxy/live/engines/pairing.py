@@ -22,7 +22,7 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     cache_configs,
     kv_signs,
 )
-from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.engine_url import FetchError
 from balanceroute.proxy.live.engines.instances import (
     Instances,
     Prefiller,
@@ -30,8 +30,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.engines.model_list import ServedModel
-from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
+from balanceroute.proxy.live.engines.model_list import ModelsPageError, ServedModel, parse_models
 
 _log = logging.getLogger(__name__)
 _One = TypeVar("_One", Prefiller, Rank)

@@ -27,7 +27,7 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     MetricsPageError,
     parse_engine_gauges,
 )
-from balanceroute.proxy.live.engines.faults import FetchError
+from balanceroute.proxy.live.engines.engine_url import FetchError
 from balanceroute.proxy.live.engines.instances import Target
 
 STALE_INTERVALS = 3

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.service import Admit
-from balanceroute.proxy.wire.messages import Headers, Rejection, Request, first_value
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection, first_value
 from balanceroute.proxy.wire.reply import Application, Reply
 
 ANY = "*"
@@ -43,7 +43,7 @@ class Cors:
         """Return why a request is not served, as far as its head tells."""
         return None if _is_preflight(head.method, head.headers) else self._admit(head, peer)
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         """Answer a request that was admitted."""
         if not _is_preflight(request.method, request.headers):
             self._application(request, reply)

@@ -35,7 +35,6 @@ from balanceroute.proxy.live.frontend.request_head import (
     refuse_route,
     trace_headers,
 )
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.body import (
     SMALL_BYTES,
     BodyError,
@@ -43,8 +42,9 @@ from balanceroute.proxy.live.openai.body import (
     is_deep,
     read_in_slices,
 )
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
-from balanceroute.proxy.live.openai.leg_body import engine_body
+from balanceroute.proxy.live.openai.legs import engine_body
 from balanceroute.proxy.live.openai.routes import Handling, Media, Route, exact_path
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security import Secret, Tenant
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 # The large bodies that are being read: a slice at a time, and all of them in turn.
@@ -170,7 +170,7 @@ class HandOffs:
             return Rejection(413, f"the hand-off is over {_MOST_BYTES} bytes")
         return None
 
-    def take(self, request: "Request", reply: "Reply") -> Rejection | None:
+    def take(self, request: "HttpRequest", reply: "Reply") -> Rejection | None:
         """Take a call that was admitted, and answer it; or return why it is refused."""
         awaited = self._awaited(request.path)
         if awaited is None:  # It was given up while the body came.
@@ -329,7 +329,7 @@ class Gateway:
         # Not at the cost of reading a body that is refused in any case.
         return self._groups.first.tenancy.refuse_early(tenant.name)
 
-    def __call__(self, request: "Request", reply: "Reply") -> None:
+    def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
         """Answer a request that was admitted."""
         known = self._known(request)
         route = known.route
@@ -346,7 +346,7 @@ class Gateway:
         else:
             self._serve(known, route, tenant, request, reply)
 
-    def _known(self, head: "RequestHead | Request") -> KnownHead:
+    def _known(self, head: "RequestHead | HttpRequest") -> KnownHead:
         """Return what follows from a head, by the keys that there are now."""
         known: KnownHead | None = head.learned.facts
         if known is None or known.clients is not self._clients:
@@ -359,7 +359,7 @@ class Gateway:
         known: KnownHead,
         route: Route,
         tenant: Tenant,
-        request: "Request",
+        request: "HttpRequest",
         reply: "Reply",
     ) -> None:
         rare = known.rare
@@ -394,7 +394,7 @@ class Gateway:
     def _pass_through(
         self,
         route: Route,
-        request: "Request",
+        request: "HttpRequest",
         reply: "Reply",
         record: RequestRecord,
         read: RequestBody | BodyError | None,
@@ -442,7 +442,7 @@ class Gateway:
         self._late.tell_allowances(reply, record)
         group.pass_through(request, reply, headers, record, among)
 
-    def _generate(self, request: "Request", reply: "Reply", record: RequestRecord) -> None:
+    def _generate(self, request: "HttpRequest", reply: "Reply", record: RequestRecord) -> None:
         api, body = _GENERATION[request.path], request.body
         if len(body) > SMALL_BYTES:
             # Not the request itself: it would keep the bytes of its body.
@@ -476,7 +476,7 @@ class Gateway:
     def _take(
         self,
         api: Api,
-        request: "Request",
+        request: "HttpRequest",
         reply: "Reply",
         record: RequestRecord,
         body: RequestBody | BodyError,
@@ -516,15 +516,15 @@ class Gateway:
             keep_key=self._settings.pass_authorization,
         )
 
-    def _reject(self, request: "Request", reply: "Reply", rejection: Rejection) -> None:
+    def _reject(self, request: "HttpRequest", reply: "Reply", rejection: Rejection) -> None:
         headers, body = self.refusals.render(rejection, request, request.peer)
         reply.send(rejection.status, headers, body)
 
-    def _model_page(self, request: "Request") -> "bytes | Rejection":
+    def _model_page(self, request: "HttpRequest") -> "bytes | Rejection":
         tenant = self._tenant_of(request.headers)
         return model_page(request.path, self._groups, self._aliases, tenant)
 
-    def _answer_itself(self, request: "Request", reply: "Reply") -> None:
+    def _answer_itself(self, request: "HttpRequest", reply: "Reply") -> None:
         request_id = (b"x-request-id", self._groups.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
         if is_of_models(request.path):

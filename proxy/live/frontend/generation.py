@@ -19,13 +19,18 @@ from balanceroute.proxy.live.frontend.request_head import (
     session_of,
     urgency_of,
 )
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, NEVER_AGAIN, error_body
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
-from balanceroute.proxy.live.openai.context_limit import refuse_if_too_long
-from balanceroute.proxy.live.openai.first_token import may_begin_early
-from balanceroute.proxy.live.openai.shape import Api, Shape, read_shape, refuse_state
-from balanceroute.proxy.live.openai.token_shape import read_token_shape
-from balanceroute.proxy.live.request.direct import check_direct
+from balanceroute.proxy.live.openai.continuation import may_begin_early
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, NEVER_AGAIN, error_body
+from balanceroute.proxy.live.openai.legs import refuse_if_too_long
+from balanceroute.proxy.live.openai.shape import (
+    Api,
+    Shape,
+    read_shape,
+    read_token_shape,
+    refuse_state,
+)
+from balanceroute.proxy.live.request.leg_settings import check_direct
 from balanceroute.proxy.live.request.suspects import REASON, SUSPECTED
 from balanceroute.proxy.live.scheduling.driver import Arrival, Asked
 
@@ -181,7 +186,7 @@ class FallBack:
         self._config = config
         self._submit = submit
         self._context = context
-        self._attempt: Attempt | None = None
+        self._attempt: ModelAttempt | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> bool:
@@ -191,7 +196,7 @@ class FallBack:
             self._try(group)
         return group is not None
 
-    def failed(self, attempt: "Attempt", status: int) -> bool:
+    def failed(self, attempt: "ModelAttempt", status: int) -> bool:
         """Go on to the next group, if such an answer is a reason to and there is one."""
         why = str(status)
         if status == 504:
@@ -205,7 +210,7 @@ class FallBack:
             self._timer.cancel()
             self._timer = None
 
-    def _go_on(self, attempt: "Attempt", why: str) -> bool:
+    def _go_on(self, attempt: "ModelAttempt", why: str) -> bool:
         group = None if attempt.inner.closed else next(self._groups, None)
         if group is None:
             return False
@@ -220,7 +225,7 @@ class FallBack:
 
     def _try(self, group: "Group") -> None:
         asking = self._asking
-        attempt = self._attempt = Attempt(self, asking.reply, copy(asking.record))
+        attempt = self._attempt = ModelAttempt(self, asking.reply, copy(asking.record))
         after_s = self._config.fall_back_after_s
         if after_s is not None and asking.record.stream:
             self._timer = self._context.call_later(after_s, self._late)
@@ -234,7 +239,7 @@ class FallBack:
             self._go_on(self._attempt, "timeout")
 
 
-class Attempt:
+class ModelAttempt:
     """What one group has for a client: see `Reply`.
 
     Attributes:

@@ -21,7 +21,7 @@ from balanceroute.proxy.live.engines.instances import (
 )
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.proxy.live.openai.routes import Media
-from balanceroute.proxy.model_choice import ArrivalRate, Outlook
+from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.model_list import ModelList
@@ -241,13 +241,13 @@ class Alias:
             if group is not None and _takes(group):
                 yield group
 
-    def _outlook(self, group: "Group | None", shape: "Shape") -> Outlook:
+    def _outlook(self, group: "Group | None", shape: "Shape") -> GroupOutlook:
         if group is None or not _takes(group):
-            return Outlook(inf, healthy=False)
+            return GroupOutlook(inf, healthy=False)
         targets = self.config.targets
         if targets is None or group.forecast is None:
-            return Outlook(0.0)
-        return Outlook(targets.share_used(*group.forecast(shape)))
+            return GroupOutlook(0.0)
+        return GroupOutlook(targets.share_used(*group.forecast(shape)))
 
 
 def _takes(group: "Group") -> bool:

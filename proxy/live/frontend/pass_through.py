@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Instances
 from balanceroute.proxy.live.frontend.refusals import Tenancy
 from balanceroute.proxy.live.openai.answer import (
@@ -19,17 +19,19 @@ from balanceroute.proxy.live.openai.answer import (
     passable_headers,
     stream_headers,
 )
-from balanceroute.proxy.live.openai.api_error import (
+from balanceroute.proxy.live.openai.errors import (
     JSON_HEADERS,
     NEVER_AGAIN,
     error_body,
     error_event,
+    error_words,
+    says_dead,
+    tells_death,
 )
-from balanceroute.proxy.live.openai.engine_error import error_words, says_dead, tells_death
 from balanceroute.proxy.live.openai.form_body import boundary_of
 from balanceroute.proxy.live.request.failures import lacks_route
-from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded
-from balanceroute.proxy.live.request.retry_budget import RetryBudget
+from balanceroute.proxy.live.request.leg_settings import RetryBudget
+from balanceroute.proxy.live.request.session_host import LegFailed, LegSucceeded
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS, REASON, SUSPECTED, EngineDied
 from balanceroute.proxy.live.telemetry.record import Outcome, Step
 from balanceroute.proxy.wire.messages import WireError, WireFault
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 # One request that one engine answers, and the way of its answer back to the client.
@@ -106,7 +108,7 @@ class SingleExchange:
     def __init__(
         self,
         owner: Owner,
-        request: "Request",
+        request: "HttpRequest",
         reply: "Reply",
         headers: "Headers",
         record: "RequestRecord",
@@ -116,7 +118,7 @@ class SingleExchange:
         self.record = record
         self.among = among
         self._owner = owner
-        self._request: Request | None = request
+        self._request: HttpRequest | None = request
         self._reply = reply
         self._headers = headers
         self._prefiller: Prefiller | None = None
@@ -490,7 +492,7 @@ class PassThrough:
 
     def __call__(
         self,
-        request: "Request",
+        request: "HttpRequest",
         reply: "Reply",
         headers: "Headers",
         record: "RequestRecord",

@@ -17,7 +17,7 @@ from balanceroute.proxy.live.frontend.request_head import (
     client_request_id,
     user_agent,
 )
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.routes import exact_path
 from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 BURST = 100
@@ -116,7 +116,7 @@ class Refusals:
         self._unix_s = unix_s
 
     def render(
-        self, rejection: "Rejection", head: "RequestHead | Request | None", peer: str
+        self, rejection: "Rejection", head: "RequestHead | HttpRequest | None", peer: str
     ) -> "tuple[Headers, bytes]":
         """Note a refused request; return the headers and the body of its answer."""
         record = self._record(head, peer)
@@ -140,7 +140,7 @@ class Refusals:
             ),
         )
 
-    def _record(self, head: "RequestHead | Request | None", peer: str) -> RequestRecord:
+    def _record(self, head: "RequestHead | HttpRequest | None", peer: str) -> RequestRecord:
         now_ns = round(self._clock() * 1e9)
         request_id, unkept_id, endpoint, agent, tenant = "", "", "", "", ""
         if head is not None:

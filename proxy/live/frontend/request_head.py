@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api
     from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import Headers, Request
+    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 NOT_FOUND = Rejection(404, "Not Found")
@@ -486,7 +486,7 @@ class KnownHead(Struct, frozen=True):
     lines: bytes
 
 
-def know(head: "RequestHead | Request", clients: "Clients", *, keep_key: bool) -> KnownHead:
+def know(head: "RequestHead | HttpRequest", clients: "Clients", *, keep_key: bool) -> KnownHead:
     """Return what follows from a head.
 
     Args:
@@ -511,7 +511,7 @@ def know(head: "RequestHead | Request", clients: "Clients", *, keep_key: bool) -
 
 
 def _refuse(
-    head: "RequestHead | Request", route: Route, tenant: "Tenant | None"
+    head: "RequestHead | HttpRequest", route: Route, tenant: "Tenant | None"
 ) -> Rejection | None:
     if route.websocket and asks_for_websocket(head.method, head.headers):
         return Rejection(426, f"WebSockets are not served: {route.websocket}")

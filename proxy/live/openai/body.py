@@ -26,10 +26,11 @@ from balanceroute.proxy.live.openai.json_scan import (
     MAX_MEMBERS,
     DuplicateKeyError,
     JsonScanner,
+    PromptSummary,
     ScanError,
+    summarise,
 )
 from balanceroute.proxy.live.openai.native_scan import NativeScanner
-from balanceroute.proxy.live.openai.prompt_summary import PromptSummary, summarise
 from balanceroute.proxy.wire.messages import Payload, Pieces
 
 if TYPE_CHECKING:

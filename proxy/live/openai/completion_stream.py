@@ -9,24 +9,24 @@ server keeps up with its engine: else it puts several tokens into one event (see
 object at the end, if the client asked for one, then corrects the count.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from balanceroute.proxy.live.openai.answer import ABORT
-from balanceroute.proxy.live.openai.engine_error import EngineError, read_error
-from balanceroute.proxy.live.openai.held_end import HeldEnd
+from balanceroute.proxy.live.openai.errors import EngineError, read_error
 from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded, is_opening
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
-from balanceroute.proxy.live.openai.token_counts import TokenCounts
-from balanceroute.proxy.live.openai.token_ids import TokenIds
-from balanceroute.proxy.live.openai.transcript import Transcript, is_handed_back
-from balanceroute.proxy.live.openai.usage import (
+from balanceroute.proxy.live.openai.token_counts import (
     USAGE,
+    TokenCounts,
     UsageRewrite,
     continuous_usage_is_expensive,
     is_total,
     token_count,
 )
+from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.transcript import Transcript, is_handed_back
 from balanceroute.proxy.wire.http1.pump import (
     COMPLETIONS,
     COUNTED,
@@ -37,6 +37,40 @@ from balanceroute.proxy.wire.http1.pump import (
     Passed,
 )
 from balanceroute.proxy.wire.sse import event_data
+
+# The last token of a stream, held until the total that the client did not ask for has come.
+#
+# An engine that reports the total puts its fingerprint there, else into the event of the last
+# token.
+
+_LINE_ENDS = b"\r\n"
+
+
+class HeldEnd:
+    """Holds the event that ends the sequence. Whatever event comes next releases it."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = b""
+
+    def hold(self, event: bytes) -> None:
+        """Keep the event that ends the sequence."""
+        self._event = event
+
+    def release(self, message: Mapping[str, Any] | None) -> tuple[bytes, bool]:
+        """Return the event held, if any, and whether `message`, which follows, is the hidden total."""
+        event, self._event = self._event, b""
+        if message is None or not is_total(message):
+            return event, False
+        fingerprint = message.get("system_fingerprint")
+        if fingerprint is not None:
+            inside = event.rstrip(_LINE_ENDS)
+            if inside.endswith(b"}"):
+                member = f',"system_fingerprint":{json.dumps(fingerprint)}}}'
+                event = inside[:-1] + member.encode() + event[len(inside) :]
+        return event, True
+
 
 # In every vLLM event of a token that is not the last of its sequence. The text of an answer cannot
 # hold it: its quotes are escaped.

@@ -8,14 +8,18 @@ Such events are parsed: the first ones alone, or those of a stream that failed i
 """
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from balanceroute.proxy.live.openai.answer import ABORT
-from balanceroute.proxy.live.openai.api_error import error_event
-from balanceroute.proxy.live.openai.completion_stream import CompletionStream
-from balanceroute.proxy.live.openai.repeated_text import RepeatedText
-from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
-from balanceroute.proxy.live.openai.told_logprobs import Logprobs, UntoldError, tokens_of
+from balanceroute.proxy.live.openai.answer import ABORT, dump_compact
+from balanceroute.proxy.live.openai.completion_stream import GOING_ON, CompletionStream
+from balanceroute.proxy.live.openai.errors import error_event
+from balanceroute.proxy.live.openai.named_events import NamedEventStream
+from balanceroute.proxy.live.openai.stream_event import RepeatedText, choices_of, parsed, text_of
+from balanceroute.proxy.live.openai.stream_reader import StreamReader
+from balanceroute.proxy.live.openai.told import DiffersError, Told
+from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError, tokens_of
+from balanceroute.proxy.wire.http1.pump import GENERATE, EventForm
 from balanceroute.proxy.wire.sse import event_data, whole_events
 
 # The errors that no engine reports.
@@ -162,3 +166,247 @@ def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, An
 
 def _dump(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+# The events of /inference/v1/generate: token ids instead of text (vLLM 0.32).
+#
+# Each event lists the ids that it brings, so they are counted exactly, without a count of the
+# engine's. Its events name every member, `"usage":null` too.
+
+# The quote before it tells it from `prompt_token_ids`. Text is escaped, so it cannot hold this.
+_IDS = b'"token_ids":['
+_USAGE = b'"usage":{'
+
+
+class TokenStream(CompletionStream):
+    """Reads one stream; see `CompletionStream`."""
+
+    __slots__ = ()
+
+    @property
+    def form(self) -> EventForm | None:
+        """What others may take for token events in its place; None if they cannot."""
+        return self._form(GENERATE, 0)
+
+    def take_token(self, event: bytes) -> bytes:
+        """Count a token event; nothing if it is none."""
+        if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:
+            return b""
+        self._events += ids_in(event)
+        if self._ids is not None:
+            self._ids.take(event)
+        event += b"\n\n"
+        if self._transcript is not None:
+            self._transcript.keep(event)
+        return event
+
+    def _count(self, event: bytes) -> bytes:
+        self._events += ids_in(event)
+        return event
+
+    def _tokens_of(self, choice: dict[str, Any]) -> int:
+        ids = choice.get("token_ids")
+        return len(ids) if isinstance(ids, list) else 0
+
+
+def ids_in(event: bytes) -> int:
+    """Return how many ids an event lists; 1 if it has no list."""
+    begin = event.find(_IDS)
+    if begin < 0:
+        return 1
+    begin += len(_IDS)
+    end = event.find(b"]", begin)
+    return event.count(b",", begin, end) + 1 if event[begin:end].strip() else 0
+
+
+# The events of an answer of token ids of which the client has the beginning.
+#
+# The first id comes again where a prefiller had told it, and is left out. Spans of weight
+# versions, which the last event tells, count from the first id of the whole answer: which version
+# computed the ids of an engine that failed, nobody tells, so no span has them. What is one
+# engine's knowledge of the whole answer (`routed_experts`) cannot be put together, and ends the
+# stream with an error.
+
+EXPERTS = error_event(409, "routed_experts of an answer that two engines gave cannot be told")
+# Of the first event, of which the client has them.
+_ONCE = ("prompt_token_ids", "mm_placeholders")
+
+
+class TokenContinuation(TokenStream):
+    """Reads a stream for a client who has the beginning of the answer.
+
+    Args:
+        sequences: As for `CompletionStream`, like the options.
+        before: Ids that earlier ranks gave.
+        again: The id that the client has, and that comes again; None if none does.
+    """
+
+    __slots__ = ("_again", "_before", "_goes_on")
+
+    def __init__(
+        self, sequences: int, *, before: int, again: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(sequences, **options)
+        self._before = before
+        self._again = again
+        self._goes_on = False  # Something new has come.
+
+    @property
+    def plain(self) -> bool:
+        """Whether events go on as they are."""
+        return self._goes_on and super().plain
+
+    def read(self, event: bytes) -> bytes:
+        """Return what of any event is the client's; empty if nothing is."""
+        events = super().read(event)
+        if events:
+            events = b"".join(map(self._write, whole_events(events)))
+        self._goes_on |= bool(events)
+        return events
+
+    @property
+    def _may_be_mended(self) -> bool:
+        return not self._goes_on or super()._may_be_mended
+
+    def _write(self, event: bytes) -> bytes:
+        message = parsed(event)
+        choices = [] if message is None else choices_of(message)
+        if message is None or not choices:
+            return event
+        changed = False
+        for choice in choices:
+            if self._again is not None:
+                ids = choice.get("token_ids")
+                if not ids and choice.get("finish_reason") == ABORT and self._may_abort():
+                    self._again = None  # It was told to end, with what the client has.
+                    continue
+                if not isinstance(ids, list) or ids[:1] != [self._again]:
+                    self.differs = True
+                    return self._stop(OTHERWISE)
+                self._again, changed = None, True
+                choice["token_ids"] = ids[1:]
+            if choice.get("routed_experts") is not None and self._before:
+                return self._stop(EXPERTS)
+            changed |= self._shift(choice)
+        if not changed:
+            return event
+        for name in _ONCE:
+            message.pop(name, None)
+        if not any(choice.get("token_ids") or choice.get("finish_reason") for choice in choices):
+            return b""
+        return b"data: %b\n\n" % dump_compact(message)
+
+    def _shift(self, choice: Mapping[str, Any]) -> bool:
+        """Count the spans of weight versions on; return whether there are any."""
+        spans = choice.get("weight_versions")
+        if not isinstance(spans, list) or not self._before:
+            return False
+        for span in spans:
+            if isinstance(span, dict):
+                for name in ("start", "end"):
+                    if type(span.get(name)) is int:
+                        span[name] += self._before
+        return True
+
+    def _stop(self, error: bytes) -> bytes:
+        self.over = True
+        self._opening.error = error
+        return b""
+
+
+# Streams of answers that may be begun again, or were; see `told.py`.
+#
+# Every event of such a stream is parsed.
+
+
+class _Repeating(StreamReader):
+    """What these readers have in common: nothing reaches the client twice."""
+
+    __slots__ = ()
+    _told: Told
+    _may_abort: Callable[[], bool]
+
+    @property
+    def repeating(self) -> bool:
+        """Whether what comes is left out, as the client has it."""
+        return self._told.repeating
+
+    @property
+    def plain(self) -> bool:
+        """Whether only token events are expected, so that `take_token` may try."""
+        return not self._told.repeating and super().plain
+
+    @property
+    def form(self) -> None:
+        """Nothing: every event is parsed."""
+
+    def take_token(self, event: bytes) -> bytes:
+        """Count a token event; nothing if it is none, or comes again."""
+        taken = b"" if self._told.repeating else super().take_token(event)
+        return self._told.tell(taken) if taken else b""
+
+    def read(self, event: bytes) -> bytes:
+        """Return what of any event is the client's; empty if nothing is."""
+        return self._pass(super().read(event))
+
+    def release(self) -> bytes:
+        """Return what waits, unless the client has it."""
+        return self._pass(super().release())
+
+    def flush(self) -> bytes:
+        """Return what is held for an event that does not come."""
+        return self._pass(super().flush())
+
+    def ending(self) -> bytes | None:
+        """Return what a stream lacks that breaks off now, if all of the answer has come."""
+        return None if self._told.repeating else super().ending()
+
+    @property
+    def _may_be_mended(self) -> bool:
+        return not self._told.lost
+
+    def _pass(self, events: bytes) -> bytes:
+        if not events or self.over:
+            return events
+        try:
+            return b"".join(map(self._one, whole_events(events)))
+        except DiffersError:
+            self.over = self.differs = True
+            self._opening.error = OTHERWISE
+            return b""
+
+    def _one(self, event: bytes) -> bytes:
+        told = self._told
+        if told.repeating:
+            event = told.leave_out(event, may_abort=self._may_abort())
+        return told.tell(event) if event else b""
+
+
+class RepeatingCompletionStream(_Repeating, CompletionStream):
+    """A chat, or a completion."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self, sequences: int, told: Told, **options: Any) -> None:
+        super().__init__(sequences, **options)
+        self._told = told
+
+
+class RepeatingTokenStream(_Repeating, TokenStream):
+    """An answer of token ids."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self, sequences: int, told: Told, **options: Any) -> None:
+        super().__init__(sequences, **options)
+        self._told = told
+
+
+class RepeatingNamedEventStream(_Repeating, NamedEventStream):
+    """A message, or a response."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self, told: Told, **options: Any) -> None:
+        super().__init__(**options)
+        self._told = told

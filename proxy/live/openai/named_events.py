@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from balanceroute.proxy.live.openai.answer import CANCELLED, RECOMPUTED
-from balanceroute.proxy.live.openai.engine_error import read_error
+from balanceroute.proxy.live.openai.errors import read_error
 from balanceroute.proxy.live.openai.stream_event import DONE, parsed
 from balanceroute.proxy.live.openai.stream_reader import StreamReader
-from balanceroute.proxy.live.openai.usage import UsageRewrite, token_count
+from balanceroute.proxy.live.openai.token_counts import UsageRewrite, token_count
 from balanceroute.proxy.wire.http1.pump import NAMED, EventForm, Passed
 from balanceroute.proxy.wire.sse import event_data
 

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from ctypes import Structure, byref, c_char_p, c_size_t, c_uint8, c_uint32, c_uint64
 
 from balanceroute.proxy.live.openai.json_scan import (
+    DATA_MEMBERS,
+    HEADS,
     MAX_CONTAINERS,
     MAX_KEY,
     MAX_LEVELS,
     MAX_MEMBERS,
     MAX_STRINGS,
     JsonScanner,
+    PromptSummary,
 )
-from balanceroute.proxy.live.openai.prompt_summary import DATA_MEMBERS, HEADS, PromptSummary
 
 # What the library says of a call.
 _MORE, _COMPLETE = 0, 1

@@ -1,9 +1,60 @@
 """One event of a stream, parsed."""
 
+import json
 from typing import Any
 
-from balanceroute.proxy.live.openai.json_value import decode
+import msgspec
+from msgspec import Struct
+
 from balanceroute.proxy.wire.sse import event_data
+
+# What an engine says again, and the client has.
+
+
+class RepeatedText(Struct, eq=False):
+    """What comes first in an answer, and is left out.
+
+    Attributes:
+        left: What of the text has yet to come.
+        tokens: Of how many tokens the log-probabilities have.
+    """
+
+    left: str = ""
+    tokens: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether all of it has come."""
+        return not self.left and not self.tokens
+
+    def trim(self, text: str) -> str | None:
+        """Return what of the next text is new; None if it is not what the client has."""
+        both = min(len(text), len(self.left))
+        if text[:both] != self.left[:both]:
+            return None
+        self.left = self.left[both:]
+        return text[both:]
+
+
+# Decoding what engines write.
+
+_decode = msgspec.json.Decoder().decode
+
+
+def decode(data: bytes) -> Any:
+    """Return the value of some JSON, with NaN and lone surrogates as Python's own servers write them.
+
+    Strict JSON costs a quarter of what `json` takes.
+
+    Raises:
+        ValueError: It is no JSON.
+        RecursionError: It is nested too deeply.
+    """
+    try:
+        return _decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(data)
+
 
 # The data of the event behind the last one.
 DONE = b"[DONE]"

@@ -17,8 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.live.openai.answer import ABORT
-from balanceroute.proxy.live.openai.answer_events import dump_compact
+from balanceroute.proxy.live.openai.answer import ABORT, dump_compact
 from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded
 from balanceroute.proxy.wire.sse import event_data
 

@@ -3,19 +3,19 @@
 from typing import TYPE_CHECKING, Protocol
 
 from balanceroute.proxy.live.openai.answer import (
+    STREAM_HEADERS,
     headers_of_refusal,
     passable_headers,
     stream_headers,
 )
-from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS
-from balanceroute.proxy.live.openai.api_error import (
+from balanceroute.proxy.live.openai.errors import (
     JSON_HEADERS,
     NEVER_AGAIN,
     answer_event,
     error_body,
     error_event,
+    error_words,
 )
-from balanceroute.proxy.live.openai.engine_error import error_words
 from balanceroute.proxy.live.openai.shape import Api
 
 if TYPE_CHECKING:
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 
+
 # Signs of life: Anthropic's clients know events of that name; all others pass over comments.
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _COMMENT = b": keep-alive\n\n"
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """Where an answer comes from."""
 
     def pause(self) -> None:
@@ -42,7 +43,7 @@ class AnswerOwner(Protocol):
     """Who is told what the client does."""
 
     @property
-    def held(self) -> Source:
+    def held(self) -> AnswerSource:
         """Where the answer comes from at present."""
 
     def left(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.events import DecodeStarted, FirstToken
 from balanceroute.proxy.core.rank_progress import Sighting
-from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
@@ -18,25 +18,35 @@ from balanceroute.proxy.live.openai.answer import (
 )
 from balanceroute.proxy.live.openai.body import dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
-from balanceroute.proxy.live.openai.continuation_stream import OWN_ERRORS, ContinuationStream
-from balanceroute.proxy.live.openai.engine_error import error_in, read_error, tells_death
-from balanceroute.proxy.live.openai.leg_body import decode_body
-from balanceroute.proxy.live.openai.named_events import NamedEventStream
-from balanceroute.proxy.live.openai.prefill_answer import BadPrefillAnswerError, read_prefill_answer
-from balanceroute.proxy.live.openai.repeating_stream import (
+from balanceroute.proxy.live.openai.continuation import CannotResumeError
+from balanceroute.proxy.live.openai.continuation_stream import (
+    EXPERTS,
+    OWN_ERRORS,
+    ContinuationStream,
     RepeatingCompletionStream,
     RepeatingNamedEventStream,
     RepeatingTokenStream,
+    TokenContinuation,
+    TokenStream,
 )
-from balanceroute.proxy.live.openai.resume import CannotResumeError
+from balanceroute.proxy.live.openai.errors import error_in, read_error, tells_death
+from balanceroute.proxy.live.openai.legs import (
+    BadPrefillAnswerError,
+    decode_body,
+    read_prefill_answer,
+)
+from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.shape import AGENTS_APIS, Api
 from balanceroute.proxy.live.openai.stream_event import decoded
-from balanceroute.proxy.live.openai.token_continuation_stream import EXPERTS, TokenContinuation
-from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
-from balanceroute.proxy.live.openai.token_stream import TokenStream
+from balanceroute.proxy.live.openai.token_counts import (
+    CountsAsked,
+    TokenCounts,
+    UsageRewrite,
+    ask_for_counts,
+    asks_total,
+    with_prompt_usage,
+)
 from balanceroute.proxy.live.openai.transcript import Transcript
-from balanceroute.proxy.live.openai.usage import UsageRewrite, asks_total, with_prompt_usage
-from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
 from balanceroute.proxy.live.request.failures import (
     ABORTED,
     Failure,
@@ -47,15 +57,15 @@ from balanceroute.proxy.live.request.failures import (
 )
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt, draw_seed
-from balanceroute.proxy.live.request.relay import Relay
-from balanceroute.proxy.live.request.reports import (
+from balanceroute.proxy.live.request.leg_settings import Resume
+from balanceroute.proxy.live.request.relay import BufferedLeg, Relay
+from balanceroute.proxy.live.request.session_host import (
     LegFailed,
     LegSucceeded,
     PromptCounted,
     StreamLent,
     StreamReturned,
 )
-from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
@@ -63,12 +73,12 @@ from balanceroute.proxy.wire.sse import event_data
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.repeated_text import RepeatedText
+    from balanceroute.proxy.live.openai.stream_event import RepeatedText
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.told import Told
     from balanceroute.proxy.live.request.holding import AttemptOwner
-    from balanceroute.proxy.live.request.kv_handle import KvHandle
+    from balanceroute.proxy.live.request.session_host import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
     from balanceroute.proxy.wire.http1.pump import EventForm, Lent
     from balanceroute.proxy.wire.messages import Headers

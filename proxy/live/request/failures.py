@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.engines.faults import Fault, fault_of
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS
-from balanceroute.proxy.live.openai.engine_error import EngineError, is_error, says_dead
+from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, EngineError, is_error, says_dead
 from balanceroute.proxy.live.request.suspects import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireFault

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
 from balanceroute.proxy.live.openai.body import dump
-from balanceroute.proxy.live.openai.engine_error import error_in
-from balanceroute.proxy.live.openai.leg_body import least_tokens, prefill_body
-from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.openai.errors import error_in
+from balanceroute.proxy.live.openai.legs import least_tokens, prefill_body
 from balanceroute.proxy.live.request.failures import Failure, What, refusal, reported
-from balanceroute.proxy.live.request.reports import LegFailed, LegSucceeded, RemotePrefillEnded
+from balanceroute.proxy.live.request.relay import BufferedLeg
+from balanceroute.proxy.live.request.session_host import LegFailed, LegSucceeded, RemotePrefillEnded
 from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:

@@ -6,42 +6,40 @@ from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import FirstToken, PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
-from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.first_tokens import FirstTokens
-from balanceroute.proxy.live.engines.instances import process_of
-from balanceroute.proxy.live.openai.answer_events import STREAM_HEADERS, is_message
+from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.engines.instances import FirstTokenTrust, process_of
+from balanceroute.proxy.live.openai.answer import STREAM_HEADERS, is_message
 from balanceroute.proxy.live.openai.body import BodyError, dump
-from balanceroute.proxy.live.openai.context_limit import refuse_what_was_counted
-from balanceroute.proxy.live.openai.continuation import is_greedy, sampling_of
-from balanceroute.proxy.live.openai.engine_error import error_in
-from balanceroute.proxy.live.openai.first_token import (
+from balanceroute.proxy.live.openai.continuation import (
+    is_greedy,
     may_begin_early,
     read_first_id,
     read_first_token,
+    sampling_of,
 )
-from balanceroute.proxy.live.openai.leg_body import least_tokens, prefill_body
-from balanceroute.proxy.live.openai.prefill_answer import (
+from balanceroute.proxy.live.openai.errors import error_in
+from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
     PrefillAnswer,
+    least_tokens,
+    prefill_body,
     read_prefill_answer,
+    refuse_what_was_counted,
 )
-from balanceroute.proxy.live.openai.prompt_blocks import SESSION_MEMBER, prompt_name
-from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.live.openai.token_shape import PROMPT
-from balanceroute.proxy.live.openai.usage import continuous_usage_is_expensive
-from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.early_token import EarlyToken, FirstTokenFrom
+from balanceroute.proxy.live.openai.prompt_keys import SESSION_MEMBER, prompt_name
+from balanceroute.proxy.live.openai.shape import PROMPT, Api
+from balanceroute.proxy.live.openai.token_counts import continuous_usage_is_expensive
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt, draw_seed
-from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.reports import (
+from balanceroute.proxy.live.request.leg_settings import Direct, EarlyToken, FirstTokenFrom, Resume
+from balanceroute.proxy.live.request.relay import BufferedLeg
+from balanceroute.proxy.live.request.session_host import (
     EngineSeen,
+    KvHandle,
     KvMissing,
     LegSucceeded,
     PromptCounted,
 )
-from balanceroute.proxy.live.request.resume import Resume
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
@@ -241,7 +239,7 @@ class PrefillAttempt(Attempt):
             session.host.report(EngineSeen(prefiller.id, engine_id))
             process, firsts = (process_of(engine_id), prefiller.lost_kv), prefiller.first_tokens
             if process != firsts.of:  # It may be of another version.
-                prefiller.first_tokens = FirstTokens(process, partial=firsts.partial)
+                prefiller.first_tokens = FirstTokenTrust(process, partial=firsts.partial)
         if params is answer.kv_transfer_params and answer.params_text:
             return answer.params_text
         return dump(params)

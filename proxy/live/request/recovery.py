@@ -1,22 +1,35 @@
 """Whether an attempt that failed is followed by another, and which engine the failure counts against."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS
+from balanceroute.proxy.live.openai.answer import (
+    STREAM_HEADERS,
+    dump_compact,
+    ended_events,
+    ended_token_events,
+    message_events,
+    write_events,
+)
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS
+from balanceroute.proxy.live.openai.numeric_members import flag
+from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api, Shape
 from balanceroute.proxy.live.request.failures import Blame, Failure, Next, What, triage
-from balanceroute.proxy.live.request.reports import LegFailed, PullFailed
+from balanceroute.proxy.live.request.session_host import LegFailed, PullFailed
 from balanceroute.proxy.live.telemetry.record import Leg
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank
-    from balanceroute.proxy.live.openai.shape import Api
+    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.request.client_answer import ClientAnswer
     from balanceroute.proxy.live.request.holding import Attempt
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.live.request.session_host import Host
+
 
 # Then an engine is asked again for a route that it lacked: it may have been replaced behind its address.
 _LACKS_S = 60.0
@@ -142,3 +155,53 @@ class Recovery(Struct, eq=False):
             min(legs.retry_backoff_limit_s, legs.retry_backoff_s * 2 ** (tried - 1)),
             free,
         )
+
+
+# The answer of a prefiller that met a stop condition on its one token, as the client wants it.
+#
+# Nothing is left to decode then, and there is no KV cache to pull: the prefiller's answer is the
+# answer. A client that asked for a stream gets the same events that a decode engine would have
+# sent.
+
+_PARAMS = "kv_transfer_params"
+
+
+def answer_shortly(
+    client: "ClientAnswer", shape: "Shape", body: "RequestBody", message: Mapping[str, Any]
+) -> None:
+    """Send the prefiller's answer to the client, as a stream if it asked for one."""
+    if shape.api is Api.MESSAGES:  # vLLM leaves out there what is null.
+        message = {name: value for name, value in message.items() if name != _PARAMS}
+        if not shape.stream:
+            client.send(200, JSON_HEADERS, dump_compact(message))
+            return
+        client.open(200, STREAM_HEADERS)
+        client.reply.write(message_events(message))
+        client.reply.end()
+        return
+    if not shape.stream:
+        client.send(200, JSON_HEADERS, short_answer_body(message))
+        return
+    options = body.values.get("stream_options")
+    usage = isinstance(options, dict) and options.get("include_usage") is True
+    client.open(200, STREAM_HEADERS)
+    ids = flag(body.values.get("return_token_ids")) is True
+    events = short_answer_events(shape.api, message, include_usage=usage, shows_ids=ids)
+    client.reply.write(events)
+    client.reply.end()
+
+
+def short_answer_body(message: Mapping[str, Any]) -> bytes:
+    """Return the prefiller's answer as that to a request that is not streamed."""
+    return dump_compact({**message, _PARAMS: None})
+
+
+def short_answer_events(
+    api: Api, message: Mapping[str, Any], *, include_usage: bool, shows_ids: bool = False
+) -> bytes:
+    """Return the prefiller's answer as server-sent events; `shows_ids`: with the ids that it tells."""
+    if api is Api.GENERATE:
+        events = ended_token_events(message, include_usage=include_usage)
+    else:
+        events = ended_events(api, message, include_usage=include_usage, shows_ids=shows_ids)
+    return write_events(events) + b"data: [DONE]\n\n"

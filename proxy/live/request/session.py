@@ -12,24 +12,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.live.openai.api_error import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Shape
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
-from balanceroute.proxy.live.request.direct import Direct, guessed_tokens
-from balanceroute.proxy.live.request.emitted import Emitted
 from balanceroute.proxy.live.request.failures import Failure, Next, What, lacks_route
-from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Holding
-from balanceroute.proxy.live.request.kv_handle import KvHandle
-from balanceroute.proxy.live.request.phases import TRANSITIONS, Phase, impossible
+from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Emitted, Holding
+from balanceroute.proxy.live.request.leg_settings import Direct, guessed_tokens
+from balanceroute.proxy.live.request.phases import (
+    MAY_REPEAT,
+    TRANSITIONS,
+    Phase,
+    impossible,
+    trace_move,
+)
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
-from balanceroute.proxy.live.request.recovery import Recovery, Retry
-from balanceroute.proxy.live.request.reports import KvAbandoned, LegSucceeded, SessionEnded
-from balanceroute.proxy.live.request.session_host import Host
-from balanceroute.proxy.live.request.session_trace import MAY_REPEAT, trace_move
-from balanceroute.proxy.live.request.short_answer import answer_shortly
+from balanceroute.proxy.live.request.recovery import Recovery, Retry, answer_shortly
+from balanceroute.proxy.live.request.session_host import (
+    Host,
+    KvAbandoned,
+    KvHandle,
+    LegSucceeded,
+    SessionEnded,
+)
 from balanceroute.proxy.live.request.suspects import (
     MOST_DEATHS,
     REASON,
@@ -43,7 +50,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank
     from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.usage import PromptUsage
+    from balanceroute.proxy.live.openai.token_counts import PromptUsage
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
 

@@ -4,18 +4,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import Struct
+
+from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
+from balanceroute.proxy.live.connectors import MissingKv
+from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.request.suspects import Suspects
+from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.core.events import Event, PrefillerId, RequestId
+    from balanceroute.proxy.core.events import Event
     from balanceroute.proxy.live.connectors import Connector
-    from balanceroute.proxy.live.engines.faults import Fault
     from balanceroute.proxy.live.engines.instances import Prefiller
     from balanceroute.proxy.live.request.leg_settings import LegSettings
-    from balanceroute.proxy.live.request.reports import Report
-    from balanceroute.proxy.live.request.stall_watch import StallWatch
     from balanceroute.proxy.wire.http1.pump import Pump
 
 
@@ -93,3 +97,189 @@ class Host(Protocol):
 
     def crashed(self, number: "RequestId", request_id: str, what: str, error: Exception) -> None:
         """End a session whose handling failed."""
+
+
+# What sessions report about engines, prompts and themselves, besides the scheduler's events.
+#
+# Reports are data. Health checks, retry budget, predictors and metrics are shared by all
+# sessions, so they take reports instead of calls from inside a session.
+
+
+class LegFailed(Struct, frozen=True):
+    """A leg failed through its engine's fault."""
+
+    target: Target
+    fault: Fault
+    reason: str
+
+
+class LegSucceeded(Struct, frozen=True):
+    """An engine answered.
+
+    Attributes:
+        target: Which.
+        pull: Whose KV cache it has pulled, and which rank it is; None if there was none to pull.
+    """
+
+    target: Target
+    pull: tuple[PrefillerId, RankId] | None = None
+
+
+class PullFailed(Struct, frozen=True):
+    """A rank failed where it was to pull a KV cache; see `KvTransfers`."""
+
+    request: RequestId
+    prefiller: PrefillerId
+    rank: RankId
+    fault: Fault
+    reason: str
+
+
+class EngineSeen(Struct, frozen=True):
+    """A prefill answer named the engine that runs behind a prefiller's address."""
+
+    prefiller: PrefillerId
+    engine_id: str
+
+
+class KvMissing(Struct, frozen=True):
+    """A prefiller computed a prompt and left no KV cache that a rank could pull, though it had to."""
+
+    prefiller: PrefillerId
+    kind: MissingKv
+    reason: str
+
+
+class PromptCounted(Struct, frozen=True):
+    """A prefiller counted the tokens of a prompt."""
+
+    request: RequestId
+    prompt_tokens: int
+
+
+class KvAbandoned(Struct, frozen=True):
+    """No rank will pull a KV cache: it is "lost", its lease has "lapsed", or was left to: "cheaper"."""
+
+    how: str
+
+
+class RemotePrefillEnded(Struct, frozen=True):
+    """A prefiller that was chosen by `Host.choose_prefiller` is done, whatever came of it."""
+
+    prefiller: PrefillerId
+
+
+class StreamLent(Struct, frozen=True):
+    """The pump moves a request's stream from now on; `slot` is the stream's number there."""
+
+    request: RequestId
+    slot: int
+
+
+class StreamReturned(Struct, frozen=True):
+    """It does so no more, and the number may become another stream's."""
+
+    request: RequestId
+    slot: int
+
+
+class SessionEnded(Struct, frozen=True):
+    """A session is over."""
+
+    request: RequestId
+    record: RequestRecord
+
+
+Report = (
+    LegFailed
+    | LegSucceeded
+    | PullFailed
+    | EngineSeen
+    | KvMissing
+    | PromptCounted
+    | KvAbandoned
+    | RemotePrefillEnded
+    | StreamLent
+    | StreamReturned
+    | SessionEnded
+)
+
+
+# What a prefill leaves behind for the rank.
+
+
+class KvHandle:
+    """A KV cache on a prefiller.
+
+    Attributes:
+        prefiller: Who computed it.
+        params: How a rank pulls it, as JSON; None if none can, so that the rank computes the prompt itself.
+        expires_s: The machine's uptime from which on no rank may be asked to pull it; None for never.
+        offers: How many ranks it was offered to.
+    """
+
+    __slots__ = ("_losses", "expires_s", "offers", "params", "prefiller")
+
+    def __init__(
+        self,
+        prefiller: "Prefiller",
+        params: bytes | None,
+        expires_s: float | None = None,
+    ) -> None:
+        self.prefiller = prefiller
+        self.params = params
+        self.expires_s = expires_s
+        self.offers = 0
+        self._losses = prefiller.lost_kv
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it went with its engine's process."""
+        return self.params is not None and self.prefiller.lost_kv != self._losses
+
+
+# Since when something that is read now may have been waiting to be read.
+
+
+class StallWatch:
+    """Tells what came just now from what may have come while this process stood still.
+
+    A process is suspended, a host paused, a loop blocked: afterwards everything that came meanwhile is
+    read at once. A prefill answer among it may be as old as its lease, and a KV cache that is pulled
+    after its lease is another prompt's.
+
+    Args:
+        interval_s: Time between two calls of `tick`, in seconds of the clock.
+        clock: The machine's uptime, which counts what the loop's clock does not: a suspended machine.
+
+    Attributes:
+        woke: Whether the last tick was the first after a standstill: what came meanwhile has yet to be
+            read, so nothing is overdue. Not twice in a row: a loop may be late for ever.
+    """
+
+    def __init__(self, interval_s: float, clock: Callable[[], float]) -> None:
+        self._late_s = 2 * interval_s
+        self._clock = clock
+        self.woke = False
+        self._ticked_s = self._stalled_s = self._over_s = clock()
+
+    def begin(self) -> None:
+        """Note that ticks come from now on."""
+        self._ticked_s = self._clock()
+
+    def tick(self) -> None:
+        """Note that this process runs."""
+        now_s = self._clock()
+        stood_still = now_s - self._ticked_s > self._late_s
+        self.woke = stood_still and not self.woke
+        if stood_still:
+            # What waited is read after the timers that came due: for a while nothing counts as new.
+            self._stalled_s, self._over_s = self._ticked_s, now_s + self._late_s
+        self._ticked_s = now_s
+
+    def waiting_since_s(self) -> float:
+        """Return since when what is read now may have been here, by the clock."""
+        now_s = self._clock()
+        if now_s - self._ticked_s > self._late_s:
+            return self._ticked_s
+        return self._stalled_s if now_s < self._over_s else now_s

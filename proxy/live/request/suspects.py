@@ -19,8 +19,7 @@ from msgspec import Struct
 
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.openai.body import dump
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api
-from balanceroute.proxy.live.openai.token_shape import SAMPLING
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, SAMPLING, Api
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody

@@ -37,7 +37,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     Tick,
 )
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
 from balanceroute.proxy.live.scheduling.progress import Progress
 
@@ -66,7 +66,7 @@ _PATIENCE_S = 1.0
 _LOOK_S = 0.05
 _LOST = (PrefillLost, DecodeLost)
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILLING = State.PREFILLING
+_PREFILLING = LifecycleState.PREFILLING
 
 
 class Apart:

@@ -15,20 +15,15 @@ from balanceroute.proxy.core.admission import Admission, Ending, Refusal
 from balanceroute.proxy.core.events import Event, PrefillerId, RequestArrived, RequestId, Ticket
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.scheduler import placed
-from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role
-from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
-from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
-from balanceroute.proxy.live.openai.prompt_keys import prompt_keys
+from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.engines.instances import Instances, KvTransfers, Prefiller, Rank, Role
+from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape
 from balanceroute.proxy.live.prediction import ticket_features
-from balanceroute.proxy.live.request.direct import Direct, guessed_tokens
-from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.request.leg_settings import Direct, LegSettings, guessed_tokens
 from balanceroute.proxy.live.request.lost_engines import LostEngines
-from balanceroute.proxy.live.request.reports import Report
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.session_host import SessionContext
-from balanceroute.proxy.live.request.stall_watch import StallWatch
+from balanceroute.proxy.live.request.session_host import Report, SessionContext, StallWatch
 from balanceroute.proxy.live.request.suspects import Suspects
 from balanceroute.proxy.live.scheduling.decisions import Decisions, Isolation, OpenInstances
 from balanceroute.proxy.live.scheduling.feedback import Feedback, SessionTable

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.admission import Admission, Ending
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
-from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.openai.token_estimate import TokenEstimate
+from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.openai.shape import TokenEstimate
 from balanceroute.proxy.live.prediction import ticket_features
-from balanceroute.proxy.live.request.reports import (
+from balanceroute.proxy.live.request.leg_settings import RetryBudget
+from balanceroute.proxy.live.request.session_host import (
     EngineSeen,
     KvAbandoned,
     KvMissing,
@@ -25,13 +26,11 @@ from balanceroute.proxy.live.request.reports import (
     StreamLent,
     StreamReturned,
 )
-from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.engines.instances import Instances, Prefiller
-    from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
+    from balanceroute.proxy.live.engines.instances import Instances, KvTransfers, Prefiller
     from balanceroute.proxy.live.prediction import PredictorSet
     from balanceroute.proxy.live.request.lost_engines import LostEngines
     from balanceroute.proxy.live.request.session import Session

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import Scheduler
-    from balanceroute.proxy.live.request.reports import StreamLent, StreamReturned
     from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.session_host import StreamLent, StreamReturned
 
 
 # The decode fleet's steps, inferred from the token counts of the streams.

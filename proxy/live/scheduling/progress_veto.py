@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.rank_progress import FLOOR_S, STEPS, RankProgress, Sighting
 from balanceroute.proxy.live.engines.instances import Status
 
@@ -54,7 +54,7 @@ _MOST_TOKENS = 4_096
 _WATCHED = (Status.UP, Status.DRAINING)
 _SERVING = (Status.UP, Status.QUARANTINED)
 # Up to Python 3.11 each look at a member of an enumeration is a call.
-_DECODING = State.DECODING
+_DECODING = LifecycleState.DECODING
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.request.stream_looks import StreamLooks
+from balanceroute.proxy.live.request.lost_engines import StreamLooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Instances
     from balanceroute.proxy.live.prediction import PredictorSet
     from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.request.stall_watch import StallWatch
+    from balanceroute.proxy.live.request.session_host import StallWatch
     from balanceroute.proxy.live.scheduling.decisions import Decisions, Isolation
     from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionMetrics
@@ -193,7 +193,7 @@ class Stranded:
         for kind, since_s in self._unready_since_s.items():
             if now_s - since_s > self._after_s:
                 # In this order: who leaves the pool makes room for the queue.
-                for state in (State.QUEUED, State.POOLED):
+                for state in (LifecycleState.QUEUED, LifecycleState.POOLED):
                     waiting = [one for one in requests.values() if one.state is state]
                     yield from [one.request for one in waiting if _kind(one) == kind]
 

@@ -19,9 +19,7 @@ from balanceroute.proxy.core.ranks import repeated
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom, LegSettings
 from balanceroute.proxy.live.security import Credentials, Secret
 from balanceroute.proxy.live.settings.aliases import AliasConfig
 from balanceroute.proxy.live.settings.declared import (

@@ -16,8 +16,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import USING_EVENTS
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.prediction import make_predictor, predictor_name
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
+from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom
 from balanceroute.proxy.live.security import (
     Credentials,
     Secret,

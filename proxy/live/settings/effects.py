@@ -13,8 +13,7 @@ from balanceroute.proxy.core.admission import EXPECTING
 from balanceroute.proxy.core.policies import PREDICTING, is_outside
 from balanceroute.proxy.core.prefill import USING_LOADS
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
+from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.topologies import CONNECTORS
 

@@ -9,9 +9,7 @@ from balanceroute.proxy.core.outside import outside_name
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.live.prediction import PREDICTORS
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom, Resume
 from balanceroute.proxy.settings.setting import (
     choice,
     file,

@@ -22,7 +22,7 @@ from balanceroute.proxy.live.telemetry.registry import (
 )
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.faults import Fault
+    from balanceroute.proxy.live.engines.engine_url import Fault
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 

@@ -110,7 +110,7 @@ def _event_of(message: str) -> str:
     return _NO_NAME.sub("_", clause.lower()).strip("_")[:_MAX_EVENT]
 
 
-class LineHandler(logging.Handler):
+class ProcessLogHandler(logging.Handler):
     """Hands formatted records to a sink that does not block."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
@@ -143,7 +143,7 @@ def set_up_process_log(
         ConfigError: The level is unknown.
     """
     set_log_level(level)
-    handler = LineHandler(write)
+    handler = ProcessLogHandler(write)
     handler.setFormatter(JsonFormatter(secrets))
     logger = logging.getLogger(LOGGER)
     logger.handlers = [handler]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.openai.routes import ROUTES
 from balanceroute.proxy.live.telemetry.component_metrics import EngineRequests
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord

@@ -19,7 +19,7 @@ import msgspec
 from balanceroute import __version__
 from balanceroute.proxy.live.openai.routes import find
 from balanceroute.proxy.live.telemetry.record import Event, Outcome, RequestRecord, Trace, stages_of
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import fetch
 from balanceroute.proxy.wire.messages import Headers, Response, WireError
 
 if TYPE_CHECKING:

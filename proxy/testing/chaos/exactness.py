@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.request.leg_settings import FirstTokenFrom, Resume
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.clients import Client, ask_all
 from balanceroute.proxy.testing.chaos.expectation import Expectation, TextOracle, comparable

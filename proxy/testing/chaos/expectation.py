@@ -17,8 +17,7 @@ from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.testing.chaos.requests import AGENTS, ClientRequest, with_seed
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import Response
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 

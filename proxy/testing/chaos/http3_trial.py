@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.http3_listener import Http3Listener
+from balanceroute.proxy.live.listeners import Http3Listener
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.chaos.clients import (
     Client,
@@ -37,7 +37,7 @@ from balanceroute.proxy.wire.messages import Headers, WireError
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.caller import Calling
+    from balanceroute.proxy.wire.messages import Calling
 
 _HOST = "127.0.0.1"
 _CONNECTIONS = 4

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.events import Admit, StartPrefill
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.engines.instances import Role, Status, Target
 from balanceroute.proxy.testing.chaos.world import Part, SchedulerStep, World
 
@@ -190,7 +190,7 @@ class Promises:
         if orders.stopped_s is None or self.world.loop.time() < orders.stopped_s + self.world.lag_s:
             return
         requests = self.part.deployment.driver.scheduler.requests.values()
-        begun = [one.request for one in requests if one.state is not State.QUEUED]
+        begun = [one.request for one in requests if one.state is not LifecycleState.QUEUED]
         busy = [one.name for one in self.part.fleet.engines if one.exchanges and self.clean]
         if begun or busy:
             self.broken(f"requests {begun} run, and engines {busy} work, while all is paused")

@@ -10,7 +10,7 @@ from typing import Any
 from balanceroute.proxy.live.telemetry.component_metrics import DROPS
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 from balanceroute.proxy.wire.reply import Reply
 
 _PORT = 4318
@@ -51,7 +51,7 @@ class SpanCollector:
         self._server.close()
         await self._server.drain()
 
-    def _answer(self, request: Request, reply: Reply) -> None:
+    def _answer(self, request: HttpRequest, reply: Reply) -> None:
         willing = asyncio.get_running_loop().time() >= self._willing_s
         status = 200 if willing else self._statuses[self._exports % len(self._statuses)]
         self._exports += 1

@@ -33,14 +33,14 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     Tick,
 )
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.prefix_caches import KvLog
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.standing import KeepingFile
 from balanceroute.proxy.live.deployment import Deployment
-from balanceroute.proxy.live.engines.kv_feed import KvFeed, Source
+from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.pass_through import PassThrough
 from balanceroute.proxy.live.proxy import DEFAULT, Proxy
@@ -56,8 +56,7 @@ from balanceroute.proxy.testing.chaos.decision_faults import (
 from balanceroute.proxy.testing.chaos.log_keeper import Journal
 from balanceroute.proxy.testing.chaos.machine import Machine, Spoiling
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Response
 
@@ -79,13 +78,13 @@ class KvLink:
     def __init__(self, fleet: EmulatedFleet) -> None:
         self._fleet = fleet
 
-    async def subscribe(self, sources: asyncio.Queue[Source]) -> None:
+    async def subscribe(self, sources: asyncio.Queue[KvEventSource]) -> None:
         """Take the events of all sources that come, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 tasks.create_task(self._follow(await sources.get()))
 
-    async def _follow(self, source: Source) -> None:
+    async def _follow(self, source: KvEventSource) -> None:
         port = int(source.events.rpartition(":")[2])
         waiting: list[tuple[int, bytes]] = []
         heard: KvLog | None = None
@@ -121,7 +120,7 @@ class KvLink:
         return self._fleet.kv_logs[self._fleet.engines[port - 1]]
 
 
-def _catch_up(source: Source, log: KvLog) -> None:
+def _catch_up(source: KvEventSource, log: KvLog) -> None:
     """Have batches sent again, as the subscriber does."""
     if source.replay is not None and not _replayed(source.feed, log):
         _replayed(source.feed, log)
@@ -166,7 +165,7 @@ class SchedulerStep:
 
     event: Event
     request: RequestId | None
-    before: State | None
+    before: LifecycleState | None
     started: bool
     actions: list[Action]
     group: str = ""
@@ -200,7 +199,7 @@ class SchedulerWatch:
         self._group = group
         self._events = 0
         # State of each request, and whether it is in its rank's batch.
-        self._states: dict[RequestId, tuple[State, bool]] = {}
+        self._states: dict[RequestId, tuple[LifecycleState, bool]] = {}
 
     def forget(self) -> None:
         """Forget all requests: the scheduler is another one from now on."""

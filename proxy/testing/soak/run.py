@@ -31,8 +31,7 @@ from balanceroute.proxy.testing.chaos.plan import MODEL, ChaosPlan, Weather, dra
 from balanceroute.proxy.testing.chaos.requests import RequestMix
 from balanceroute.proxy.testing.chaos.world import WorldSettings
 from balanceroute.proxy.testing.soak.proxy_process import Footprint, ProxyProcess, running_proxy
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 # What the proxy and the engines still hold, by their own pages, and what the proxy's log tells.
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, cast
 
-from balanceroute.proxy.wire.caller import LineHandler, ResponseHandler
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.heads import (
     WITHOUT_BODY,
@@ -25,7 +24,15 @@ from balanceroute.proxy.wire.http1.heads import (
     check_partial_head,
     parse_response_head,
 )
-from balanceroute.proxy.wire.messages import MalformedError, Payload, Pieces, WireError, WireFault
+from balanceroute.proxy.wire.messages import (
+    LineHandler,
+    MalformedError,
+    Payload,
+    Pieces,
+    ResponseHandler,
+    WireError,
+    WireFault,
+)
 from balanceroute.proxy.wire.turn_writes import Borrower, TurnTransport, WriteTurn
 
 _VERSION = b"HTTP/1."

@@ -10,8 +10,7 @@ from balanceroute.proxy.wire.http1.heads import (
     encode_fields,
 )
 from balanceroute.proxy.wire.messages import Headers
-from balanceroute.proxy.wire.reply import Late
-from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
+from balanceroute.proxy.wire.reply import AnyTransport, Late, ReplyState
 from balanceroute.proxy.wire.turn_writes import TurnTransport
 
 _LAST_CHUNK = b"0\r\n\r\n"

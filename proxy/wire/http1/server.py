@@ -1,23 +1,204 @@
 """An HTTP/1.1 server for one application: listening, draining, closing."""
 
 import asyncio
+import errno
 import json
+import logging
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from ssl import SSLContext
-from typing import Any
+from typing import Any, cast
 
 from balanceroute.proxy.wire.addresses import listened_at
-from balanceroute.proxy.wire.body_budget import BodyBudget
-from balanceroute.proxy.wire.connection_limit import ConnectionLimit
-from balanceroute.proxy.wire.http1.handshake import Handshake
+from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Loss, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
-from balanceroute.proxy.wire.http1.listener import Listener
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 from balanceroute.proxy.wire.http1.service import Admit, Common, Refuse, Service
-from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
+from balanceroute.proxy.wire.messages import BodyBudget, Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application, Reply
+
+# A client's TLS handshake, which is a connection of the server already: who does not end it holds
+# one.
+#
+# An event loop that accepts and shakes hands in one step shows nothing of it until it is over. So
+# the socket is taken from the loop when it is accepted, and given back to shake hands.
+
+_LOG = logging.getLogger(__name__)
+
+
+class Handshake(asyncio.Protocol):
+    """One handshake; see `SweptConnection`. Its connection takes its place.
+
+    Args:
+        service: What the connections share.
+        context: For TLS.
+    """
+
+    __slots__ = ("_begun_s", "_context", "_is_served", "_own", "_service", "_shaking", "deadline_s")
+
+    def __init__(self, service: Service, context: SSLContext) -> None:
+        self._service = service
+        self._context = context
+        self._begun_s = service.loop.time()
+        self.deadline_s = self._begun_s + service.limits.header_timeout_s
+        self._is_served = True
+        self._own: socket.socket | None = None  # Until it begins.
+        self._shaking: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the socket, and begin."""
+        accepted = cast("asyncio.Transport", transport)
+        address = accepted.get_extra_info("peername")
+        try:
+            self._own = socket.socket(fileno=os.dup(accepted.get_extra_info("socket").fileno()))
+        except OSError:  # There is no descriptor left, or the client has gone.
+            return
+        finally:
+            accepted.abort()
+        self._own.setblocking(False)
+        self._service.add(self, address[0] if address else "")
+
+    def placed(self, *, is_served: bool) -> None:
+        """See `SweptConnection`."""
+        self._is_served = is_served
+        if is_served or self._service.limit.rejection(self) is not None:
+            own, self._own = self._own, None
+            assert own is not None
+            self._shaking = self._service.loop.create_task(self._shake(own))
+        else:
+            self.drop()
+
+    def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
+        """See `Evictable`."""
+        shaking = self._shaking
+        if shaking is None or shaking.cancelling():
+            return None
+        return loss_of_head(self._begun_s, now_s, begun=True)  # Nobody knows.
+
+    def evict(self) -> bool:
+        """See `Evictable`."""
+        if self.gives_way(self._begun_s) is None:
+            return False
+        self.drop()
+        return True
+
+    def drop(self) -> None:
+        """Abort now."""
+        if self._shaking is not None:
+            self._shaking.cancel()
+        elif self._own is not None:
+            self._own.close()
+            self._own = None
+            self._service.remove(self, served=self._is_served)
+
+    def end(self, idle_s: float) -> None:
+        """See `SweptConnection`: its client has not asked for anything yet."""
+        if not idle_s:
+            self.drop()
+
+    def expire(self, now_s: float) -> None:
+        """Abort what took too long."""
+        del now_s
+        self.drop()
+
+    async def _shake(self, own: socket.socket) -> None:
+        service = self._service
+        try:
+            await service.loop.connect_accepted_socket(
+                lambda: ServerConnection(service, self),
+                own,
+                ssl=self._context,
+                ssl_handshake_timeout=service.limits.header_timeout_s,
+            )
+        except OSError as error:
+            _LOG.debug("a TLS handshake failed: %s", error)
+            own.close()
+        except asyncio.CancelledError:
+            own.close()
+        finally:
+            if self in service.connections:
+                service.remove(self, served=self._is_served)
+
+
+# Listening sockets of a server that may accept nothing for a time.
+#
+# An event loop has no word for that: uvloop's accepts what connects and closes it where there is
+# no file descriptor, and where it has lost the one that it keeps for this, the loop turns without
+# a pause. So the loop's sockets are closed, while second descriptors of them stay open: who
+# connects waits in the kernel's queue.
+
+
+class Listener:
+    """What one call has bound.
+
+    Args:
+        listen: Begins to accept at an address, or on a socket. Raises OSError.
+    """
+
+    def __init__(self, listen: Callable[..., Awaitable[asyncio.Server]]) -> None:
+        self._listen = listen
+        self._servers: list[asyncio.Server] = []
+        self._spares: list[socket.socket] = []
+        self._closed = False
+
+    async def open(self, **place: object) -> None:
+        """Accept at a place: `host` and `port`, or a `sock` that is bound. Raises OSError."""
+        server = await self._listen(**place)
+        self._servers.append(server)
+        if not server.sockets:  # The loop leaves out what the machine does not have.
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    @property
+    def sockets(self) -> Sequence[socket.socket]:
+        """Those that accept; none while it is paused."""
+        return [one for server in self._servers for one in server.sockets]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it accepts nothing any more."""
+        return self._closed
+
+    def keep_spares(self) -> None:
+        """Open what `pause` leaves open: then there may be no descriptor for it. Raises OSError."""
+        if not self._spares:
+            self._spares += [socket.socket(fileno=os.dup(one.fileno())) for one in self.sockets]
+
+    def pause(self) -> None:
+        """Accept nothing until `resume`, if there are spares."""
+        if self._spares:
+            self._close_servers()
+
+    async def resume(self) -> None:
+        """Accept again. Raises OSError: there is no descriptor; then it stays paused."""
+        if self._servers or self._closed:
+            return
+        try:
+            for spare in self._spares:
+                with ExitStack() as opened:
+                    one = opened.enter_context(spare.dup())
+                    one.setblocking(False)
+                    self._servers.append(await self._listen(sock=one))
+                    opened.pop_all()
+        except OSError:
+            self._close_servers()
+            raise
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._closed = True
+        self._close_servers()
+        for one in self._spares:
+            one.close()
+        self._spares.clear()
+
+    def _close_servers(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
 
 __all__ = ["Admit", "Application", "Refuse", "Reply", "Server"]
 

@@ -31,9 +31,8 @@ from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
 from balanceroute.proxy.wire.http1.reply import Http1Reply
 from balanceroute.proxy.wire.http1.service import Service, SweptConnection
-from balanceroute.proxy.wire.messages import MalformedError, Rejection, Request
-from balanceroute.proxy.wire.turn_writes import TurnTransport
-from balanceroute.proxy.wire.write_progress import WriteProgress, held_by_kernel
+from balanceroute.proxy.wire.messages import HttpRequest, MalformedError, Rejection
+from balanceroute.proxy.wire.turn_writes import TurnTransport, WriteProgress, held_by_kernel
 
 _LOG = logging.getLogger(__name__)
 
@@ -380,7 +379,7 @@ class ServerConnection(asyncio.Protocol):
     def _dispatch(self, body: bytes) -> None:
         head = self._incoming.head
         assert head is not None
-        request = Request(
+        request = HttpRequest(
             head.method, head.path, head.query, head.headers, body, self._peer, head.learned
         )
         reply = self._begin_answer(head)

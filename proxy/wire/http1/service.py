@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from typing import Protocol, TypeVarTuple
 
-from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Evictable
 from balanceroute.proxy.wire.http1.heads import (
     STATUS_LINES,
@@ -13,10 +12,9 @@ from balanceroute.proxy.wire.http1.heads import (
     connection_fields,
     encode_fields,
 )
-from balanceroute.proxy.wire.messages import Headers, Rejection, ServerLimits
+from balanceroute.proxy.wire.messages import BodyBudget, Headers, Rejection, ServerLimits
 from balanceroute.proxy.wire.reply import Application
-from balanceroute.proxy.wire.turn_writes import WriteTurn
-from balanceroute.proxy.wire.write_progress import WriteProgress
+from balanceroute.proxy.wire.turn_writes import WriteProgress, WriteTurn
 
 Ts = TypeVarTuple("Ts")
 

@@ -20,11 +20,10 @@ from aioquic.quic.events import (
 )
 
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.caller import ResponseHandler
 from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage, sent_fields
-from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
+from balanceroute.proxy.wire.messages import Headers, ResponseHandler, WireError, WireFault
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress, OrderedConnection
-from balanceroute.proxy.wire.quic.stream_orders import USUAL, Standing
+from balanceroute.proxy.wire.quic.stream_orders import USUAL, StreamStanding
 
 # How far the server may be ahead, in one answer and in all.
 _STREAM_BYTES, _CONNECTION_BYTES = 1 << 20, 16 << 20
@@ -100,7 +99,7 @@ class Http3Endpoint:
         *,
         trust: Trust | None = None,
         order: str = "rr",
-        standing: Callable[[Headers, float], Standing] = lambda headers, now_s: USUAL,
+        standing: Callable[[Headers, float], StreamStanding] = lambda headers, now_s: USUAL,
         connect_timeout_s: float = 5.0,
     ) -> None:
         address = f"{bracketed(host)}:{port}"

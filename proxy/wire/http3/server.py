@@ -30,7 +30,7 @@ from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
 from balanceroute.proxy.wire.http3.stream import ServerStream
 from balanceroute.proxy.wire.messages import Headers, Rejection
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
-from balanceroute.proxy.wire.quic.stream_orders import Standing
+from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
 
 if TYPE_CHECKING:
     import asyncio
@@ -228,7 +228,7 @@ class Priorities:
         hard: A stream whose deadline passes before its answer has been sent is reset.
     """
 
-    standing: Callable[[Headers, float], Standing]
+    standing: Callable[[Headers, float], StreamStanding]
     level: Callable[[bytes], int]
     hard: bool = False
 

@@ -10,13 +10,12 @@ from typing import Protocol
 
 from balanceroute.proxy.wire.connection_limit import Loss, loss_of_body, loss_of_head
 from balanceroute.proxy.wire.http1.heads import WITHOUT_BODY, RequestHead
-from balanceroute.proxy.wire.http1.incoming_body import IncomingBody
+from balanceroute.proxy.wire.http1.incoming_request import IncomingBody
 from balanceroute.proxy.wire.http1.service import Service
 from balanceroute.proxy.wire.http3.framing import request_head, sent_fields
-from balanceroute.proxy.wire.messages import Headers, MalformedError, Rejection, Request
-from balanceroute.proxy.wire.reply import Late
-from balanceroute.proxy.wire.reply_state import AnyTransport, ReplyState
-from balanceroute.proxy.wire.write_progress import WriteProgress
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, MalformedError, Rejection
+from balanceroute.proxy.wire.reply import AnyTransport, Late, ReplyState
+from balanceroute.proxy.wire.turn_writes import WriteProgress
 
 # The answer to one request, framed as HTTP/3; see `Reply`.
 
@@ -372,7 +371,7 @@ class ServerStream:
         head, service = self._head, self._owner.service
         assert head is not None
         body, peer = self._body.take(), self._owner.peer
-        request = Request(
+        request = HttpRequest(
             head.method, head.path, head.query, head.headers, body, peer, head.learned
         )
         reply = self._begin_answer()

@@ -18,7 +18,7 @@ from aioquic.quic.packet_builder import QuicPacketBuilder
 from aioquic.quic.recovery import QuicPacketSpace
 from aioquic.quic.stream import QuicStream
 
-from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, USUAL, Standing
+from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, USUAL, StreamStanding
 
 _UNIDIRECTIONAL_STREAMS = 16
 """HTTP/3 has three of each side; a peer may try others (RFC 9114, section 6.2.3)."""
@@ -62,7 +62,7 @@ class OrderedConnection(QuicConnection):
 
     def __init__(self, *, order: str, streams: int = 128, **options: Any) -> None:
         self._order = STREAM_ORDERS[order]
-        self._standings: dict[int, Standing] = {}
+        self._standings: dict[int, StreamStanding] = {}
         self._turns: dict[int, int] = {}
         self._next_turn = count()
         super().__init__(**options)
@@ -74,7 +74,7 @@ class OrderedConnection(QuicConnection):
 
     # The order.
 
-    def stand(self, stream_id: int, standing: Standing) -> None:
+    def stand(self, stream_id: int, standing: StreamStanding) -> None:
         """Send a stream by this standing from now on; see `leave`."""
         self._standings[stream_id] = standing
         self._queue.changed = True
@@ -83,7 +83,7 @@ class OrderedConnection(QuicConnection):
         """Forget the standing of a stream."""
         self._standings.pop(stream_id, None)
 
-    def standing(self, stream_id: int) -> Standing:
+    def standing(self, stream_id: int) -> StreamStanding:
         """Return the standing of a stream."""
         return self._standings.get(stream_id, USUAL)
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 
-class Standing(NamedTuple):
+class StreamStanding(NamedTuple):
     """What an order knows of a stream.
 
     Attributes:
@@ -25,8 +25,8 @@ class Standing(NamedTuple):
     begin_s: float = inf
 
 
-USUAL = Standing()
-StreamOrder = Callable[[Standing, int, int], tuple[float, ...]]
+USUAL = StreamStanding()
+StreamOrder = Callable[[StreamStanding, int, int], tuple[float, ...]]
 """Returns the key of a stream, by its standing, its number and its turn: the lowest is sent first.
 
 The numbers of a client's streams are in the order in which it opened them. A stream's turn grows with
@@ -34,27 +34,27 @@ each packet that it had a part in.
 """
 
 
-def _round_robin(standing: Standing, number: int, turn: int) -> tuple[float, ...]:
+def _round_robin(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
     del standing, number
     return (turn,)
 
 
-def _first_come(standing: Standing, number: int, turn: int) -> tuple[float, ...]:
+def _first_come(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
     del standing, turn
     return (number,)
 
 
-def _earliest_deadline(standing: Standing, number: int, turn: int) -> tuple[float, ...]:
+def _earliest_deadline(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
     del turn
     return (standing.deadline_s, number)
 
 
-def _absolute(standing: Standing, number: int, turn: int) -> tuple[float, ...]:
+def _absolute(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
     del turn
     return (-standing.level, number)
 
 
-def _multilevel(standing: Standing, number: int, turn: int) -> tuple[float, ...]:
+def _multilevel(standing: StreamStanding, number: int, turn: int) -> tuple[float, ...]:
     if standing.level >= 1:
         return (0, standing.deadline_s, number)
     return (1, turn)

@@ -41,7 +41,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.intake import Intake
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import Fcfs, fair_queueing
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
@@ -105,7 +105,9 @@ class Fleet:
 
     @property
     def in_flight(self) -> int:
-        return sum(one.state is not State.QUEUED for one in self.scheduler.requests.values())
+        return sum(
+            one.state is not LifecycleState.QUEUED for one in self.scheduler.requests.values()
+        )
 
 
 @pytest.mark.parametrize("prefill", [True, False])
@@ -116,7 +118,7 @@ def test_requests_start_while_the_budget_has_room(prefill: bool) -> None:
     assert fleet.in_flight == 4
     assert fleet.scheduler.prefill_queue.waiting == 2
     fleet.end(RequestId(0))
-    assert fleet.scheduler.requests[RequestId(4)].state is State.DECODING
+    assert fleet.scheduler.requests[RequestId(4)].state is LifecycleState.DECODING
 
 
 def test_a_closed_rank_takes_its_share_of_the_budget_with_it() -> None:
@@ -270,7 +272,7 @@ class Granting(RuleBasedStateMachine):
     def end(self, data: st.DataObject, finishes: bool) -> None:
         requests = self.fleet.scheduler.requests
         number = data.draw(st.sampled_from(sorted(requests)))
-        decodes = requests[number].state is State.DECODING
+        decodes = requests[number].state is LifecycleState.DECODING
         self.ended += 1
         self.change((RequestFinished if finishes and decodes else RequestCancelled)(number))
 

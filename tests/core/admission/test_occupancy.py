@@ -4,20 +4,20 @@ from math import inf
 
 import pytest
 
-from balanceroute.proxy.core.admission.tenants import Occupancy
+from balanceroute.proxy.core.admission.tenants import TenantOccupancy
 
 S = 1_000_000_000
 
 
 def test_who_never_saw_anybody_leave_promises_nothing() -> None:
-    queue = Occupancy()
+    queue = TenantOccupancy()
     queue.enter(0)
     assert queue.wait_ns(1, 100 * S) == inf
 
 
 @pytest.mark.parametrize("leaves", [3, 30, 300])
 def test_a_steady_rate_is_found_at_once(leaves: int) -> None:
-    queue = Occupancy()
+    queue = TenantOccupancy()
     for _ in range(leaves + 10):
         queue.enter(7 * S)
     for i in range(leaves):
@@ -30,7 +30,7 @@ def test_a_steady_rate_is_found_at_once(leaves: int) -> None:
 
 
 def test_time_in_which_nobody_waits_does_not_count() -> None:
-    queue = Occupancy()
+    queue = TenantOccupancy()
     for i in range(20):
         begin_ns = i * 1000 * S
         queue.enter(begin_ns)
@@ -40,7 +40,7 @@ def test_time_in_which_nobody_waits_does_not_count() -> None:
 
 
 def test_a_queue_that_stands_still_promises_less_and_less() -> None:
-    queue = Occupancy()
+    queue = TenantOccupancy()
     for _ in range(30):
         queue.enter(0)
     for i in range(20):
@@ -51,4 +51,4 @@ def test_a_queue_that_stands_still_promises_less_and_less() -> None:
 
 def test_nobody_leaves_who_was_not_there() -> None:
     with pytest.raises(AssertionError, match="nobody"):
-        Occupancy().leave(0)
+        TenantOccupancy().leave(0)

@@ -15,7 +15,7 @@ from balanceroute.proxy.lab.audit.report import Audit, as_json, lines
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 BEGIN_S, STEP_S, COUNT = 1_795_000_000.0, 5.0, 60
 WINDOW = PrometheusWindow(BEGIN_S, BEGIN_S + STEP_S * COUNT, STEP_S)
@@ -55,11 +55,13 @@ def fleet() -> list[dict[str, Any]]:
     return [*of_rank("d0:8000", 0.5), *of_rank("d1:8000", 0.25), *of_rank("p0:8000", 0.1)]
 
 
-def ask(result: list[dict[str, Any]] | bytes, seen: list[Request], **addresses: Any) -> list[Look]:
+def ask(
+    result: list[dict[str, Any]] | bytes, seen: list[HttpRequest], **addresses: Any
+) -> list[Look]:
     """Return the looks out of a server that answers so."""
 
     async def main(loop: Any) -> list[Look]:
-        def answer(request: Request, reply: Reply) -> None:
+        def answer(request: HttpRequest, reply: Reply) -> None:
             seen.append(request)
             body = result
             if isinstance(body, list):
@@ -86,7 +88,7 @@ def ask(result: list[dict[str, Any]] | bytes, seen: list[Request], **addresses: 
 
 
 def test_the_idle_share_follows_from_the_samples() -> None:
-    seen: list[Request] = []
+    seen: list[HttpRequest] = []
     found = observe(ask(fleet(), seen))
     assert found.ranks == ("http://d0:8000", "http://d1:8000")
     assert found.prefillers == 1

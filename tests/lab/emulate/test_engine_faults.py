@@ -9,7 +9,7 @@ import pytest
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate.faults import ErrorForm, Faults, MalformedStream
-from balanceroute.proxy.live.openai.engine_error import read_error
+from balanceroute.proxy.live.openai.errors import read_error
 from balanceroute.proxy.wire.messages import WireFault
 from balanceroute.proxy.wire.sse import event_data
 

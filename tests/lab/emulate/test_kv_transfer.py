@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, WireFault
+from balanceroute.proxy.wire.messages import HttpRequest, WireFault
 
 if TYPE_CHECKING:
     from tests.lab.emulate.conftest import Lab, Play
@@ -400,7 +400,7 @@ class Metaserver:
         self._values = values
         self._tasks: list[asyncio.Task[None]] = []
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         assert request.path == b"/v1/metaserver"
         self.asked.append(json.loads(request.body))
         self._tasks.append(asyncio.ensure_future(self._prefill(reply)))

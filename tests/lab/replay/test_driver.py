@@ -17,7 +17,7 @@ from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplayApi, Re
 from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, WireError
+from balanceroute.proxy.wire.messages import HttpRequest, WireError
 
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -53,7 +53,7 @@ class Engine:
     fleet: object = None
     fleet_status: int = 200
     models: object = field(default_factory=lambda: {"data": [{"id": "tiny"}, {"id": "other"}]})
-    seen: list[tuple[float, Request]] = field(default_factory=list)
+    seen: list[tuple[float, HttpRequest]] = field(default_factory=list)
     calls: list[tuple[float, str]] = field(default_factory=list)
     keys: set[bytes | None] = field(default_factory=set)
     running: int = 0
@@ -63,7 +63,7 @@ class Engine:
     def bodies(self) -> list[dict[str, Any]]:
         return [json.loads(request.body) for _, request in self.seen]
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         now_s = asyncio.get_running_loop().time()
         self.keys.add(request.header(b"authorization"))
         if request.path == b"/v1/models":
@@ -75,7 +75,7 @@ class Engine:
             self.seen.append((now_s, request))
             self._answer(request, reply)
 
-    def _answer(self, request: Request, reply: Reply) -> None:
+    def _answer(self, request: HttpRequest, reply: Reply) -> None:
         identity = request.header(b"x-request-id")
         assert identity is not None
         fault = self.faults.get(int(identity.rpartition(b"-")[2]))

@@ -23,7 +23,7 @@ from balanceroute.proxy.lab.replay.requests import (
     ReplaySettings,
 )
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 from balanceroute.traces import TraceRequest, write_native
 
 TRACE = "trace.jsonl"
@@ -41,10 +41,10 @@ def _in_a_folder_with_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("key").write_text(f"{KEY}\n")
 
 
-Answer = Callable[[Request, Reply], None]
+Answer = Callable[[HttpRequest, Reply], None]
 
 
-def whole(request: Request, reply: Reply) -> None:
+def whole(request: HttpRequest, reply: Reply) -> None:
     """Answer like an engine that needs no time."""
     if request.path == b"/v1/models":
         reply.send(200, [], b'{"data": [{"id": "tiny"}]}')
@@ -184,7 +184,7 @@ def test_tenants_and_classes_of_a_trace_have_keys_headers_and_figures(
 ) -> None:
     seen: set[tuple[bytes | None, bytes | None, bytes | None]] = set()
 
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         if request.path == b"/v1/completions":
             names = (b"authorization", b"priority", b"x-request-deadline-ms")
             one, two, three = (request.header(name) for name in names)
@@ -246,7 +246,7 @@ def test_keys_of_tenants_that_are_none_are_refused_without_being_shown(
 def test_a_failed_request_is_told_and_exits_with_1(
     serve: Callable[[Answer], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         if (request.header(b"x-request-id") or b"").endswith(b"-3"):
             reply.send(503, [], b'{"error": {"message": "no room"}}')
         else:
@@ -264,7 +264,7 @@ def test_a_failed_request_is_told_and_exits_with_1(
 def test_an_interrupt_prints_what_was_measured_and_exits_with_130(
     serve: Callable[[Answer], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         if (request.header(b"x-request-id") or b"").endswith(b"-20"):
             signal.raise_signal(signal.SIGINT)
         else:
@@ -283,7 +283,7 @@ def test_an_interrupt_prints_what_was_measured_and_exits_with_130(
 def test_a_second_interrupt_ends_the_command(
     serve: Callable[[Answer], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         # The second one while the fleet's figures are waited for.
         waited = request.path == b"/emulation/stats"
         if waited or (request.header(b"x-request-id") or b"").endswith(b"-20"):
@@ -334,7 +334,7 @@ def test_sharegpt_prompts_take_the_place_of_words(
 ) -> None:
     prompts: list[str] = []
 
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         if request.body:
             prompts.append(json.loads(request.body)["messages"][0]["content"])
         whole(request, reply)

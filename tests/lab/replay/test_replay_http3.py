@@ -16,7 +16,7 @@ from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
 from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
-from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 from balanceroute.proxy.wire.reply import Reply
 
 
@@ -24,9 +24,9 @@ def test_a_replay_over_http3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path = tmp_path / "authority.pem"
     path.write_text(CERT)
     monkeypatch.setenv("SSL_CERT_FILE", str(path))
-    asked: list[Request] = []
+    asked: list[HttpRequest] = []
 
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         asked.append(request)
         whole(request, reply)
 

@@ -8,7 +8,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.replay.exchange import ReplayTarget, first_model, parse_target
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_another_url_is_refused_with_the_flag(url: str) -> None:
     ],
 )
 def test_a_server_is_asked_by_the_name_of_the_url(url: str, port: int, host: bytes) -> None:
-    seen: list[Request] = []
+    seen: list[HttpRequest] = []
 
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         seen.append(request)
         reply.send(200, [], b'{"data": [{"id": "tiny"}]}')
 

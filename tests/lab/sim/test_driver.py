@@ -33,7 +33,7 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import (
     POLICIES,
     Policy,
@@ -176,7 +176,7 @@ def test_the_scheduler_knows_the_loads_of_the_engines_at_every_step(
         mirrored = scheduler.ledger.loads.tolist()
         queued = 0
         for request in scheduler.requests.values():
-            if request.state is State.DECODING and not request.started:
+            if request.state is LifecycleState.DECODING and not request.started:
                 assert request.rank is not None
                 mirrored[request.rank] -= request.prompt_tokens
                 queued += 1

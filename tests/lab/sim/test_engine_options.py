@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.lifecycle import State
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.engines import (
@@ -228,7 +228,7 @@ def test_the_scheduler_knows_the_loads_of_uneven_engines_after_every_step(
         scheduler.check()
         mirrored = scheduler.ledger.loads.tolist()
         for request in scheduler.requests.values():
-            if request.state is State.DECODING and not request.started:
+            if request.state is LifecycleState.DECODING and not request.started:
                 assert request.rank is not None
                 mirrored[request.rank] -= request.prompt_tokens
         assert mirrored == engine.loads

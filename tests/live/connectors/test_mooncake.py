@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.proxy.live.connectors import BootstrapIdentity, MissingKvError, make_connector
-from balanceroute.proxy.live.engines.bootstrap import read_identity
+from balanceroute.proxy.live.engines.engine_facts import read_identity
 
 MOONCAKE = make_connector("mooncake")
 

@@ -27,10 +27,9 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 )
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import Headers, Request, Response
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Response
 
 TOKEN = as_secret(b"admin-token")
 GOOD = [(b"authorization", b"Bearer admin-token")]
@@ -197,7 +196,7 @@ class Bench:
     ) -> Sent:
         sent = Sent()
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = Request(
+        request = HttpRequest(
             method.encode(), path.encode(), query, [*headers, *media], encoded, "127.0.0.1:5"
         )
         self.admin(request, sent)

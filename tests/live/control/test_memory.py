@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.live.control.memory import RankMemory
+from balanceroute.proxy.live.control.memory import KvCapacity
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
 
@@ -23,7 +23,7 @@ def gauges(kv_tokens: int | None) -> EngineGauges:
 
 def test_the_least_that_a_present_engine_says_holds_for_all() -> None:
     present = {*RANKS, PREFILLER}
-    memory = RankMemory(None, used=True)
+    memory = KvCapacity(None, used=True)
     seen = []
     for target, tokens in (
         (PREFILLER, 5),
@@ -44,7 +44,7 @@ def test_the_least_that_a_present_engine_says_holds_for_all() -> None:
 
 @pytest.mark.parametrize("given", [None, 800])
 def test_what_ranks_keep_is_known_where_it_limits_nothing(given: int | None) -> None:
-    memory = RankMemory(given, used=False)
+    memory = KvCapacity(given, used=False)
     assert memory.told_tokens == given
     memory.scraped(RANKS[0], gauges(700))
     assert not memory.settle(RANKS.__contains__)
@@ -52,7 +52,7 @@ def test_what_ranks_keep_is_known_where_it_limits_nothing(given: int | None) -> 
 
 
 def test_an_engine_that_says_another_size_each_time_changes_all_ranks_rarely() -> None:
-    memory = RankMemory(None, used=True)
+    memory = KvCapacity(None, used=True)
     changes = 0
     for scrape in range(100):
         memory.scraped(RANKS[0], gauges(700 + scrape % 2))
@@ -72,7 +72,7 @@ def test_an_engine_that_says_another_size_each_time_changes_all_ranks_rarely() -
 def test_a_rank_with_less_than_it_should_have_is_told_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memory = RankMemory(800, used=True)
+    memory = KvCapacity(800, used=True)
     with caplog.at_level(logging.WARNING):
         for tokens in (700, 699, 700):
             memory.scraped(RANKS[0], gauges(900))

@@ -14,7 +14,7 @@ from balanceroute.proxy.live.control.state import view_of
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState, RankState, Snapshot
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 from balanceroute.proxy.wire.reply import Reply
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -67,7 +67,7 @@ def test_a_browser_shows_144_ranks(tmp_path: Path) -> None:
     async def main() -> str:
         bench = Bench(Wide(), token=False)
 
-        def answer(request: Request, reply: Reply) -> None:
+        def answer(request: HttpRequest, reply: Reply) -> None:
             bench.admin(request, reply)
             if request.path == b"/admin/live":
                 reply.end()  # The browser's time stands still while an answer is under way.

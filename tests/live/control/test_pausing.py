@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 LONG: dict[str, Any] = TALK | {"temperature": 0, "stream": True, "max_tokens": 400}
 WHOLE: dict[str, Any] = TALK | {"temperature": 0, "max_tokens": 400}
@@ -37,7 +37,7 @@ class Engines:
         for path in PATHS:
             site.handlers[path] = self._take
 
-    def _take(self, engine: str, request: "Request", reply: "Reply") -> None:
+    def _take(self, engine: str, request: "HttpRequest", reply: "Reply") -> None:
         query = f"?{request.query.decode()}" if request.query else ""
         self.heard.append((engine, request.path.decode() + query))
         assert request.body == b"{}"

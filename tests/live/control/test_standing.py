@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from balanceroute.proxy.live.control.standing import (
     KeepingFile,
     KeptHere,
-    Standing,
+    StandingOrders,
     basis_of,
     keep_trying,
     load,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
 P, D = EngineUrl("http", "p", 1), EngineUrl("https", "::1", 2)
-SETTINGS = Standing("br-0", (PrefillServer(P),), (DecodeServer(D),))
-ORDERED = Standing(
+SETTINGS = StandingOrders("br-0", (PrefillServer(P),), (DecodeServer(D),))
+ORDERED = StandingOrders(
     "jsq",
     (PrefillServer(P, EngineUrl("http", "p", 8998)),),
     (DecodeServer(D, (0, 3)), DecodeServer(P, discover=True)),
@@ -132,7 +132,7 @@ def test_of_other_settings_what_was_found_is_kept(
     keeper = KeepingFile(tmp_path / "roster")
     x, y = EngineUrl("http", "x", 1), EngineUrl("http", "y", 1)
     found = (Target(Role.DECODE, x.base), Target(Role.PREFILL, y.base))
-    kept = Standing(
+    kept = StandingOrders(
         "jsq",
         (PrefillServer(P), PrefillServer(y)),
         (DecodeServer(x, (0, 1)),),
@@ -144,10 +144,12 @@ def test_of_other_settings_what_was_found_is_kept(
         deadlines=((found[0], 5.0),),
     )
     save(keeper, kept)
-    assert load(keeper, Standing("br-0", (), (), basis=kept.basis)) == kept
+    assert load(keeper, StandingOrders("br-0", (), (), basis=kept.basis)) == kept
     assert caplog.messages == []
-    settings = Standing("br-h", (PrefillServer(P),), (DecodeServer(D),), basis=basis_of("br-h"))
-    assert load(keeper, settings) == Standing(
+    settings = StandingOrders(
+        "br-h", (PrefillServer(P),), (DecodeServer(D),), basis=basis_of("br-h")
+    )
+    assert load(keeper, settings) == StandingOrders(
         "br-h",
         (PrefillServer(P), PrefillServer(y)),
         (DecodeServer(D), DecodeServer(x, (0, 1))),
@@ -158,7 +160,7 @@ def test_of_other_settings_what_was_found_is_kept(
         paused=True,
     )
     # One that the settings name now is there once.
-    named = Standing("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
+    named = StandingOrders("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
     assert load(keeper, named) == replace(named, paused=True)
 
 

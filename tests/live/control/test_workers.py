@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.test_proxy_connectors import CHAT, TALK
 
-from balanceroute.proxy.live.control.admin import Rows
+from balanceroute.proxy.live.control.admin import InstanceRows
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 
@@ -106,7 +106,7 @@ def test_all_that_wait_look_at_the_same_rows() -> None:
             made.append(loop.time())
             return [{"made_s": loop.time()}]
 
-        rows = Rows(make)
+        rows = InstanceRows(make)
 
         async def wait() -> None:
             looked_s: float | None = None

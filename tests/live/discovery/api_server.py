@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 NAMESPACE = "serving"
 PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
@@ -61,7 +61,7 @@ class ApiServer:
     oldest: int = 100
     page_items: int = 500
     failure: int = 0
-    requests: list[Request] = field(default_factory=list)
+    requests: list[HttpRequest] = field(default_factory=list)
     watches: list[Reply] = field(default_factory=list)
     _changes: list[tuple[int, bytes]] = field(default_factory=list)
 
@@ -127,7 +127,7 @@ class ApiServer:
         for reply in self.watches:
             reply.write(line + b"\n")
 
-    def _answer(self, request: Request, reply: Reply) -> None:
+    def _answer(self, request: HttpRequest, reply: Reply) -> None:
         self.requests.append(request)
         query = {key: values[0] for key, values in parse_qs(request.query.decode()).items()}
         if self.failure:

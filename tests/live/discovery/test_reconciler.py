@@ -12,7 +12,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler, View
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from balanceroute.proxy.live.connectors import BootstrapIdentity
-from balanceroute.proxy.live.engines.bootstrap import read_identity
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.engine_facts import read_identity
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 
 ADDRESS = "http://10.0.0.1:8998"
 

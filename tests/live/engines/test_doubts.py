@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {
@@ -251,7 +251,7 @@ def test_what_its_pages_say_may_change(play: "Play", caplog: pytest.LogCaptureFi
     )
     asked = [0]
 
-    def metrics(_engine: str, _request: "Request", reply: "Reply") -> None:
+    def metrics(_engine: str, _request: "HttpRequest", reply: "Reply") -> None:
         reply.send(200, [], page % asked[0])
 
     async def scenario(site: "Site") -> None:
@@ -278,7 +278,7 @@ def test_what_its_pages_say_may_change(play: "Play", caplog: pytest.LogCaptureFi
 def test_an_engine_is_not_used_and_not_counted_before_it_was_probed(play: "Play") -> None:
     held: list[Reply] = []
 
-    def health(_engine: str, _request: "Request", reply: "Reply") -> None:
+    def health(_engine: str, _request: "HttpRequest", reply: "Reply") -> None:
         held.append(reply)
 
     async def order(site: "Site", path: str) -> "Exchanged":

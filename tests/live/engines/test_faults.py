@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from balanceroute.proxy.live.engines.faults import Fault, fault_of
+from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 

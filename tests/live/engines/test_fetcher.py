@@ -12,9 +12,7 @@ import pytest
 import uvloop
 from tests.testing.virtual.recorder import Recorder
 
-from balanceroute.proxy.live.engines.engine_url import EngineUrl
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
-from balanceroute.proxy.live.engines.fetcher import Fetcher
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, Fetcher, FetchError
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.health import Health, HealthSettings, Quarantine
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
-from balanceroute.proxy.live.engines.kv_event_batch import KvEventError, apply
-from balanceroute.proxy.live.engines.kv_feed import KvFeed
+from balanceroute.proxy.live.engines.kv_feed import KvEventError, KvFeed, apply
 
 P = PrefillerId(0)
 BLOCK = 4

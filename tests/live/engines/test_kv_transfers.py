@@ -11,9 +11,8 @@ import pytest
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.lab.emulate import leases
 from balanceroute.proxy.lab.emulate.leases import PullFailure
-from balanceroute.proxy.live.engines.faults import Fault
-from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
-from balanceroute.proxy.live.engines.kv_transfers import KvTransfers
+from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.engines.instances import KvTransfers, Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 COMPLETIONS = "/v1/completions"
 OLD, NEW = "0.32.0", "0.33.0"
@@ -135,7 +135,7 @@ def test_mooncake_does_not_compare_versions(play: "Play") -> None:
     ids=["missing", "no UTF-8", "no UTF-8 in a key", "deep"],
 )
 def test_an_engine_that_tells_nothing_is_paired(play: "Play", status: int, page: bytes) -> None:
-    def unreadable(engine: str, request: "Request", reply: "Reply") -> None:
+    def unreadable(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(status, [], page)
 
@@ -154,7 +154,7 @@ def test_an_engine_that_tells_nothing_is_paired(play: "Play", status: int, page:
 def test_an_engine_that_comes_back_takes_nothing_before_it_was_asked(play: "Play") -> None:
     asked: list[str] = []
 
-    def slow(engine: str, request: "Request", reply: "Reply") -> None:
+    def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del request
         asked.append(engine)
         assert engine == "decode/1"

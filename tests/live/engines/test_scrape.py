@@ -15,7 +15,7 @@ from balanceroute.proxy.live.engines.engine_gauges import (
     MetricsPageError,
     parse_engine_gauges,
 )
-from balanceroute.proxy.live.engines.faults import Fault, FetchError
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.engines.scrape import Scraper, ScrapeSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop

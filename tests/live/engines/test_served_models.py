@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Status
-from balanceroute.proxy.live.engines.served_models import ModelsPageError, parse_models
+from balanceroute.proxy.live.engines.model_list import ModelsPageError, parse_models
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from tests.live.conftest import Handler, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -29,7 +29,7 @@ def page(*cards: dict[str, Any]) -> bytes:
 def lists(cards: dict[str, dict[str, Any]]) -> "Handler":
     """Return an engine's route that lists one model; an engine that is not named knows no length."""
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del request
         reply.send(200, JSON, page(cards.get(engine, {"id": "tiny"})))
 
@@ -64,7 +64,7 @@ def test_adapters_have_the_context_of_their_base_model() -> None:
     ids=["beyond all messages", "negative"],
 )
 def test_an_engines_odd_model_stops_nothing(play: "Play", card: bytes) -> None:
-    def odd(engine: str, request: "Request", reply: "Reply") -> None:
+    def odd(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, JSON, b'{"data":[%b]}' % card)
 
@@ -86,7 +86,7 @@ def test_an_engines_odd_model_stops_nothing(play: "Play", card: bytes) -> None:
 def test_a_card_that_could_be_read_and_not_written_is_not_shown(play: "Play", levels: int) -> None:
     card = b'{"id":"tiny","more":%b}' % (b"[" * levels + b"]" * levels)
 
-    def deep(engine: str, request: "Request", reply: "Reply") -> None:
+    def deep(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, JSON, b'{"data":[%b]}' % card)
 
@@ -264,12 +264,12 @@ def test_what_a_rank_might_serve_is_asked_of_it(
         await known(site)
         ranks = []
 
-        def rank(engine: str, request: "Request", reply: "Reply") -> None:
+        def rank(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del request
             ranks.append(engine)
             reply.send(418, [], b"")
 
-        def prefiller(engine: str, request: "Request", reply: "Reply") -> None:
+        def prefiller(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             said = {"index": 0, "finish_reason": "length", "text": "a", "message": {"content": "a"}}
             kv = {"do_remote_prefill": True, "remote_block_ids": [], "remote_engine_id": "a"}

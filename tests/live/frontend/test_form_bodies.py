@@ -10,7 +10,7 @@ from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Reply
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
@@ -85,7 +85,7 @@ def test_a_form_that_steers_kv_transfer_reaches_no_engine(play: "Play") -> None:
     """An engine ends when such members are no object: one form would take down every prefiller."""
 
     async def scenario(site: "Site") -> None:
-        def answer(engine: str, request: "Request", reply: "Reply") -> None:
+        def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             reply.send(200, [(b"content-type", b"application/json")], b"{}")
 

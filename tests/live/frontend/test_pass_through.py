@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Handler, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 CHAT = "/v1/chat/completions"
 ASKED: dict[str, tuple[str, object]] = {
@@ -118,7 +118,7 @@ def test_a_prefiller_that_is_quarantined_or_drained_is_not_asked(play: "Play") -
 
 
 def test_two_engines_that_break_off_make_a_502(play: "Play") -> None:
-    def break_off(engine: str, request: "Request", reply: "Reply") -> None:
+    def break_off(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.abort()
 
@@ -134,7 +134,7 @@ def test_a_client_that_leaves_takes_its_request_along(play: "Play") -> None:
     left: list[float] = []
 
     async def scenario(site: "Site") -> None:
-        def hold(engine: str, request: "Request", reply: "Reply") -> None:
+        def hold(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             reply.on_closed = lambda: left.append(site.loop.time())
 
@@ -165,7 +165,7 @@ def test_an_engine_that_is_silent_makes_a_504(play: "Play") -> None:
 
 
 def test_an_answer_past_the_limit_is_not_kept(play: "Play") -> None:
-    def boast(engine: str, request: "Request", reply: "Reply") -> None:
+    def boast(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, [(b"content-type", b"application/json")], b"x" * 5_000)
 
@@ -191,7 +191,7 @@ WITHHELD = [
 
 
 def answers_with(status: int, kind: bytes, body: bytes) -> "Handler":
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         headers = [(b"content-type", kind), *WITHHELD, *ENGINES]
         if b"event-stream" in kind:
@@ -262,7 +262,7 @@ def test_a_compressed_answer_that_was_not_asked_for_is_another_engines(
         compresses = answers_with(200, kind, b"\x1f\x8b\n\n")
         spoilt = []
 
-        def once(engine: str, request: "Request", reply: "Reply") -> None:
+        def once(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             spoilt.append(engine)
             del site.rank_handlers[b"/v1/completions"]
             compresses(engine, request, reply)
@@ -282,7 +282,7 @@ def test_a_compressed_answer_that_was_not_asked_for_is_another_engines(
 def test_a_place_below_the_engine_is_told_as_one_below_the_proxy(play: "Play") -> None:
     told: list[bytes] = []
 
-    def moved(engine: str, request: "Request", reply: "Reply") -> None:
+    def moved(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine
         place = told[-1].replace(b"HERE", request.header(b"host") or b"")
         reply.send(307, [(b"location", place)], b"")
@@ -442,7 +442,7 @@ def test_a_chat_goes_on_where_a_gateway_knows_no_path(play: "Play") -> None:
     ],
 )
 def test_a_404_of_the_api_itself_is_passed_on(play: "Play", body: bytes) -> None:
-    def refuse(engine: str, request: "Request", reply: "Reply") -> None:
+    def refuse(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(404, [(b"content-type", b"application/json")], body)
 
@@ -455,7 +455,7 @@ def test_a_404_of_the_api_itself_is_passed_on(play: "Play", body: bytes) -> None
 
 
 def test_a_chat_route_that_is_missing_is_the_engines_404(play: "Play") -> None:
-    def refuse(engine: str, request: "Request", reply: "Reply") -> None:
+    def refuse(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(404, [(b"content-type", b"application/json")], b'{"detail":"Not Found"}')
 
@@ -487,7 +487,7 @@ WHOLE = {
 }
 
 
-def serve(engine: str, request: "Request", reply: "Reply") -> None:
+def serve(engine: str, request: "HttpRequest", reply: "Reply") -> None:
     """Answer as an engine that has these APIs."""
     del engine
     path = request.path.decode()
@@ -542,7 +542,7 @@ def test_such_requests_are_bound_to_ranks_like_any_other(play: "Play", path: str
     replies: list[Reply] = []
 
     async def scenario(site: "Site") -> None:
-        def hold(engine: str, request: "Request", reply: "Reply") -> None:
+        def hold(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             replies.append(reply)
             reply.start(200, [(b"content-type", b"text/event-stream")])

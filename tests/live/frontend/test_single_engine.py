@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 EMBEDDINGS = "/v1/embeddings"
 TOKENIZE = "/tokenize"
@@ -29,7 +29,7 @@ class Held:
         self.replies: list[tuple[str, Reply]] = []
         self.left = 0
 
-    def __call__(self, engine: str, request: "Request", reply: "Reply") -> None:
+    def __call__(self, engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del request
         self.replies.append((engine, reply))
         reply.on_closed = self._leave
@@ -124,7 +124,7 @@ def test_who_leaves_while_it_waits_is_forgotten(play: "Play") -> None:
 def test_who_waits_too_long_is_refused(play: "Play") -> None:
     replies: list[Reply] = []
 
-    def begin(engine: str, request: "Request", reply: "Reply") -> None:
+    def begin(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, EVENTS)
         replies.append(reply)
@@ -155,7 +155,7 @@ def test_another_prefiller_is_asked_if_one_is_busy_or_fails(play: "Play", status
     """Finding M6: a 429 or 5xx of one prefiller was the answer."""
 
     async def scenario(site: "Site") -> None:
-        def moody(engine: str, request: "Request", reply: "Reply") -> None:
+        def moody(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del request
             good = len(site.seen) > 1
             reply.send(200 if good else status, JSON, engine.encode())
@@ -227,7 +227,7 @@ def test_a_long_answer_is_relayed_as_it_comes(play: "Play") -> None:
     piece = b"x" * 40_000
     replies: list[Reply] = []
 
-    def begin(engine: str, request: "Request", reply: "Reply") -> None:
+    def begin(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, JSON)
         reply.write(piece)
@@ -254,7 +254,7 @@ def test_a_stream_is_relayed_event_by_event_and_its_breaking_off_is_shown(
 ) -> None:
     replies: list[Reply] = []
 
-    def begin(engine: str, request: "Request", reply: "Reply") -> None:
+    def begin(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, EVENTS)
         reply.write(b"data: 1\n\n")
@@ -288,7 +288,7 @@ def test_a_stream_is_relayed_event_by_event_and_its_breaking_off_is_shown(
 
 
 def test_a_relayed_answer_that_stands_still_is_cut(play: "Play") -> None:
-    def begin(engine: str, request: "Request", reply: "Reply") -> None:
+    def begin(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, EVENTS)
         reply.write(b"data: 1\n\n")
@@ -307,7 +307,7 @@ def test_a_relayed_answer_that_stands_still_is_cut(play: "Play") -> None:
 def test_a_slow_reader_pauses_the_engine(play: "Play") -> None:
     written: list[Reply] = []
 
-    def pour(engine: str, request: "Request", reply: "Reply") -> None:
+    def pour(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, JSON)
         written.append(reply)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.openai.api_error import error_body, error_event
+from balanceroute.proxy.live.openai.errors import error_body, error_event
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 

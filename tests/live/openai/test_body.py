@@ -18,8 +18,7 @@ from balanceroute.proxy.live.openai.body import (
     may_be_deep,
     read_in_slices,
 )
-from balanceroute.proxy.live.openai.json_scan import MAX_LEVELS, JsonScanner, ScanError
-from balanceroute.proxy.live.openai.prompt_summary import summarise
+from balanceroute.proxy.live.openai.json_scan import MAX_LEVELS, JsonScanner, ScanError, summarise
 from balanceroute.proxy.wire.messages import Pieces
 
 spaces = st.text(" \t\n\r", max_size=2)

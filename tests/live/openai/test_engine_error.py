@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Status
-from balanceroute.proxy.live.openai.engine_error import (
+from balanceroute.proxy.live.openai.errors import (
     EngineError,
     error_in,
     error_words,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 
 def told(**error: object) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Refusing:
         self._end = line_end.encode()
         self._tail = tail
 
-    def __call__(self, _: str, request: "Request", reply: "Reply") -> None:
+    def __call__(self, _: str, request: "HttpRequest", reply: "Reply") -> None:
         self.asked += 1
         if not json.loads(request.body).get("stream"):
             reply.send(200, JSON, self._error)
@@ -276,7 +276,7 @@ def test_an_engines_error_of_any_form_is_mended(play: "Play", *, stream: bool) -
             failing = Refusing(error)
 
             def once(
-                engine: str, request: "Request", reply: "Reply", failing: Refusing = failing
+                engine: str, request: "HttpRequest", reply: "Reply", failing: Refusing = failing
             ) -> None:
                 del site.rank_handlers[path.encode()]
                 failing(engine, request, reply)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.openai.first_token import FirstToken, says_again
-from balanceroute.proxy.live.openai.repeated_text import RepeatedText
+from balanceroute.proxy.live.openai.continuation import PrefillFirstToken, says_again
+from balanceroute.proxy.live.openai.stream_event import RepeatedText
 
 
 def judge(text: str, *choices: dict[str, Any]) -> bool | None:
     """Return what is known behind the last event, of one choice each."""
-    said, left = FirstToken(text, 7, b"1,7", b"", b""), RepeatedText(text)
+    said, left = PrefillFirstToken(text, 7, b"1,7", b"", b""), RepeatedText(text)
     verdict = None
     for choice in choices:
         assert verdict is None
@@ -58,5 +58,5 @@ def test_ids(choices: list[dict[str, Any]], same: bool | None) -> None:
 
 @pytest.mark.parametrize("event", [b": ping\n\n", b"data: [DONE]\n\n", b'data: {"usage":{}}\n\n'])
 def test_an_event_without_choices_leaves_it_open(event: bytes) -> None:
-    said = FirstToken("ab", 7, b"1,7", b"", b"")
+    said = PrefillFirstToken("ab", 7, b"1,7", b"", b"")
     assert says_again(said, RepeatedText("ab"), event) is None

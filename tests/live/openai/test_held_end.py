@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.live.stream_client import DONE, ERROR, GONE, Client, chunk, counts, total, usage
 
-from balanceroute.proxy.live.openai.held_end import HeldEnd
+from balanceroute.proxy.live.openai.completion_stream import HeldEnd
 
 
 def test_the_fingerprint_moves_to_the_last_token() -> None:

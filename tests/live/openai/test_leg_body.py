@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.openai.body import RequestBody, dump
-from balanceroute.proxy.live.openai.leg_body import decode_body, least_tokens, prefill_body
+from balanceroute.proxy.live.openai.legs import decode_body, least_tokens, prefill_body
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Api
 
 PARAMS = {"do_remote_decode": True, "remote_host": None}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -243,7 +243,7 @@ class Engine:
         self._pieces = pieces
         self._then = then
 
-    def __call__(self, engine: str, request: "Request", reply: "Reply") -> None:
+    def __call__(self, engine: str, request: "HttpRequest", reply: "Reply") -> None:
         if engine.startswith("prefill"):
             answer = PREFILLED[request.path.decode()] | {"kv_transfer_params": KV}
             reply.send(200, [], json.dumps(answer).encode())
@@ -319,7 +319,7 @@ def test_an_error_that_comes_first_is_mended_by_another_engine(play: "Play") -> 
     engines = [Engine(failure), Engine(BEGIN[MESSAGES], FINAL[MESSAGES])]
 
     async def scenario(site: "Site") -> None:
-        def in_turn(engine: str, request: "Request", reply: "Reply") -> None:
+        def in_turn(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             turn = engines[0] if engine.startswith("prefill") else engines.pop(0)
             turn(engine, request, reply)
 

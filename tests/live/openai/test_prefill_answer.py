@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.live.openai.prefill_answer import (
+from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
     PrefillAnswer,
     read_prefill_answer,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.prompt_blocks import BLOCK_BYTES, prompt_blocks
+from balanceroute.proxy.live.openai.prompt_keys import BLOCK_BYTES, prompt_blocks
 from balanceroute.proxy.live.openai.shape import Api
 
 LONG = " ".join(f"word{number}" for number in range(3_000))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.leg_body import decode_body
-from balanceroute.proxy.live.openai.resume import CannotResumeError, resumed_members
+from balanceroute.proxy.live.openai.continuation import CannotResumeError, resumed_members
+from balanceroute.proxy.live.openai.legs import decode_body
 from balanceroute.proxy.live.openai.shape import Api
 
 USER = {"role": "user", "content": "Tell a story."}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "appendix" / "routes.md"
 RESPONSES = "/v1/responses"
@@ -77,7 +77,7 @@ def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(play: "Play", ro
     body = b"" if route.media is Media.NONE else b'{"model": "tiny",  "input": "t1"}'
     kind = b"multipart/form-data; boundary=b1" if form else b"application/json"
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, [(b"content-type", b"application/x-answer")], b"answer")
 
@@ -99,7 +99,7 @@ def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(play: "Play", ro
 
 
 def test_no_member_that_steers_kv_transfer_reaches_an_engine(play: "Play") -> None:
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, [], b"{}")
 

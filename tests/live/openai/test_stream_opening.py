@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from tests.live.stream_client import DONE, ERROR, GONE, OPENING, Client, chat, event, in_pieces
 
-from balanceroute.proxy.live.openai.stream_opening import StreamOpening
+from balanceroute.proxy.live.openai.stream_reader import StreamOpening
 
 ROLE = {"role": "assistant", "content": ""}
 

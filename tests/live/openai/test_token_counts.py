@@ -22,10 +22,14 @@ from tests.live.stream_client import (
 )
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
-from balanceroute.proxy.live.openai.leg_body import decode_body
+from balanceroute.proxy.live.openai.legs import decode_body
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.openai.token_counts import CountsAsked, TokenCounts, ask_for_counts
-from balanceroute.proxy.live.openai.usage import find_usage
+from balanceroute.proxy.live.openai.token_counts import (
+    CountsAsked,
+    TokenCounts,
+    ask_for_counts,
+    find_usage,
+)
 
 # What is asked.
 

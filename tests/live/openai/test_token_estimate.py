@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec import structs
 
-from balanceroute.proxy.live.openai.shape import Api, Shape
-from balanceroute.proxy.live.openai.token_estimate import DATA_TOKENS, TokenEstimate
+from balanceroute.proxy.live.openai.shape import DATA_TOKENS, Api, Shape, TokenEstimate
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

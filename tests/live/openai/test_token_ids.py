@@ -10,10 +10,8 @@ import pytest
 from tests.live.opcodes import counted
 from tests.live.stream_client import Client
 
-from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, Care
-from balanceroute.proxy.live.openai.repeated_text import RepeatedText
-from balanceroute.proxy.live.openai.stream_event import parsed
-from balanceroute.proxy.live.openai.token_ids import TokenIds
+from balanceroute.proxy.live.openai.stream_event import RepeatedText, parsed
+from balanceroute.proxy.live.openai.token_ids import BackedUpIds, Care, TokenIds
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 _NAMES = re.compile(rb'"id":"[^"]*"|"created":\d+')

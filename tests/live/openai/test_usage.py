@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.live.stream_client import DONE, LAST, Client, chat, event, in_pieces
 
-from balanceroute.proxy.live.openai.usage import PromptUsage, UsageRewrite, with_prompt_usage
+from balanceroute.proxy.live.openai.token_counts import PromptUsage, UsageRewrite, with_prompt_usage
 
 
 def usage_of(stream: bytes) -> list[dict[str, Any]]:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId, Ticket
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.proxy.live.request.phases import Phase
-from balanceroute.proxy.live.request.reports import (
+from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.session_host import (
     EngineSeen,
     KvAbandoned,
     KvMissing,
@@ -24,19 +25,17 @@ from balanceroute.proxy.live.request.reports import (
     PullFailed,
     RemotePrefillEnded,
     Report,
+    SessionContext,
     SessionEnded,
     StreamLent,
     StreamReturned,
 )
-from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.session_host import SessionContext
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.session_host import Host
-    from balanceroute.proxy.live.request.stall_watch import StallWatch
+    from balanceroute.proxy.live.request.session_host import Host, StallWatch
     from balanceroute.proxy.wire.http1.client import Endpoint, ResponseHandler
     from balanceroute.proxy.wire.http1.server import Reply
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from balanceroute.proxy.live.request.buffered_leg import BufferedLeg
+from balanceroute.proxy.live.request.relay import BufferedLeg
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 HEADERS = [(b"content-type", b"application/json")]

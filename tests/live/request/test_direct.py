@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.live.engines.instances import Status
-from balanceroute.proxy.live.request.direct import Direct
+from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.expectation import comparable
 from balanceroute.topologies import CONNECTORS

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.repeated_text import RepeatedText
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.request.emitted import Emitted
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.openai.stream_event import RepeatedText
+from balanceroute.proxy.live.request.holding import Emitted
+from balanceroute.proxy.live.request.leg_settings import Resume
 
 OPENING = (
     b'data: {"choices":[{"index":0,"text":"","logprobs":null,"finish_reason":null,'

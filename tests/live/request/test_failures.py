@@ -10,7 +10,7 @@ from tests.live.stream_client import DONE, LAST, OPENING
 
 from balanceroute.proxy.lab.emulate.faults import AfterPull, ErrorForm
 from balanceroute.proxy.lab.emulate.settings import DpMode
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.request.failures import (
     RULES,
     Blame,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 DOCS = Path(__file__).parents[3] / "docs" / "appendix" / "failures.md"
 HEADINGS = "| leg | failure | counted by | next |"
@@ -201,7 +201,7 @@ def test_who_is_to_come_again_is_told_when(
     play: "Play", path: str, status: int, told: bytes | None
 ) -> None:
     async def scenario(site: "Site") -> None:
-        def busy(engine: str, request: "Request", reply: "Reply") -> None:
+        def busy(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             headers = [(b"content-type", b"application/json")]
             headers += [] if told is None else [(b"retry-after", told)]
@@ -261,7 +261,7 @@ def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play") -> 
     """A parser of tools, for example, tells nothing before an argument is complete."""
     replies: list[Reply] = []
 
-    def names_the_role(engine: str, request: "Request", reply: "Reply") -> None:
+    def names_the_role(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.start(200, [(b"content-type", b"text/event-stream")])
         reply.write(OPENING)

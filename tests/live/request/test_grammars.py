@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {
@@ -41,7 +41,7 @@ def test_an_answer_that_ends_before_a_token_is_one_where_the_prompt_was_whole(
     async def scenario(site: "Site") -> None:
         wanted: list[object] = []
 
-        def ends(engine: str, request: "Request", reply: "Reply") -> None:
+        def ends(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             if "kv_transfer_params" not in json.loads(request.body):
                 computes(engine, request, reply)  # A prefiller does the whole request.
                 return
@@ -51,7 +51,7 @@ def test_an_answer_that_ends_before_a_token_is_one_where_the_prompt_was_whole(
             answer = {"id": "p", "choices": [said], "usage": usage, "kv_transfer_params": KV}
             reply.send(200, [(b"content-type", b"application/json")], json.dumps(answer).encode())
 
-        def computes(engine: str, request: "Request", reply: "Reply") -> None:
+        def computes(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine
             assert "kv_transfer_params" not in json.loads(request.body)
             choice = {"index": 0, "text": "rank", "finish_reason": "stop"}

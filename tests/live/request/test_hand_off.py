@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Role, Status, Target
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.request.failures import Failure, What
 from balanceroute.proxy.live.request.hand_off import HandOff
-from balanceroute.proxy.live.request.reports import (
+from balanceroute.proxy.live.request.session_host import (
     LegFailed,
     LegSucceeded,
     RemotePrefillEnded,

@@ -3,7 +3,7 @@
 import pytest
 from tests.live.request.session_site import Site, prefill_answer
 
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome
 from balanceroute.proxy.wire.messages import WireFault

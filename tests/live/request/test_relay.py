@@ -27,10 +27,8 @@ from tests.live.stream_client import (
     usage,
 )
 
-from balanceroute.proxy.live.openai.backed_up_ids import BackedUpIds, Care
-from balanceroute.proxy.live.openai.generated_ids import GeneratedIds
-from balanceroute.proxy.live.openai.token_ids import TokenIds
-from balanceroute.proxy.live.openai.token_stream import TokenStream
+from balanceroute.proxy.live.openai.continuation_stream import TokenStream
+from balanceroute.proxy.live.openai.token_ids import BackedUpIds, Care, GeneratedIds, TokenIds
 from balanceroute.proxy.wire.http1.pump import (
     COMPLETIONS,
     COUNTED,

@@ -17,7 +17,7 @@ from tests.live.request.session_site import (
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Status, Target
 from balanceroute.proxy.live.request.failures import RULES, Blame, Next, What
 from balanceroute.proxy.live.request.phases import Phase

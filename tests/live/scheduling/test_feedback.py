@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId, Ticket
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import (
     Instances,
     Prefiller,
@@ -16,7 +16,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.request.reports import (
+from balanceroute.proxy.live.request.session_host import (
     EngineSeen,
     KvAbandoned,
     KvMissing,

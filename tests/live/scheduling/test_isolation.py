@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 COMPLETIONS = "/v1/completions"
 POISON = "x-poison"
@@ -291,7 +291,7 @@ def test_an_exception_in_a_request_of_one_engine_ends_that_request_alone(
 
     monkeypatch.setattr(SingleExchange, method, fails)
 
-    def answer(engine: str, request: "Request", reply: "Reply") -> None:
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         if not streams:
             reply.send(200, [(b"content-type", b"application/json")], b"{}")

@@ -10,7 +10,7 @@ from balanceroute.proxy.core.events import RankId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import Knowledge
 from balanceroute.proxy.lab.emulate import DpMode
 from balanceroute.proxy.live.openai.body import RequestBody
-from balanceroute.proxy.live.openai.prompt_blocks import prompt_blocks
+from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.testing.chaos.world import RANK_PORT
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.events import Eligible, RequestId, Ticket
 from balanceroute.proxy.core.intake import Intake
-from balanceroute.proxy.core.lifecycle import Request, State
+from balanceroute.proxy.core.lifecycle import LifecycleState, Request
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.scheduling.sweep import Stranded
 
@@ -27,7 +27,7 @@ class Site:
     def missing_for(self, eligible: Eligible | None) -> set[Role]:
         return {Role.DECODE} if eligible in self.missing else set()
 
-    def add(self, number: int, state: State, eligible: Eligible | None = None) -> None:
+    def add(self, number: int, state: LifecycleState, eligible: Eligible | None = None) -> None:
         request = Request(RequestId(number), Ticket(5, eligible=eligible), 0)
         request.state = state
         self.requests[request.request] = request
@@ -38,7 +38,7 @@ class Site:
 
 def test_requests_wait_for_a_while_and_no_longer() -> None:
     site = Site()
-    site.add(1, State.POOLED)
+    site.add(1, LifecycleState.POOLED)
     site.missing.add(None)
     assert site.due(100.0) == []
     assert site.due(110.0) == []
@@ -47,7 +47,7 @@ def test_requests_wait_for_a_while_and_no_longer() -> None:
 
 def test_an_engine_that_comes_back_begins_the_wait_anew() -> None:
     site = Site()
-    site.add(1, State.QUEUED)
+    site.add(1, LifecycleState.QUEUED)
     site.missing.add(None)
     site.due(100.0)
     site.missing.clear()
@@ -59,7 +59,7 @@ def test_an_engine_that_comes_back_begins_the_wait_anew() -> None:
 
 def test_a_time_in_which_nobody_looked_does_not_count() -> None:
     site = Site()
-    site.add(1, State.QUEUED)
+    site.add(1, LifecycleState.QUEUED)
     site.missing.add(None)
     site.due(100.0)
     site.stranded.begin()
@@ -68,7 +68,14 @@ def test_a_time_in_which_nobody_looked_does_not_count() -> None:
 
 def test_only_what_waits_is_refused_and_the_queue_before_the_pool() -> None:
     site = Site()
-    for number, state in enumerate((State.POOLED, State.PREFILLING, State.QUEUED, State.DECODING)):
+    for number, state in enumerate(
+        (
+            LifecycleState.POOLED,
+            LifecycleState.PREFILLING,
+            LifecycleState.QUEUED,
+            LifecycleState.DECODING,
+        )
+    ):
         site.add(number, state)
     site.missing.add(None)
     site.due(100.0)
@@ -77,8 +84,8 @@ def test_only_what_waits_is_refused_and_the_queue_before_the_pool() -> None:
 
 def test_requests_of_other_engines_go_on() -> None:
     site = Site()
-    site.add(1, State.POOLED)
-    site.add(2, State.POOLED, OTHERS)
+    site.add(1, LifecycleState.POOLED)
+    site.add(2, LifecycleState.POOLED, OTHERS)
     site.missing.add(OTHERS)
     site.due(100.0)
     assert site.due(111.0) == [2]
@@ -87,11 +94,11 @@ def test_requests_of_other_engines_go_on() -> None:
 def test_each_is_named_when_the_one_before_is_gone() -> None:
     """A refusal may move another one: to prefill, where it does not wait any more."""
     site = Site()
-    site.add(1, State.QUEUED)
-    site.add(2, State.POOLED)
+    site.add(1, LifecycleState.QUEUED)
+    site.add(2, LifecycleState.POOLED)
     site.missing.add(None)
     site.due(100.0)
     due = site.stranded.due(111.0)
     assert next(due) == 1
-    site.requests[RequestId(2)].state = State.DECODING
+    site.requests[RequestId(2)].state = LifecycleState.DECODING
     assert list(due) == []

@@ -13,8 +13,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.leg_settings import LegSettings
+from balanceroute.proxy.live.request.leg_settings import Direct, LegSettings
 from balanceroute.proxy.live.security import Credentials, Secret
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import ENGINE_KEY_VARIABLE, make_config

@@ -11,10 +11,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.live.engines.health import HealthSettings
-from balanceroute.proxy.live.request.direct import Direct
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.request.leg_settings import LegSettings
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom, LegSettings, Resume
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.declared import ListeningSettings, LogSettings
 from balanceroute.proxy.wire.messages import ServerLimits

@@ -12,7 +12,7 @@ from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.proxy.live.engines.faults import Fault
+from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.telemetry import registry as exposition
 from balanceroute.proxy.live.telemetry.component_metrics import MAX_STAGES

@@ -10,7 +10,7 @@ from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 PORT = 4318
 URL = f"http://127.0.0.1:{PORT}/v1/traces"
@@ -57,7 +57,7 @@ class Collector:
         spans: Those that it took.
     """
 
-    requests: list[Request] = field(default_factory=list)
+    requests: list[HttpRequest] = field(default_factory=list)
     answers: list[tuple[int, list[tuple[bytes, bytes]]]] = field(default_factory=list)
     body: bytes = b"{}"
     spans: list[Any] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Collector:
         self.server.close()
         await self.server.drain()
 
-    def _answer(self, request: Request, reply: Reply) -> None:
+    def _answer(self, request: HttpRequest, reply: Reply) -> None:
         self.requests.append(request)
         status, headers = self.answers.pop(0) if self.answers else (200, [])
         reply.send(status, [(b"content-type", b"application/json"), *headers], self.body)

@@ -11,7 +11,7 @@ from tests.live.tracing.otlp import URL, Collector, plain
 from balanceroute.proxy.live.tracing import exporter
 from balanceroute.proxy.live.tracing.exporter import DELAY_S
 from balanceroute.proxy.wire.http1.server import Reply
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -139,7 +139,7 @@ def test_what_fails_on_the_way_is_an_event_and_a_stage_of_its_own(
     play_traced: Callable[..., None],
 ) -> None:
     async def scenario(site: "Site", collector: Collector) -> None:
-        def fail(engine: str, request: Request, reply: Reply) -> None:
+        def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
             del request
             site.handlers.clear()
             assert engine.startswith("prefill")
@@ -181,7 +181,7 @@ def test_a_refused_request_has_a_span_alone(play_traced: Callable[..., None]) ->
 
 def test_a_request_that_the_engines_fail_is_an_error(play_traced: Callable[..., None]) -> None:
     async def scenario(site: "Site", collector: Collector) -> None:
-        def fail(engine: str, request: Request, reply: Reply) -> None:
+        def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
             del engine, request
             reply.send(500, [], b'{"error": {"message": "no"}}')
 

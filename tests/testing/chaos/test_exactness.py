@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
-from balanceroute.proxy.live.request.early_token import FirstTokenFrom
-from balanceroute.proxy.live.request.resume import Resume
+from balanceroute.proxy.live.request.leg_settings import FirstTokenFrom, Resume
 from balanceroute.proxy.testing.chaos.exactness import compare
 from balanceroute.proxy.testing.chaos.requests import (
     CHAT,

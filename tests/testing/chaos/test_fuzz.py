@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.proxy.live.frontend.gateway import Gateway
 from balanceroute.proxy.testing.chaos.fuzz import draw_case, fuzz
-from balanceroute.proxy.wire.messages import Request
+from balanceroute.proxy.wire.messages import HttpRequest
 from balanceroute.proxy.wire.reply import Reply
 
 
@@ -21,7 +21,7 @@ def test_an_honest_request_is_answered_right_after_each_hostile_one(seed: int) -
 def test_a_failing_application_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = Gateway.__call__
 
-    def fail(self: Gateway, request: Request, reply: Reply) -> None:
+    def fail(self: Gateway, request: HttpRequest, reply: Reply) -> None:
         if b"9223372036854775808" in request.body:
             raise OverflowError("planted")
         serve(self, request, reply)

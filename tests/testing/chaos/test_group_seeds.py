@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.frontend.generation import Attempt
+from balanceroute.proxy.live.frontend.generation import ModelAttempt
 from balanceroute.proxy.live.frontend.groups import Groups
 from balanceroute.proxy.testing.chaos.groups import GroupAct, draw_groups, run_seed_of_groups
 
@@ -57,7 +57,7 @@ def answers_of_the_wrong_group(patch: pytest.MonkeyPatch) -> str:
 
 def two_answers(patch: pytest.MonkeyPatch) -> str:
     # A group that is given up on goes on, and what it says reaches the client.
-    patch.setattr(Attempt, "give_up", lambda _: None)
+    patch.setattr(ModelAttempt, "give_up", lambda _: None)
     return " belongs"
 
 

@@ -13,16 +13,16 @@ from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.live.frontend import generation
 from balanceroute.proxy.live.frontend.request_head import Clients
-from balanceroute.proxy.live.openai.api_error import error_event
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
+from balanceroute.proxy.live.openai.errors import error_event
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 from balanceroute.proxy.live.request.failures import Failure, Next, Rule, triage
 from balanceroute.proxy.live.request.holding import Attempt
+from balanceroute.proxy.live.request.leg_settings import RetryBudget
 from balanceroute.proxy.live.request.relay import Relay
-from balanceroute.proxy.live.request.reports import SessionEnded
-from balanceroute.proxy.live.request.retry_budget import RetryBudget
 from balanceroute.proxy.live.request.session import Session
+from balanceroute.proxy.live.request.session_host import SessionEnded
 from balanceroute.proxy.live.scheduling.feedback import Feedback, SessionTable
 from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord

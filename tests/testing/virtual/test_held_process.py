@@ -5,8 +5,7 @@ from contextvars import ContextVar, copy_context
 
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import ServerLimits
 

@@ -7,13 +7,12 @@ import pytest
 from balanceroute.proxy.testing.virtual.addresses import Connect, Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, Response, WireError, WireFault
+from balanceroute.proxy.wire.messages import HttpRequest, Response, WireError, WireFault
 
 
-def answer(request: Request, reply: Reply) -> None:
+def answer(request: HttpRequest, reply: Reply) -> None:
     match request.path:
         case b"/never":
             pass

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import Response, WireError, WireFault
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ import h11
 import httptools
 import pytest
 
-from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
-from balanceroute.proxy.wire.messages import MalformedError, ServerLimits
+from balanceroute.proxy.wire.messages import BodyBudget, MalformedError, ServerLimits
 
 # Method, target, body.
 Message = tuple[bytes, bytes, bytes]

@@ -2,9 +2,8 @@
 
 import pytest
 
-from balanceroute.proxy.wire.body_budget import BodyBudget
 from balanceroute.proxy.wire.http1.incoming_request import IncomingRequest
-from balanceroute.proxy.wire.messages import MalformedError, ServerLimits
+from balanceroute.proxy.wire.messages import BodyBudget, MalformedError, ServerLimits
 
 LIMITS = ServerLimits(
     header_limit_bytes=200, body_limit_bytes=64, body_timeout_s=60.0, body_bytes_per_s=2

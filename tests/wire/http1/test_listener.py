@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.wire.http1.listener import Listener
-from balanceroute.proxy.wire.http1.server import Reply, Server
+from balanceroute.proxy.wire.http1.server import Listener, Reply, Server
 
 if TYPE_CHECKING:
     from tests.wire.conftest import Connect
 
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
 
 
-def answer(_: "Request", reply: Reply) -> None:
+def answer(_: "HttpRequest", reply: Reply) -> None:
     reply.send(200, [], b"")
 
 

@@ -32,7 +32,7 @@ from balanceroute.proxy.wire.http1.pump import (
     load_library,
 )
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import Headers, Request, ServerLimits, WireError
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, ServerLimits, WireError
 from balanceroute.proxy.wire.reply import Reply
 
 pytestmark = needs_native
@@ -205,7 +205,7 @@ async def site(limits: ServerLimits | None = None) -> AsyncIterator[Site]:
     made = Site(pump, client)
     made.engine = engine
 
-    def pass_through(request: Request, reply: Reply) -> None:
+    def pass_through(request: HttpRequest, reply: Reply) -> None:
         one = made.through = Through(made, reply)
         one.call = endpoint.request(b"POST", b"/", [], b"", one, lines=one)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.wire.http1.heads import RequestHead, parse_request_head
-from balanceroute.proxy.wire.http1.repeated_head import RepeatedHead
+from balanceroute.proxy.wire.http1.incoming_request import RepeatedHead
 from balanceroute.proxy.wire.messages import MalformedError
 
 LIMITS = {"max_target_bytes": 100, "max_headers": 10}
@@ -48,7 +48,7 @@ def test_every_head_is_read_as_if_it_were_the_first(drawn: list[bytes]) -> None:
 def test_what_is_said_again_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = RepeatedHead()
     first = read(heads, text("12"))
-    monkeypatch.setattr("balanceroute.proxy.wire.http1.repeated_head.parse_request_head", None)
+    monkeypatch.setattr("balanceroute.proxy.wire.http1.incoming_request.parse_request_head", None)
     assert read(heads, text("12")) is first
     second = read(heads, text("345"))
     assert second.content_length == 345

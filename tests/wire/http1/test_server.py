@@ -14,8 +14,8 @@ from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import (
     Headers,
+    HttpRequest,
     Rejection,
-    Request,
     ServerLimits,
     UnsafeHeaderError,
 )
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-def echo(request: Request, reply: Reply) -> None:
+def echo(request: HttpRequest, reply: Reply) -> None:
     """Answer with what was understood."""
     head = b"%b %b?%b " % (request.method, request.path, request.query)
     reply.send(200, [(b"content-type", b"text/plain")], head + request.body)
@@ -41,10 +41,10 @@ class Recorder:
     """An application that keeps what it was given."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
         self.replies: list[Reply] = []
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         self.requests.append(request)
         self.replies.append(reply)
 
@@ -138,7 +138,7 @@ async def test_a_target_may_be_a_url_and_goes_before_host(
 ) -> None:
     """Finding L1: targets in absolute form were refused, which a server must accept."""
 
-    def tell(request: Request, reply: Reply) -> None:
+    def tell(request: HttpRequest, reply: Reply) -> None:
         hosts = b",".join(value for name, value in request.headers if name == b"host")
         text = b"%b %b?%b %b" % (request.method, request.path, request.query, hosts)
         reply.send(200, [], text)
@@ -507,7 +507,7 @@ async def test_the_client_decides_whether_its_connection_lives(
             assert (await client.answer()).status == 200
 
 
-def stream(request: Request, reply: Reply) -> None:
+def stream(request: HttpRequest, reply: Reply) -> None:
     reply.start(200, [(b"content-type", b"text/event-stream")])
     reply.write(b"data: 1\n\n")
     reply.write(b"")
@@ -540,7 +540,7 @@ async def test_a_streamed_answer_in_http_1_0_ends_with_the_connection(
         )
 
 
-def comment(request: Request, reply: Reply) -> None:
+def comment(request: HttpRequest, reply: Reply) -> None:
     late = b"late %d %b\n\n"
     head: Headers = [(b"content-type", b"text/event-stream")]
     for _ in range(2):
@@ -599,7 +599,7 @@ async def test_a_comment_over_http_1_0_begins_a_stream_too(
 async def test_head_is_answered_without_a_body(
     serving: "Serving",
     connect: "Connect",
-    application: Callable[[Request, Reply], None],
+    application: Callable[[HttpRequest, Reply], None],
 ) -> None:
     async with serving(application) as server, connect(server.port) as client:
         client.send(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n" * 2)
@@ -612,7 +612,7 @@ async def test_head_is_answered_without_a_body(
 async def test_a_status_without_a_body_has_none(
     serving: "Serving", connect: "Connect", status: int, *, streamed: bool
 ) -> None:
-    def application(request: Request, reply: Reply) -> None:
+    def application(request: HttpRequest, reply: Reply) -> None:
         if streamed:
             reply.start(status, [])
             reply.write(b"never")
@@ -632,7 +632,7 @@ async def test_the_application_cannot_frame_or_split_an_answer(
 ) -> None:
     refused: list[Exception] = []
 
-    def application(request: Request, reply: Reply) -> None:
+    def application(request: HttpRequest, reply: Reply) -> None:
         for value in (b"a\r\nset-cookie: b", b"a\nb", b"\0"):
             with pytest.raises(UnsafeHeaderError) as raised:
                 reply.send(200, [(b"x", value)], b"")
@@ -656,7 +656,7 @@ async def test_the_application_cannot_frame_or_split_an_answer(
 async def test_an_application_that_raises_is_a_logged_500(
     serving: "Serving", connect: "Connect", caplog: pytest.LogCaptureFixture
 ) -> None:
-    def application(request: Request, reply: Reply) -> None:
+    def application(request: HttpRequest, reply: Reply) -> None:
         if request.path != b"/early":
             reply.start(200, [])
             reply.write(b"begun")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, ServerLimits
-from balanceroute.proxy.wire.write_progress import held_by_kernel
+from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
+from balanceroute.proxy.wire.turn_writes import held_by_kernel
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -41,7 +41,7 @@ class Desk:
         self.replies: list[Reply] = []
         self.closed = self.paused = self.resumed = 0
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         reply.on_closed = self._on_closed
         reply.on_pause = self._on_pause
         reply.on_resume = self._on_resume
@@ -236,7 +236,7 @@ async def test_requests_behind_answers_that_nobody_reads_wait_outside_past_a_bou
     bound = 32_768 + 262_144  # The limit, and what one read can bring.
     many = 10 * bound // len(GET)
 
-    def answer(request: Request, reply: Reply) -> None:
+    def answer(request: HttpRequest, reply: Reply) -> None:
         reply.send(200, [], page)
 
     async with serving(answer) as server, connect(server.port) as client:

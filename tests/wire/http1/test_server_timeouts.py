@@ -8,7 +8,7 @@ from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
-from balanceroute.proxy.wire.messages import Request, ServerLimits
+from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n"
@@ -22,7 +22,7 @@ class Desk:
         self.closed_at_s: list[float] = []
         self._loop = loop
 
-    def __call__(self, request: Request, reply: Reply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         reply.on_closed = lambda: self.closed_at_s.append(self._loop.time())
         self.replies.append(reply)
 

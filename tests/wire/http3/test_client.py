@@ -12,11 +12,11 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from tests.certificate import CERT, KEY
 
-from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
+from balanceroute.proxy.live.listeners import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, ThinLinkSettings
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.fetch import fetch
+from balanceroute.proxy.wire.http1.client import fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Application, Reply
 
 LINK = ThinLinkSettings(bits_per_s=20e6, delay_s=0.01, loss=0.0)
 HARD = Http3Settings(http3_order="edf", http3_hard_deadlines=True)
 
 
-def echo(request: "Request", reply: "Reply") -> None:
+def echo(request: "HttpRequest", reply: "Reply") -> None:
     reply.send(200, [(b"x-path", request.path)], request.body)
 
 
@@ -121,7 +121,7 @@ def test_who_gives_up_while_it_waits_for_a_stream_harms_nobody(tmp_path: "Path")
 def test_what_comes_of_an_answer_that_was_given_up_harms_nobody(tmp_path: "Path") -> None:
     begun: list[Reply] = []
 
-    def stream(request: "Request", reply: "Reply") -> None:
+    def stream(request: "HttpRequest", reply: "Reply") -> None:
         if request.path == b"/long":
             begun.append(reply)
             reply.start(200, [])
@@ -145,7 +145,7 @@ def test_what_comes_of_an_answer_that_was_given_up_harms_nobody(tmp_path: "Path"
 
 
 def test_an_answer_may_take_longer_than_any_idle_timeout(tmp_path: "Path") -> None:
-    def late(request: "Request", reply: "Reply") -> None:
+    def late(request: "HttpRequest", reply: "Reply") -> None:
         send = asyncio.get_running_loop().call_later
         send(300.0, reply.send, 200, [(b"x-path", request.path)], b"late")
 
@@ -193,7 +193,7 @@ def test_a_hard_deadline_breaks_an_answer_off(tmp_path: "Path") -> None:
     """The link has 750 KB in 300 ms, and both answers have 1 MB."""
     left: list[float] = []
 
-    def answer(request: "Request", reply: "Reply") -> None:
+    def answer(request: "HttpRequest", reply: "Reply") -> None:
         reply.on_closed = lambda: left.append(asyncio.get_running_loop().time())
         reply.start(200, [(b"x-path", request.path)])
         reply.write(bytes(1_000_000))
@@ -215,7 +215,7 @@ def test_a_hard_deadline_breaks_an_answer_off(tmp_path: "Path") -> None:
 
 
 def test_the_deadline_of_the_first_token_breaks_no_answer_off(tmp_path: "Path") -> None:
-    def answer(request: "Request", reply: "Reply") -> None:
+    def answer(request: "HttpRequest", reply: "Reply") -> None:
         reply.send(200, [(b"x-path", request.path)], bytes(1_000_000))
 
     async def scenario(endpoint: Http3Endpoint, server: Server) -> None:

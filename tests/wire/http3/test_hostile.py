@@ -29,7 +29,7 @@ from balanceroute.proxy.wire.quic import endpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
     from balanceroute.proxy.wire.reply import Reply
 
@@ -44,7 +44,7 @@ class Slow:
     def __init__(self) -> None:
         self.slow: Reply | None = None
 
-    def __call__(self, request: "Request", reply: "Reply") -> None:
+    def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
         if request.path == b"/slow":
             self.slow = reply
             reply.start(200, [])

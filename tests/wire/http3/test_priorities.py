@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from tests.http3_client import Http3Client
 
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Reply
 
 BYTES = 600_000
 PRIORITY_UPDATE = 0xF0700
 
 
-def answer(request: "Request", reply: "Reply") -> None:
+def answer(request: "HttpRequest", reply: "Reply") -> None:
     reply.send(200, [], request.path * (BYTES // len(request.path)))
 
 

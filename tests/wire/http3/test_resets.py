@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from balanceroute.proxy.wire.http3.server import Http3ServerConnection
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Reply
 
 pytestmark = pytest.mark.parametrize("new_loop", [uvloop.new_event_loop], ids=["uvloop"])
@@ -35,7 +35,7 @@ class Engines:
     def __init__(self) -> None:
         self.open: list[Reply] = []
 
-    def __call__(self, request: "Request", reply: "Reply") -> None:
+    def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
         if request.path == b"/whole":
             reply.send(200, [], bytes(3_000))
             return

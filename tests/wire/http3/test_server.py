@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import Request
+    from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Reply
 
 
-def echo(request: "Request", reply: "Reply") -> None:
+def echo(request: "HttpRequest", reply: "Reply") -> None:
     """Answer with what was understood."""
     head = b"%b %b?%b " % (request.method, request.path, request.query)
     reply.send(200, [(b"content-type", b"text/plain")], head + request.body)
@@ -33,11 +33,11 @@ class Recorder:
     """An application that keeps what it was given."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
         self.replies: list[Reply] = []
         self.more = asyncio.Event()
 
-    def __call__(self, request: "Request", reply: "Reply") -> None:
+    def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
         self.requests.append(request)
         self.replies.append(reply)
         self.more.set()
@@ -297,7 +297,7 @@ async def test_a_drain_lets_present_answers_end(tmp_path: "Path") -> None:
 async def test_an_application_that_fails_is_a_500(
     tmp_path: "Path", caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(request: "Request", reply: "Reply") -> None:
+    def fail(request: "HttpRequest", reply: "Reply") -> None:
         raise RuntimeError("on purpose")
 
     async with http3_site(fail, tmp_path) as site, site.client() as client:
@@ -364,7 +364,7 @@ async def test_what_follows_the_body_does_not_serve_a_refused_request(
     """Head, body and trailers may come at once: the last one ends the request."""
     served: list[bytes] = []
 
-    def note(request: "Request", reply: "Reply") -> None:
+    def note(request: "HttpRequest", reply: "Reply") -> None:
         served.append(request.body)
         reply.send(200, [], b"")
 

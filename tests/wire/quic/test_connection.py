@@ -16,14 +16,14 @@ from aioquic.quic.stream import QuicStreamReceiver, QuicStreamSender
 from tests.wire.quic.pair import Pair, connected
 
 from balanceroute.proxy.wire.quic.connection import OrderedConnection
-from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, Standing
+from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, StreamStanding
 
 PIECE = 3_000  # More than two packets.
 STANDINGS = {
-    0: Standing(0, 9.0),
-    4: Standing(2, 7.0),
-    8: Standing(0, 5.0),
-    12: Standing(1, 6.0),
+    0: StreamStanding(0, 9.0),
+    4: StreamStanding(2, 7.0),
+    8: StreamStanding(0, 5.0),
+    12: StreamStanding(1, 6.0),
 }
 
 
@@ -76,7 +76,11 @@ def test_streams_are_sent_in_the_order(pair_of: Any, order: str, expected: list[
 
 def test_the_first_byte_is_due_by_a_deadline_of_its_own(pair_of: Any) -> None:
     # The first packet of 4 is due before all others, the rest of it last; 8 never has the earlier one.
-    due = {0: Standing(0, 6.0), 4: Standing(0, begin_s=1.0), 8: Standing(0, 8.0, begin_s=9.0)}
+    due = {
+        0: StreamStanding(0, 6.0),
+        4: StreamStanding(0, begin_s=1.0),
+        8: StreamStanding(0, 8.0, begin_s=9.0),
+    }
     pair = pair_of("edf")
     opened(pair)
     for number, standing in due.items():
@@ -115,7 +119,7 @@ def test_a_stream_that_rises_overtakes(pair_of: Any) -> None:
     for number in STANDINGS:
         pair.server.send_stream_data(number, bytes(20_000), end_stream=True)
     pair.to_client()
-    pair.server.stand(12, Standing(level=1))
+    pair.server.stand(12, StreamStanding(level=1))
     pair.to_server()
     assert ends(pair)[0] == 12
 
