@@ -159,6 +159,18 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
     assert not loaded & BANNED_IN_CORE
 
 
+def test_serving_loads_nothing_of_the_laboratory() -> None:
+    program = f"""
+import sys
+import {PACKAGE}.proxy.cli.serve, {PACKAGE}.proxy.live.proxy, {PACKAGE}.proxy.live.serve
+print(*(name for name in sys.modules if name.startswith("{PACKAGE}.proxy.lab")))
+"""
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == ""
+
+
 def test_the_import_package_is_links() -> None:
     # A copy tool that follows links leaves a stale package that every other test accepts.
     for top in house.TOP_LEVEL:
