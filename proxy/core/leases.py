@@ -35,7 +35,7 @@ from math import ceil, exp, inf, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.config import SchedulerConfig, lease_margin_ns
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.policies.base import UNLIMITED
@@ -279,7 +279,7 @@ class Leases:
             return config.pool_limit
         least = max(_LEAST_POOL, config.ranks, _POOL_PER_PREFILLER * config.prefillers)
         if config.deep_pool:
-            usable_ns = max(config.lease_ns - config.lease_margin_ns, config.lease_ns / 2)
+            usable_ns = config.lease_ns - lease_margin_ns(config.lease_ns, config.lease_margin_ns)
             wait_ns = min(_DEEP_SHARE * usable_ns, _LONGEST_DEEP_WAIT_NS)
             rate = pace.steady_departures_per_ns
             if rate is None:
@@ -344,7 +344,7 @@ def lease_used(pool: Pool, config: SchedulerConfig, now_ns: int) -> float | None
     ends_ns = pool.first_lease_end_ns()
     if ends_ns is None:
         return 0.0
-    usable_ns = config.lease_ns - min(config.lease_margin_ns, config.lease_ns // 2)
+    usable_ns = config.lease_ns - lease_margin_ns(config.lease_ns, config.lease_margin_ns)
     return min(1.0, max(0.0, 1.0 - (ends_ns - now_ns) / usable_ns))
 
 
@@ -360,10 +360,8 @@ def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolE
     lease_ends_ns = request.lease_expires_ns
     if lease_ends_ns is not None:
         assert request.prefilled_ns is not None
-        # The margin covers the way to the rank and its pull. At most half of the lease, or a lease
-        # shorter than the margin could never be used.
         left_ns = max(0, lease_ends_ns - request.prefilled_ns)
-        lease_ends_ns -= min(config.lease_margin_ns, left_ns // 2)
+        lease_ends_ns -= lease_margin_ns(left_ns, config.lease_margin_ns)
         if deadline_ns is None:
             usable_ns = lease_ends_ns - request.prefilled_ns
             deadline_ns = request.prefilled_ns + round(_LATE_SHARE * usable_ns)

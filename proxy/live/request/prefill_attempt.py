@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from balanceroute.proxy.core.config import lease_margin_ns
 from balanceroute.proxy.core.events import FirstToken, PrefillDone
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.engine_url import Fault
@@ -267,9 +268,9 @@ class PrefillAttempt(Attempt):
         context = self._session.context
         if context.lease_s is None:
             return None
-        # The margin covers the way to the rank and its pull; the request is sent in its first half.
-        margin_s = min(context.legs.lease_margin_s, context.lease_s / 2)
-        return self._began_s + context.lease_s - margin_s / 2
+        lease_ns, given_ns = round(1e9 * context.lease_s), round(1e9 * context.legs.lease_margin_s)
+        # The request is sent in the first half of the margin.
+        return self._began_s + (lease_ns - lease_margin_ns(lease_ns, given_ns) / 2) / 1e9
 
     def _go_on_without_kv(self, answer: PrefillAnswer, error: MissingKvError) -> None:
         session, legs, reason = self._session, self._session.context.legs, str(error)
