@@ -68,7 +68,7 @@ test-without-native: $(INSTALLED) ## those that stream through real processes ag
 	@TEST_NATIVE=off $(BIN)/pytest $(STREAMING)
 
 test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 20 minutes, and 6 GB once)
-	@$(BIN)/python scripts/check_engines
+	@$(BIN)/python scripts/checks engines
 	@BALANCEROUTE_VLLM_PYTHON=build/vllm-venv/bin/python $(BIN)/pytest -m slow tests/topologies
 
 test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernetes' schemas (needs go and kubectl; 3 minutes once)
@@ -77,20 +77,19 @@ test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernete
 	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
-	@$(BIN)/python scripts/demo.py
+	@$(BIN)/python scripts/reproduce demo
 
 qos: $(INSTALLED) ## two tenants live before emulated engines, by phases: shares, refusals (3 minutes); picture in build/qos
-	@$(BIN)/python scripts/qos.py
+	@$(BIN)/python scripts/reproduce qos
 
 simulate: $(INSTALLED) ## five policies on a public trace in virtual time: table, pictures in build/simulate
 	@$(BIN)/balanceroute simulate --trace traces/public/mooncake_conversation.jsonl.gz \
 		--ranks 8 --batch 16 --backlog 64 --segments 6 --plots build/simulate
 
-bench: $(INSTALLED) ## one dispatch decision, the wire, and the proxy beside vllm-router (10 minutes)
-	@$(BIN)/python scripts/bench_dispatch.py
-	@$(BIN)/python scripts/bench_wire.py
-	@$(BIN)/python scripts/bench_bodies.py
-	@$(BIN)/python scripts/bench_proxy.py
+bench: $(INSTALLED) ## one dispatch decision, large bodies, and the proxy beside vllm-router (10 minutes)
+	@$(BIN)/python scripts/bench dispatch
+	@$(BIN)/python scripts/bench bodies
+	@$(BIN)/python scripts/bench proxy
 
 docs: $(DOCS)/.installed ## the pages as a site in build/docs; a link that leads nowhere is an error
 	@$(DOCS)/bin/sphinx-build -q -W --keep-going -c docs . build/docs

@@ -1,6 +1,8 @@
-"""Loads a script as a module: `scripts/` is no package."""
+"""Reads and runs the scripts: `scripts/` is no package."""
 
-import importlib.util
+import shlex
+import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -8,10 +10,21 @@ ROOT = Path(__file__).parents[1]
 
 
 def script(name: str) -> ModuleType:
-    """Return `scripts/NAME.py`, loaded anew."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Return the module `scripts/NAME.py`, a dotted name."""
+    if (folder := str(ROOT / "scripts")) not in sys.path:
+        sys.path.append(folder)
+    return import_module(name)
+
+
+def run_script(line: str) -> int:
+    """Run `python scripts/LINE` in this process; return its exit status."""
+    program, name, *words = shlex.split(line)
+    return int(script("commands").perform(commands_of(program)[name], name, words))
+
+
+def commands_of(program: str) -> dict[str, str]:
+    """Return the module of each command of a program below `scripts/`."""
+    folder = (ROOT / "scripts" / program).is_dir()
+    module = script(f"{program}.__main__" if folder else program.removesuffix(".py"))
+    found: dict[str, str] = module.COMMANDS
+    return found

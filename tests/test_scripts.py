@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean, median, stdev
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from tests.script import ROOT, script
+from tests.script import ROOT, run_script, script
 
 from balanceroute.proxy.cli import simulate
 from balanceroute.proxy.core.events import RequestId, Ticket
@@ -28,7 +27,7 @@ from balanceroute.proxy.lab.replay.figures import ReplayFault, RequestSample
 from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native
 
-EXPERIMENTS: dict[str, str] = script("reproduce_results").EXPERIMENTS
+EXPERIMENTS: dict[str, str] = script("reproduce.simulations").EXPERIMENTS
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -36,12 +35,12 @@ def test_every_published_experiment_is_a_command_that_parses(name: str) -> None:
     parser = argparse.ArgumentParser()
     simulate.add_parser(parser.add_subparsers())
     chosen = parser.parse_args(["simulate", *shlex.split(EXPERIMENTS[name])])
-    if not str(chosen.trace).startswith(script("reproduce_results").DERIVED):
+    if not str(chosen.trace).startswith(script("reproduce.simulations").DERIVED):
         assert detect_format(ROOT / chosen.trace)
 
 
 def test_derived_traces_keep_what_they_do_not_change() -> None:
-    module = script("reproduce_results")
+    module = script("reproduce.simulations")
     requests = [TraceRequest(i, 10 + 90 * i, 500 - i) for i in range(100)]
     paired = module.repaired(requests)
     assert [one.prompt_tokens for one in paired] == [one.prompt_tokens for one in requests]
@@ -59,7 +58,7 @@ def test_derived_traces_keep_what_they_do_not_change() -> None:
 def test_a_trace_is_derived_if_a_command_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = script("reproduce_results")
+    module = script("reproduce.simulations")
     monkeypatch.setattr(module, "CONVERSATIONS", 5)
     module.derive(tmp_path / "derived", [EXPERIMENTS["saturated"]])
     assert not any(tmp_path.iterdir())
@@ -68,7 +67,7 @@ def test_a_trace_is_derived_if_a_command_reads_it(
 
 
 def test_every_derived_trace_can_be_made() -> None:
-    module = script("reproduce_results")
+    module = script("reproduce.simulations")
     words = {word for command in EXPERIMENTS.values() for word in command.split()}
     derived = {word for word in words if word.startswith(module.DERIVED)}
     assert derived == {f"{module.DERIVED}/{name}" for name in module.DERIVATIONS}
@@ -77,14 +76,14 @@ def test_every_derived_trace_can_be_made() -> None:
 @pytest.mark.parametrize(("name", "least"), [("settings", 130), ("routes", 10), ("failures", 30)])
 def test_a_page_of_the_appendix_is_what_the_code_declares(name: str, least: int) -> None:
     page = (ROOT / "docs" / "appendix" / f"{name}.md").read_text(encoding="utf-8")
-    assert getattr(script("list_reference"), f"{name}_page")() == page
+    assert getattr(script("reproduce.reference"), f"{name}_page")() == page
     assert page.count("\n| ") > least
 
 
 def test_every_experiment_is_named_in_the_appendix() -> None:
     pages = (ROOT / "docs" / "appendix").glob("*.md")
     page = "".join(one.read_text(encoding="utf-8") for one in pages)
-    families: dict[str, list[str]] = script("reproduce_results").FAMILIES
+    families: dict[str, list[str]] = script("reproduce.simulations").FAMILIES
     told = {one: name for name, members in families.items() for one in members}
     for name, command in EXPERIMENTS.items():
         shown = told.get(name, name)
@@ -92,13 +91,12 @@ def test_every_experiment_is_named_in_the_appendix() -> None:
 
 
 def test_an_experiment_ends_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("reproduce_results")
+    module = script("reproduce.simulations")
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(
         module.EXPERIMENTS, "small", f"{module.MOONCAKE} --requests 300 --ranks 2 --batch 4"
     )
-    monkeypatch.setattr(sys, "argv", ["reproduce_results", str(tmp_path), "small"])
-    assert module.main() == 0
+    assert run_script(f"reproduce simulations {tmp_path} small") == 0
     assert json.loads((tmp_path / "small.json").read_text())["results"]
     assert (tmp_path / "tables.md").read_text().count("\n| `") == 5
 
@@ -110,8 +108,7 @@ def test_the_demo_compares_policies_live_and_simulated(
     write_native(trace, [TraceRequest(i, 40 + 7 * i, 12 + i % 9) for i in range(60)])
     words = f"--out {out} --trace {trace} --skip 0 --requests 60 --concurrency 24"
     fast = "--time-scale 10 --simulations 2"
-    monkeypatch.setattr(sys, "argv", ["demo", *words.split(), *fast.split()])
-    assert script("demo").main() == 0
+    assert run_script(f"reproduce demo {words} {fast}") == 0
     told = capsys.readouterr().out
     assert "trace: requests 0 to 60, 24 outstanding, 2 prefillers, 8 ranks x batch 16, 10x" in told
     heading = next(line for line in told.splitlines() if line.split()[:1] == ["policy"])
@@ -132,7 +129,7 @@ def test_the_demo_compares_policies_live_and_simulated(
 
 
 def test_the_bench_times_every_stage() -> None:
-    module = script("bench_dispatch")
+    module = script("bench.decisions")
     bench = module.Bench(2, 4, 8, 10)
     bench.run(5)
     for stage in module.STAGES:
@@ -143,7 +140,7 @@ def test_the_bench_times_every_stage() -> None:
 
 
 def test_the_bench_has_own_trajectories_decide_long_outputs() -> None:
-    module = script("bench_dispatch")
+    module = script("bench.decisions")
     bench = module.Bench(2, 32, 8, 10, trace=module.LONG_TRACE, warm_up=80)
     bench.run(3)
     assert skill_share(bench.policy) is not None
@@ -151,7 +148,7 @@ def test_the_bench_has_own_trajectories_decide_long_outputs() -> None:
 
 
 def test_the_bench_frees_slots_in_bursts() -> None:
-    module = script("bench_dispatch")
+    module = script("bench.decisions")
     bench = module.Bench(4, 8, 40, 10)
     bench.run_bursts(3, 20)
     assert len(bench.samples["total"]) == 3
@@ -184,15 +181,14 @@ def test_the_proxy_bench_measures_and_checks_every_event(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module = script("bench_proxy")
+    module = script("bench.proxy")
     streams = ("--connections", "4", "--requests", "8", "--tokens", "3")
     monkeypatch.setattr(
         module,
         "loads",
         lambda *, quick, stalled: [module.Load("streams", streams, "events", "transit_us")] * quick,
     )
-    monkeypatch.setattr(sys, "argv", ["bench_proxy", "--quick", *flags])
-    assert module.main() == 0
+    assert run_script(f"bench proxy --quick {shlex.join(flags)}") == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = {row[2].strip(): [cell.strip() for cell in row[3:-1]] for row in rows}
     assert set(cells) == {"balanceroute", "direct", other}
@@ -205,7 +201,7 @@ def test_the_proxy_bench_measures_and_checks_every_event(
 
 
 def test_a_stream_of_the_bench_engine_waits_for_a_slot() -> None:
-    module = script("bench_engine")
+    module = script("bench.engine")
     rank = module.Rank(1)
     first, second, third, gone = (Mock(rank=rank) for _ in range(4))
     for connection, tokens in ((first, 2), (gone, 9), (second, 2), (third, 1)):
@@ -220,8 +216,7 @@ def test_a_stream_of_the_bench_engine_waits_for_a_slot() -> None:
 
 
 def test_interpreters_of_one_version_are_told_apart_by_their_paths(tmp_path: Path) -> None:
-    script("bench_proxy")
-    targets = import_module("targets")  # Of the folder that the script adds to the path.
+    targets = script("bench.targets")
     for name, version in (("a", "3.14.1"), ("b", "3.14.1"), ("c", "3.15.0")):
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\necho Python {version}\n")
@@ -236,8 +231,7 @@ def test_interpreters_of_one_version_are_told_apart_by_their_paths(tmp_path: Pat
 
 
 def test_an_interpreter_that_cannot_run_the_proxy_is_told_by_its_name(tmp_path: Path) -> None:
-    script("bench_proxy")
-    targets = import_module("targets")
+    targets = script("bench.targets")
     engine = targets.Engine(1, (2,), None)
     with (
         pytest.raises(
@@ -253,14 +247,11 @@ def test_an_interpreter_that_cannot_run_the_proxy_is_told_by_its_name(tmp_path: 
 def test_the_bench_of_open_streams_tells_what_one_costs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("bench_streams")
-    words = ["bench_streams", "--streams", "8", "--step-s", "0.05"]
     for more, events, moved in (
-        ((), 4, r"\d+"),
-        (("--native", "off", "--tokens", "30"), 30, "0"),
+        ("", 4, r"\d+"),
+        ("--native off --tokens 30", 30, "0"),
     ):
-        monkeypatch.setattr(sys, "argv", [*words, *more])
-        assert module.main() == 0
+        assert run_script(f"bench streams --streams 8 --step-s 0.05 {more}") == 0
         assert re.fullmatch(
             rf"balanceroute: 8 streams of {events} events in \d+ s, 0 errors; "
             r"RSS \d+ to \d+ MB, \d+\.\d KB a stream; "
@@ -272,22 +263,21 @@ def test_the_bench_of_open_streams_tells_what_one_costs(
 def test_more_streams_than_descriptors_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("bench_streams")
+    module = script("bench.proxy")
 
     def refuse(_kind: int, _limits: tuple[int, int]) -> None:
         raise ValueError
 
     monkeypatch.setattr(module.resource, "setrlimit", refuse)
-    monkeypatch.setattr(sys, "argv", ["bench_streams", "--streams", "10000"])
     with pytest.raises(SystemExit):
-        module.main()
+        run_script("bench streams --streams 10000")
     assert "10000 streams need 42000 open files" in capsys.readouterr().err
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("live_tables")
+    module = script("reproduce.live")
     asked: list[tuple[str, ...]] = []
 
     def demo(out: Path, *flags: str) -> list[dict[str, object]]:
@@ -299,13 +289,12 @@ def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
         spread = {"idle_fraction": 0.023, "output_tokens_per_s": 35.0}
         return [{"policy": "jsq", "live": live, "simulated": simulated, "spread": spread}]
 
-    monkeypatch.setattr(module, "demo", demo)
+    monkeypatch.setattr(module, "demo_rows", demo)
     monkeypatch.setattr(module, "train_gbdt", lambda out: out / "gbdt.json")
     cells = "| 36.3 | 34.5 ±2.3 | 1,433 | 1,464 ±35 | 101.6 | 15.1 | 27.9 | 15.2 | 28.3 |"
     policies = ("jsq", "br-h --first-token prefill")
     for table, names in (("policies", policies), ("predictors", module.PREDICTORS)):
-        monkeypatch.setattr(sys, "argv", ["live_tables", table, "--out", str(tmp_path)])
-        assert module.main() == 0
+        assert run_script(f"reproduce live-tables {table} --out {tmp_path}") == 0
         rows = capsys.readouterr().out.splitlines()
         assert rows[2:] == [f"| `{name}` {cells}" for name in names]
         assert {row.count("|") for row in rows} == {11}
@@ -319,13 +308,13 @@ def test_a_live_table_has_what_was_measured_beside_what_was_simulated(
 def test_a_repeated_live_table_has_means_and_their_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("live_tables")
+    module = script("reproduce.live")
     simulations: list[str] = []
 
     def demo(out: Path, *flags: str) -> list[dict[str, object]]:
         number = int(out.name)
         simulations.append(flags[flags.index("--simulations") + 1])
-        live = {name: 1000.0 * number for _, name, *_ in module.FIGURES}
+        live = {name: 1000.0 * number for _, name, *_ in module.MEASURED}
         # Only the first is simulated more than once.
         twin = dict.fromkeys(("idle_fraction", "output_tokens_per_s"), 7.0 if number == 0 else 9.0)
         spread = dict.fromkeys(twin, 0.5)
@@ -334,9 +323,8 @@ def test_a_repeated_live_table_has_means_and_their_errors(
             for policy in flags[flags.index("--policy") + 1].split(",")
         ]
 
-    monkeypatch.setattr(module, "demo", demo)
-    monkeypatch.setattr(sys, "argv", ["live_tables", "repeated", "--out", str(tmp_path)])
-    assert module.main() == 0
+    monkeypatch.setattr(module, "demo_rows", demo)
+    assert run_script(f"reproduce live-tables repeated --out {tmp_path}") == 0
     rows = capsys.readouterr().out.splitlines()
     error = stdev(range(5)) / 5**0.5
     seconds = f"2.0 ±{error:.1f}"
@@ -349,7 +337,7 @@ def test_a_repeated_live_table_has_means_and_their_errors(
 
 
 def test_cuts_of_one_trace_have_the_mean_and_the_error_of_all_their_segments() -> None:
-    module = script("reproduce_results")
+    module = script("reproduce.simulations")
     samples = [[1.0, 3.0], [2.0, 4.0, 9.0]]
 
     def report(values: list[float]) -> dict[str, object]:
@@ -366,25 +354,25 @@ def test_cuts_of_one_trace_have_the_mean_and_the_error_of_all_their_segments() -
 
 
 def test_a_short_timeout_cures_the_death_spiral() -> None:
-    module = script("admission_table")
-    spiral = module.overload(module.CONTROLLERS[0][1], 0, since_s=100, until_s=160)
+    module = script("reproduce.overload")
+    spiral = module.overloaded(module.CONTROLLERS[0][1], 0, since_s=100, until_s=160)
     assert spiral.high_cap <= 2
     assert spiral.p99_s > 25
-    cured = module.overload(module.CONTROLLERS[-1][1], 0, since_s=100, until_s=160)
+    cured = module.overloaded(module.CONTROLLERS[-1][1], 0, since_s=100, until_s=160)
     assert cured.low_cap > 20
     assert cured.p99_s < 2.5
     assert cured.tokens_per_s > 10 * spiral.tokens_per_s
 
 
 def test_orders_protect_whom_they_should() -> None:
-    module = script("admission_table")
+    module = script("reproduce.overload")
     fcfs, edf, levels = (module.in_time(order, 12.0, 0) for order in ("fcfs", "edf", "abs"))
     assert fcfs["real-time"] < edf["real-time"] < levels["real-time"]
     assert levels["long"] < edf["long"] < fcfs["long"]
 
 
 def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> None:
-    module = script("hostile_tenant")
+    module = script("reproduce.tenants")
     found = {
         case: module.measure(case, requests=150, attacks=400)
         for case in ("alone", "limits and shares", "shares")
@@ -400,26 +388,26 @@ def test_a_hostile_tenant_with_limits_does_not_move_anothers_first_tokens() -> N
     assert attacker["rejected"] > 2 * attacker["ok"]
 
 
-SCORE_CLAIMS = [claim for claim in script("score_table").CLAIMS if claim.sign]
+SCORE_CLAIMS = [claim for claim in script("reproduce.prefill").CLAIMS if claim.sign]
 
 
 @pytest.mark.parametrize(
     "claim", SCORE_CLAIMS, ids=lambda one: f"{one.pool}-{one.clients}-{one.rule}"
 )
 def test_scores_win_and_lose_where_their_authors_say(claim: object) -> None:
-    module = script("score_table")
+    module = script("reproduce.prefill")
     assert module.holds(claim, module.gains(claim, 1))
 
 
 def test_a_claim_of_the_other_sign_fails() -> None:
-    module = script("score_table")
+    module = script("reproduce.prefill")
     claim = module.CLAIMS[0]
     found = module.gains(claim, 1)
     assert not module.holds(module.replace(claim, sign=-claim.sign), found)
 
 
 def test_early_refusal_leaves_few_to_expire() -> None:
-    module = script("admission_table")
+    module = script("reproduce.overload")
     setup = module.replace(module.DEADLINE_SETUP, pool_limit=2)
     late, early = (
         module.hurried(module.replace(setup, early=early), 8.0, 0).requests.values()
@@ -432,7 +420,7 @@ def test_early_refusal_leaves_few_to_expire() -> None:
 
 
 def test_the_least_work_first_keeps_requests_good_above_capacity() -> None:
-    module = script("goodput")
+    module = script("reproduce.admission")
     setting = module.replace(module.SETTINGS["azure"], ranks=2, known=500, played=600, parts=1)
     (workload,) = setting.workloads()
     rate = 2.0 * module.capacity_of(setting, workload)
@@ -445,7 +433,7 @@ def test_the_least_work_first_keeps_requests_good_above_capacity() -> None:
 
 
 def test_a_limit_idles_as_so_few_requests_in_flight_do() -> None:
-    module = script("admission_idle")
+    module = script("reproduce.admission")
     workloads = module.segments_of(400, 1)
     limit = module.fixed(10)
     (limited,) = module.figures_of(module.replace(module.PLAIN, aimd=limit), workloads)
@@ -458,7 +446,7 @@ def test_a_limit_idles_as_so_few_requests_in_flight_do() -> None:
 
 @pytest.mark.parametrize("cost", ["request", "kv-token-seconds"])
 def test_first_tokens_come_when_they_are_expected_under_fair_queueing(cost: str) -> None:
-    module = script("forecast_table")
+    module = script("reproduce.admission")
     seen = module.seen_of(cost, span_s=40.0)
     for tenant in ("gold", "silver", "bronze"):
         ratios = [one.real_ns / one.expected_ns for one in seen if one.tenant == tenant]
@@ -467,7 +455,7 @@ def test_first_tokens_come_when_they_are_expected_under_fair_queueing(cost: str)
 
 
 def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("bench_grants")
+    module = script("bench.decisions")
     monkeypatch.setattr(module, "GRANTS", 50)
     assert len(module.grant_times("kv-token-seconds", "edf", 10, 100)) == 50
 
@@ -476,55 +464,50 @@ def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lag_and_cost_of_the_page_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = script("bench_page")
+    module = script("bench.serving")
     monkeypatch.setattr(module, "INTERVAL_S", 0.05)
     monkeypatch.setattr(module, "LAG_S", 60.0)
     monkeypatch.setattr(module, "COST", 60.0)
-    words = ["bench_page", "--ranks", "2", "--changes", "2", "--pairs", "2"]
-    monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
-        module.main()
+        run_script("bench page --ranks 2 --changes 2 --pairs 2")
     assert not ended.value.code
     assert capsys.readouterr().out.startswith("2 ranks, 2 changes, 2 pairs")
 
 
 def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
-    script("qos")  # Its parts can then be imported.
-    rows = sys.modules["rows"]
-    phases = sys.modules["phases"]
+    qos = script("reproduce.qos")
 
     def row(phase: str, tenant: str, share: float | None, **changes: object) -> object:
-        kept = rows.Row(phase, tenant, share, share, 9, 6, 2, 1, 0, 0.1, 0.2, 3.0)
+        kept = qos.Row(phase, tenant, share, share, 9, 6, 2, 1, 0, 0.1, 0.2, 3.0)
         return replace(kept, **changes)
 
-    both, alone, *_ = phases.PHASES
+    both, alone, *_ = qos.PHASES
     good = [row(both, "gold", 75.0), row(both, "silver", 25.0), row(alone, "silver", 96.0)]
-    assert rows.failures(good) == []
-    assert rows.failures([row(both, "gold", 77.0, kv_share=66.0)]) == [
+    assert qos.failures(good) == []
+    assert qos.failures([row(both, "gold", 77.0, kv_share=66.0)]) == [
         f"{both}: gold has 77.0 % of the output tokens, due are 66.7"
     ]
-    assert len(rows.failures([row(both, "gold", None)])) == 2
-    assert len(rows.failures([row(alone, "silver", 94.0)])) == 2
-    assert rows.failures([row("overload", "silver", 1.0, lost=2)]) == [
+    assert len(qos.failures([row(both, "gold", None)])) == 2
+    assert len(qos.failures([row(alone, "silver", 94.0)])) == 2
+    assert qos.failures([row("overload", "silver", 1.0, lost=2)]) == [
         "overload: 2 requests of silver are lost"
     ]
-    held = [rows.Held("gold", 8.0, 0.0, 4.0), rows.Held("silver", 6.0, 3.0, 6.0)]
-    assert rows.share(held, "gold", (2.0, 4.0)) == pytest.approx(100 * 4 / 6)
-    assert rows.share(held, "gold", (7.0, 8.0)) is None
+    held = [qos.Held("gold", 8.0, 0.0, 4.0), qos.Held("silver", 6.0, 3.0, 6.0)]
+    assert qos.share(held, "gold", (2.0, 4.0)) == pytest.approx(100 * 4 / 6)
+    assert qos.share(held, "gold", (7.0, 8.0)) is None
     lost = RequestSample(
         PlannedRequest(0, 0, 1, 1), due_ns=0, sent_ns=0, fault=ReplayFault("http 503", "full")
     )
-    assert rows.refusal(lost) is None
+    assert qos.refusal(lost) is None
     lost.retry_after = "1"
-    assert rows.refusal(lost) == "503"
+    assert qos.refusal(lost) == "503"
 
 
 def test_the_tenants_run_answers_or_refuses_every_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"--out {tmp_path} --phase-s 1 --step-ms 40 --target-s 1"
-    monkeypatch.setattr(sys, "argv", ["qos", *words.split()])
-    status = script("qos").main()
+    status = run_script(f"reproduce qos {words}")
     report = json.loads((tmp_path / "qos.json").read_text())
     # So short a run says nothing of shares.
     assert status == bool(report["failures"])
@@ -540,7 +523,7 @@ def test_the_tenants_run_answers_or_refuses_every_request(
 
 
 def test_a_tail_is_explained_by_bounds_that_hold() -> None:
-    module = script("prefill_tail")
+    module = script("reproduce.prefill")
     requests = module.conversations(60)
     model = module.PrefillModel(2, 20_000_000, 50_000.0, 200_000, 512)
     rows = dict(module.rows(requests, 0.5, model))
@@ -558,10 +541,8 @@ def test_a_tail_is_explained_by_bounds_that_hold() -> None:
 def test_a_table_of_turns_has_a_row_for_every_rule(
     table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{tmp_path} {table} --load 0.8 --requests 240"
-    monkeypatch.setattr(sys, "argv", ["turns_table", *words.split()])
-    module = script("turns_table")
-    assert module.main() == 0
+    module = script("reproduce.turns")
+    assert run_script(f"reproduce turns {tmp_path} {table} --load 0.8 --requests 240") == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [line.split("|")[1:-1] for line in printed if line.startswith("| 0.8 |")]
     assert [line[1].strip() for line in lines] == list(module.TABLES[table].rules)
@@ -573,7 +554,7 @@ def test_a_table_of_turns_has_a_row_for_every_rule(
 
 
 def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:
-    rules = script("table_runs/turn_rules")
+    rules = script("reproduce.turns")
     inputs = Mock()
 
     def rank(name: str, bound: list[int], kept: list[int], loads: list[int]) -> int | None:
@@ -604,7 +585,7 @@ def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:
 
 
 def test_the_picture_of_a_requests_way_is_what_its_script_draws(tmp_path: Path) -> None:
-    script("draw_request_path").main([str(tmp_path / "drawn.svg")])
+    run_script(f"reproduce request-path {tmp_path / 'drawn.svg'}")
     drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
     assert (ROOT / "docs" / "img" / "request_path.svg").read_text(encoding="utf-8") == drawn
     root = ElementTree.fromstring(drawn)  # noqa: S314 - made two lines above.

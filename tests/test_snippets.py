@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.script import commands_of
 from tests.snippets import Block, blocks
 
 from balanceroute.proxy.cli import command_line
@@ -36,6 +37,7 @@ TOPOLOGIES = [block for block in BLOCKS if block.kind == "toml"]
 ENGINES = (
     "emulate --prefillers 1 --ranks 2 --time-scale 200 --port 0 --json-ready --exit-with-stdin"
 )
+PROGRAMS = ("reproduce", "bench", "checks", "faults.py")  # Scripts of many commands.
 REPLAYED = "6"
 LOGGED = "200"  # What docs/serving.md replays for the log that it then simulates.
 
@@ -137,8 +139,8 @@ def parse(words: list[str], block: Block) -> None:
     if command == "make":
         targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(rest) <= set(targets), block.place
-    elif command == "python" and named[0].endswith(".py"):
-        source = (ROOT / named[0]).read_text()
+    elif command == "python" and named:
+        source = source_of(rest)
         for word in rest[1:]:
             assert not word.startswith("--") or f'"{word}"' in source, f"{block.place}: {word}"
     elif command == "balanceroute":
@@ -146,6 +148,17 @@ def parse(words: list[str], block: Block) -> None:
         if rest[0] == "serve" and "..." not in block.text:
             given = None if chosen.topology is None else read_topology(chosen.topology)
             make_config(given, flags_given(chosen))
+
+
+def source_of(words: list[str]) -> str:
+    """Return the source of a script; of one with commands, that of the command's module."""
+    program, *rest = words
+    name = program.removeprefix("scripts/")
+    if name in PROGRAMS and rest and rest[0] != "--list":
+        commands = commands_of(name)
+        assert rest[0] in commands, f"{program} has no command {rest[0]}"
+        program = f"scripts/{commands[rest[0]].replace('.', '/')}.py"
+    return (ROOT / program).read_text() if (ROOT / program).is_file() else ""
 
 
 def here(word: str, proxy: ProxyProcess) -> str:
@@ -178,6 +191,14 @@ def test_source_files_that_a_page_names_are_there(page: Path) -> None:
     folders = "proxy|predictors|engine_patch|topologies|traces|scripts|tests|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text(encoding="utf-8"))
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=_name)
+def test_commands_of_scripts_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for program in PROGRAMS:
+        named = re.findall(rf"scripts/{re.escape(program)} ([a-z][\w-]*)", text)
+        assert set(named) <= commands_of(program).keys()
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=_name)
@@ -243,7 +264,7 @@ def test_a_wrong_command_is_found(
         "    make dance\n",
         "<!-- not run: far away -->\n\n    balanceroute serve --bach 7\n",
         "    python scripts/absent.py\n",
-        "<!-- not run: slow -->\n\n    scripts/chaos.py\n",
+        "<!-- not run: slow -->\n\n    scripts/faults.py chaos\n",
     ):
         page.write_text(f"Look:\n\n{text}")
         (block,) = blocks(page)

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.script import script
+from tests.script import run_script, script
 
 
 def test_the_bench_prints_a_cost_per_batch_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script("bench_step_trace").main(["--steps", "200", "--json", str(tmp_path / "out.json")])
+    run_script(f"bench step-trace --steps 200 --json {tmp_path / 'out.json'}")
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [row["requests"] for row in rows] == [16, 256]
     assert capsys.readouterr().out.count("µs per step") == 2
@@ -21,7 +21,7 @@ def test_the_share_of_a_real_step_is_that_of_hooks_and_writer() -> None:
         [{"step_us": 1000.0, "timers_us": 2.0}, {"step_us": 1010.0, "timers_us": 2.0 + added}]
         for added in (7.0, 8.0, 9.0, 8.0, 300.0)
     ]
-    row = script("bench_step_trace").summary(16, {"pairs": pairs, "steps": 100, "writer_us": 1.0})
+    row = script("bench.step_trace").summary(16, {"pairs": pairs, "steps": 100, "writer_us": 1.0})
     assert (row["requests"], row["steps"], row["step_us"]) == (16, 100, 1000.0)
     assert row["hooks_us"] == 8.0
     assert row["share"] == pytest.approx(0.009)
@@ -32,7 +32,7 @@ def test_the_share_of_a_real_step_is_that_of_hooks_and_writer() -> None:
 def test_without_the_engines_venv_the_bench_says_how_to_make_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = script("bench_step_trace")
+    bench = script("bench.step_trace")
     monkeypatch.setattr(bench, "PYTHON", tmp_path / "bin" / "python")
     with pytest.raises(SystemExit, match="make test-vllm"):
-        bench.main(["--engine"])
+        run_script("bench step-trace --engine")

@@ -9,7 +9,7 @@ from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.lab.sim.workload import Workload
 
-results = script("predictor_results")
+results = script("reproduce.predictors")
 
 
 @pytest.mark.parametrize(("median", "age"), [(400.0, 0), (3_000.0, 2_500)])

@@ -1,15 +1,14 @@
 """The table of all predictors on all public traces is one command, and this is it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from tests.script import ROOT, script
+from tests.script import ROOT, run_script, script
 
 from balanceroute.predictors import files
 
-table = script("predictor_table")
+table = script("reproduce.predictors")
 
 
 def test_a_row_for_each_predictor_and_trace(
@@ -19,12 +18,11 @@ def test_a_row_for_each_predictor_and_trace(
 ) -> None:
     monkeypatch.chdir(ROOT)
     out = tmp_path / "table.json"
-    words = ["--requests", "400", "--kinds", "survival", "exact-match", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["predictor_table", *words])
-    assert table.main() == 0
+    words = f"--requests 400 --kinds survival exact-match --json {out}"
+    assert run_script(f"reproduce predictor-table {words}") == 0
     rows = json.loads(out.read_text())
     assert [(row["trace"], row["predictor"]) for row in rows] == [
-        (trace.name, kind) for trace in table.TRACES for kind in ("survival", "exact-match")
+        (trace.name, kind) for trace in table.JUDGED for kind in ("survival", "exact-match")
     ]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(rows)
@@ -39,7 +37,7 @@ def test_a_row_for_each_predictor_and_trace(
 
 def test_all_predictors_are_compared_on_traces_that_are_there() -> None:
     assert set(files.KINDS) == {"survival", "exact-match", "gbdt"}
-    assert all((ROOT / trace).is_file() for trace in table.TRACES)
+    assert all((ROOT / trace).is_file() for trace in table.JUDGED)
 
 
 def test_what_is_undefined_is_told() -> None:

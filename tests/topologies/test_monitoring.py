@@ -27,7 +27,7 @@ ADDED = {"job", "instance", "le", "process"}
 
 def known() -> dict[str, set[str]]:
     """Return the labels of every series that the proxy exports, by its name."""
-    listed = script("list_reference")
+    listed = script("reproduce.reference")
     found: dict[str, set[str]] = {}
     for name, (kind, _, labels) in listed.labels_by_family(listed.full_page()).items():
         names = (

@@ -2,7 +2,7 @@
 
 vLLM 0.32's routes (its `entrypoints`) and the proxy's own. Paths match exactly, except for one slash at
 the end (some clients put one behind their base URL) and for the last part of those that name a resource,
-so that no path reaches an engine by accident. scripts/list_reference.py
+so that no path reaches an engine by accident. scripts/reproduce reference
 makes docs/appendix/routes.md of them.
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.script import script
 
-AUDITED = script("audit_routers")
+AUDITED = script("reproduce.audit")
 _MINUTES = 3.0
 
 

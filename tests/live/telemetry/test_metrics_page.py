@@ -11,11 +11,11 @@ PAGE = (ROOT / "docs" / "appendix" / "metrics.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_what_the_script_writes() -> None:
-    assert script("list_reference").metrics_page() == PAGE
+    assert script("reproduce.reference").metrics_page() == PAGE
 
 
 def test_a_running_proxy_exports_nothing_else(play: "Play") -> None:
-    listed = script("list_reference")
+    listed = script("reproduce.reference")
 
     async def scenario(site: "Site") -> None:
         answer = await site.post(

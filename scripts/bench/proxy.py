@@ -1,0 +1,460 @@
+"""What the proxy costs beside others: CPU and time by load, and memory by open stream."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import urlopen
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from balanceroute.proxy.testing.arguments import positive
+from bench.targets import (
+    DIRECT,
+    KNOWN,
+    OURS,
+    ROOT,
+    Engine,
+    Target,
+    checkout,
+    cpu_s,
+    engine,
+    interpreter,
+    on_cores,
+    router,
+    rss_mb,
+    targets,
+)
+
+_CLIENT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load, and what is looked at.
+
+    Attributes:
+        name: What it is called.
+        flags: Of client.py.
+        unit: What the CPU time is divided by: "events" or "requests".
+        latency: "transit_us" of events, or "first_us" of requests.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    unit: str
+    latency: str
+
+
+def loads(*, quick: bool, stalled: bool = False) -> list[Load]:
+    """Return the loads; those for a proxy that stalls are so long that few events are a stream's first."""
+    part = 4 if quick else 1
+
+    def of(name: str, unit: str, latency: str, *more: str, **flags: int) -> Load:
+        words = [(f"--{key.replace('_', '-')}", str(value)) for key, value in flags.items()]
+        return Load(name, (*(word for pair in words for word in pair), *more), unit, latency)
+
+    def streams(count: int, tokens: int) -> Load:
+        flags = {"connections": count, "requests": count, "tokens": tokens // part}
+        return of(f"{count:,} streams", "events", "transit_us", **flags)
+
+    def requests(name: str, connections: int, count: int, *more: str, **flags: int) -> Load:
+        flags |= {"connections": connections, "requests": count}
+        return of(name, "requests", "first_us", *more, **flags)
+
+    if stalled:
+        return [streams(64, 1500)]
+    return [
+        streams(256, 200),
+        streams(1024, 100),
+        requests("1 token", 16, 6000 // part),
+        # With many in flight their wake-ups are shared.
+        requests("1 token, 64 in flight", 64, 6000 // part),
+        requests("1 token, streamed", 1, 2000 // part, tokens=1),
+        # Streams end and begin with every step, as in a fleet that is in use.
+        requests("20 tokens, 256 in flight", 256, 3072 // part, "--mixed", tokens=20),
+        requests("1 MiB prompt", 2, 120 // part, prompt_bytes=1 << 20),
+        requests("burst of 1,024", 1024, 1024),
+    ]
+
+
+def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
+    """Send one load to one target; return its figures."""
+    processes = {"engine": engine.process}
+    if target.process is not None:
+        processes["proxy"] = target.process
+    before_s = {name: cpu_s(one.pid) for name, one in processes.items()}
+    client = [sys.executable, str(ROOT / "scripts" / "bench" / "client.py")]
+    client += ["--port", str(target.port), *map(str, target.others), *load.flags]
+    result = subprocess.run(client, capture_output=True, text=True, check=True, timeout=_CLIENT_S)
+    figures = json.loads(result.stdout)
+    spent_s = {name: cpu_s(one.pid) - before_s[name] for name, one in processes.items()}
+    spent_s["client"] = figures["cpu_s"]
+    row = {
+        "load": load.name,
+        "target": target.name,
+        "errors": figures["errors"],
+        "p50_us": figures[load.latency]["p50"],
+        "p99_us": figures[load.latency]["p99"],
+        "first_p50_us": figures["first_us"]["p50"],
+        "events_per_s": figures["events"] / figures["seconds"],
+    }
+    for name, seconds in spent_s.items():
+        row[f"{name}_us"] = seconds / figures[load.unit] * 1e6
+    if target.process is not None:
+        row["rss_mb"] = rss_mb(target.process)
+    return row
+
+
+# The table of all turns.
+
+Rows = list[dict[str, Any]]
+_HEADINGS = (
+    *("proxy\nCPU µs", "balanceroute /\nthis", "engine\nCPU µs", "client\nCPU µs"),
+    *("p50 ms", "p99 ms", "balanceroute /\nthis", "events/s", "of direct", "RSS MB", "errors"),
+)
+
+
+def report(rows: Rows, plan: list[Load], *, policy: str, ranks: int, slots: int) -> None:
+    """Print the table."""
+    table = Table(
+        title=f"balanceroute ({policy}, Python {platform.python_version()}) and others, the same "
+        f"engine, in turns; {ranks} decode {'rank' if ranks == 1 else 'ranks'} of {slots:,} slots",
+        caption="Medians of the turns; ratios are taken within a turn: median (least to most). CPU "
+        "time is of one event, or of one request. p50 and p99 are an event's transit from engine to "
+        "client under load of streams, else the time to the (first) answer. Of direct: events per "
+        "second, to those that the client takes from the engine itself.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("load", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for load in plan:
+        of_load = [row for row in rows if row["load"] == load.name]
+        names = list(dict.fromkeys(row["target"] for row in of_load if row["turn"] == 0))
+        for name in names:
+            cells = _cells(of_load, load, name)
+            first = load.name if name == names[0] else ""
+            table.add_row(first, name, *cells, end_section=name == names[-1])
+    console = Console()
+    console.width = max(console.width, 220)
+    console.print(table)
+
+
+def _cells(rows: Rows, load: Load, name: str) -> list[str]:
+    mine = [row for row in rows if row["target"] == name]
+    streams = load.unit == "events"
+    other = name not in (OURS, DIRECT)
+    return [
+        _median(mine, "proxy_us", 1),
+        _ratios(rows, "proxy_us", OURS, name) if other else "",
+        _median(mine, "engine_us", 1),
+        _median(mine, "client_us", 1),
+        _median(mine, "p50_us", 2, 1e-3),
+        _median(mine, "p99_us", 2, 1e-3),
+        _ratios(rows, "p99_us", OURS, name) if other else "",
+        _median(mine, "events_per_s", 0) if streams else "",
+        _ratios(rows, "events_per_s", name, DIRECT) if streams and name != DIRECT else "",
+        _median(mine, "rss_mb", 0),
+        str(sum(row["errors"] for row in mine)),
+    ]
+
+
+def _median(rows: Rows, key: str, digits: int, scale: float = 1.0) -> str:
+    values = [row[key] for row in rows if key in row]
+    return f"{median(values) * scale:,.{digits}f}" if values else ""
+
+
+def _ratios(rows: Rows, key: str, one: str, other: str) -> str:
+    by_turn: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if key in row:
+            by_turn.setdefault(row["turn"], {})[row["target"]] = row[key]
+    ratios = [pair[one] / pair[other] for pair in by_turn.values() if pair.get(other)]
+    if not ratios:
+        return ""
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+_STEP_MS = 20.0
+
+
+def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """What the proxy costs, side by side with other routers, another checkout of itself, and no proxy.
+
+    All run against the same engine, in turns within one run, and every event is checked on its way. CPU
+    time is the process's own and its children's; ratios are taken within a turn, so that what else the
+    machine does hits both alike. Every proxy logs to a file, as its users let it. vllm-router and smg are
+    installed into build/bench-venv on first use.
+    """
+    _add_flags(parser)
+    arguments = parser.parse_args(words)
+    repeats = 2 if arguments.quick else arguments.repeats
+    all_loads = loads(quick=arguments.quick, stalled=arguments.stalled)
+    plan = [load for load in all_loads if arguments.only in load.name]
+    cores = sorted(os.sched_getaffinity(0))
+    own, others = (cores[:1], cores[1:]) if arguments.pin else (cores, cores)
+    if not others:
+        parser.error("--pin needs two cores")
+    if not plan:
+        parser.error(f"no load has {arguments.only} in its name")
+    routers = arguments.router or [KNOWN["vllm-router"]]
+    if arguments.no_router or (arguments.against is not None and not arguments.router):
+        routers = []
+    flags = ["--policy", arguments.policy, "--predictor", arguments.predictor]
+    flags += ["--batch", str(arguments.slots), "--pool-limit", "4096"]
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-proxy-") as logs,
+        on_cores(others),
+        engine(arguments.step_ms, ranks=arguments.ranks, slots=arguments.slots) as behind,
+        on_cores(own),
+        targets(
+            behind,
+            flags,
+            Path(logs),
+            against=arguments.against,
+            routers=routers,
+            without_native=arguments.without_native,
+            stalled=arguments.stalled,
+            traces=arguments.traces,
+            pythons=arguments.python,
+            floor=arguments.floor,
+        ) as all_targets,
+        on_cores(others),
+    ):
+        rows = _run(plan, all_targets, behind, repeats)
+    report(rows, plan, policy=arguments.policy, ranks=arguments.ranks, slots=arguments.slots)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return int(any(row["errors"] for row in rows))
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N")
+    parser.add_argument("--policy", default="br-h", help="of balanceroute")
+    parser.add_argument("--predictor", default="survival", help="of br-h")
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="decode ranks (default: 1, where nothing is chosen)",
+    )
+    parser.add_argument(
+        "--slots",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="streams at a time on each rank; others wait, in balanceroute's pool or in the engine "
+        "(default: 2048, room for every load)",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=_STEP_MS,
+        metavar="MS",
+        help="of the engine between a stream's events ; with 1 there are no pauses",
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of the load, 2 repeats")
+    parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="run the proxies on the first core, the engine and the clients on the others",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures as JSON")
+    _add_targets(parser)
+
+
+def _add_targets(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--router",
+        type=router,
+        action="append",
+        metavar="NAME[=COMMAND]",
+        help=f"a router to compare with: {', '.join(KNOWN)}, or any other one by its command, in which "
+        "{port}, {metrics_port}, {prefill} and {decode} stand for ports and URLs, and a word with {decode} "
+        "is repeated for each rank; may be given more than once",
+    )
+    parser.add_argument("--no-router", action="store_true", help="without any other router")
+    parser.add_argument(
+        "--without-native",
+        action="store_true",
+        help="balanceroute with --native off too: all others use the native library, if it is installed",
+    )
+    parser.add_argument(
+        "--stalled",
+        action="store_true",
+        help="long streams alone, and balanceroute too with a thread that holds Python for 50 ms ten times a second",
+    )
+    parser.add_argument(
+        "--floor",
+        action="store_true",
+        help="a native relay too, which moves bytes and reads none (needs cargo)",
+    )
+    parser.add_argument(
+        "--traces", action="store_true", help="balanceroute with a trace of every request too"
+    )
+    parser.add_argument(
+        "--python",
+        type=interpreter,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="balanceroute run by another interpreter too, which has the packages that it needs; "
+        "may be given more than once",
+    )
+    parser.add_argument(
+        "--against",
+        type=checkout,
+        metavar="TREE",
+        help="another checkout of this repository, whose proxy is compared instead of vllm-router",
+    )
+
+
+def _run(
+    plan: list[Load], all_targets: list[Target], behind: Engine, repeats: int
+) -> list[dict[str, Any]]:
+    """Send every load to every target, in turns; return the figures."""
+    rows: list[dict[str, Any]] = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=repeats * len(plan) * len(all_targets))
+        for turn in range(repeats):
+            for load in plan:
+                shift = turn % len(all_targets)
+                for target in all_targets[shift:] + all_targets[:shift]:
+                    bar.update(task, description=f"{load.name}, {target.name}")
+                    rows.append({"turn": turn} | measure(load, target, behind))
+                    bar.advance(task)
+    return rows
+
+
+_PUMPED = re.compile(r"^balanceroute_pumped_events_total (\S+)$", re.MULTILINE)
+_POLL_S = 0.2
+# The client's connection and the decode rank's, and the native library's copies of them.
+_PER_STREAM, _PER_PUMPED = 2, 2
+# The prefillers', kept for other streams: up to 1,024 of them, more for moments. And its own.
+_SPARE_DESCRIPTORS = 2_000
+_OPENED_PER_S = 250
+
+
+def streams(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """What an open stream costs the proxy in memory: many at a time, on slow steps, every event checked.
+
+    Prints the resident memory before and at its peak, and the descriptors that are left behind. Streams are
+    opened one after the other and are all open in the end. Each takes two descriptors of its process, and two
+    more while the native library moves it, so 10,000 need a hard limit of 42,000 open files (`ulimit -Hn`), or
+    the right to raise it; 22,000 with `--native off`.
+    """
+    parser.add_argument("--streams", type=positive, default=10_000, metavar="N")
+    parser.add_argument("--policy", default="br-h", help="of balanceroute")
+    parser.add_argument(
+        "--native",
+        choices=["auto", "off", "require"],
+        default="auto",
+        help="whether balanceroute's native library moves them",
+    )
+    parser.add_argument("--step-s", type=float, default=5.0, metavar="S", help="between events")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of each stream, at least (default: so many that all are open at a time)",
+    )
+    parser.add_argument(
+        "--router",
+        type=router,
+        action="append",
+        default=[],
+        metavar="NAME[=COMMAND]",
+        help=f"a router to compare with: {', '.join(KNOWN)}, or as for `proxy`",
+    )
+    arguments = parser.parse_args(words)
+    count = arguments.streams
+    each = _PER_STREAM + _PER_PUMPED * (arguments.native != "off")
+    needed = allow_descriptors(count, each * count + _SPARE_DESCRIPTORS)
+    if needed:
+        parser.error(needed)
+    # None is to end before the last one is open.
+    tokens = max(arguments.tokens, round(count / _OPENED_PER_S / arguments.step_s) + 3)
+    flags = ["--policy", arguments.policy, "--native", arguments.native]
+    flags += ["--connection-limit", str(count + _SPARE_DESCRIPTORS)]
+    for limit in ("--batch", "--queue-limit", "--pool-limit"):
+        flags += [limit, str(2 * count)]
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-streams-") as logs,
+        engine(1e3 * arguments.step_s) as behind,
+        targets(behind, flags, Path(logs), against=None, routers=arguments.router) as all_targets,
+    ):
+        exact = [measure_open(count, tokens, target) for target in all_targets]
+    return int(not all(exact))
+
+
+def allow_descriptors(count: int, needed: int) -> str:
+    """Allow this process and those it starts what so many streams need; return why that fails."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, max(hard, needed)))
+    except (OSError, ValueError):
+        return f"{count} streams need {needed} open files, the hard limit is {hard} (ulimit -Hn)"
+    return ""
+
+
+def measure_open(count: int, tokens: int, target: Target) -> bool:
+    """Open the streams through one target, and print what each costs; return whether all went well."""
+    if target.process is None:
+        return True
+    before_mb = peak_mb = rss_mb(target.process)
+    files = Path(f"/proc/{target.process.pid}/fd")
+    before = most = len(os.listdir(files))
+    client = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "client.py"),
+        "--port",
+        str(target.port),
+    ]
+    client += ["--connections", str(count), "--requests", str(count), "--tokens", str(tokens)]
+    client += ["--opened-per-s", str(_OPENED_PER_S)]
+    with subprocess.Popen(client, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            peak_mb = max(peak_mb, rss_mb(target.process))
+            most = max(most, len(os.listdir(files)))
+            time.sleep(_POLL_S)
+        assert process.stdout is not None
+        figures = json.loads(process.stdout.read())
+    print(
+        f"{target.name}: {count:,} streams of {tokens} events in {figures['seconds']:.0f} s, "
+        f"{figures['errors']} errors; RSS {before_mb:.0f} to {peak_mb:.0f} MB, "
+        f"{(peak_mb - before_mb) * 1024 / count:.1f} KB a stream; {most:,} descriptors, {before} before and "
+        f"{len(os.listdir(files))} now; {moved_natively(target):,} events moved natively",
+        flush=True,
+    )
+    exact: bool = figures["errors"] == 0 and figures["events"] == count * tokens
+    return exact
+
+
+def moved_natively(target: Target) -> int:
+    """Return the events of balanceroute that its native library has moved; 0 of any other router."""
+    try:
+        with urlopen(f"http://127.0.0.1:{target.port}/metrics", timeout=30) as page:
+            found = _PUMPED.search(page.read().decode())
+    except OSError:
+        return 0
+    return 0 if found is None else int(float(found[1]))

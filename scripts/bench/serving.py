@@ -1,0 +1,578 @@
+"""What else costs the proxy: its page, HTTP/3, and large bodies."""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import socket
+import ssl
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from balanceroute.proxy.__main__ import main as cli
+from balanceroute.proxy.live import serve
+from balanceroute.proxy.live.listeners import Http3Listener
+from balanceroute.proxy.live.proxy import Proxy
+from balanceroute.proxy.live.settings.declared import Http3Settings
+from balanceroute.proxy.testing.arguments import positive, several
+from balanceroute.proxy.testing.certificate import make_certificate
+from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess
+from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.server import Server
+from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
+from balanceroute.proxy.wire.messages import Caller, Headers, HttpRequest, ServerLimits, WireError
+from balanceroute.proxy.wire.reply import Reply
+from experiment import emulated, proxy_before
+
+LAG_S, COST = 1.0, 0.01
+INTERVAL_S = 5.0
+# Between changes, at most: more than the page's own interval, so every phase of it is hit.
+_PAUSE_S = 1.5
+_CLIENTS = 4
+
+
+class Viewer:
+    """One who looks at the page: reads its events, and keeps the latest."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[str, str] = {}
+        self._news = asyncio.Event()
+
+    async def read(self, client: httpx.AsyncClient) -> None:
+        """Read for ever."""
+        async with client.stream("GET", "/admin/live") as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    ranks: list[dict[str, Any]] = json.loads(line[6:])["ranks"]
+                    self.statuses = {rank["url"]: rank["status"] for rank in ranks}
+                    self._news.set()
+
+    async def see(self, url: str, status: str) -> None:
+        """Return when a rank is shown to have this status."""
+        while self.statuses.get(url) != status:
+            self._news.clear()
+            await self._news.wait()
+
+
+@asynccontextmanager
+async def watching(client: httpx.AsyncClient) -> AsyncIterator[Viewer]:
+    """Look at the page meanwhile."""
+    viewer = Viewer()
+    task = asyncio.create_task(viewer.read(client))
+    try:
+        yield viewer
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def lags(client: httpx.AsyncClient, urls: Sequence[str], changes: int) -> list[float]:
+    """Return how long each change took to be seen, in seconds."""
+    rng, found = random.Random(0), []
+    async with watching(client) as viewer:
+        for number in range(changes):
+            url = urls[number // 2 % len(urls)]
+            path, status = ("/drain", "draining") if number % 2 == 0 else ("", "up")
+            await asyncio.sleep(rng.uniform(0.0, _PAUSE_S))
+            began_s = time.monotonic()
+            order = {"role": "decode", "url": url}
+            answer = await client.post("/admin/instances" + path, json=order)
+            answer.raise_for_status()
+            async with asyncio.timeout(30.0):
+                await viewer.see(url, status)
+            found.append(time.monotonic() - began_s)
+    return found
+
+
+def ran_s(pid: int) -> float:
+    """Return how long a process has run on a core (proc_pid_schedstat(5), all of its threads)."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+async def cost(client: httpx.AsyncClient, pid: int, *, watched: bool) -> float:
+    """Return the share of a core that the proxy takes for an interval."""
+    if watched:
+        async with watching(client):
+            return await cost(client, pid, watched=False)
+    before_s, began_s = ran_s(pid), time.monotonic()
+    await asyncio.sleep(INTERVAL_S)
+    return (ran_s(pid) - before_s) / (time.monotonic() - began_s)
+
+
+async def load(proxy: ProxyProcess) -> None:
+    """Send requests for ever, a few at a time."""
+    base = f"http://{proxy.host}:{proxy.port}"
+    asked = {"model": "emulated", "prompt": "word " * 200, "max_tokens": 64}
+
+    async def one(client: httpx.AsyncClient) -> None:
+        while True:
+            answer = await client.post("/v1/completions", json=asked)
+            answer.raise_for_status()
+
+    async with httpx.AsyncClient(base_url=base, timeout=60.0) as client:
+        await asyncio.gather(*(one(client) for _ in range(_CLIENTS)))
+
+
+async def measure(
+    proxy: ProxyProcess, urls: Sequence[str], changes: int, pairs: int
+) -> tuple[list[float], list[tuple[float, float]]]:
+    """Return the lags, and shares of a core without and with a viewer."""
+    base = f"http://{proxy.host}:{proxy.admin_port}"
+    working = asyncio.create_task(load(proxy))
+    try:
+        async with httpx.AsyncClient(
+            base_url=base, timeout=httpx.Timeout(30.0, read=None)
+        ) as client:
+            found = await lags(client, urls, changes)
+            shares = []
+            for number in range(pairs):
+                turns = (False, True) if number % 2 == 0 else (True, False)
+                pair = {one: await cost(client, proxy.pid, watched=one) for one in turns}
+                shares.append((pair[False], pair[True]))
+        if working.done():
+            await working  # It failed.
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+    return found, shares
+
+
+def page(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """How far the admin page is behind the proxy, and what it costs the proxy when somebody looks.
+
+    Starts emulated engines and the proxy before them. Lag: it drains a decode rank, or takes it back, at drawn
+    times, and counts the time from before the order until the page's events tell of it. Cost: the time that the
+    proxy runs on a core in as many intervals with a viewer as without, in turns; in percent of a core. The
+    engines serve a small load meanwhile, which both kinds of interval have. Exits 1 when a goal is missed:
+    the 95th percentile of the lag at most 1 s, the cost at most 1 % of a core.
+    """
+    parser.add_argument("--ranks", type=positive, default=144)
+    parser.add_argument("--changes", type=several, default=60)
+    parser.add_argument("--pairs", type=several, default=10, help="of intervals")
+    arguments = parser.parse_args(words)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        emulated([f"--ranks={arguments.ranks}"]) as urls,
+        proxy_before(urls, ["--batch=16"], Path(folder)) as proxy,
+    ):
+        measured = measure(proxy, urls["decode"], arguments.changes, arguments.pairs)
+        found, shares = asyncio.run(measured)
+    cuts = statistics.quantiles(found, n=20, method="inclusive")
+    more = [after - before for before, after in shares]
+    mean, error = statistics.fmean(more), statistics.stdev(more) / len(more) ** 0.5
+    base = statistics.fmean(before for before, _ in shares)
+    print(f"{arguments.ranks} ranks, {len(found)} changes, {len(more)} pairs of {INTERVAL_S:.0f} s")
+    print(
+        f"lag: p50 {cuts[9]:.2f} s, p95 {cuts[18]:.2f} s, most {max(found):.2f} s (goal p95 {LAG_S:.1f} s)"
+    )
+    print(
+        f"cost: {mean:+.2%} ± {error:.2%} of a core (goal {COST:.0%}); without a viewer {base:.1%}"
+    )
+    sys.exit(cuts[18] > LAG_S or mean > COST)
+
+
+HOST = "127.0.0.1"
+STEP_S = 0.01
+VARIANTS = ("HTTP/1.1", "https", "HTTP/3")
+# A chunk of a real vLLM stream, without log-probabilities.
+EVENT = (
+    b'data: {"id":"chatcmpl-a9f421953f01eda3","object":"chat.completion.chunk","created":1795230203,'
+    b'"model":"tiny","choices":[{"index":0,"delta":{"content":" the"},"logprobs":null,'
+    b'"finish_reason":null,"token_ids":null}]}\n\n'
+)
+
+
+class Stepping:
+    """Writes an event to every stream per step, once there are so many."""
+
+    def __init__(self, streams: int, events: int) -> None:
+        self._streams, self._events = streams, events
+        self._replies: list[Reply] = []
+        self.begun_s = self.took_s = 0.0
+
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        self._replies.append(reply)
+        if len(self._replies) == self._streams:
+            replies, self._replies = self._replies, []
+            self.begun_s = time.process_time()
+            self._step(replies, self._events)
+
+    def _step(self, replies: list[Reply], left: int) -> None:
+        call_later = asyncio.get_running_loop().call_later
+        if not left:
+            self.took_s = time.process_time() - self.begun_s
+            for reply in replies:
+                reply.end()
+            return
+        for reply in replies:
+            reply.write(EVENT)
+        call_later(STEP_S, self._step, replies, left - 1)
+
+
+def serve_streams(pipe: Connection, folder: Path, streams: int, events: int) -> None:
+    """Serve each variant; tell after each round what it took."""
+
+    async def listen() -> None:
+        loop = asyncio.get_running_loop()
+        application = Stepping(streams, events)
+        plain, secure = Server(application), Server(application)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+        await plain.start(HOST, 0)
+        await secure.start(HOST, 0, ssl=context)
+        settings = Http3Settings(http3_streams=streams)
+        listener = Http3Listener(settings, folder / "cert.pem", folder / "key.pem")
+        await listener.start(secure.service, secure.addresses)
+        pipe.send((plain.port, secure.port))
+        asked = asyncio.Event()
+        loop.add_reader(pipe.fileno(), asked.set)
+        while True:
+            await asked.wait()
+            if pipe.recv() is None:
+                break
+            asked.clear()
+            pipe.send(application.took_s)
+        loop.remove_reader(pipe.fileno())
+
+    uvloop.run(listen())
+
+
+class Ended:
+    """Waits for the end of an answer."""
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        assert status == 200
+
+    def on_data(self, data: bytes) -> None:
+        pass
+
+    def on_end(self) -> None:
+        self.over.set_result(None)
+
+    def on_error(self, error: WireError) -> None:
+        self.over.set_exception(error)
+
+
+async def one_round(make: Callable[[], Caller], streams: int) -> None:
+    """Read so many streams to their end."""
+    caller = make()
+    ended = []
+    for _ in range(streams):
+        ended.append(Ended())
+        caller.request(b"POST", b"/", [], b"{}", ended[-1])
+    for one in ended:
+        await one.over
+    caller.close()
+    await asyncio.sleep(0.05)
+
+
+def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """What an event of a stream costs the server: over HTTP/1.1, https and HTTP/3.
+
+    The server is a process of its own that writes one event to each stream per step, as a decode step does,
+    and only its CPU time counts: its Python, uvloop and the kernel on its behalf. The variants take turns, so
+    that they share what the machine does meanwhile. Prints the median of the rounds with the smallest and the
+    largest one, and the ratio to https.
+    """
+    parser.add_argument("--streams", type=positive, default=64, metavar="N")
+    parser.add_argument("--events", type=positive, default=200, metavar="N")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N")
+    chosen = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cert, _ = make_certificate(folder)
+        ours, theirs = multiprocessing.Pipe()
+        server = multiprocessing.get_context("spawn").Process(
+            target=serve_streams, args=(theirs, folder, chosen.streams, chosen.events)
+        )
+        server.start()
+        plain, secure = ours.recv()
+        context = ssl.create_default_context(cafile=cert)
+        makers: dict[str, Callable[[], Caller]] = {
+            "HTTP/1.1": lambda: Endpoint(HOST, plain),
+            "https": lambda: Endpoint(HOST, secure, ssl=context),
+            "HTTP/3": lambda: Http3Endpoint(HOST, secure, trust=Trust(str(cert))),
+        }
+        events = chosen.streams * chosen.events
+        costs: dict[str, list[float]] = {one: [] for one in VARIANTS}
+        for _ in range(chosen.rounds + 1):  # The first one warms up.
+            for variant, make in makers.items():
+                uvloop.run(one_round(make, chosen.streams))
+                ours.send(True)
+                costs[variant].append(1e6 * ours.recv() / events)
+        ours.send(None)
+        server.join()
+    usual = statistics.median(costs["https"][1:])
+    print(f"{chosen.streams} streams of {chosen.events} events")
+    for variant, found in costs.items():
+        middle = statistics.median(found[1:])
+        span = f"{min(found[1:]):.1f} to {max(found[1:]):.1f}"
+        print(f"{variant:9} {middle:6.1f} us an event ({span}), {middle / usual:.2f} x https")
+    return 0
+
+
+MIB = 1 << 20
+_HEAD = '"model":"m","max_tokens":8,'
+_WAITING_MIB = 4
+
+
+class Gaps(Protocol):
+    """What processes share: the longest gap in processor time and in wall time, and all ticks."""
+
+    def __getitem__(self, index: int) -> float: ...
+    def __setitem__(self, index: int, value: float) -> None: ...
+
+
+def _prompt(value: str) -> bytes:
+    return f'{{{_HEAD}"prompt":{value}}}'.encode()
+
+
+def _filled(unit: str, size: int) -> str:
+    return unit * (size // len(unit.encode()))
+
+
+def _list(unit: str, size: int) -> bytes:
+    elements = _filled(unit + ",", size) + unit
+    return f'{{{_HEAD}"prompt":"a","metadata":[{elements}]}}'.encode()
+
+
+def _ids(size: int) -> bytes:
+    rng = random.Random(1)
+    return _prompt(json.dumps([rng.randrange(150_000) for _ in range(size // 8)]))
+
+
+def _messages(content: str, size: int) -> bytes:
+    message = f'{{"role":"user","content":"{content}"}}'
+    messages = _filled(message + ",", size) + message
+    return f'{{{_HEAD}"messages":[{messages}]}}'.encode()
+
+
+def _image(size: int) -> bytes:
+    url = "data:image/png;base64," + "iVBORw0KGgo" * (size // 11)
+    part = json.dumps({"type": "image_url", "image_url": {"url": url}})
+    return f'{{{_HEAD}"messages":[{{"role":"user","content":[{part}]}}]}}'.encode()
+
+
+def _members(size: int) -> bytes:
+    names = ",".join(f'"m{i:07}":1' for i in range(size // 13))
+    return f'{{{_HEAD}"prompt":"a",{names}}}'.encode()
+
+
+def _duplicate(size: int) -> bytes:
+    return _prompt('"' + "x" * size + '"')[:-1] + b',"prompt":1}'
+
+
+KINDS: dict[str, Callable[[int], bytes]] = {
+    "one ASCII text": lambda size: _prompt('"' + _filled("The quick brown fox. ", size) + '"'),
+    "one Chinese text": lambda size: _prompt('"' + _filled("数据处理的", size) + '"'),
+    "line breaks": lambda size: _prompt('"' + _filled("\\n", size) + '"'),
+    "escaped letters": lambda size: _prompt('"' + _filled("\\u0041", size) + '"'),
+    "escaped pairs": lambda size: _prompt('"' + _filled("\\ud83e\\udd99", size) + '"'),
+    "token ids": _ids,
+    "ones": lambda size: _prompt("[" + _filled("1,", size) + "1]"),
+    "nested arrays": lambda size: _list("[]", size),
+    "small objects": lambda size: _list('{"a":1}', size),
+    "deep nesting": lambda size: _prompt("[" * size),
+    "short messages": lambda size: _messages("why?", size),
+    "long messages": lambda size: _messages("The quick\\nbrown fox. " * 100, size),
+    "image": _image,
+    "many members": _members,
+    "long keys": lambda size: _list(f'{{"{"k" * 60_000}":1}}', size),
+    "a key twice": _duplicate,
+    "many digits": lambda size: _list("0." + "7" * 3_000, size),
+    "one number": lambda size: _prompt("9" * size),
+    "spaces": lambda size: _prompt(" " * size + "1"),
+    "small texts": lambda size: _list('"a"', size),
+}
+
+
+def bodies(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """What a large body costs the others: how long it holds the event loop, and how much memory.
+
+    One proxy on real sockets, and an engine that refuses each request, or keeps all of them waiting. A
+    timer in the proxy's loop notes the longest time between two of its ticks, of a millisecond each: as
+    processor time of the process, which other programs on the machine do not add to, and as wall time.
+    """
+    parser.add_argument("--sizes", type=positive, nargs="+", default=[1, 4, 16], metavar="MIB")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME")
+    parser.add_argument(
+        "--waiting", type=positive, default=16, metavar="N", help="requests of 4 MiB"
+    )
+    parser.add_argument("--native", default="auto", help="of the proxy")
+    arguments = parser.parse_args(words)
+    console = Console()
+    table = Table("kind", "MiB", "status", "stall ms", "wall ms", "time ms", "peak MB")
+    with proxy(arguments.native, hold=False) as (port, pid, gaps):
+        post(port, KINDS["short messages"](1_000))
+        for kind in arguments.kinds:
+            for size in arguments.sizes:
+                table.add_row(kind, str(size), *one(port, pid, gaps, KINDS[kind](size * MIB)))
+    console.print(table)
+    table = Table("kind", f"MB that {arguments.waiting} waiting of {_WAITING_MIB} MiB hold")
+    for kind in arguments.kinds:
+        with proxy(arguments.native, hold=True) as (port, pid, _):
+            body = KINDS[kind](_WAITING_MIB * MIB)
+            held = waiting(port, pid, body, arguments.waiting)
+            table.add_row(kind, "refused" if held is None else f"{held / 1e6:.0f}")
+    console.print(table)
+    return 0
+
+
+def one(port: int, pid: int, gaps: Gaps, body: bytes) -> tuple[str, ...]:
+    """Send one body; return what it cost."""
+    time.sleep(0.05)
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # Forget the peak.
+    before = memory(pid, "VmRSS")
+    gaps[0] = gaps[1] = 0.0
+    begin = time.perf_counter()
+    status = post(port, body)
+    took_s = time.perf_counter() - begin
+    ticks = gaps[2]
+    while gaps[2] < ticks + 2:  # What it held is freed after the answer.
+        time.sleep(0.001)
+    peak = memory(pid, "VmHWM") - before
+    cells = (gaps[0] * 1e3, gaps[1] * 1e3, took_s * 1e3, peak / 1e6)
+    return (str(status), *(f"{cell:.0f}" for cell in cells))
+
+
+def waiting(port: int, pid: int, body: bytes, count: int) -> int | None:
+    """Let requests wait; return the bytes that they hold, None if they are refused."""
+    before = memory(pid, "VmRSS")
+    clients = [send(port, body) for _ in range(count)]
+    try:
+        seen = -1
+        while (now := memory(pid, "VmRSS")) != seen:
+            seen = now
+            time.sleep(1.0)
+        clients[0].setblocking(False)
+        try:
+            clients[0].recv(1)
+        except BlockingIOError:
+            return seen - before
+        return None
+    finally:
+        for client in clients:
+            client.close()
+
+
+def send(port: int, body: bytes) -> socket.socket:
+    """Send a request and return its connection."""
+    client = socket.create_connection((HOST, port))
+    path = "chat/completions" if b'"messages"' in body[:64] else "completions"
+    client.sendall(
+        f"POST /v1/{path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n".encode()
+    )
+    with suppress(BrokenPipeError, ConnectionResetError):  # It may be refused before its end.
+        client.sendall(body)
+    return client
+
+
+def post(port: int, body: bytes) -> int:
+    """Send a request and return the status of its answer."""
+    with send(port, body) as client:
+        return int(client.recv(65_536).split(b" ", 2)[1])
+
+
+def memory(pid: int, name: str) -> int:
+    """Return a figure of a process's memory, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+@contextmanager
+def proxy(native: str, *, hold: bool) -> Iterator[tuple[int, int, Gaps]]:
+    """Run a proxy and its engine; yield its port, its process and its longest gaps."""
+    context = multiprocessing.get_context("spawn")
+    gaps = context.Array("d", 3)
+    ours, theirs = context.Pipe()
+    engine = context.Process(target=_engine, args=(theirs, hold))
+    engine.start()
+    served = context.Process(target=_proxy, args=(theirs, ours.recv(), gaps, native))
+    served.start()
+    try:
+        port = ours.recv()
+        assert served.pid is not None
+        yield port, served.pid, gaps
+    finally:
+        for process in (served, engine):
+            process.kill()
+            process.join()
+
+
+def _engine(pipe: Connection, hold: bool) -> None:
+    """Refuse every request, or answer none."""
+
+    def answer(request: HttpRequest, reply: Reply) -> None:
+        if request.method == b"GET":
+            reply.send(200, [], b"")
+        elif not hold:
+            reply.send(400, [(b"content-type", b"application/json")], b'{"error":{}}')
+
+    async def run() -> None:
+        servers = [Server(answer, limits=ServerLimits(body_limit_bytes=64 * MIB)) for _ in range(2)]
+        for server in servers:
+            await server.start(HOST, 0)
+        pipe.send([server.port for server in servers])
+        await asyncio.Event().wait()
+
+    uvloop.run(run())
+
+
+def _proxy(pipe: Connection, engines: list[int], gaps: Gaps, native: str) -> None:
+    """Serve, with a timer that notes how late it is."""
+
+    class Watched(Proxy):
+        async def start(self) -> None:
+            await super().start()
+            pipe.send(self.server.port)
+            self._tasks["gaps"] = [asyncio.create_task(_tick(gaps))]
+
+    setattr(serve, "Proxy", Watched)  # noqa: B010 - it is not to be replaced by others.
+    prefill, decode = (f"http://{HOST}:{port}" for port in engines)
+    words = "serve --port 0 --no-admin --log none --predictor exact-match --scrape-interval-s 3600"
+    cli(
+        [
+            *words.split(),
+            "--body-limit-bytes",
+            str(32 * MIB),
+            "--native",
+            native,
+            "--prefill",
+            prefill,
+            "--decode",
+            decode,
+        ]
+    )
+
+
+async def _tick(gaps: Gaps) -> None:
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    while True:
+        await asyncio.sleep(0.001)
+        cpu_before_s, wall_before_s = cpu_s, wall_s
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        gaps[0] = max(gaps[0], cpu_s - cpu_before_s)
+        gaps[1] = max(gaps[1], wall_s - wall_before_s)
+        gaps[2] += 1

@@ -1,0 +1,442 @@
+"""What a load is sent to: this proxy, another checkout of it, other routers, and the engine itself."""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import create_server
+from threading import Thread
+from typing import Any
+
+Process = subprocess.Popen[Any]
+_TICK_S = 0.01  # Of the kernel's CPU times.
+_START_S = 30.0
+
+
+@contextmanager
+def on_cores(cores: list[int]) -> "Iterator[None]":
+    """Run on some cores, as does what is started meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def ended(process: Process) -> "Iterator[Process]":
+    """End a process when the block ends."""
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def wait_until_it_answers(port: int, path: str, body: bytes) -> None:
+    """Wait until a server answers a request with a status of 2xx."""
+    deadline_s = time.monotonic() + _START_S
+    while (status := _status(port, path, body)) // 100 != 2:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"port {port} answers {path} with status {status}")
+        time.sleep(0.1)
+
+
+def _status(port: int, path: str, body: bytes) -> int:
+    """Return the status of an answer; 0 for none."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=5.0)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and its children so far, in seconds."""
+    ticks = 0
+    for one in family(pid):
+        fields = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks * _TICK_S
+
+
+def rss_mb(process: Process) -> float:
+    """Return the resident memory of a process and its children, in MB."""
+    return sum(_rss_mb(pid) for pid in family(process.pid))
+
+
+def _rss_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all that came of it."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    return [pid, *(one for child in children for one in family(child))]
+
+
+# What the load is sent to: this proxy, another checkout of it, other routers, and the engine
+# itself.
+
+ROOT = Path(__file__).parents[2]
+OURS = "balanceroute"
+DIRECT = "direct"
+FLOOR = "bare relay"
+STALLED = "stalled"
+_VENV = ROOT / "build" / "bench-venv"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something to send the load to.
+
+    Attributes:
+        name: For the table.
+        port: Where it listens.
+        process: None for the engine itself.
+        others: Ports that have equal shares of the load with the first.
+    """
+
+    name: str
+    port: int
+    process: Process | None
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine of all targets: one process, prefiller and decode ranks.
+
+    Attributes:
+        prefill: The prefiller's port.
+        decode: A port of each rank.
+        process: All of them.
+    """
+
+    prefill: int
+    decode: tuple[int, ...]
+    process: Process
+
+    @property
+    def prefill_url(self) -> str:
+        """The prefiller's URL."""
+        return _url(self.prefill)
+
+    @property
+    def decode_urls(self) -> list[str]:
+        """The URLs of the ranks."""
+        return list(map(_url, self.decode))
+
+    @property
+    def direct(self) -> "Target":
+        """Its ranks as a target, with equal shares of the load."""
+        first, *others = self.decode
+        return Target(DIRECT, first, None, tuple(others))
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Another router.
+
+    Attributes:
+        name: For the table.
+        command: With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs. A
+            word with {decode} is repeated for each rank.
+        package: What to install for it, if its program is not there.
+    """
+
+    name: str
+    command: str
+    package: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """Another Python, which runs this proxy again.
+
+    Attributes:
+        path: Its program.
+        version: What it says it is.
+    """
+
+    path: Path
+    version: str
+
+
+KNOWN = {
+    "vllm-router": Router(
+        "vllm-router",
+        "vllm-router --vllm-pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
+        "--decode={decode} --kv-connector nixl --policy round_robin --prometheus-port {metrics_port} "
+        "--log-level info",
+        "vllm-router==0.1.17",
+    ),
+    # It adds no parameters for NIXL here: over HTTP it learns an engine's connector from Kubernetes.
+    "smg": Router(
+        "smg",
+        "smg launch --pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
+        "--decode={decode} --policy round_robin --prometheus-port {metrics_port} --log-level info",
+        "smg==1.13.0",
+    ),
+}
+
+
+def router(text: str) -> Router:
+    """Return a router by its name, or by `NAME=COMMAND`."""
+    name, mark, command = text.partition("=")
+    if not mark:
+        if name not in KNOWN:
+            known = ", ".join(KNOWN)
+            raise argparse.ArgumentTypeError(f"{name} is none of {known}: say NAME=COMMAND")
+        return KNOWN[name]
+    if "{port}" not in command:
+        raise argparse.ArgumentTypeError(f"the command of {name} has no {{port}}")
+    return Router(name, command)
+
+
+def checkout(text: str) -> Path:
+    """Return the directory of the import package of another checkout."""
+    source = Path(text).resolve() / ".src"
+    if not (source / "balanceroute" / "proxy").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout: {source} has no balanceroute")
+    return source
+
+
+def interpreter(text: str) -> Interpreter:
+    """Return a Python that can be run."""
+    try:
+        said = subprocess.run([text, "-V"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is no interpreter: {error}") from None
+    return Interpreter(Path(text), said.stdout.strip())
+
+
+@contextmanager
+def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Iterator[Engine]:
+    """Run the engine, with so many decode ranks, each of so many streams at a time."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "engine.py")]
+    command += ["--step-ms", str(step_ms), "--ranks", str(ranks)]
+    if slots is not None:
+        command += ["--slots", str(slots)]
+    with ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)) as process:
+        assert process.stdout is not None
+        prefill, *decode = map(int, process.stdout.readline().split())
+        yield Engine(prefill, tuple(decode), process)
+
+
+@contextmanager
+def targets(
+    engine: Engine,
+    flags: list[str],
+    logs: Path,
+    *,
+    against: Path | None,
+    routers: list[Router],
+    without_native: bool = False,
+    stalled: bool = False,
+    traces: bool = False,
+    pythons: Sequence[Interpreter] = (),
+    floor: bool = False,
+) -> Iterator[list[Target]]:
+    """Start the proxies, each with a log of its own; yield them and the engine.
+
+    Args:
+        engine: Behind all of them.
+        flags: Of balanceroute.
+        logs: A folder for the logs.
+        against: Another checkout's package.
+        routers: Other routers.
+        without_native: Whether to run this proxy again, without the native library.
+        stalled: Whether to run this proxy again, with an interpreter that stalls; see `stalled.py`.
+        traces: Whether to run this proxy again, with a trace of every request.
+        pythons: This proxy again, run by each of these interpreters.
+        floor: Whether to run a relay that only moves bytes, too.
+    """
+    with ExitStack() as stack:
+        ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
+        found = [stack.enter_context(ours)]
+        if against is not None:
+            name = f"proxy of {against.parent.name}"
+            other = balanceroute(name, engine, flags, against, logs / "other")
+            found.append(stack.enter_context(other))
+        if stalled:
+            proxy = balanceroute(
+                STALLED, engine, flags, ROOT / ".src", logs / "stalled", stalled=True
+            )
+            found.append(stack.enter_context(proxy))
+        if without_native:
+            plain = [*flags, "--native", "off"]
+            proxy = balanceroute("native off", engine, plain, ROOT / ".src", logs / "plain")
+            found.append(stack.enter_context(proxy))
+        for name, python in by_name(pythons).items():
+            log = logs / f"python {len(found)}"
+            again = balanceroute(name, engine, flags, ROOT / ".src", log, python=python.path)
+            found.append(stack.enter_context(again))
+        if traces:
+            url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
+            traced = [*flags, "--otlp-traces-endpoint", url]
+            proxy = balanceroute("traces on", engine, traced, ROOT / ".src", logs / "traces")
+            found.append(stack.enter_context(proxy))
+        if floor:
+            found.append(stack.enter_context(bare_relay(engine, logs / "floor")))
+        found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
+        yield [*found, engine.direct]
+
+
+@contextmanager
+def collector() -> Iterator[int]:
+    """Take traces, and forget them; yield the port."""
+
+    class Taking(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Taking) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@contextmanager
+def balanceroute(
+    name: str,
+    engine: Engine,
+    flags: list[str],
+    source: Path,
+    log: Path,
+    *,
+    python: Path | None = None,
+    stalled: bool = False,
+) -> Iterator[Target]:
+    """Run the proxy of a checkout, by this interpreter or by another one, maybe one that stalls."""
+    program = (
+        [str(Path(__file__).with_name("stalled.py"))] if stalled else ["-m", "balanceroute.proxy"]
+    )
+    command = [str(python or sys.executable), *program, "serve"]
+    command += ["--port", "0", "--no-admin"]
+    command += ["--log", str(log), *flags]
+    command += ["--prefill", engine.prefill_url, "--decode", *engine.decode_urls]
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    with ended(
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if not said:
+            raise SystemExit(f"{name} does not start: {command[0]} says why above")
+        yield Target(name, int(said.rsplit(":", 1)[1]), process)
+
+
+@contextmanager
+def bare_relay(engine: Engine, log: Path) -> Iterator[Target]:
+    """Build and run a native relay that moves bytes between clients and decode ranks, and reads none."""
+    crate, built = ROOT / "proxy" / "pump", str(ROOT / "build" / "native")
+    words = [
+        "cargo",
+        "build",
+        "--quiet",
+        "--release",
+        "--example",
+        "bare_relay",
+        "--target-dir",
+        built,
+    ]
+    try:
+        subprocess.run(words, cwd=crate, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"the bare relay cannot be built: {error}") from None
+    port = free_port()
+    command = [f"{built}/release/examples/bare_relay", str(port), *map(str, engine.decode)]
+    with log.open("wb") as out, ended(subprocess.Popen(command, stderr=out)) as process:
+        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
+        wait_until_it_answers(port, "/v1/completions", body)
+        yield Target(FLOOR, port, process)
+
+
+def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
+    """Return each interpreter by its version, and by its path too where another one says the same."""
+    versions = [one.version for one in pythons]
+    return {
+        one.version if versions.count(one.version) == 1 else f"{one.version}, {one.path}": one
+        for one in pythons
+    }
+
+
+@contextmanager
+def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
+    """Run another router, until it answers a request as it should."""
+    port = free_port()
+    places = {"port": port, "metrics_port": free_port(), "prefill": engine.prefill_url}
+    program, *words = [
+        word.format(**places, decode=url)
+        for word in shlex.split(one.command)
+        for url in (engine.decode_urls if "{decode}" in word else engine.decode_urls[:1])
+    ]
+    if one.package:
+        program = str(installed(one))
+    with (
+        log.open("wb") as out,
+        ended(subprocess.Popen([program, *words], stdout=out, stderr=out)) as process,
+    ):
+        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
+        wait_until_it_answers(port, "/v1/completions", body)
+        yield Target(one.name, port, process)
+
+
+def installed(one: Router) -> Path:
+    """Return a router's program, installed if it is not there."""
+    home = _VENV / one.name
+    program = home / "bin" / one.name
+    if not program.exists():
+        print(f"installing {one.package} into {home}", file=sys.stderr)
+        venv.create(home, with_pip=True)
+        pip = home / "bin" / "pip"
+        quiet = ["-q", "--disable-pip-version-check"]
+        subprocess.run([pip, "install", *quiet, one.package], check=True)
+    return program

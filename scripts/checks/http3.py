@@ -1,0 +1,560 @@
+"""Answers over HTTP/3, to clients that others wrote, beside those over HTTP/1.1."""
+
+import argparse
+import asyncio
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import random
+import re
+import select
+import shutil
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aioquic.asyncio.client import connect
+from aioquic.asyncio.protocol import QuicConnectionProtocol
+from aioquic.h3.connection import H3Connection
+from aioquic.h3.events import DataReceived, HeadersReceived
+from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.events import QuicEvent
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.testing.arguments import positive
+from balanceroute.proxy.testing.certificate import make_certificate
+from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
+from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
+from balanceroute.proxy.wire.messages import Caller, Headers
+
+HOST, PATH = "127.0.0.1", b"/v1/completions"
+# Of one protocol alone, or of the moment.
+_NOT_COMPARED = {b"transfer-encoding", b"connection", b"date"}
+_MADE = re.compile(rb'"created": ?[0-9]+')
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: its body, and its id, from which engines make that of the answer."""
+
+    body: bytes
+    request_id: bytes
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer, as far as it is compared."""
+
+    status: int
+    headers: frozenset[tuple[bytes, bytes]]
+    body: bytes
+
+
+def got(status: int, headers: Headers, body: bytes) -> Got:
+    """Return what is compared."""
+    compared = frozenset(field for field in headers if field[0] not in _NOT_COMPARED)
+    # A streamed answer has no length over HTTP/1.1, and needs none.
+    return Got(status, compared, _MADE.sub(b'"created":0', body))
+
+
+def headers_of(one: Asked) -> Headers:
+    """Return the headers of a request."""
+    return [(b"content-type", b"application/json"), (b"x-request-id", one.request_id)]
+
+
+# Chromium as a client of HTTP/3: pages' own `fetch`, driven over the browser's debugging pipe.
+
+_LIMIT_S = 120.0
+_CLOSE_S = 10.0
+_AT_ONCE = 50
+_PAGE = "/health"
+_END = b"\0"
+# The browser reads commands from descriptor 3 and writes to descriptor 4.
+_LAUNCH = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+_FREE = 5
+# Bodies as base64: text would be decoded.
+_ASK = """
+(async () => {
+  performance.setResourceTimingBufferSize(1e6);
+  const answers = await Promise.all(%s.map(async one => {
+    const answer = await fetch(%s, {method: "POST", headers: one.headers, body: one.body});
+    const bytes = new Uint8Array(await answer.arrayBuffer());
+    const text = Array.from(bytes, byte => String.fromCharCode(byte)).join("");
+    return {status: answer.status, headers: [...answer.headers], body: btoa(text)};
+  }));
+  const asked = performance.getEntriesByType("resource").filter(
+    one => one.initiatorType === "fetch");
+  performance.clearResourceTimings();
+  return {answers, protocols: asked.map(one => one.nextHopProtocol)};
+})()
+"""
+
+
+class ChromiumError(BalanceRouteError):
+    """The browser ended, is silent, or did not speak HTTP/3."""
+
+
+def over_chromium(program: Path, port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with `fetch` of a page that the proxy itself serves.
+
+    Args:
+        program: The browser: chromium, chrome or chromium-headless-shell.
+        port: Where the proxy speaks HTTP/3; nothing need listen for TCP there.
+        cert: Its certificate, which must be of a kind that browsers take: not Ed25519.
+        asked: What to send.
+
+    Raises:
+        ChromiumError: The browser failed, or an answer did not come over HTTP/3.
+    """
+    answers: list[Got] = []
+    with tempfile.TemporaryDirectory() as folder, _browser(program, port, cert, folder) as pipe:
+        targets = pipe.ask("Target.getTargets")["targetInfos"]
+        page = next(one["targetId"] for one in targets if one["type"] == "page")
+        attached = pipe.ask("Target.attachToTarget", targetId=page, flatten=True)
+        pipe.session = attached["sessionId"]
+        pipe.ask("Page.enable")
+        opened = pipe.ask("Page.navigate", url=f"https://{HOST}:{port}{_PAGE}")
+        if "errorText" in opened:
+            raise ChromiumError(f"Chromium cannot open the page: {opened['errorText']}")
+        pipe.wait_for("Page.loadEventFired")
+        for begin in range(0, len(asked), _AT_ONCE):
+            answers += _ask(pipe, asked[begin : begin + _AT_ONCE])
+    return answers
+
+
+def _ask(pipe: "_Pipe", asked: Sequence[Asked]) -> list[Got]:
+    requests = [
+        {
+            "headers": {name.decode(): value.decode() for name, value in headers_of(one)},
+            "body": one.body.decode(),
+        }
+        for one in asked
+    ]
+    told = pipe.ask(
+        "Runtime.evaluate",
+        expression=_ASK % (json.dumps(requests), json.dumps(PATH.decode())),
+        awaitPromise=True,
+        returnByValue=True,
+    )
+    if "exceptionDetails" in told:
+        raise ChromiumError(f"the page failed: {told['exceptionDetails']}")
+    value = told["result"]["value"]
+    if value["protocols"] != ["h3"] * len(asked):
+        raise ChromiumError(f"answers came over {sorted(set(value['protocols']))}, not h3 alone")
+    return [
+        got(
+            one["status"],
+            [(name.encode(), text.encode("latin-1")) for name, text in one["headers"]],
+            base64.b64decode(one["body"]),
+        )
+        for one in value["answers"]
+    ]
+
+
+def _key_hash(cert: Path) -> str:
+    """Return the hash by which Chromium is told to trust a certificate."""
+    key = x509.load_pem_x509_certificate(cert.read_bytes()).public_key()
+    told = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return base64.b64encode(hashlib.sha256(told).digest()).decode()
+
+
+class _Pipe:
+    """Commands to a browser, and what it says.
+
+    Attributes:
+        session: The page that commands are for; empty for the browser itself.
+    """
+
+    def __init__(self, write: int, read: int) -> None:
+        self.session = ""
+        self._write, self._read = write, read
+        self._text = b""
+        self._number = 0
+        self._events: list[str] = []
+
+    def ask(self, method: str, **values: object) -> Any:
+        """Return the result of a command. Raises ChromiumError."""
+        self._number += 1
+        command: dict[str, object] = {"id": self._number, "method": method, "params": values}
+        if self.session:
+            command["sessionId"] = self.session
+        os.write(self._write, json.dumps(command).encode() + _END)
+        while True:
+            message = self._next(method)
+            if message.get("id") == self._number:
+                if "error" in message:
+                    raise ChromiumError(f"{method}: {message['error']}")
+                return message["result"]
+
+    def wait_for(self, event: str) -> None:
+        """Return once something has happened since the last call. Raises ChromiumError."""
+        while event not in self._events:
+            self._next(event)
+        self._events.clear()
+
+    def _next(self, wanted: str) -> dict[str, Any]:
+        ends_s = time.monotonic() + _LIMIT_S
+        while _END not in self._text:
+            left_s = ends_s - time.monotonic()
+            if left_s <= 0 or not select.select([self._read], [], [], left_s)[0]:
+                raise ChromiumError(f"Chromium says nothing for {_LIMIT_S:g} s: {wanted}")
+            part = os.read(self._read, 1 << 20)
+            if not part:
+                raise ChromiumError("Chromium ended; start it by hand to see why")
+            self._text += part
+        text, _, self._text = self._text.partition(_END)
+        message: dict[str, Any] = json.loads(text)
+        self._events += [message["method"]] if "method" in message else []
+        return message
+
+
+@contextmanager
+def _browser(program: Path, port: int, cert: Path, folder: str) -> Iterator[_Pipe]:
+    """Start a browser; end it in the end."""
+    flags = [
+        "--headless",
+        "--remote-debugging-pipe",
+        "--no-sandbox",  # It needs rights that containers lack; only our own proxy is visited.
+        "--disable-gpu",
+        f"--user-data-dir={folder}",
+        "--enable-quic",
+        f"--origin-to-force-quic-on={HOST}:{port}",
+        f"--ignore-certificate-errors-spki-list={_key_hash(cert)}",
+        "about:blank",
+    ]
+    commands, write = os.pipe()
+    read, answers = os.pipe()
+    try:
+        # The launcher's numbers must not be those that it moves them to.
+        own = [fcntl.fcntl(one, fcntl.F_DUPFD, _FREE) for one in (commands, answers)]
+        launcher = [sys.executable, "-c", _LAUNCH, *map(str, own), str(program)]
+        with subprocess.Popen(
+            [*launcher, *flags], pass_fds=own, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
+            for one in (commands, answers, *own):
+                os.close(one)
+            try:
+                pipe = _Pipe(write, read)
+                yield pipe
+                pipe.session = ""
+                pipe.ask("Browser.close")
+                process.wait(_CLOSE_S)
+            finally:
+                process.kill()
+    finally:
+        os.close(write)
+        os.close(read)
+
+
+GO = Path(__file__).parent / "quic_go"
+AT_ONCE = 32
+LIMIT_S, MOST_BYTES = 120.0, 1 << 24
+RELAY_BITS_PER_S, RELAY_SEED = 50e6, 1
+
+Client = Callable[[int, Path, Sequence[Asked]], list[Got]]
+"""Asks a port of UDP, whose server has a certificate, and returns the answers."""
+
+
+def draw(count: int, rng: random.Random) -> list[Asked]:
+    """Return requests of every kind."""
+    drawn = []
+    for number in range(count):
+        values: dict[str, object] = {
+            "model": "tiny",
+            "prompt": " ".join(f"t{rng.randrange(999)}" for _ in range(rng.randrange(1, 60))),
+            "max_tokens": rng.randrange(1, 40),
+            "seed": number,
+            "ignore_eos": True,
+            "stream": rng.random() < 0.6,
+        }
+        if rng.random() < 0.1:
+            values[rng.choice(["model", "max_tokens", "n"])] = rng.choice([-1, "other"])
+        drawn.append(Asked(json.dumps(values).encode(), b"check-%d" % number))
+    return drawn
+
+
+async def over(caller: Caller, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with a client of the product."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(one: Asked) -> Got:
+        async with gate:
+            answer = await fetch(
+                caller,
+                b"POST",
+                PATH,
+                headers_of(one),
+                one.body,
+                timeout_s=LIMIT_S,
+                max_bytes=MOST_BYTES,
+            )
+            return got(answer.status, answer.headers, answer.body)
+
+    answers = await asyncio.gather(*(ask(one) for one in asked))
+    caller.close()
+    return answers
+
+
+class AioquicClient(QuicConnectionProtocol):
+    """One connection of aioquic's client."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._h3 = H3Connection(self._quic)
+        self._answers: dict[int, tuple[Headers, bytearray, asyncio.Future[Got]]] = {}
+
+    def quic_event_received(self, event: QuicEvent) -> None:
+        for message in self._h3.handle_event(event):
+            if not isinstance(message, HeadersReceived | DataReceived):
+                continue
+            headers, body, over = self._answers[message.stream_id]
+            if isinstance(message, HeadersReceived):
+                headers += message.headers
+            else:
+                body += message.data
+            if message.stream_ended:
+                status = int(dict(headers)[b":status"])
+                plain = [field for field in headers if field[0] != b":status"]
+                over.set_result(got(status, plain, bytes(body)))
+
+    async def ask(self, one: Asked) -> Got:
+        number = self._quic.get_next_available_stream_id()
+        over: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
+        self._answers[number] = ([], bytearray(), over)
+        pseudo: Headers = [(b":method", b"POST"), (b":scheme", b"https"), (b":path", PATH)]
+        authority: Headers = [(b":authority", HOST.encode())]
+        self._h3.send_headers(number, [*pseudo, *authority, *headers_of(one)])
+        self._h3.send_data(number, one.body, end_stream=True)
+        self.transmit()
+        return await over
+
+
+def over_own(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with the product's client."""
+
+    async def run() -> list[Got]:
+        return await over(Http3Endpoint(HOST, port, trust=Trust(str(cert))), asked)
+
+    return asyncio.run(run())
+
+
+def over_http1(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask over HTTP/1.1, with the product's client."""
+    context = ssl.create_default_context(cafile=cert)
+
+    async def run() -> list[Got]:
+        return await over(Endpoint(HOST, port, ssl=context), asked)
+
+    return asyncio.run(run())
+
+
+def over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with aioquic's client."""
+    return asyncio.run(_over_aioquic(port, cert, asked))
+
+
+async def _over_aioquic(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    configuration = QuicConfiguration(alpn_protocols=["h3"], server_name=HOST)
+    configuration.load_verify_locations(cafile=str(cert))
+    gate = asyncio.Semaphore(AT_ONCE)
+    async with connect(
+        HOST, port, configuration=configuration, create_protocol=AioquicClient
+    ) as client:
+        assert isinstance(client, AioquicClient)
+
+        async def ask(one: Asked) -> Got:
+            async with gate:
+                return await client.ask(one)
+
+        return await asyncio.gather(*(ask(one) for one in asked))
+
+
+def over_quic_go(port: int, cert: Path, asked: Sequence[Asked]) -> list[Got]:
+    """Ask with quic-go."""
+    requests = [{"body": one.body.decode(), "id": one.request_id.decode()} for one in asked]
+    done = subprocess.run(
+        ["go", "run", ".", f"https://{HOST}:{port}{PATH.decode()}", str(cert)],  # noqa: S607
+        cwd=GO,
+        input=json.dumps(requests).encode(),
+        capture_output=True,
+        check=True,
+    )
+    answers = []
+    for one in json.loads(done.stdout):
+        if one["error"]:
+            raise RuntimeError(one["error"])
+        headers = [
+            (name.lower().encode(), value.encode("latin-1"))
+            for name, values in one["headers"].items()
+            for value in values
+        ]
+        answers.append(got(one["status"], headers, base64.b64decode(one["body"] or "")))
+    return answers
+
+
+@contextmanager
+def relayed(port: int, loss: float, delay_ms: float) -> Iterator[int]:
+    """Relay UDP to a port in a thread, with losses and delays; yield the relay's port."""
+    link = ThinLinkSettings(RELAY_BITS_PER_S, delay_ms / 1_000, loss)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+
+    async def begin() -> tuple[UdpRelay, int]:
+        relay = UdpRelay(port, seed=RELAY_SEED, up=link, down=link)
+        return relay, await relay.start()
+
+    thread.start()
+    relay, own = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+    try:
+        yield own
+    finally:
+        loop.call_soon_threadsafe(relay.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        for name, way in (("up", relay.up), ("down", relay.down)):
+            print(f"relay, {name}: {way.carried} packets arrived, {way.lost} were lost")
+
+
+def _clients(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None, chromium: Path | None
+) -> dict[str, Client]:
+    """Return the chosen clients, else all that are here; end with an error if one is missing."""
+    known: dict[str, Client] = {"aioquic": over_aioquic, "own": over_own}
+    if shutil.which("go"):
+        known["quic-go"] = over_quic_go
+    if chromium is not None:
+        if chromium.is_dir() or not os.access(chromium, os.X_OK):
+            parser.error(f"--chromium is {chromium}, which is no program")
+        known["chromium"] = partial(over_chromium, chromium)
+    why = {"quic-go": "needs go, which is not here", "chromium": "needs --chromium PATH"}
+    for name, reason in why.items():
+        if name in known:
+            continue
+        if names and name in names:
+            parser.error(f"--client {name} {reason}")
+        if not names:
+            print(f"{name}: skipped, {reason}")
+    return {name: known[name] for name in names or known}
+
+
+def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Compares the answers over HTTP/3, to clients that others wrote, with those over HTTP/1.1.
+
+    Runs `balanceroute serve --http3` before one emulated prefiller and rank, whose name is in the answers, and
+    sends the same requests by each way: streams, whole answers and bad requests. With --loss and --delay-ms
+    what goes over HTTP/3 passes a relay that loses and delays packets, each way. Status, headers and body have to be the same, byte for byte, but
+    for the time at which an answer was made, and the headers that frame a message. The clients:
+
+    * `aioquic`: its `H3Connection` and asyncio client;
+    * `quic-go`: Go's http.Client over github.com/quic-go/quic-go (needs go; downloads it once);
+    * `own`: the product's client, which is also that of `replay --http3`;
+    * `chromium`: the `fetch` of a page in a headless browser, whose program --chromium names. What the browser
+      says of each answer's protocol has to be h3.
+
+    Exits with 1 if an answer differs.
+    """
+    parser.add_argument("--requests", type=positive, default=1_000, metavar="N")
+    parser.add_argument(
+        "--client", nargs="+", choices=("aioquic", "quic-go", "own", "chromium"), metavar="NAME"
+    )
+    parser.add_argument(
+        "--chromium", type=Path, metavar="PATH", help="a Chromium or Chrome, as a client too"
+    )
+    parser.add_argument("--loss", type=float, default=0.0, metavar="SHARE", help="of packets")
+    parser.add_argument("--delay-ms", type=float, default=0.0, metavar="MS", help="each way")
+    chosen = parser.parse_args(words)
+    clients = _clients(parser, chosen.client, chosen.chromium)
+    asked = draw(chosen.requests, random.Random(1))
+    program = [sys.executable, "-m", "balanceroute.proxy"]
+    engines = [
+        "emulate",
+        "--model",
+        "tiny",
+        "--prefillers",
+        "1",
+        "--ranks",
+        "1",
+        "--time-scale",
+        "50",
+        # However busy the machine is: what is compared is not the engines.
+        "--lease-s",
+        "36000",
+        "--json-ready",
+    ]
+    with (
+        tempfile.TemporaryDirectory() as name,
+        emulated_engines([*program, *engines]) as urls,
+    ):
+        cert, key = make_certificate(Path(name))
+        flags = ["--http3", "--tls-cert", str(cert), "--tls-key", str(key), "--log", "none"]
+        flags += ["--port", "0", "--no-admin", "--queue-limit", "10000"]
+        for role in ("prefill", "decode"):
+            flags += [f"--{role}", *map(str, urls[role])]  # type: ignore[call-overload]
+        with subprocess.Popen(
+            [*program, "serve", *flags], stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                found = re.search(r"https://\S+:(\d+)", process.stdout.readline())
+                assert found is not None, "the proxy did not start"
+                port = int(found[1])
+                if not chosen.loss and not chosen.delay_ms:
+                    return compare(port, port, cert, asked, clients)
+                with relayed(port, chosen.loss, chosen.delay_ms) as relay:
+                    return compare(port, relay, cert, asked, clients)
+            finally:
+                process.terminate()
+
+
+def difference(one: Got, other: Got) -> str:
+    """Return what is different first."""
+    if (one.status, one.headers) != (other.status, other.headers):
+        return f"{one.status}, not {other.status}; {set(one.headers ^ other.headers)}"
+    pairs = zip(one.body, other.body, strict=False)
+    same = next((at for at, (a, b) in enumerate(pairs) if a != b), 0)
+    return f"from byte {same} on: {one.body[same:][:80]!r}, not {other.body[same:][:80]!r}"
+
+
+def compare(
+    port: int, udp_port: int, cert: Path, asked: Sequence[Asked], clients: Mapping[str, Client]
+) -> int:
+    """Print a line for each client; return 1 if an answer differs."""
+    expected = over_http1(port, cert, asked)
+    counts = dict.fromkeys(sorted({one.status for one in expected}), 0)
+    for one in expected:
+        counts[one.status] += 1
+    print(f"{len(expected)} answers over HTTP/1.1: {counts}")
+    differ = 0
+    for name, client in clients.items():
+        answers = client(udp_port, cert, asked)
+        wrong = [
+            n for n, pair in enumerate(zip(expected, answers, strict=True)) if pair[0] != pair[1]
+        ]
+        differ += len(wrong)
+        print(f"{name}: {len(answers) - len(wrong)} of {len(answers)} the same")
+        for number in wrong[:3]:
+            print(
+                f"  {asked[number].request_id.decode()}: {difference(expected[number], answers[number])}"
+            )
+    return 1 if differ else 0

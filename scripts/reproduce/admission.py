@@ -1,0 +1,453 @@
+"""What admission costs, what it keeps in time, and what it expects, simulated."""
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from balanceroute.proxy.core.admission import (
+    POST_5,
+    AimdSettings,
+    BoundedQueue,
+    EarlyRefusal,
+    Ending,
+    Load,
+    Refusal,
+    TenantLimits,
+    Tenants,
+)
+from balanceroute.proxy.core.events import Ticket
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.queueing import FAIR_COSTS
+from balanceroute.proxy.lab.service_levels import ServiceTargets
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel
+from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
+from balanceroute.proxy.lab.sim.recorder import Recorder, RunMetrics, ServiceLog
+from balanceroute.proxy.lab.sim.workload import Workload, split
+from balanceroute.proxy.testing.arguments import positive
+from balanceroute.traces import TraceRequest
+from experiment import (
+    AZURE_CONV,
+    MOONCAKE,
+    PUBLIC,
+    UNLIMITED,
+    S,
+    requests_of,
+    spread,
+    table_head,
+    table_row,
+)
+
+RANKS, BATCH, POOL, BACKLOG = 8, 16, 64, 128
+# Per rank: above what slots and pool hold, at the slots, and below them.
+LIMITS = (32, 20, 16, 12, 8)
+# A backlog waits for longer than its target, so the limit falls to its floor.
+MOVING = replace(POST_5, cap_min=BATCH // 4, cap_initial=BATCH)
+TENANTS = (("gold", 2.0), ("silver", 1.0))
+PLAIN = SimulatedDeployment(
+    RANKS, BATCH, prefill=PrefillModel(RANKS, 20_000_000, 50.0), pool_limit=POOL
+)
+
+
+def played(
+    deployment: SimulatedDeployment,
+    workload: Workload,
+    predictor: str,
+    service: ServiceLog | None = None,
+) -> Recorder:
+    """Return what a run of BR-H showed."""
+    forecast = forecast_called(predictor)
+    return make_simulation(
+        deployment, workload, "br-h", PolicySettings(), forecast, seed="0", service=service
+    ).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of the table: its name, and the machines with what is let in."""
+
+    name: str
+    deployment: SimulatedDeployment
+
+
+def fixed(limit: int) -> AimdSettings:
+    """Return a limit per rank that does not move."""
+    return replace(POST_5, cap_min=limit, cap_max=limit, cap_initial=limit)
+
+
+def rows() -> list[Row]:
+    """Return the rows of the table."""
+    found = [Row("off", PLAIN)]
+    found += [
+        Row(f"`--fair-queue {cost}`", replace(PLAIN, fair_queue=cost))
+        for cost in ("request", "kv-token-seconds")
+    ]
+    found += [Row(f"limit {limit} per rank", replace(PLAIN, aimd=fixed(limit))) for limit in LIMITS]
+    moved = replace(PLAIN, aimd=MOVING)
+    return [*found, Row("`--aimd post5`, target 2 s", moved)]
+
+
+def segments_of(requests: int, segments: int) -> list[Workload]:
+    """Return parts of the trace with so many requests each, which two tenants send in turn."""
+    trace = requests_of(MOONCAKE)[: (segments + 1) * requests]
+    sent = [_sent(number, one) for number, one in enumerate(trace)]
+    return split(sent, segments=segments, known=requests, backlog=BACKLOG)
+
+
+def _sent(number: int, request: TraceRequest) -> TraceRequest:
+    tenant, weight = TENANTS[number % len(TENANTS)]
+    return replace(request, tenant=tenant, weight=weight)
+
+
+def figures_of(
+    deployment: SimulatedDeployment, workloads: Sequence[Workload], in_flight: int | None = None
+) -> list[RunMetrics]:
+    """Run the parts of the trace, with a backlog or with so many requests always in flight."""
+    if in_flight is not None:
+        workloads = [replace(one, backlog=None, concurrency=in_flight) for one in workloads]
+    return [played(deployment, workload, "survival").metrics() for workload in workloads]
+
+
+def in_flight_of(limit: AimdSettings, runs: Sequence[RunMetrics]) -> int:
+    """Return how many requests a limit keeps in flight; a moving one those that run on average."""
+    if limit.cap_min == limit.cap_max:
+        return RANKS * limit.cap_max
+    return round(fmean(run.mean_running for run in runs))
+
+
+def print_row(name: str, runs: Sequence[RunMetrics]) -> None:
+    """Print the means of some runs."""
+    idle = [100 * run.idle_fraction for run in runs]
+    running, output = (
+        f"{fmean(values):,.0f}"
+        for values in zip(
+            *((run.mean_running, run.output_tokens_per_s) for run in runs), strict=True
+        )
+    )
+    print(table_row(name, running, spread(idle, 1), output), flush=True)
+
+
+def admission_idle(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """What admission costs in idle time at the barrier, beside as many requests in flight without it.
+
+    Simulates BR-H with a backlog on the Mooncake conversation trace, 8 ranks of 16 slots. A limit on requests
+    in flight that is below the slots leaves slots empty, and no candidates wait behind it: each request is
+    bound as soon as it is prefilled. So beside each limit there is a row with as many requests in flight
+    and no admission at all (closed loop), which is what the limit itself costs. Prints Markdown: idle time in
+    percent, with standard errors over the segments, and the requests that run on average.
+    """
+    parser.add_argument("--segments", type=positive, default=3, help="parts of the trace")
+    parser.add_argument("--requests", type=positive, default=1_000, help="of each part")
+    arguments = parser.parse_args(words)
+    workloads = segments_of(arguments.requests, arguments.segments)
+    print(table_head("admission", "running:", "idle %:", "output tokens/s:"))
+    for row in rows():
+        runs = figures_of(row.deployment, workloads)
+        print_row(row.name, runs)
+        limit = row.deployment.aimd
+        if limit is not None:
+            in_flight = in_flight_of(limit, runs)
+            print_row(f"off, {in_flight} in flight", figures_of(PLAIN, workloads, in_flight))
+
+
+LOADS = [0.8, 1.0, 1.3, 2.0]
+WAITING, POOL_PER_RANK = 64, 4
+PREDICTOR = "exact-match"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A trace, the machines that serve it, and what its clients want.
+
+    Attributes:
+        known: Requests that predictors learn from.
+        played: Requests of each part.
+        parts: Parts of the trace.
+    """
+
+    trace: str
+    ranks: int
+    batch: int
+    prefillers: int
+    targets: ServiceTargets
+    known: int = 3_000
+    played: int = 2_000
+    parts: int = 3
+
+    @property
+    def deployment(self) -> SimulatedDeployment:
+        """The machines: prefill takes 20 ms and 50 us a token."""
+        return SimulatedDeployment(
+            self.ranks,
+            self.batch,
+            prefill=PrefillModel(self.prefillers, 20_000_000, 50.0),
+            pool_limit=POOL_PER_RANK * self.ranks,
+        )
+
+    def workloads(self) -> list[Workload]:
+        """Return the parts, each with a backlog."""
+        requests = requests_of(PUBLIC / self.trace)
+        requests = requests[: self.known + self.parts * self.played]
+        return split(requests, segments=self.parts, known=self.known, backlog=WAITING)
+
+
+SETTINGS = {
+    "azure": Setting("azure_2023_conv.csv.gz", 8, 32, 4, ServiceTargets(2.0, 0.05)),
+    "mooncake": Setting("mooncake_conversation.jsonl.gz", 8, 16, 8, ServiceTargets(5.0, 0.1)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the proxy lets in.
+
+    Attributes:
+        change: Of the deployment, for the target of the first token in ns.
+        predictor: A name of `FORECASTS`.
+        deadlines: Whether requests have the target as their deadline.
+    """
+
+    change: Callable[[SimulatedDeployment, int], SimulatedDeployment]
+    predictor: str = PREDICTOR
+    deadlines: bool = True
+
+
+def with_aimd(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
+    """Limit the requests in flight; there are fewer slots than the default limits are made for."""
+    batch = deployment.batch_limit
+    aimd = AimdSettings(target_ns=target_ns, cap_min=batch // 4, cap_initial=batch)
+    return replace(deployment, aimd=aimd, queue_ttl_ns=target_ns // 2)
+
+
+def with_srpt(deployment: SimulatedDeployment, _: int) -> SimulatedDeployment:
+    """Put the least work first."""
+    return replace(deployment, queue_order="srpt")
+
+
+def with_early(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
+    """Refuse early, too."""
+    return replace(
+        with_srpt(deployment, target_ns),
+        admission=lambda: EarlyRefusal(BoundedQueue(UNLIMITED)),
+        expects_first_tokens=True,
+    )
+
+
+RULES = {
+    "none": Rule(lambda deployment, _: deployment, deadlines=False),
+    "aimd": Rule(with_aimd, deadlines=False),
+    "srpt": Rule(with_srpt),
+    "srpt, early": Rule(with_early),
+    "clairvoyant": Rule(with_srpt, "oracle"),
+}
+
+
+def capacity_of(setting: Setting, workload: Workload) -> float:
+    """Return the requests per second that the ranks finish with a backlog."""
+    tokens_per_s = played(setting.deployment, workload, PREDICTOR).metrics().output_tokens_per_s
+    return tokens_per_s / fmean(request.output_tokens for request in workload.requests)
+
+
+def arriving(requests: Sequence[TraceRequest], rate: float, seed: int) -> list[TraceRequest]:
+    """Return the requests with Poisson arrivals."""
+    draw, time_s, found = random.Random(seed), 0.0, []
+    for request in requests:
+        time_s += draw.expovariate(rate)
+        found.append(replace(request, arrival_ns=round(time_s * S)))
+    return found
+
+
+def goodput_of(setting: Setting, rule: Rule, workload: Workload, rate: float, seed: int) -> float:
+    """Return the share of good requests among those that arrive once the ranks are full."""
+    target_ns = round(setting.targets.ttft_s * S)
+    requests = [
+        replace(one, deadline_ns=target_ns if rule.deadlines else None)
+        for one in arriving(workload.requests, rate, seed)
+    ]
+    service = ServiceLog(requests)
+    deployment = rule.change(setting.deployment, target_ns)
+    played(deployment, Workload(requests, workload.history), rule.predictor, service)
+    (figures,) = service.figures(setting.targets).values()
+    assert figures.goodput is not None, "no request arrived in the measured time"
+    return figures.goodput
+
+
+def goodput(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """How many requests are answered in time below and above capacity, by what the proxy lets in.
+
+    Simulates BR-H on public traces with Poisson arrivals. A load of 1 is the rate of requests that the same
+    ranks finish with a backlog. A request is good if it is answered in full within both targets: time to the
+    first token, and mean time between tokens. The rules:
+
+    * `none`: every request is let in.
+    * `aimd`: `--aimd post5` with the target of the first token; requests expire after half of it.
+    * `srpt`: the target is the deadline of every request, and the least expected work goes first.
+    * `srpt, early`: also refuses at once what is not expected to begin in time.
+    * `clairvoyant`: as `srpt`, but every output is known.
+
+    Prints Markdown: shares of the requests in percent, with standard errors over the parts of the trace.
+    """
+    parser.add_argument("--workload", nargs="*", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--load", nargs="*", type=float, default=LOADS)
+    parser.add_argument("--rule", nargs="*", choices=RULES, default=list(RULES))
+    parser.add_argument("--played", type=positive, help="requests of each part")
+    arguments = parser.parse_args(words)
+    for name in arguments.workload:
+        setting = SETTINGS[name]
+        setting = replace(setting, played=arguments.played or setting.played)
+        workloads = setting.workloads()
+        capacities = [capacity_of(setting, workload) for workload in workloads]
+        print(
+            f"\n{name}: {fmean(capacities):.1f} requests/s, first token within "
+            f"{setting.targets.ttft_s:g} s, {1e3 * setting.targets.tpot_s:g} ms per token\n"
+        )
+        print(table_head("load:", *(f"`{rule}`:" for rule in arguments.rule)))
+        for load in arguments.load:
+            cells = []
+            for rule in arguments.rule:
+                shares = [
+                    100 * goodput_of(setting, RULES[rule], workload, load * capacity, seed)
+                    for seed, (workload, capacity) in enumerate(
+                        zip(workloads, capacities, strict=True)
+                    )
+                ]
+                cells.append(spread(shares, 1))
+            print(table_row(f"{load:g}", *cells), flush=True)
+
+
+KNOWN = 1_000
+DEPLOYMENT = SimulatedDeployment(
+    4, 16, prefill=PrefillModel(4, 20_000_000, 50.0), pool_limit=16, expects_first_tokens=True
+)
+# Tells the tickets apart, and is never reached.
+FAR_NS = 10**15
+# Requests before the shares are those of the weights.
+WARM_UP = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """A tenant.
+
+    Attributes:
+        trace: What it sends.
+        rate: Requests per second.
+    """
+
+    name: str
+    trace: str
+    weight: float
+    rate: float
+    queue_limit: int = 40
+
+
+SENDERS = (
+    Sender("gold", "conv", 4.0, 12.0),
+    Sender("silver", "code", 2.0, 30.0),
+    Sender("bronze", "conv", 1.0, 6.0),
+    Sender("light", "conv", 1.0, 0.3),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A request that was let in: whose it is, and its time to first token as expected and as it came."""
+
+    tenant: str
+    expected_ns: float
+    real_ns: int
+
+
+class Witness:
+    """Lets all in, and notes what was expected of each and what came of it."""
+
+    follows = True
+
+    def __init__(self) -> None:
+        self.seen: list[Expected] = []
+        self._expected: dict[Ticket, list[float | None]] = {}
+        self._within = BoundedQueue(UNLIMITED)
+
+    def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
+        """Note what is expected."""
+        # No two tickets are equal: each has its own deadline.
+        self._expected[ticket] = [load.first_token_ns]
+        return self._within.offer(ticket, load, now_ns)
+
+    def began(self, ticket: Ticket, now_ns: int) -> None:
+        """Pass on."""
+        self._within.began(ticket, now_ns)
+
+    def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
+        """Note what came."""
+        (expected_ns,) = self._expected.pop(ticket)
+        if expected_ns and ending.first_token_ns is not None:
+            self.seen.append(Expected(ticket.tenant, expected_ns, ending.first_token_ns))
+        self._within.ended(ticket, ending, now_ns)
+
+
+def sent_by(sender: Sender, seed: int, span_s: float) -> list[TraceRequest]:
+    """Return a tenant's requests, with Poisson arrivals until `span_s`."""
+    trace = requests_of(PUBLIC / f"azure_2023_{sender.trace}.csv.gz")[KNOWN:]
+    draw, time_s, found = random.Random(f"{seed}/{sender.name}"), 0.0, []
+    while (time_s := time_s + draw.expovariate(sender.rate)) < span_s:
+        arrival_ns = round(time_s * S)
+        found.append(
+            replace(
+                draw.choice(trace),
+                arrival_ns=arrival_ns,
+                tenant=sender.name,
+                weight=sender.weight,
+                deadline_ns=FAR_NS,
+            )
+        )
+    return found
+
+
+def seen_of(cost: str, *, span_s: float, seed: int = 0) -> list[Expected]:
+    """Run; return what was expected of the requests after the warm-up, in order of their ends."""
+    past = requests_of(AZURE_CONV)
+    requests = sorted(
+        (one for sender in SENDERS for one in sent_by(sender, seed, span_s)),
+        key=lambda one: one.arrival_ns,
+    )
+    witness = Witness()
+    limits = {one.name: TenantLimits(queue_limit=one.queue_limit) for one in SENDERS}
+    deployment = replace(DEPLOYMENT, fair_queue=cost, admission=lambda: Tenants(witness, limits, 0))
+    played(deployment, Workload(requests, past[:KNOWN]), "survival")
+    return witness.seen[round(WARM_UP * len(witness.seen)) :]
+
+
+def forecasts(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """How well `--admission early` expects times to first token under fair queueing.
+
+    Simulates BR-H on requests of both public Azure traces, 4 ranks of 16 slots, sent by four tenants: three that
+    ask for more than their share and may have 40 requests waiting each, of weights 4, 2 and 1, one of which
+    sends code completions, and one of weight 1 that asks for a part of its share. Nobody is refused for what is expected.
+    Prints Markdown: by cost and tenant, the time to first token, and what it was over what was expected: the
+    median, and the 10th and 90th percentile.
+    """
+    parser.add_argument("--seconds", type=float, default=150.0, help="of arrivals")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals")
+    parser.add_argument("--cost", nargs="*", choices=FAIR_COSTS, default=FAIR_COSTS)
+    arguments = parser.parse_args(words)
+    print(
+        table_head(
+            *("`--fair-queue`", "tenant", "weight:", "requests:", "TTFT p50 s:"),
+            "over what was expected:",
+        )
+    )
+    for cost in arguments.cost:
+        seen = seen_of(cost, span_s=arguments.seconds, seed=arguments.seed)
+        for sender in SENDERS:
+            own = [one for one in seen if one.tenant == sender.name]
+            ratios = [one.real_ns / one.expected_ns for one in own]
+            middle, low, high = np.percentile(ratios, [50, 10, 90])
+            ttft_s = np.median([one.real_ns for one in own]) / S
+            cells = (f"`{cost}`", sender.name, f"{sender.weight:g}", f"{len(own):,}")
+            ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            print(table_row(*cells, f"{ttft_s:.1f}", ratio), flush=True)

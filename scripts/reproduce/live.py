@@ -1,0 +1,549 @@
+"""Policies live in front of emulated engines, beside what the simulator predicts for them."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, cast
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from balanceroute.proxy.cli import emulate
+from balanceroute.proxy.cli.up import emulate_command
+from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.lab.emulate import EmulationSettings
+from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.replay.requests import ReplayApi, as_sent, plan, with_limits
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
+from balanceroute.proxy.lab.sim.experiment import PolicyResult, forecast_called, run_experiment
+from balanceroute.proxy.lab.sim.plots import write_prediction_plots
+from balanceroute.proxy.lab.sim.workload import Workload
+from balanceroute.proxy.live.settings.config import ProxyConfig
+from balanceroute.proxy.live.settings.configure import make_config
+from balanceroute.proxy.settings.reader import Given, given_by_flags
+from balanceroute.proxy.testing.arguments import positive
+from balanceroute.topologies import read_topology
+from balanceroute.traces import TraceRequest, read_trace, write_native
+from experiment import MOONCAKE, ROOT, proxy_before, right, table_head, table_row
+
+# What is compared: heading, figure of the simulator, unit, digits.
+FIGURES = (
+    ("idle %", "idle_fraction", 100.0, 1),
+    ("output tokens/s", "output_tokens_per_s", 1.0, 0),
+    ("TTFT p99 s", "ttft_s_p99", 1.0, 1),
+)
+# Runs like these are chaotic: a moment's difference moves everything that comes after it. So each
+# simulated run has prefills longer by this than the one before, and the prediction is their mean.
+STAGGER_NS = 500_000
+
+# Of the prompts' words and the clients' limits, which replay and simulator draw alike.
+SEED = 0
+API = ReplayApi.COMPLETIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is replayed on what.
+
+    Attributes:
+        topology: Emulated engines.
+        trace: The trace.
+        skip: Requests to pass over.
+        requests: Requests to take then.
+        concurrency: Requests that are always outstanding.
+        time_scale: Emulated seconds in a real one.
+        prefill_us_per_token: Speed of the prefillers, in emulated time.
+        simulations: Simulated runs of each policy.
+        predictor: BR-H's, in the proxy and in the simulator.
+        first_token: Whose first token clients get, the prefiller's or the rank's.
+        out: Where to write.
+    """
+
+    topology: str
+    trace: Path
+    skip: int
+    requests: int
+    concurrency: int
+    time_scale: float
+    prefill_us_per_token: float
+    simulations: int
+    predictor: str
+    first_token: str
+    out: Path
+
+    @property
+    def engines_command(self) -> list[str]:
+        """The command line that emulates the engines."""
+        # The last word on a flag counts.
+        return [
+            *emulate_command(read_topology(self.topology)),
+            f"--prefill-us-per-token={self.prefill_us_per_token}",
+            f"--time-scale={self.time_scale}",
+        ]
+
+    def emulation(self) -> EmulationSettings:
+        """Return the engines' settings."""
+        parser = argparse.ArgumentParser()
+        emulate.add_parser(parser.add_subparsers())
+        words = self.engines_command
+        arguments = parser.parse_args(words[words.index("emulate") :])
+        flags = given_by_flags(arguments, emulate.SECTIONS)
+        return emulate.emulation_settings(Given(emulate.SECTIONS, flags=flags))
+
+    def proxy_flags(self, policy: str) -> dict[str, object]:
+        """Return the proxy's flags beside its engines; its times are real ones."""
+        lease_s = self.emulation().lease_s / self.time_scale
+        return {
+            "policy": policy,
+            "predictor": self.predictor,
+            "first_token": self.first_token,
+            "lease_s": lease_s,
+            "lease_margin_s": lease_s / 6,
+            "connect_timeout_s": lease_s / 12,
+            "probe_limit": 1,
+            # With early binding a request waits in the engine for its first token.
+            "first_token_timeout_s": 600.0,
+        }
+
+    def planned(self) -> list[TraceRequest]:
+        """Return the requests as the replay sends them, with the limits that it draws."""
+        chosen = plan(read_trace(self.trace), skip=self.skip, count=self.requests)
+        return as_sent(with_limits(chosen, seed=SEED, api=API))
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What was measured of one policy.
+
+    Attributes:
+        figures: The replay's row of figures.
+        picture: Loads by step and rank at the beginning of the steady state.
+        loop_lag_ms: Mean lateness of the proxy's timers.
+        lease_lapses: Prefills that were repeated because their lease ran out.
+        failed: Whether a request failed.
+    """
+
+    figures: dict[str, Any]
+    picture: list[list[int]]
+    loop_lag_ms: float
+    lease_lapses: int
+    failed: bool
+
+    def result(self, policy: str) -> PolicyResult:
+        """Return the figures under the simulator's names, as the engines report them."""
+        names = ("mean_imbalance_tokens", "idle_fraction")
+        mean = {name: float(self.figures[name]) for name in names}
+        mean["output_tokens_per_s"] = float(self.figures["tokens_per_s"])
+        mean["ttft_s_p99"] = float(self.figures["ttft_ms_p99"]) / 1e3
+        return PolicyResult(policy, mean, dict.fromkeys(mean, 0.0), self.picture)
+
+
+def run_live(setup: Setup, policy: str) -> Live:
+    """Start engines and proxy, replay through them, and end them."""
+    folder = setup.out / policy
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = [f"--topology={setup.topology}"]
+    flags += [
+        f"--{name.replace('_', '-')}={value}" for name, value in setup.proxy_flags(policy).items()
+    ]
+    with emulated_engines(setup.engines_command) as engines:
+        urls = {role: cast("list[str]", given) for role, given in engines.items()}
+        fleet = urls["decode"][0]
+        with proxy_before(urls, flags, folder) as proxy:
+            failed = replay(setup, policy, f"http://{proxy.host}:{proxy.port}", fleet, folder)
+            url = f"http://{proxy.host}:{proxy.admin_port}/metrics"
+            metrics = httpx.get(url, trust_env=False).text
+            picture = httpx.get(f"{fleet}/emulation/stats/picture", trust_env=False).json()
+    samples = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+    }
+    (figures,) = json.loads((folder / "replay.json").read_text(encoding="utf-8"))["results"]
+    if not figures.get("steps"):
+        raise SystemExit(f"{policy}: no steady state; it takes more --requests")
+    lag = "balanceroute_loop_lag_seconds"
+    return Live(
+        figures,
+        picture,
+        loop_lag_ms=1e3 * samples[f"{lag}_sum"] / max(1.0, samples[f"{lag}_count"]),
+        lease_lapses=round(samples["balanceroute_lease_lapses_total"]),
+        failed=failed,
+    )
+
+
+def replay(setup: Setup, policy: str, url: str, fleet: str, folder: Path) -> bool:
+    """Replay through the proxy at `url`; return whether a request failed."""
+    command = [
+        *[sys.executable, "-m", "balanceroute.proxy", "replay"],
+        *["--target", url, "--emulation", fleet, "--trace", str(setup.trace)],
+        *["--skip", str(setup.skip), "--requests", str(setup.requests)],
+        *["--concurrency", str(setup.concurrency), "--time-scale", str(setup.time_scale)],
+        *["--lengths", "hidden", "--api", API.value, "--seed", str(SEED)],
+        *["--stop-at-last-arrival", "--label", policy, "--json", str(folder / "replay.json")],
+    ]
+    with (folder / "replay.txt").open("wb") as table:
+        status = subprocess.run(command, stdout=table, check=False).returncode
+    if status not in (0, 1):
+        raise SystemExit(f"{' '.join(command)} ended with status {status}")
+    return status == 1
+
+
+def deployment_of(setup: Setup, config: ProxyConfig) -> SimulatedDeployment:
+    """Return what the simulator has to know of the engines and of the proxy's configuration."""
+    engines = setup.emulation()
+    scheduler = config.scheduler_config(engines.ranks, engines.prefillers)
+    deadline_ns = scheduler.deadline_ns
+    return SimulatedDeployment(
+        ranks=engines.ranks,
+        batch_limit=engines.batch_limit,
+        step_base_ns=engines.step_base_ns,
+        step_ns_per_token=engines.step_ns_per_token,
+        rank_kv_tokens=engines.rank_kv_tokens,
+        prefill=engines.prefill,
+        transfer_base_ns=engines.transfer_base_ns,
+        transfer_ns_per_token=engines.transfer_ns_per_token,
+        deadline_ns=None if deadline_ns is None else round(deadline_ns * setup.time_scale),
+        pool_limit=scheduler.pool_limit,
+        deep_pool=scheduler.deep_pool,
+        early_tokens=scheduler.deep_pool,
+        lease_ns=round(1e9 * engines.lease_s),
+        lease_margin_ns=round(scheduler.lease_margin_ns * setup.time_scale),
+    )
+
+
+def predict(setup: Setup, policy: str) -> PolicyResult:
+    """Simulate what `run_live` does: means, and how far single runs spread."""
+    engines = setup.emulation()
+    stand_ins = {
+        "prefill": [f"http://prefill:{1 + i}" for i in range(engines.prefillers)],
+        "decode": [f"http://decode:{1 + i}" for i in range(engines.ranks)],
+    }
+    config = make_config(read_topology(setup.topology), setup.proxy_flags(policy) | stand_ins)
+    deployment = deployment_of(setup, config)
+    # No history: the proxy's predictor knows nothing either when it starts.
+    workload = Workload(setup.planned(), history=[], concurrency=setup.concurrency)
+    runs: list[PolicyResult] = []
+    for number in range(setup.simulations):
+        assert deployment.prefill is not None
+        base_ns = deployment.prefill.base_ns + number * STAGGER_NS
+        runs += run_experiment(
+            replace(deployment, prefill=replace(deployment.prefill, base_ns=base_ns)),
+            [workload],
+            [policy],
+            config.policies,
+            forecast_called(config.scheduling.predictor),
+        )
+    mean = {name: fmean(run.mean[name] for run in runs) for name in runs[0].mean}
+    spread = dict.fromkeys(mean, 0.0)
+    if len(runs) > 1:
+        spread = {name: stdev(run.mean[name] for run in runs) for name in mean}
+    return PolicyResult(policy, mean, spread, runs[0].picture)
+
+
+def deviation(result: PolicyResult, base: PolicyResult, name: str) -> float:
+    """Return by how much a figure differs from another's, as a share of that."""
+    return result.mean[name] / base.mean[name] - 1 if base.mean[name] else inf
+
+
+def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) -> Table:
+    """Return what was measured beside what was predicted, a policy a row."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for heading, *_ in FIGURES:
+        for column in (f"{heading}\nlive", "\nsimulated", "\ndeviation"):
+            table.add_column(column, justify="right", no_wrap=True)
+    for measured, predicted in zip(live, simulated, strict=True):
+        cells = []
+        for _, name, unit, digits in FIGURES:
+            mean, spread = unit * predicted.mean[name], unit * predicted.stderr[name]
+            cells += [
+                f"{unit * measured.mean[name]:,.{digits}f}",
+                f"{mean:,.{digits}f} ±{spread:,.{digits}f}",
+                f"{100 * deviation(measured, predicted, name):+.1f} %",
+            ]
+        table.add_row(measured.policy, *cells)
+    return table
+
+
+def particulars(lives: Mapping[str, Live], time_scale: float) -> Table:
+    """Return what else was measured, and how well the machine kept up, a policy a column."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("live", no_wrap=True)
+    for policy in lives:
+        table.add_column(policy, justify="right", no_wrap=True)
+    rows = (
+        ("output tokens/s, by the client's clock", "output_tokens_per_s", 1.0, 0),
+        ("TTFT ms, p50", "ttft_ms_p50", 1.0, 0),
+        ("TTFT ms, p99", "ttft_ms_p99", 1.0, 0),
+        ("second token ms, p50", "ttst_ms_p50", 1.0, 0),
+        ("second token ms, p99", "ttst_ms_p99", 1.0, 0),
+        ("TPOT ms, p50", "tpot_ms_p50", 1.0, 1),
+        ("TPOT ms, p95", "tpot_ms_p95", 1.0, 1),
+        ("imbalance tokens", "mean_imbalance_tokens", 1.0, 0),
+        ("decode steps", "steps", 1.0, 0),
+        ("requests finished", "requests", 1.0, 0),
+        ("requests failed", "errors", 1.0, 0),
+        ("barrier late, real ms, mean", "mean_late_s", 1e3, 1),
+        ("barrier late, real ms, at most", "late_s", 1e3, 0),
+        ("requests sent late, real ms, p99", "send_late_ms_p99", 1 / time_scale, 1),
+    )
+    for label, name, unit, digits in rows:
+        values = [live.figures[name] for live in lives.values()]
+        table.add_row(
+            label, *("-" if value is None else f"{unit * value:,.{digits}f}" for value in values)
+        )
+    lags = [f"{live.loop_lag_ms:,.1f}" for live in lives.values()]
+    table.add_row("proxy's timers late, real ms, mean", *lags)
+    table.add_row("KV leases lapsed", *(f"{live.lease_lapses:,}" for live in lives.values()))
+    return table
+
+
+def conclusions(
+    live: Sequence[PolicyResult], lives: Mapping[str, Live], time_scale: float
+) -> list[str]:
+    """Return what the tables come to."""
+    base, *others = live
+    said = []
+    for one in others:
+        idle = 1 + deviation(one, base, "idle_fraction")
+        output = deviation(one, base, "output_tokens_per_s")
+        said.append(
+            f"{one.policy} has {idle:.2f} times the idle time of {base.policy} "
+            f"and {100 * output:+.1f} % output tokens/s."
+        )
+    for policy, measured in lives.items():
+        figures = measured.figures
+        step_s = figures["duration_s"] / figures["steps"] / time_scale
+        if figures["mean_late_s"] > step_s:
+            said.append(
+                f"The machine did not keep up with {policy}: a step ended "
+                f"{1e3 * figures['mean_late_s']:.0f} ms late on average and took {1e3 * step_s:.0f}. "
+                "A smaller --time-scale asks less of it."
+            )
+    return said
+
+
+def title_of(setup: Setup) -> str:
+    """Return what was replayed on what."""
+    engines = setup.emulation()
+    return (
+        f"{setup.trace.name.partition('.')[0]}: requests {setup.skip:,} to {setup.skip + setup.requests:,}, "
+        f"{setup.concurrency:,} outstanding, {engines.prefillers} prefillers, "
+        f"{engines.ranks} ranks x batch {engines.batch_limit}, {setup.time_scale:g}x real time"
+    )
+
+
+def write_report(
+    setup: Setup,
+    live: Sequence[PolicyResult],
+    simulated: Sequence[PolicyResult],
+    lives: Mapping[str, Live],
+) -> None:
+    """Write everything but the pictures' data as JSON."""
+    rows = [
+        {
+            "policy": measured.policy,
+            "live": lives[measured.policy].figures
+            | {
+                "loop_lag_ms": lives[measured.policy].loop_lag_ms,
+                "lease_lapses": lives[measured.policy].lease_lapses,
+            },
+            "simulated": predicted.mean,
+            "spread": predicted.stderr,
+            "deviation": {name: deviation(measured, predicted, name) for _, name, *_ in FIGURES},
+        }
+        for measured, predicted in zip(live, simulated, strict=True)
+    ]
+    config = asdict(setup) | {"trace": str(setup.trace), "out": str(setup.out)}
+    text = json.dumps({"config": config, "results": rows}, indent=2)
+    (setup.out / "demo.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[Setup, list[str]]:
+    """Return what the command line asks for, and the policies."""
+    trace = Path("traces/public/mooncake_conversation.jsonl.gz")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="where to write")
+    parser.add_argument("--policy", default="jsq,br-h", help="the first is what others compare to")
+    parser.add_argument("--topology", default="emulated-2p8d", help="whose engines are emulated")
+    parser.add_argument("--trace", type=Path, default=trace, help="what to replay")
+    parser.add_argument("--skip", type=int, default=5000, help="requests to pass over first")
+    parser.add_argument("--requests", type=positive, default=1500, help="requests to replay")
+    parser.add_argument("--concurrency", type=positive, default=192, help="always outstanding")
+    parser.add_argument("--time-scale", type=float, default=4.0, help="emulated per real second")
+    parser.add_argument("--prefill-us-per-token", type=float, default=5.0, help="emulated time")
+    parser.add_argument(
+        "--predictor", default="survival", help="BR-H's: none, survival, exact-match or a file"
+    )
+    parser.add_argument(
+        "--first-token", choices=("prefill", "decode"), default="decode", help="as of serve"
+    )
+    parser.add_argument(
+        "--simulations", type=positive, default=10, help="simulated runs of each policy"
+    )
+    arguments = vars(parser.parse_args(words))
+    policies = arguments.pop("policy").split(",")
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown:
+        parser.error(f"--policy: unknown {unknown}; known: {', '.join(POLICIES)}")
+    return Setup(**arguments), policies
+
+
+def demo(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Two policies live in front of emulated engines, and what the simulator predicts for them.
+
+    For each policy: starts the engines of a topology (2 prefillers and 8 decode ranks with one barrier)
+    and the proxy before them, each a process with real sockets, and replays a slice of a public trace
+    through the proxy in a closed loop. Then simulates the same requests on the same deployment. Prints
+    both beside each other and writes pictures. Exits 1 if a request failed.
+    """
+    setup, policies = read_flags(parser, words)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    lives: dict[str, Live] = {}
+    simulated: list[PolicyResult] = []
+    for policy in policies:
+        console.print(f"{policy}: live ..", highlight=False)
+        lives[policy] = run_live(setup, policy)
+        console.print(f"{policy}: simulated ..", highlight=False)
+        simulated.append(predict(setup, policy))
+    live = [one.result(policy) for policy, one in lives.items()]
+    write_report(setup, live, simulated, lives)
+    pictures = write_prediction_plots(live, simulated, setup.out, title=title_of(setup))
+    console.print(f"\n{title_of(setup)}", highlight=False, soft_wrap=True)
+    console.print(comparison(live, simulated))
+    console.print(
+        "Live: as the engines themselves report it. "
+        f"Simulated: mean of {setup.simulations} runs ± how far single ones spread (one standard "
+        "deviation). Both from a tenth of the requests finished to the last one sent.",
+        highlight=False,
+    )
+    console.print(particulars(lives, setup.time_scale))
+    for line in conclusions(live, lives, setup.time_scale):
+        console.print(line, highlight=False, soft_wrap=True)
+    written = ", ".join(str(path) for path in (setup.out / "demo.json", *pictures))
+    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+    return 1 if any(one.failed for one in lives.values()) else 0
+
+
+SKIP = 5000  # The demo's: what comes before is known to a trained predictor.
+COMPARED = "jsq,least-kv,fifo,br-0,br-h"
+# What single runs do not tell apart: these so often.
+REPEATED, RUNS = "jsq,fifo,br-h", 5
+PREDICTORS = ("none", "survival", "exact-match", "gbdt")
+# Heading, where the figure is, scale, digits; beside it the simulation's, where there is one.
+MEASURED: tuple[tuple[str, str, str | None, float, int], ...] = (
+    ("idle % live", "idle_fraction", "idle_fraction", 100.0, 1),
+    ("output tokens/s live", "tokens_per_s", "output_tokens_per_s", 1.0, 0),
+    ("TPOT p95 ms", "tpot_ms_p95", None, 1.0, 1),
+    ("TTFT p50 s", "ttft_ms_p50", None, 1e-3, 1),
+    ("p99 s", "ttft_ms_p99", None, 1e-3, 1),
+    ("second token p50 s", "ttst_ms_p50", None, 1e-3, 1),
+    ("p99 s", "ttst_ms_p99", None, 1e-3, 1),
+)
+# Beside the policies, the one that gives clients the first token when the prefill ends.
+EARLY = ("--policy", "br-h", "--first-token", "prefill")
+
+
+def demo_rows(out: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run the demo; return its rows."""
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "reproduce"),
+        "demo",
+        "--out",
+        str(out),
+        *flags,
+    ]
+    subprocess.run([*command, "--skip", str(SKIP), "--trace", str(MOONCAKE)], check=True)
+    rows: list[dict[str, Any]] = json.loads((out / "demo.json").read_text())["results"]
+    return rows
+
+
+def train_gbdt(out: Path) -> Path:
+    """Train on the requests before the demo's, with the limits that their clients would have set."""
+    # The seed and the API are those of scripts/reproduce demo.
+    before = with_limits(plan(read_trace(MOONCAKE), count=SKIP), seed=0, api=ReplayApi.COMPLETIONS)
+    past, model = out / "before.jsonl", out / "gbdt.json"
+    write_native(past, as_sent(before))
+    words = ["train", "gbdt", "--trace", str(past), "--out", str(model)]
+    subprocess.run([sys.executable, "-m", "balanceroute.proxy", *words], check=True)
+    return model
+
+
+def markdown(heading: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return a table with a row for each name, of all its runs; the first one was simulated best."""
+    headings = [heading]
+    for title, _, simulated, _, _ in MEASURED:
+        headings += [title] if simulated is None else [title, "simulated"]
+    lines = [table_head(headings[0], *right(headings[1:]))]
+    for name, runs in rows.items():
+        cells = [f"`{name}`"]
+        for _, live, simulated, scale, digits in MEASURED:
+            values = [scale * run["live"][live] for run in runs]
+            error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+            cells.append(cell(fmean(values), error, digits))
+            if simulated is not None:
+                mean, spread = (
+                    scale * runs[0][kind][simulated] for kind in ("simulated", "spread")
+                )
+                cells.append(cell(mean, spread, digits))
+        lines.append(table_row(*cells))
+    return "\n".join(lines)
+
+
+def cell(mean: float, plus_minus: float | None, digits: int) -> str:
+    """Return a mean, and by how much it may be wrong, if that is known."""
+    text = f"{mean:,.{digits}f}"
+    return text if plus_minus is None else f"{text} ±{plus_minus:,.{digits}f}"
+
+
+def live_tables(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """The tables of live runs in docs/live.md and docs/appendix/predictors.md, as Markdown.
+
+        python scripts/reproduce live-tables repeated      # docs/live.md, "Results": 22 minutes
+        python scripts/reproduce live-tables policies      # docs/appendix/live.md: 9 minutes
+        python scripts/reproduce live-tables predictors    # docs/appendix/predictors.md, "Live": 6 minutes
+
+    Runs scripts/reproduce demo, a policy or a predictor after the other, and prints a table of what it measured and
+    simulated. Nothing else should run on the machine: engines that are late by more than a step measure it.
+    """
+    parser.add_argument("table", choices=("repeated", "policies", "predictors"), help="which one")
+    parser.add_argument("--out", type=Path, default=Path("build/live_tables"), help="for the runs")
+    arguments = parser.parse_args(words)
+    out: Path = arguments.out / arguments.table
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.table == "repeated":
+        # The simulation is the same each time.
+        simulations = ["10", *["1"] * (RUNS - 1)]
+        runs = [
+            demo_rows(out / str(number), "--policy", REPEATED, "--simulations", count)
+            for number, count in enumerate(simulations)
+        ]
+        table = markdown(
+            "policy", {several[0]["policy"]: several for several in zip(*runs, strict=True)}
+        )
+    elif arguments.table == "policies":
+        rows = {row["policy"]: [row] for row in demo_rows(out, "--policy", COMPARED)}
+        rows[" ".join(EARLY[1:])] = demo_rows(out / "early", *EARLY)
+        table = markdown("policy", rows)
+    else:
+        files = {"gbdt": str(train_gbdt(out))}
+        rows = {}
+        for name in PREDICTORS:
+            flags = ("--policy", "br-h", "--predictor", files.get(name, name), "--simulations", "4")
+            rows[name] = demo_rows(out / name, *flags)
+        table = markdown("`--predictor`", rows)
+    (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
+    print(table)
+    return 0

@@ -1,0 +1,259 @@
+"""Pages of the appendix that the code itself declares: settings, routes, metrics, and what follows a failed leg."""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+
+from balanceroute.proxy.core.admission import TenantLimits
+from balanceroute.proxy.live.engines.engine_url import Fault
+from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
+from balanceroute.proxy.live.request.failures import RULES
+from balanceroute.proxy.live.settings.declared import HEADINGS
+from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
+from balanceroute.proxy.live.telemetry.metrics import Metrics
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
+from balanceroute.proxy.live.telemetry.snapshot import (
+    BudgetState,
+    EngineState,
+    LimitsState,
+    PredictorScores,
+    PrefillerState,
+    RankState,
+    Snapshot,
+    TenantState,
+)
+from balanceroute.proxy.settings.setting import Setting, settings_of
+from experiment import ROOT, table_head, table_row
+
+PAGES = ROOT / "docs" / "appendix"
+
+SETTINGS = """\
+# Settings
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
+the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
+A flag goes before the file. Times are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the
+file itself.
+"""
+
+FAILURES = """\
+# What follows a failed leg
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from `proxy/live/request/failures.py`: which check counts the failure against the engine, and how the request
+goes on. A direct leg is a request that one engine does as a whole. [failures.md](../failures.md) says what clients get.
+
+| leg | failure | counted by | next |
+| --- | --- | --- | --- |
+"""
+
+ROUTES_HEAD = """\
+# Routes
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from `proxy/live/openai/routes.py`: the routes of vLLM 0.32, and the proxy's own. HEAD is answered wherever GET
+is, one slash behind a path makes no difference, and everything else is 404. [serving.md](../serving.md#what-is-served) says more.
+
+| route | served by |
+| --- | --- |
+"""
+
+METRICS = """\
+# Metrics
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from what the proxy exports: `GET /metrics` of both listeners, of the public one unless
+`--no-public-metrics` is given, in Prometheus's text format.
+
+* Where vLLM has a metric of the same meaning, the rest of the name is vLLM's.
+* A label takes few values, whatever clients send. `endpoint` is a route of the API, and `model` a model for which an
+  engine has answered (32 at most). `name` and `url` are those of engines: a rank's `name` is `http://host:port@rank` where
+  one server has several. 1,024 engines of each role have series of their own. Everything else is `other`.
+* A removed engine keeps its counters until the proxy restarts.
+* With [several groups](../models.md#groups) of engines, what is of one of them has the label `group` too, which the table
+  leaves out.
+"""
+
+STATE = Snapshot(
+    policy="br-h",
+    predictor="survival",
+    ranks=[RankState(0, "http://d:8000", True, "up", 0, 0, 0, 0)],
+    prefillers=[PrefillerState(0, "http://p:8000", True, "up", 0, 0, 0, 0.0)],
+    queued=0,
+    prefilling=0,
+    pooled=0,
+    decoding=0,
+    pool_limit=1,
+    oldest_pooled_s=0.0,
+    imbalance_tokens=0,
+    steps=0,
+    step_s=0.0,
+    idle_tokens=0,
+    capacity_tokens=0,
+    client_connections=0,
+    engine_connections=0,
+    draining=False,
+    rows_judged=0,
+    predictors=[
+        PredictorScores(
+            name="survival",
+            active=True,
+            failed=False,
+            rows=1,
+            auc=0.0,
+            brier=0.0,
+            ece=0.0,
+            mae=0.0,
+            predicted=(0.0,),
+            observed=(0.0,),
+            decile_rows=(0,),
+        )
+    ],
+    budget=BudgetState(1, 0, 0.0, 0.0, {"increase": 0}),
+    rejected_connections={"full": 0},
+    pumped_returns={"event": 0},
+    tenants=[TenantState("t", 0, 0, {}, TenantLimits())],
+    engines=[EngineState("decode", "http://d:8000", 0.0, 0.0, 0.0)],
+    limits=LimitsState(1, 1, 1, 1),
+)
+
+
+def full_page() -> bytes:
+    """Return a page with at least one sample of every metric."""
+    metrics = Metrics(lambda: [STATE], traces=True, process=False)
+    metrics.follow_handshakes(lambda: Handshakes(0, 0, {"crowd": 0}))
+    metrics.tenants.names = {"t"}
+    metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}
+    record = RequestRecord(
+        request_id="r",
+        endpoint="/v1/completions",
+        arrived_ns=0,
+        arrived_unix_s=0.0,
+        outcome=Outcome.OK,
+        output_tokens=2,
+        prefiller="http://p:8000",
+        rank="http://d:8000",
+        first_token_ns=1,
+        second_token_ns=2,
+        prefill_started_ns=0,
+        ended_ns=2,
+        tenant="t",
+        refused_for="rate",
+        group="g",
+        alias="a",
+        task="any",
+        fall_backs=(("h", "503"),),
+    )
+    metrics.requests.ended(record)
+    metrics.requests.passed_through(replace(record, endpoint="/v1/embeddings"))
+    metrics.legs.retry("decode", Fault.RESET.value)
+    metrics.legs.abandoned_lease("ended")
+    metrics.legs.kv_transfer_failed(record.prefiller, record.rank, Fault.RESET.value)
+    engine = Target(Role.DECODE, "http://d:8000")
+    metrics.engines.added(engine)
+    metrics.engines.leg_failed(engine, Fault.RESET)
+    metrics.engines.left_no_kv(engine, "absent")
+    metrics.engines.kv_events_lost("gap")
+    metrics.decisions.dispatched("total", 0.0)
+    metrics.decisions.failed("policy")
+    return metrics.render()
+
+
+def labels_by_family(page: bytes) -> dict[str, tuple[str, str, set[str]]]:
+    """Return type, meaning and labels of every family of a page, by the name that queries use."""
+    found: dict[str, tuple[str, str, set[str]]] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        found[name] = (family.type, family.documentation, labels)
+    return found
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics."""
+    lines = [METRICS, table_head("metric", "type", "labels", "meaning")]
+    for name, (kind, meaning, labels) in sorted(labels_by_family(full_page()).items()):
+        told = ", ".join(f"`{label}`" for label in sorted(labels))
+        lines.append(table_row(f"`{name}`", kind, told, meaning))
+    return "\n".join(lines) + "\n"
+
+
+def settings_page() -> str:
+    """Return the page of all settings, by the headings of the help."""
+    lines = [SETTINGS.rstrip("\n")]
+    for heading, sections in HEADINGS.items():
+        lines += ["", f"## {heading[0].upper()}{heading[1:]}", ""]
+        lines.append(table_head("flag", "meaning", "default"))
+        lines += [_row(one) for section in sections for one in settings_of(section)]
+    return "\n".join(lines) + "\n"
+
+
+def routes_page() -> str:
+    """Return the page of all routes; those in a row that are served alike are one row."""
+    return ROUTES_HEAD + "".join(
+        f"| {', '.join(chain.from_iterable(map(_methods, alike)))} | {words} |\n"
+        for words, alike in groupby(ROUTES, _served_by)
+    )
+
+
+def _methods(route: Route) -> Iterator[str]:
+    methods = [method.decode() for method in route.methods if method != b"HEAD"]
+    yield from (f"`{method} {route.path}`".replace("` ", "`") for method in methods or [""])
+
+
+def _served_by(route: Route) -> str:
+    words = route.handling.value
+    if route.media is Media.FORM:
+        words += f", `{route.media.value}`"
+    if route.handling is Handling.OWN and not route.keyed:
+        words += ", without an API key"
+    return f"{words}: {route.reason}" if route.reason else words
+
+
+def failures_page() -> str:
+    """Return the page of what follows a failed leg."""
+    return FAILURES + "".join(
+        f"| {leg.value} | {what.value} | {rule.blame.value} | {rule.then.value} |\n"
+        for (leg, what), rule in RULES.items()
+    )
+
+
+def _row(setting: Setting) -> str:
+    value = setting.metavar or "\\|".join(setting.choices)
+    value = f" {value} .." if setting.many else f" {value}" if value else ""
+    top = " *top*" if setting.at_top else ""
+    meaning = re.sub(r"([<>|*])", r"\\\1", setting.help)
+    default = setting.shown_default.replace("|", "\\|")
+    return table_row(f"`{setting.flag}{value}`{top}", meaning, default)
+
+
+def reference(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Write what the code declares to docs/appendix: settings of `serve`, routes, metrics, failures.
+
+    For the metrics everything that can be counted is counted once, on a proxy with every feature on, and
+    the page read.
+    """
+    parser.parse_args(words)
+    (PAGES / "metrics.md").write_text(metrics_page(), encoding="utf-8")
+    (PAGES / "routes.md").write_text(routes_page(), encoding="utf-8")
+    (PAGES / "failures.md").write_text(failures_page(), encoding="utf-8")
+    (PAGES / "settings.md").write_text(settings_page(), encoding="utf-8")

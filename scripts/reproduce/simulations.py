@@ -1,0 +1,607 @@
+"""Tables of `balanceroute simulate` commands, what follows from their reports, and the traces that they read."""
+
+import argparse
+import ast
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from math import log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from balanceroute.proxy.lab.sim.report import figure
+from balanceroute.proxy.lab.sim.workload import playable
+from balanceroute.traces import TraceRequest, read_trace, write_native
+from experiment import right, simulated, table_head, table_row
+from reproduce.turns import (
+    CONVERSATIONS,
+    PREFILL_BASE_MS,
+    PREFILL_TOKEN_US,
+    TURN_CACHE_TOKENS,
+    TURN_CASES,
+    conversations,
+    turns_rate,
+)
+
+PUBLIC = Path("traces/public")
+MOONCAKE = f"--trace {PUBLIC}/mooncake_conversation.jsonl.gz"
+BASELINES = "random,round-robin,power-of-two,jsq,least-kv,fifo"
+ALL = f"{BASELINES},br-0-bypass,br-0,br-h"
+LEASES = (
+    f"{MOONCAKE} --concurrency 192 --prefill-servers 2 --prefill-us-per-token 5 "
+    "--transfer-base-ms 2 --transfer-us-per-token 1 --segments 6"
+)
+MANY = LEASES.replace("192", "256")
+SLOW = LEASES.replace("token 5 ", "token 25 ")
+SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
+DERIVED = "DERIVED"  # Stands for the folder that `derive` writes to.
+# Ranks and slots, each with 12 turnovers in two segments.
+SIZES = ((32, 64), (72, 64), (144, 64), (320, 128))
+
+
+def cuts(name: str, command: str, variants: Mapping[str, str]) -> dict[str, str]:
+    """Return a command for other numbers of segments than 6, with each variant's options."""
+    return {
+        f"{name}_{segments}{suffix}": f"{command} --segments {segments} {options}"
+        for segments in (4, 5, 7, 8)
+        for suffix, options in variants.items()
+    }
+
+
+# The rules of other routers. Those that use a client's length hint get the best one there can be.
+RIVALS = {
+    "": "--policy jsq,fifo,smg-least-load,br-0",
+    "_hints": "--policy dynamo-kv,llmd-token-load --predictor oracle",
+    "_no_hints": "--policy dynamo-kv --predictor none",
+}
+RIVAL_CUTS = (4, 5, 6, 7, 8)
+
+UNEQUAL = "--rank-speeds 1,0.6667"
+# What the scheduler knows of it.
+KNOWLEDGE = {"": "", "_learned": "--learn-speeds", "_unknown": "--speeds-unknown"}
+
+SERVEGEN = f"--trace {PUBLIC}/servegen_reasoning.jsonl.gz --backlog 64"
+REASONING = f"{SERVEGEN} --segments 6"
+# Ranks with little memory, which compute a preempted request again themselves.
+MEMORY = f"{SERVEGEN} --skip 1500 --known 1500 --requests 5500 --ranks 4 --policy br-h"
+LITTLE = "--recompute-us-per-token 50 --kv-capacity"
+AZURE_LONG = f"--trace {PUBLIC}/azure_2023_conv.csv.gz --output-scale 40 --backlog 64 --segments 6"
+
+# Prefill choices with prefix caches. A load of 1 keeps the prefillers busy with what a cache of all
+# would not have: at the trace's own speed that is the work of 1.40 of them.
+PREFILL_RULES = ("random", "fewest-tokens", "sticky", "cache-aware", "lmetric", "prefix-aware")
+PREFILL_WORK = 1.40
+FLEET = "--policy br-0 --ranks 16 --batch 64 --step-base-ms 10 --step-us-per-token 0.02"
+PREFIXES = f"{MOONCAKE} --segments 2 {FLEET} --probe-limit none"
+TURNS = f"--trace {DERIVED}/conversations.jsonl {FLEET} --probe-limit none"
+# Of the prefillers, the load, and the tokens that each can cache.
+PREFIX_CASES = (
+    *((prefillers, load, 10**9) for prefillers in (2, 4, 8) for load in (0.7, 0.9, 1.1)),
+    (4, 0.9, 2_000_000),
+)
+
+
+def prefixes(prefillers: int, load: float, cache: int) -> dict[str, str]:
+    """Return the commands of one case, by name."""
+    rate = round(load * prefillers / PREFILL_WORK, 3)
+    return {
+        f"prefixes_{prefillers}_{load}_{cache}_{rule}": f"{PREFIXES} --rate {rate} "
+        f"--prefill-servers {prefillers} --prefix-cache {cache} --prefill-choice {rule}"
+        for rule in PREFILL_RULES
+    }
+
+
+def turns(prefillers: int, load: float, cache: int = TURN_CACHE_TOKENS) -> dict[str, str]:
+    """Return the commands of conversations, by name; the last is one fast prefiller with all caches."""
+    name = f"turns_{prefillers}_{load}"
+    command = f"{TURNS} --rate {turns_rate(prefillers, load)}"
+    rules = {
+        f"{name}_{rule}": f"{command} --prefill-servers {prefillers} --prefix-cache {cache} "
+        f"--prefill-choice {rule}"
+        for rule in PREFILL_RULES
+    }
+    one = f"--prefill-servers 1 --prefix-cache {10**9} --prefill-choice fewest-tokens"
+    times = (
+        f"--prefill-base-ms {PREFILL_BASE_MS / prefillers:g} "
+        f"--prefill-us-per-token {PREFILL_TOKEN_US / prefillers:g}"
+    )
+    return rules | {f"{name}_one": f"{command} {one} {times}"}
+
+
+EXPERIMENTS = (
+    {
+        "saturated": f"{SATURATED} --policy {ALL}",
+        "saturated_oracle": f"{SATURATED} --policy br-h --predictor oracle",
+        "saturated_none": f"{SATURATED} --policy br-h --predictor none",
+        "window_16": f"{SATURATED} --policy br-0,br-h --window 16",
+        "window_8": f"{SATURATED} --policy br-0,br-h --window 8",
+        "no_patience": f"{SATURATED} --policy br-0,br-h --patience inf",
+        "deadline_30": f"{SATURATED} --policy br-0,br-h --deadline 30",
+        "point": f"{SATURATED} --policy br-h --projection point",
+        "point_oracle": f"{SATURATED} --policy br-h --projection point --predictor oracle",
+        "paper": f"{SATURATED} --policy jsq,br-0,br-h --paper",
+        "paper_oracle": f"{SATURATED} --policy br-h --paper --predictor oracle",
+        "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper",
+        "kv_capacity": f"{SATURATED} --kv-capacity 260000",
+        "azure_conv": f"--trace {PUBLIC}/azure_2023_conv.csv.gz --backlog 64 --segments 6",
+        "azure_code": f"--trace {PUBLIC}/azure_2023_code.csv.gz --backlog 64 --segments 6",
+        "azure_conv_batch_128": f"--trace {PUBLIC}/azure_2023_conv.csv.gz --batch 128 "
+        "--backlog 512 --segments 2",
+        "azure_code_batch_128": f"--trace {PUBLIC}/azure_2023_code.csv.gz --batch 128 "
+        "--backlog 512 --segments 2",
+        "leases": f"{LEASES} --lease-s 30 --policy jsq,fifo,br-0,br-h",
+        "leases_forced": f"{LEASES} --lease-s 30 --pool-limit 64 --deadline 18.75 --policy br-0,br-h",
+        "leases_none": f"{LEASES} --policy jsq,fifo,br-0,br-h",
+        "deep_pool": f"{LEASES} --lease-s 30 --policy br-0 --pool-limit 65",
+        "deep_pool_256": f"{MANY} --lease-s 30 --policy br-0",
+        "deep_pool_256_65": f"{MANY} --lease-s 30 --policy br-0 --pool-limit 65",
+        "deep_pool_256_96": f"{MANY} --lease-s 30 --policy br-0 --pool-limit 96",
+        "leases_slow": f"{SLOW} --lease-s 30 --policy br-0",
+        "leases_slow_forced": f"{SLOW} --lease-s 30 --pool-limit 64 --deadline 18.75 --policy br-0",
+        "leases_15": f"{LEASES} --lease-s 15 --policy br-0",
+        "leases_60": f"{LEASES} --lease-s 60 --policy br-0",
+        "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",
+        "prefill_rate_1.3": f"{MOONCAKE} --rate 1.3 --segments 6 --prefill-servers 12",
+    }
+    | {
+        f"leases_pool_{limit}": f"{LEASES} --lease-s 30 --policy br-0 --pool-limit {limit}"
+        for limit in (12, 18, 36, 48, 64)
+    }
+    | {
+        f"memory{suffix}": f"{SATURATED} --policy fifo,br-h {LITTLE} 120000 {options}"
+        for suffix, options in {"": "", "_0.999": "--kv-peak-quantile 0.999"}.items()
+    }
+    | {
+        f"memory_reasoning{suffix}": f"{MEMORY} --batch 64 {LITTLE} 60000 {options}"
+        for suffix, options in {
+            "": "",
+            "_0.5": "--kv-peak-quantile 0.5",
+            "_0.7": "--kv-peak-quantile 0.7",
+            "_0.9": "--kv-peak-quantile 0.9",
+            "_0.99": "--kv-peak-quantile 0.99",
+            "_0.99_oracle": "--kv-peak-quantile 0.99 --predictor oracle",
+        }.items()
+    }
+    | {
+        f"memory_reasoning_{name}": f"{MEMORY} --batch {options}"
+        for name, options in {
+            "29_slots": "29",
+            "25_slots": "25",
+            "29_slots_oracle": "29 --predictor oracle",
+        }.items()
+    }
+    | {
+        "long_outputs": f"{REASONING} --policy fifo,br-0,br-h",
+        "long_outputs_azure": f"{AZURE_LONG} --policy fifo,br-h",
+    }
+    | {
+        "long_outputs_exact-match": f"{REASONING} --policy br-h --predictor exact-match",
+    }
+    | {
+        f"long_outputs{suffix}_{predictor}": f"{command} --policy br-h --predictor {predictor}"
+        for suffix, command in (("", REASONING), ("_azure", AZURE_LONG))
+        for predictor in ("oracle", "thirds")
+    }
+    | {
+        f"rate_{rate}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 --policy {ALL}"
+        for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
+    }
+    | {
+        f"rivals_{segments}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 "
+        f"--segments {segments} {options}"
+        for segments in RIVAL_CUTS
+        for suffix, options in RIVALS.items()
+    }
+    | {
+        f"rivals_ranks_{ranks}{suffix}": f"{MOONCAKE} --ranks {ranks} --batch 16 "
+        f"--backlog {8 * ranks} --segments {segments} {options}"
+        for ranks, segments in ((16, 3), (32, 2))
+        for suffix, options in RIVALS.items()
+    }
+    | {
+        f"rivals_rate_{rate}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 "
+        f"--prefill-servers 2 --prefill-us-per-token 5 --lease-s 30 {options}"
+        for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
+        for suffix, options in RIVALS.items()
+    }
+    | {
+        f"engines_{name}": f"{SATURATED} --policy jsq,fifo,br-0 {options}"
+        for name, options in {
+            "speeds": "--rank-speeds 1,0.6667",
+            "speeds_learned": "--rank-speeds 1,0.6667 --learn-speeds",
+            "batches": "--rank-batches 16,8",
+            "speculative": "--tokens-per-step 3",
+            "pausing": "--pause-above 0.1",
+        }.items()
+    }
+    | {
+        f"unequal_{name}{suffix}": f"{command} --segments 3 --policy br-0 {UNEQUAL} {options}"
+        for name, command in {
+            "leases": f"{LEASES} --lease-s 30",
+            "rate_1.0": f"{MOONCAKE} --rate 1 --prefill-servers 2 --prefill-us-per-token 5 --lease-s 30",
+            "azure": f"--trace {PUBLIC}/azure_2023_conv.csv.gz --backlog 64",
+        }.items()
+        for suffix, options in KNOWLEDGE.items()
+    }
+    | {
+        f"ranks_{ranks}": f"{MOONCAKE} --ranks {ranks} --batch 16 --backlog {8 * ranks} "
+        f"--segments {segments}"
+        for ranks, segments in ((4, 12), (8, 6), (16, 3), (32, 2))
+    }
+    | cuts(
+        "segments",
+        f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64",
+        {"": "--policy jsq,fifo,br-0,br-h", "_oracle": "--policy br-h --predictor oracle"},
+    )
+    | cuts(
+        "azure_code",
+        f"--trace {PUBLIC}/azure_2023_code.csv.gz --backlog 64",
+        {
+            "": "--policy br-0,br-h",
+            "_oracle": "--policy br-h --predictor oracle",
+            "_none": "--policy br-h --predictor none",
+        },
+    )
+    | {
+        "repaired": f"--trace {DERIVED}/repaired.jsonl --backlog 64 --segments 6 "
+        "--policy jsq,fifo,br-0,br-h"
+    }
+    | {
+        f"scale_{ranks}x{slots}": f"--trace {DERIVED}/bootstrapped_{ranks}x{slots}.jsonl "
+        f"--ranks {ranks} --batch {slots} --backlog {8 * ranks} --segments 2 --policy fifo,br-0"
+        for ranks, slots in SIZES
+    }
+    | {name: command for case in PREFIX_CASES for name, command in prefixes(*case).items()}
+    | {name: command for case in TURN_CASES for name, command in turns(*case).items()}
+    | {
+        f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
+        for beta in (1, 8, 24, 48, 96)
+    }
+    | {
+        f"gamma_{gamma}": f"{SATURATED} --policy br-h --predictor oracle --gamma {gamma}"
+        for gamma in (0.5, 0.7, 0.9, 1.0)
+    }
+)
+
+# Experiments that are cuts of one trace, and so have a common mean.
+POOLS = {
+    f"rivals{suffix}": [f"rivals_{segments}{suffix}" for segments in RIVAL_CUTS]
+    for suffix in RIVALS
+}
+
+# Experiments that share a table, one row each.
+TABLES = {
+    f"prefixes: {prefillers} prefillers, load {load}, {cache:,} tokens cached": list(
+        prefixes(prefillers, load, cache)
+    )
+    for prefillers, load, cache in PREFIX_CASES
+} | {
+    f"turns: {prefillers} prefillers, load {load}": list(turns(prefillers, load))
+    for prefillers, load in TURN_CASES
+}
+
+# Names that stand for many experiments.
+FAMILIES = {
+    family: [one for name, members in TABLES.items() if name.startswith(family) for one in members]
+    for family in ("prefixes", "turns")
+}
+
+# Heading, figure, digits, scale.
+PREFIX_COLUMNS = (
+    ("hits %", "prefix_hit_fraction", 1, 100),
+    ("computed M tokens", "prefill_tokens", 1, 1e-6),
+    ("busiest / mean", "prefiller_peak", 2, 1),
+    ("TTFT p50 s", "ttft_s_p50", 2, 1),
+    ("TTFT p99 s", "ttft_s_p99", 2, 1),
+    ("idle %", "idle_fraction", 1, 100),
+)
+COLUMNS = (
+    ("imbalance tokens", "mean_imbalance_tokens", 0, 1),
+    ("idle %", "idle_fraction", 1, 100),
+    ("output tokens/s", "output_tokens_per_s", 0, 1),
+    ("TPOT p95 ms", "tpot_ms_p95", 1, 1),
+    ("wait p50 s", "pool_wait_s_p50", 2, 1),
+    ("wait p99 s", "pool_wait_s_p99", 2, 1),
+    ("wait max s", "pool_wait_s_max", 1, 1),
+)
+
+
+def markdown(
+    rows: Sequence[dict[str, Any]],
+    columns: Sequence[tuple[str, str, int, float]] = COLUMNS,
+    label: str = "policy",
+) -> str:
+    """Return rows of reports as a Markdown table, each mean with its standard error."""
+    lines = [table_head(label, *right([heading for heading, *_ in columns]))]
+    for row in rows:
+        cells = [
+            figure(scale * row[name], scale * (row["stderr"][name] or 0.0), digits)
+            for _, name, digits, scale in columns
+        ]
+        lines.append(table_row(f"`{row[label]}`", *cells))
+    return "\n".join(lines)
+
+
+def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a report of the means over all segments of all reports, with their standard errors."""
+    rows = []
+    for same in zip(*(report["results"] for report in reports), strict=True):
+        counts = [report["config"]["segments"] for report in reports]
+        segments = sum(counts)
+        row: dict[str, Any] = {"policy": same[0]["policy"], "stderr": {}}
+        for _, name, _, _ in COLUMNS:
+            row[name] = sum(n * one[name] for n, one in zip(counts, same, strict=True)) / segments
+            squares = sum(
+                n * (n - 1) * one["stderr"][name] ** 2 + n * (one[name] - row[name]) ** 2
+                for n, one in zip(counts, same, strict=True)
+            )
+            row["stderr"][name] = (squares / (segments - 1) / segments) ** 0.5
+        rows.append(row)
+    return {"results": rows}
+
+
+def choice_label(config: Mapping[str, Any]) -> str:
+    """Return what a row of prefill choices is called."""
+    one = config["prefill_servers"] == 1
+    return "one fast prefiller" if one else str(config["prefill_choice"])
+
+
+def repaired(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests with each other's outputs: the larger a prompt, the shorter.
+
+    The outputs in ascending order go to the prompts in descending order, after a random factor of
+    e**0.5, and are scaled by 0.45.
+    """
+    rng = random.Random(1)
+    order = sorted(
+        range(len(requests)),
+        key=lambda index: -log(requests[index].prompt_tokens) + rng.gauss(0.0, 0.5),
+    )
+    outputs = sorted(request.output_tokens for request in requests)
+    paired = dict(zip(order, outputs, strict=True))
+    return [
+        replace(request, output_tokens=max(1, round(0.45 * paired[index])))
+        for index, request in enumerate(requests)
+    ]
+
+
+def bootstrapped(requests: Sequence[TraceRequest], size: int) -> list[TraceRequest]:
+    """Return `size` requests, a second apart: blocks of 40 in a row, drawn at random."""
+    rng = random.Random(0)
+    drawn: list[TraceRequest] = []
+    while len(drawn) < size:
+        start = rng.randrange(len(requests) - 40)
+        drawn += requests[start : start + 40]
+    return [
+        replace(request, arrival_ns=second * 10**9, hash_ids=())
+        for request, second in zip(drawn[:size], count(), strict=False)
+    ]
+
+
+def _mooncake() -> list[TraceRequest]:
+    return playable(read_trace(PUBLIC / "mooncake_conversation.jsonl.gz"))
+
+
+def _fleet(ranks: int, slots: int) -> list[TraceRequest]:
+    return bootstrapped(_mooncake(), 12 * ranks * slots)
+
+
+# How the traces that are not public are made, by file.
+DERIVATIONS: Mapping[str, Callable[[], list[TraceRequest]]] = {
+    "repaired.jsonl": lambda: repaired(_mooncake()),
+    "conversations.jsonl": lambda: conversations(CONVERSATIONS),
+} | {f"bootstrapped_{ranks}x{slots}.jsonl": partial(_fleet, ranks, slots) for ranks, slots in SIZES}
+
+
+def derive(folder: Path, commands: Iterable[str]) -> None:
+    """Write the traces that are not public and that some of the commands read."""
+    words = {word for command in commands for word in command.split()}
+    for name, make in DERIVATIONS.items():
+        if f"{DERIVED}/{name}" in words:
+            folder.mkdir(exist_ok=True)
+            write_native(folder / name, make())
+
+
+def simulations(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Rerun every experiment of docs/results.md, and write its tables as Markdown, as docs/appendix has them.
+
+    Each experiment is a plain `balanceroute simulate` command, printed before it runs; its JSON goes to
+    OUT_DIR/NAME.json and all tables go to OUT_DIR/tables.md, also the means over several cuts of a trace.
+    """
+    parser.add_argument("out", type=Path, metavar="OUT_DIR")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join((*FAMILIES, *EXPERIMENTS))}"
+    )
+    arguments = parser.parse_args(words)
+    unknown = set(arguments.names) - set(EXPERIMENTS) - set(FAMILIES)
+    if unknown:
+        parser.error(f"unknown experiments: {', '.join(sorted(unknown))}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    sections: list[str] = []
+    reports: dict[str, dict[str, Any]] = {}
+    names = [one for name in arguments.names or EXPERIMENTS for one in FAMILIES.get(name, [name])]
+    derive(arguments.out / "derived", [EXPERIMENTS[name] for name in names])
+    for name in names:
+        command = EXPERIMENTS[name].replace(DERIVED, str(arguments.out / "derived"))
+        report = reports[name] = simulated(command, arguments.out / f"{name}.json")
+        sections.append(
+            f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report['results'])}\n"
+        )
+    for name, members in POOLS.items():
+        if reports.keys() >= set(members):
+            table = markdown(pooled([reports[member] for member in members])["results"])
+            sections.append(f"## {name}: {', '.join(members)}\n\n{table}\n")
+    for name, members in TABLES.items():
+        if reports.keys() >= set(members):
+            rows = [
+                reports[member]["results"][0]
+                | {"prefill choice": choice_label(reports[member]["config"])}
+                for member in members
+            ]
+            table = markdown(rows, PREFIX_COLUMNS, "prefill choice")
+            sections.append(f"## {name}\n\n{table}\n")
+    (arguments.out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
+    return 0
+
+
+SHARES = (1.0, 137 / 300)
+
+
+def energy_of(row: dict[str, Any], base_ms: float, share: float) -> float:
+    """Return the energy per output token of one policy, in P x seconds of one rank, less the factor G.
+
+    Args:
+        row: Its figures.
+        base_ms: a.
+        share: s.
+    """
+    step_ms = 1e3 * row["mean_running"] / row["output_tokens_per_s"]
+    waiting = row["idle_fraction"] * (1.0 - base_ms / step_ms)
+    return float((1.0 - (1.0 - share) * waiting) / row["output_tokens_per_s"])
+
+
+def energy(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Energy per output token of the policies of one simulation, as a ratio to the first, as Markdown.
+
+    The power model has two levels: a rank draws P while it computes, and s P while it waits for the others
+    at the barrier. Each of G ranks waits for the share w = idle x (1 - a / T) of a step of T = a + b max L,
+    so an output token takes
+
+        G P (1 - (1 - s) w) / (output tokens per second).
+
+    s is between two measurements: an accelerator that polls while it waits draws what it draws in a kernel
+    (s = 1); and the H200 draws 137 to 300 W in decode, depending on the batch and the model
+    (https://arxiv.org/abs/2605.11999), so that s = 137 / 300 is a rank that waits as if it had next to
+    nothing to do.
+    """
+    parser.add_argument("report", type=Path, metavar="JSON", help="of `balanceroute simulate`")
+    parser.add_argument("policies", nargs="*", metavar="POLICY", help="the first is 1; all if none")
+    arguments = parser.parse_args(words)
+    report = json.loads(arguments.report.read_text(encoding="utf-8"))
+    rows = {row["policy"]: row for row in report["results"]}
+    base_ms = report["config"]["step_base_ms"]
+    names = arguments.policies or list(rows)
+    print(table_head("policy", *(f"s = {share:.2f}:" for share in SHARES)))
+    for name in names:
+        ratios = [
+            energy_of(rows[name], base_ms, share) / energy_of(rows[names[0]], base_ms, share)
+            for share in SHARES
+        ]
+        print(table_row(f"`{name}`", *(f"{ratio:.2f}" for ratio in ratios)))
+
+
+CLIENTS = "data/reason/deepseek-r1"
+WINDOW_S = 600
+LEAST_RATIO = 3.0
+KEPT = 24_000
+SEED = 13
+
+Lengths = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""Lengths, and the cumulated probability of each."""
+
+
+def lengths_of(text: str) -> Lengths:
+    """Return a distribution of ServeGen; no lengths if the client sent nothing then."""
+    # ServeGen writes a Python dictionary in a JSON string.
+    shares: dict[int, float] = ast.literal_eval(text)
+    lengths = np.array(sorted(shares), np.int64)
+    cumulated = np.cumsum([shares[length] for length in lengths.tolist()])
+    return lengths, cumulated / cumulated[-1:]
+
+
+def draw(known: Lengths, count: int, rng: np.random.Generator) -> list[int]:
+    """Return `count` lengths, each at least 1."""
+    lengths, cumulated = known
+    drawn: list[int] = np.maximum(
+        lengths[np.searchsorted(cumulated, rng.random(count))], 1
+    ).tolist()
+    return drawn
+
+
+def of_client(directory: Path, client: int, rng: np.random.Generator) -> list[TraceRequest]:
+    """Return the requests of one client, by arrival."""
+    distributions = json.loads((directory / f"chunk-{client}-dataset.json").read_text("utf-8"))
+    by_start = {
+        int(start_s): (lengths_of(fields["input_tokens"]), lengths_of(fields["output_tokens"]))
+        for start_s, fields in distributions.items()
+    }
+    requests: list[TraceRequest] = []
+    with (directory / f"chunk-{client}-trace.csv").open(encoding="utf-8", newline="") as file:
+        for start, rate, _, pattern, shape, scale in csv.reader(file):
+            start_s = int(start)
+            # The latest distributions in which the client sent anything.
+            known = [
+                pair
+                for begin_s, pair in sorted(by_start.items())
+                if begin_s <= start_s and all(len(lengths) for lengths, _ in pair)
+            ]
+            if not pattern or not known:
+                continue
+            count = int(np.ceil(float(rate) * WINDOW_S))
+            if pattern == "Gamma":
+                gaps = rng.gamma(float(shape), float(scale), count)
+            else:
+                gaps = float(scale) * rng.weibull(float(shape), count)
+            # Stretched, the last one would come as the window ends: ServeGen leaves it out.
+            times_s = start_s + np.cumsum(gaps)[:-1] * (WINDOW_S / gaps.sum())
+            prompts, outputs = (draw(lengths, len(times_s), rng) for lengths in known[-1])
+            requests += [
+                TraceRequest(round(1e9 * time_s), prompt, output, (client,))
+                for time_s, prompt, output in zip(times_s.tolist(), prompts, outputs, strict=True)
+            ]
+    return requests
+
+
+def answers_are_long(requests: list[TraceRequest]) -> bool:
+    """Return whether a client's mean output is `LEAST_RATIO` times its mean prompt."""
+    prompt = fmean(request.prompt_tokens for request in requests)
+    return fmean(request.output_tokens for request in requests) >= LEAST_RATIO * prompt
+
+
+def servegen_trace(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Make traces/public/servegen_reasoning.jsonl.gz from ServeGen's client data.
+
+        git clone https://github.com/alibaba/ServeGen build/ServeGen
+        python scripts/reproduce servegen-trace build/ServeGen traces/public/servegen_reasoning.jsonl.gz
+
+    ServeGen (alibaba/ServeGen at f891d11, Apache-2.0) publishes no requests but, for each of the 73 clients
+    of a DeepSeek-R1 service, rates and arrival patterns per ten minutes, and distributions of the lengths
+    per six hours. This draws a day as its `generate_workload` does, at the recorded rates: per client and
+    ten minutes Gamma or Weibull gaps, stretched to the ten minutes, and lengths from the distributions of
+    that time. Then it differs:
+
+    * Prompts and outputs are drawn independently. ServeGen draws both with one random number, so that a
+      client's longest prompt always has its longest output: a predictor would know too much.
+    * Only clients whose mean output is `LEAST_RATIO` times their mean prompt remain (32 of 73).
+    * Each request is kept with the same probability, so that `REQUESTS` remain on average.
+    * `hash_ids` is the client's number: the requests of a client are taken to begin alike, as with a
+      system prompt.
+
+    The same source gives the same bytes.
+    """
+    parser.add_argument("source", type=Path, help="a checkout of alibaba/ServeGen")
+    parser.add_argument("out", type=Path, help="the trace to write")
+    parser.add_argument("--all", action="store_true", help="keep every client")
+    arguments = parser.parse_args(words)
+    directory = arguments.source / CLIENTS
+    clients = sorted(int(path.name.split("-")[1]) for path in directory.glob("*-trace.csv"))
+    if not clients:
+        parser.error(f"{directory} holds no client")
+    rng = np.random.default_rng(SEED)
+    by_client = [requests for client in clients if (requests := of_client(directory, client, rng))]
+    chosen = [one for one in by_client if arguments.all or answers_are_long(one)]
+    requests = [request for one in chosen for request in one]
+    kept = (rng.random(len(requests)) < KEPT / len(requests)).tolist()
+    requests = [request for request, keep in zip(requests, kept, strict=True) if keep]
+    requests.sort(key=lambda request: request.arrival_ns)
+    write_native(arguments.out, requests)
+    print(f"{len(requests):,} requests of {len(chosen)} of {len(clients)} clients")
+    return 0
