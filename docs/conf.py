@@ -39,7 +39,12 @@ AROUND = ("CONTRIBUTING", "CHANGELOG", "traces/public/README")
 project = "BalanceRoute"
 extensions = ["myst_parser"]
 root_doc = "README"
-include_patterns = [*(f"{page}.md" for page in AROUND), "README.md", "docs/**/*.md"]
+include_patterns = [
+    *(f"{page}.md" for page in AROUND),
+    "README.md",
+    "docs/*.md",
+    "docs/appendix/*.md",
+]
 myst_heading_anchors = 4
 highlight_language = "none"
 html_theme = "furo"
