@@ -6,15 +6,6 @@ from math import inf
 from balanceroute.proxy.core.errors import ConfigError
 
 
-def lease_margin_ns(lease_ns: int, margin_ns: int) -> int:
-    """Return how long before the end of a lease its KV cache counts as lost.
-
-    The margin covers the way to the rank and its pull. It is at most half of the lease: one shorter than
-    the margin could never be used.
-    """
-    return min(margin_ns, lease_ns // 2)
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The size of the deployment and the limits of its queues.

@@ -35,7 +35,7 @@ from math import ceil, exp, inf, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.config import SchedulerConfig, lease_margin_ns
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import PrefillerId, RequestId
 from balanceroute.proxy.core.lifecycle import Request
 from balanceroute.proxy.core.policies.base import UNLIMITED
@@ -335,6 +335,15 @@ def earliest(*times_ns: int | None) -> int | None:
         if time_ns is not None and (first_ns is None or time_ns < first_ns):
             first_ns = time_ns
     return first_ns
+
+
+def lease_margin_ns(lease_ns: int, margin_ns: int) -> int:
+    """Return how long before the end of a lease its KV cache counts as lost.
+
+    The margin covers the way to the rank and its pull. It is at most half of the lease: one shorter than
+    the margin could never be used.
+    """
+    return min(margin_ns, lease_ns // 2)
 
 
 def lease_used(pool: Pool, config: SchedulerConfig, now_ns: int) -> float | None:
