@@ -475,7 +475,7 @@ def test_lag_and_cost_of_the_page_are_measured(
 
 
 def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
-    qos = script("reproduce.qos")
+    qos = script("reproduce.tenants")
 
     def row(phase: str, tenant: str, share: float | None, **changes: object) -> object:
         kept = qos.Row(phase, tenant, share, share, 9, 6, 2, 1, 0, 0.1, 0.2, 3.0)

@@ -154,11 +154,13 @@ def source_of(words: list[str]) -> str:
     """Return the source of a script; of one with commands, that of the command's module."""
     program, *rest = words
     name = program.removeprefix("scripts/")
-    if name in PROGRAMS and rest and rest[0] != "--list":
+    if name in PROGRAMS and rest == ["--list"]:
+        program = "scripts/commands.py"
+    elif name in PROGRAMS and rest:
         commands = commands_of(name)
         assert rest[0] in commands, f"{program} has no command {rest[0]}"
         program = f"scripts/{commands[rest[0]].replace('.', '/')}.py"
-    return (ROOT / program).read_text() if (ROOT / program).is_file() else ""
+    return (ROOT / program).read_text()
 
 
 def here(word: str, proxy: ProxyProcess) -> str:

@@ -178,8 +178,6 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
 def engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """The proxy in front of real vLLM engines: prefill, KV transfer and decode on CPUs, a tiny model.
 
-        python scripts/checks engines [--connector nixl,mooncake,nixl-dp,nixl-agents] [--only NAME,..] [--keep]
-
     Installs vLLM's CPU build into build/vllm-venv on the first run (6 GB), starts one prefiller and two
     decode engines for each connector, and prints a table of what holds. Exits 1 if anything does not.
     """

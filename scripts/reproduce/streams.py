@@ -355,8 +355,6 @@ def over_http3(
 def stream_orders(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Which requests of three classes are answered in time over one thin link, by the order of streams.
 
-        python scripts/reproduce stream-orders [--order NAME ..] [--seeds N] [--spread-s S] [--tcp] [--json OUT]
-
     90 requests are drawn evenly from three classes, and spread evenly at random over some seconds:
 
     * real-time: 8 KB, due after 1 s, urgency 2;

@@ -1,254 +1,418 @@
-"""How tenants share the ranks, and what one that is hostile does to another."""
+"""Tenants live: shares and refusals of two, and what one that is hostile does to another."""
 
 import argparse
 import asyncio
 import json
 import random
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import cycle, islice
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+import httpx
 import numpy as np
 import uvloop
 
-from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.queueing import FAIR_COSTS
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
-from balanceroute.proxy.lab.sim.experiment import forecast_called
-from balanceroute.proxy.lab.sim.recorder import ServiceLog
-from balanceroute.proxy.lab.sim.workload import Workload
+from balanceroute.proxy.lab.pictures import empty_figure, write_pictures
+from balanceroute.proxy.lab.replay.driver import replay
+from balanceroute.proxy.lab.replay.figures import RequestSample
+from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.chaos.clients import Client, ClientPhase, Departure, Leaving, Visit
 from balanceroute.proxy.testing.chaos.log_keeper import log_kept
 from balanceroute.proxy.testing.chaos.requests import COMPLETIONS, ClientRequest
 from balanceroute.proxy.testing.chaos.world import World, WorldSettings
+from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess
 from balanceroute.proxy.testing.virtual.addresses import Link
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.traces import TraceRequest
-from experiment import PUBLIC, emulated, proxy_before, requests_of, table_head, table_row
+from experiment import emulated, proxy_before, right, table_head, table_row
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from matplotlib.figure import Figure
 
 
-KNOWN = 2_000
-BATCH, POOL_PER_RANK = 16, 2
-# Of each rank: five minutes' work at least, whatever the weights.
-REQUESTS = {"conv": 500, "code": 2_000}
-WEIGHTS = [(1.0, 1.0), (2.0, 1.0), (5.0, 1.0)]
-WINDOW_S, WARM_UP_S = 60, 60
-# The machine and the prompts of `make qos`, and the least steps and requests of each tenant.
-STEADY = SimulatedDeployment(4, 8, step_base_ns=50_000_000)
-PROMPT_TOKENS = (200, 1000)
-STEADY_STEPS, STEADY_REQUESTS, STEADY_WARM_UP_S = 60_000, 500, 20
-WINDOWS_S = (1, 10, 60)
-
-Draw = Callable[[random.Random], int]
+WEIGHTS = {"gold": 2, "silver": 1}
+# What each tenant asks for, as a multiple of what the engines can do.
+PHASES = {
+    "both backlogged": (1.0, 1.0),
+    "gold left": (0.0, 1.5),
+    "overload": (3.0, 3.0),
+    "recovery": (0.3, 0.3),
+}
+RANKS, BATCH = 4, 8
+PROMPT_TOKENS, OUTPUT_TOKENS = (200, 1000), (20, 60)
+# The begin of a phase still sees requests of the one before.
+SETTLING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What one tenant sends: its weight, and how its prompts and outputs are drawn."""
+class Setup:
+    """How long the phases are, and how fast the engines.
+
+    Attributes:
+        phase_s: Length of a phase.
+        step_ms: Time of a decode step.
+        target_s: Of the p99 time to first token.
+        seed: Of arrivals and lengths.
+        out: Where to write.
+    """
+
+    phase_s: float
+    step_ms: float
+    target_s: float
+    seed: int
+    out: Path
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second that the ranks can do, with full batches."""
+        return RANKS * BATCH / (1e-3 * self.step_ms * sum(OUTPUT_TOKENS) / 2)
+
+    def window(self, phase: int) -> tuple[float, float]:
+        """Return the seconds in which a phase is measured."""
+        return (phase + SETTLING) * self.phase_s, (phase + 1) * self.phase_s
+
+    def phase_of(self, request: PlannedRequest) -> int:
+        """Return the phase in which a request is due."""
+        # The time is rounded to a nanosecond.
+        return int((request.arrival_ns + 1) / 1e9 / self.phase_s)
+
+    def requests(self, tenant: int) -> list[PlannedRequest]:
+        """Draw a tenant's requests of all phases; the first is due at 0."""
+        rng = random.Random(f"{self.seed}/{tenant}")
+        chosen: list[PlannedRequest] = []
+        for phase, asked in enumerate(PHASES.values()):
+            at_s = phase * self.phase_s
+            while asked[tenant] and at_s < (phase + 1) * self.phase_s:
+                lengths = rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)
+                # The prompt's words follow from the number: no prompt twice.
+                number = len(WEIGHTS) * len(chosen) + tenant
+                chosen.append(PlannedRequest(number, round(1e9 * at_s), *lengths))
+                at_s += rng.expovariate(asked[tenant] * self.capacity)
+        return chosen
+
+
+# What each tenant got in each phase, and what is not as it must be.
+
+DUE = 100 * WEIGHTS["gold"] / sum(WEIGHTS.values())
+"""The share of `gold` by weight, in percent."""
+SHARE_POINTS, ALONE = 10.0, 95.0
+
+
+class Held(NamedTuple):
+    """What a request had, evenly over a time: seconds since the start."""
 
     tenant: str
-    weight: float
-    prompt_tokens: Draw
-    output_tokens: Draw
-    count: int
+    amount: float
+    begin_s: float
+    end_s: float
 
-    def requests(self, rng: random.Random) -> list[TraceRequest]:
-        """Draw the requests, which all come at once."""
-        return [
-            TraceRequest(
-                0,
-                self.prompt_tokens(rng),
-                self.output_tokens(rng),
-                tenant=self.tenant,
-                weight=self.weight,
+    def within(self, begin_s: float, end_s: float) -> float:
+        """Return the part of the amount in a window."""
+        overlap_s = min(end_s, self.end_s) - max(begin_s, self.begin_s)
+        return self.amount * max(0.0, overlap_s) / max(1e-9, self.end_s - self.begin_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was measured.
+
+    Attributes:
+        start_unix_s: When the run began, in seconds since 1970.
+        samples: What happened to each tenant's requests.
+        tokens: Output tokens of each answer.
+        kv: KV-token-seconds of each answer on its rank.
+        states: Seconds since the start, and the state of the limit on requests in flight.
+    """
+
+    start_unix_s: float
+    samples: Mapping[str, Sequence[RequestSample]]
+    tokens: Sequence[Held]
+    kv: Sequence[Held]
+    states: Sequence[tuple[float, Mapping[str, float | None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a tenant got in a phase; without a share if nothing was served."""
+
+    phase: str
+    tenant: str
+    token_share: float | None
+    kv_share: float | None
+    asked: int
+    served: int
+    refused_429: int
+    refused_503: int
+    lost: int
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    goodput: float
+
+
+def share(held: Iterable[Held], tenant: str, window: tuple[float, float]) -> float | None:
+    """Return a tenant's share of what all hold in a window, in percent."""
+    parts = dict.fromkeys(WEIGHTS, 0.0)
+    for one in held:
+        parts[one.tenant] += one.within(*window)
+    total = sum(parts.values())
+    return 100 * parts[tenant] / total if total else None
+
+
+def refusal(sample: RequestSample) -> str | None:
+    """Return the status of a refusal that tells when to come again; None for anything else."""
+    kind = "" if sample.fault is None else sample.fault.kind
+    return kind[5:] if kind in ("http 429", "http 503") and sample.retry_after else None
+
+
+def row_of(setup: Setup, run: Run, phase: int, tenant: str) -> Row:
+    """Measure a tenant in a phase: counts of the whole phase, the rest without its beginning."""
+    window = begin_s, end_s = setup.window(phase)
+    mine = [one for one in run.samples[tenant] if setup.phase_of(one.request) == phase]
+    steady = [one for one in mine if one.finished and one.request.arrival_ns >= 1e9 * begin_s]
+    ttft_s = [one.ttft_ns / 1e9 for one in steady if one.ttft_ns is not None]
+    p50, p99 = np.percentile(ttft_s, [50, 99]).tolist() if ttft_s else (None, None)
+    refused = [refusal(one) for one in mine]
+    served = sum(one.finished for one in mine)
+    return Row(
+        phase=list(PHASES)[phase],
+        tenant=tenant,
+        token_share=share(run.tokens, tenant, window),
+        kv_share=share(run.kv, tenant, window),
+        asked=len(mine),
+        served=served,
+        refused_429=refused.count("429"),
+        refused_503=refused.count("503"),
+        lost=len(mine) - served - refused.count("429") - refused.count("503"),
+        ttft_p50_s=p50,
+        ttft_p99_s=p99,
+        goodput=sum(one <= setup.target_s for one in ttft_s) / (end_s - begin_s),
+    )
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Return what is not as it must be."""
+    found = []
+    both, alone = list(PHASES)[:2]
+    for row in rows:
+        shares = {"output tokens": row.token_share, "KV-token-seconds": row.kv_share}
+        for name, value in shares.items():
+            told = f"{row.phase}: {row.tenant} has {cell(value, 1)} % of the {name}"
+            if (row.phase, row.tenant) == (both, "gold") and (
+                value is None or abs(value - DUE) > SHARE_POINTS
+            ):
+                found.append(f"{told}, due are {DUE:.1f}")
+            if (row.phase, row.tenant) == (alone, "silver") and (value is None or value < ALONE):
+                found.append(f"{told}, due are {ALONE:g} at least")
+        if row.lost:
+            found.append(f"{row.phase}: {row.lost} requests of {row.tenant} are lost")
+    return found
+
+
+def cell(value: float | None, digits: int) -> str:
+    """Return a figure as text."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the rows as Markdown."""
+    figures = ("output tokens", "KV-token-s", "asked", "served", "429", "503")
+    times = ("TTFT p50 s", "p99 s", "in time per s")
+    lines = [table_head("phase", "tenant", *right([*figures, *times]))]
+    for row in rows:
+        shares = [f"{cell(one, 1)} %" for one in (row.token_share, row.kv_share)]
+        counts = [cell(n, 0) for n in (row.asked, row.served, row.refused_429, row.refused_503)]
+        waits = [cell(row.ttft_p50_s, 2), cell(row.ttft_p99_s, 2), cell(row.goodput, 1)]
+        lines.append(table_row(row.phase, row.tenant, *shares, *counts, *waits))
+    return "\n".join(lines)
+
+
+def kv_held(log: Path, start_unix_s: float) -> list[Held]:
+    """Read from the request log what every answer held on its rank."""
+    held = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if entry.get("outcome") != "ok" or not entry["rank"]:
+            continue
+        begin_s = entry["arrival_s"] - start_unix_s
+        end_s = begin_s + entry["duration_s"]
+        begin_s += entry["queue_s"] + entry["prefill_s"] + entry["pool_s"]
+        # Half of the answer is there on average.
+        tokens = entry["prompt_tokens"] + entry["output_tokens"] / 2
+        held.append(Held(entry["tenant"], tokens * (end_s - begin_s), begin_s, end_s))
+    return held
+
+
+# The picture: shares, the limit on requests in flight and the time to first token over time.
+
+COLOURS = ("#0067a5", "#e08a1e")
+
+
+def draw(setup: Setup, run: Run, title: str) -> "Figure":
+    """Return the shares, the limit and the time to first token over time."""
+    figure = empty_figure(9.0, 6.6, "Two tenants, 2 to 1", [title])
+    shares, limit, ttft = figure.subplots(3, sharex=True)
+    end_s = len(PHASES) * setup.phase_s
+    edges = np.arange(0.0, end_s, setup.phase_s / 35)
+    middles = (edges[:-1] + edges[1:]) / 2
+    windows = list(pairwise(edges.tolist()))
+    bands = [[share(run.tokens, name, one) or 0.0 for one in windows] for name in WEIGHTS]
+    shares.stackplot(middles, bands, labels=list(WEIGHTS), colors=COLOURS, step="mid")
+    shares.plot([0, setup.phase_s], [DUE, DUE], color="black", linestyle=":", label="due")
+    shares.set_ylabel("output tokens, %")
+    times_s = [at_s for at_s, _ in run.states]
+    values = [[state[name] for _, state in run.states] for name in ("limit_per_rank", "in_flight")]
+    most = [RANKS * (value or 0) for value in values[0]]
+    limit.step(times_s, most, color="black", where="post", label="limit")
+    limit.plot(times_s, [value or 0 for value in values[1]], color="#858b94", label="in flight")
+    limit.set_ylabel("requests in flight")
+    p99 = [np.nan if (p := state["ttft_p99_s"]) is None else p for _, state in run.states]
+    ttft.step(times_s, p99, color="black", where="post", label="p99")
+    ttft.axhline(setup.target_s, color="#858b94", linestyle=":", label="target")
+    ttft.set_ylabel("time to first token, s")
+    ttft.set_xlabel("seconds")
+    for chart in (shares, limit, ttft):
+        chart.set_xlim(0, end_s)
+        chart.set_ylim(bottom=0)
+        chart.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+        for phase in range(1, len(PHASES)):
+            chart.axvline(phase * setup.phase_s, color="#b4b9c0", linewidth=0.8)
+    for phase, name in enumerate(PHASES):
+        shares.text((phase + 0.5) * setup.phase_s, 104, name, ha="center")
+    return figure
+
+
+PREFILLERS = 2
+QUEUE_LIMIT = 30  # Of a tenant: the rest is refused with 429.
+LIMITS = (4, 16)  # Of requests in flight per rank.
+SAMPLE_S = 0.5
+
+
+async def watch(url: str, into: list[tuple[int, Mapping[str, float | None]]]) -> None:
+    """Read the state of the limit, until cancelled."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while True:
+            state = (await client.get(f"{url}/admin/state")).json()
+            into.append((time.perf_counter_ns(), state["state"]["budget"]))
+            await asyncio.sleep(SAMPLE_S)
+
+
+async def send(setup: Setup, proxy: ProxyProcess) -> Run:
+    """Send the requests of both tenants, and wait for every answer; the log is not read yet."""
+    states: list[tuple[int, Mapping[str, float | None]]] = []
+    watching = asyncio.ensure_future(watch(f"http://{proxy.host}:{proxy.admin_port}", states))
+    url = f"http://{proxy.host}:{proxy.port}"
+    unix_ns = time.time_ns() - time.perf_counter_ns()
+    results = await asyncio.gather(
+        *(
+            replay(
+                ReplaySettings(url, api_key=name, request_ids=name, seed=setup.seed),
+                setup.requests(tenant),
+                clock_ns=time.perf_counter_ns,
             )
-            for _ in range(self.count)
-        ]
-
-
-def between(least: int, most: int) -> Draw:
-    """Return a draw of any number from `least` to `most`."""
-    return lambda rng: rng.randint(least, most)
-
-
-def tenant_requests(
-    name: str, weight: float, count: int
-) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """Return the past of a tenant, for predictors, and `count` requests that all come at once."""
-    requests = requests_of(PUBLIC / f"azure_2023_{name}.csv.gz")
-    mine = [replace(one, arrival_ns=0, tenant=name, weight=weight) for one in requests]
-    return mine[:KNOWN], list(islice(cycle(mine[KNOWN:]), count))
-
-
-def held_by(
-    tenant: str, deployment: SimulatedDeployment, workload: Workload, predictor_name: str
-) -> "NDArray[np.float64]":
-    """Run; return what a tenant and what all hold at each second, float64[2, seconds].
-
-    Only while every tenant has more requests left than the ranks and the pool hold.
-    """
-    settings = PolicySettings()
-    predictor = forecast_called(predictor_name)(workload, settings)
-    ranks, batch = deployment.ranks, deployment.batch_limit
-    inputs = PolicyInputs(ranks, batch, settings, random.Random(0), predictor)
-    service, policy = ServiceLog(workload.requests), make_policy("br-h", inputs)
-    Simulation(deployment, workload, policy, predictor, service=service).run()
-    sent = np.array(
-        [sum(one.tenant == group.tenant for one in workload.requests) for group in service.groups]
+            for tenant, name in enumerate(WEIGHTS)
+        )
     )
-    left = (sent - np.array([sample.requests for sample in service.samples])).min(axis=1)
-    until = int(np.argmax(left < ranks * batch + (deployment.pool_limit or 0)))
-    held = np.array([sample.kv_token_ns for sample in service.samples])[:until]
-    mine = [group.tenant for group in service.groups].index(tenant)
-    return np.stack([held[:, mine], held.sum(axis=1)])
-
-
-def shares_in(held: "NDArray[np.float64]", window_s: int, warm_up_s: int) -> "NDArray[np.float64]":
-    """Return the tenant's share in every window after the first seconds, float64[windows]."""
-    begins = np.arange(warm_up_s, held.shape[1] - window_s)
-    windows = held[:, begins + window_s] - held[:, begins]
-    return np.asarray(windows[0] / windows[1])
-
-
-def shares_of(
-    cost: str, weights: tuple[float, float], ranks: int, predictor_name: str
-) -> "NDArray[np.float64]":
-    """Run the Azure traces; return the share of `conv` in every window, float64[windows]."""
-    past, requests = list[TraceRequest](), list[TraceRequest]()
-    for name, weight in zip(REQUESTS, weights, strict=True):
-        before, now = tenant_requests(name, weight, ranks * REQUESTS[name])
-        past += before
-        requests += now
-    deployment = SimulatedDeployment(
-        ranks, BATCH, pool_limit=POOL_PER_RANK * ranks, fair_queue=cost
-    )
-    held = held_by("conv", deployment, Workload(requests, past), predictor_name)
-    return shares_in(held, WINDOW_S, WARM_UP_S)
-
-
-def steady_loads(outputs: tuple[int, int]) -> list[Load]:
-    """Return two tenants of weights 2 and 1 with the same mix."""
-    prompts, answers = between(*PROMPT_TOKENS), between(*outputs)
-    count = max(STEADY_REQUESTS, STEADY_STEPS * 2 // sum(outputs))
-    return [
-        Load(name, weight, prompts, answers, count)
-        for name, weight in (("gold", 2.0), ("silver", 1.0))
+    watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching
+    start_ns = min(one.start_ns for one in results)
+    samples = {name: one.samples for name, one in zip(WEIGHTS, results, strict=True)}
+    tokens = [
+        Held(
+            name, one.output_tokens, (one.first_ns - start_ns) / 1e9, (one.last_ns - start_ns) / 1e9
+        )
+        for name, sent in samples.items()
+        for one in sent
+        if one.finished
     ]
+    seen = [((time_ns - start_ns) / 1e9, state) for time_ns, state in states]
+    return Run((start_ns + unix_ns) / 1e9, samples, tokens, [], seen)
 
 
-def steady_of(cost: str, pool: int, seed: int, loads: Iterable[Load]) -> "NDArray[np.float64]":
-    """Run some loads; return what the first tenant and what all hold, see `held_by`."""
-    loads, rng = list(loads), random.Random(seed)
-    requests = [one for load in loads for one in load.requests(rng)]
-    deployment = replace(STEADY, pool_limit=pool, fair_queue=cost)
-    return held_by(loads[0].tenant, deployment, Workload(requests, []), "survival")
-
-
-def weights_of(text: str) -> tuple[float, float]:
-    """Read `A:B`."""
-    one, _, other = text.partition(":")
-    return float(one), float(other)
-
-
-def range_of(text: str) -> tuple[int, int]:
-    """Read `A-B`."""
-    least, _, most = text.partition("-")
-    return int(least), int(most)
-
-
-def print_taken(arguments: argparse.Namespace) -> None:
-    """Print the shares of tenants whose requests differ."""
-    names = ("weights", "`--fair-queue`", "share of `conv`", "due", "largest deviation")
-    print(table_head(*names, "relative"))
-    for weights in arguments.weights:
-        due = weights[0] / sum(weights)
-        for cost in arguments.cost:
-            shares = shares_of(cost, weights, arguments.ranks, arguments.predictor)
-            off = float(np.abs(shares - due).max())
-            cells = (f"{weights[0]:g}:{weights[1]:g}", f"`{cost}`", f"{100 * shares.mean():.1f} %")
-            relative = f"{100 * off / min(due, 1 - due):.1f} %"
-            found = (f"{100 * due:.1f} %", f"{100 * off:.1f} points", relative)
-            print(table_row(*cells, *found), flush=True)
-
-
-def print_steady(arguments: argparse.Namespace) -> None:
-    """Print how steady the shares of tenants with the same mix are."""
-    names = ("answers", "pool", "`--fair-queue`", "deviation in 1 s")
-    print(table_head(*names, *(f"windows of {window_s} s" for window_s in WINDOWS_S)))
-    for outputs in arguments.outputs:
-        for pool in arguments.pool:
-            for cost in arguments.cost:
-                loads = steady_loads(outputs)
-                held = [steady_of(cost, pool, seed, loads) for seed in range(arguments.seeds)]
-                print(steady_row(outputs, pool, cost, held), flush=True)
-
-
-def steady_row(
-    outputs: tuple[int, int], pool: int, cost: str, held: "Sequence[NDArray[np.float64]]"
-) -> str:
-    """Return a row of the table, from the runs of all seeds."""
-    shares = [[100 * shares_in(one, w, STEADY_WARM_UP_S) for one in held] for w in WINDOWS_S]
-    deviation = max(float(one.std()) for one in shares[0])
-    ranges = [
-        f"{min(one.min() for one in runs):.0f} to {max(one.max() for one in runs):.0f} %"
-        for runs in shares
-    ]
-    return table_row(
-        f"{outputs[0]} to {outputs[1]}", pool, f"`{cost}`", f"{deviation:.1f}", *ranges
+def run_live(setup: Setup) -> Run:
+    """Start engines and proxy, send, and end them."""
+    tenants = setup.out / "tenants.toml"
+    tenants.write_text(
+        "".join(
+            _table(name, {"weight": weight, "queue_limit": QUEUE_LIMIT})
+            for name, weight in WEIGHTS.items()
+        ),
+        encoding="utf-8",
     )
+    engines = f"--prefillers {PREFILLERS} --ranks {RANKS} --batch {BATCH} "
+    engines += f"--step-base-ms {setup.step_ms}"
+    flags = f"--batch {BATCH} --fair-queue kv-token-seconds --aimd post5 "
+    flags += f"--aimd-ttft-s {setup.target_s} --aimd-min {LIMITS[0]} --aimd-max {LIMITS[1]}"
+    words = [*flags.split(), "--tenants", str(tenants)]
+    with emulated(engines.split()) as urls, proxy_before(urls, words, setup.out) as proxy:
+        run = uvloop.run(send(setup, proxy))
+    # The log is whole once the proxy has ended.
+    return replace(run, kv=kv_held(proxy.log, run.start_unix_s))
 
 
-def fair_shares(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """How evenly backlogged tenants share the decode ranks: by cost of the queue, and in windows of 1 to 60 s.
+def read_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> Setup:
+    """Return what the command line asks for."""
+    parser.add_argument("--out", type=Path, default=Path("build/qos"), help="where to write")
+    parser.add_argument("--phase-s", type=float, default=35.0, help="length of a phase")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="time of a decode step")
+    parser.add_argument("--target-s", type=float, default=2.0, help="of the p99 TTFT")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths")
+    setup = Setup(**vars(parser.parse_args(words)))
+    if not min(setup.phase_s, setup.step_ms, setup.target_s) > 0:
+        parser.error("--phase-s, --step-ms and --target-s must be above 0")
+    return setup
 
-        python scripts/reproduce fair-shares taken [--ranks G] [--predictor NAME] [--weights A:B ..] [--cost NAME ..]
-        python scripts/reproduce fair-shares steady [--pool N ..] [--outputs A-B ..] [--seeds N] [--cost NAME ..]
 
-    All requests wait from the start, before BR-H in virtual time; the first seconds do not count, nor do
-    those when a tenant has few requests left.
+def qos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Two tenants of weights 2 and 1, live before emulated engines: shares, refusals and recovery.
 
-    `taken`: the tenants are the public Azure traces, `conv` (prompts of 1,000 tokens, answers of 200) and
-    `code` (prompts of 2,000, answers of 30). The table has the mean share of `conv` in the KV-token-seconds
-    that both hold on the ranks, and over all windows of 60 s the largest deviation of a share from that of
-    the weights: in points, and relative to the share of the tenant that it is largest for.
-
-    `steady`: `gold` of weight 2 and `silver` of weight 1 have the same mix, on the machine of `make qos`. The
-    table has the share of `gold`, over all windows of 1, 10 and 60 s of all seeds: the largest standard
-    deviation of a seed in windows of 1 s, the least share and the largest.
+    Starts emulated engines and the proxy (`--tenants`, `--fair-queue kv-token-seconds`, `--aimd`), and
+    sends each tenant's requests in open loop, drawn from a seed, through four phases. Prints what each
+    tenant got in each phase, and writes `qos.json` and `qos.png`. Exits 1 if the shares are not the
+    weights' in the first phase, if the tenant that stays in the second does not get everything, or if a
+    request is lost: neither answered as a whole, nor refused with 429 or 503 and a Retry-After.
     """
-    tables = parser.add_subparsers(dest="table", required=True)
-    taken = tables.add_parser("taken", help="tenants whose requests differ")
-    taken.add_argument("--ranks", type=positive, default=8, help="decode ranks")
-    taken.add_argument("--predictor", default="exact-match")
-    taken.add_argument("--weights", nargs="*", type=weights_of, default=WEIGHTS)
-    steady = tables.add_parser("steady", help="tenants with the same mix, in short windows")
-    steady.add_argument("--pool", nargs="*", type=positive, default=[8, 24])
-    steady.add_argument("--outputs", nargs="*", type=range_of, default=[(20, 60), (200, 600)])
-    steady.add_argument("--seeds", type=positive, default=5, help="0 to this less 1")
-    for table in (taken, steady):
-        table.add_argument("--cost", nargs="*", choices=FAIR_COSTS, default=FAIR_COSTS)
-    arguments = parser.parse_args(words)
-    {"taken": print_taken, "steady": print_steady}[arguments.table](arguments)
+    setup = read_flags(parser, words)
+    setup.out.mkdir(parents=True, exist_ok=True)
+    title = (
+        f"{RANKS} ranks x batch {BATCH}, steps of {setup.step_ms:g} ms: about "
+        f"{setup.capacity:.0f} requests per s; target of the p99 TTFT {setup.target_s:g} s"
+    )
+    print(f"{title}; {len(PHASES)} phases of {setup.phase_s:g} s\n", flush=True)
+    run = run_live(setup)
+    rows = [row_of(setup, run, phase, one) for phase in range(len(PHASES)) for one in WEIGHTS]
+    found = failures(rows)
+    print(table(rows))
+    print(
+        "\nShares, times and the first tokens within the target per second are measured without "
+        f"the first {SETTLING * setup.phase_s:g} s of a phase. Refused: 429 and 503 with "
+        "Retry-After.\n" + "\n".join(found or ["As it must be."])
+    )
+    told = asdict(setup) | {"out": str(setup.out)}
+    report = {"config": told, "rows": [asdict(row) for row in rows], "failures": found}
+    (setup.out / "qos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_pictures({"qos": lambda: draw(setup, run, title)}, setup.out)
+    return 1 if found else 0
 
+
+# How tenants share the ranks, and what one that is hostile does to another.
 
 ENGINES = EmulationSettings(
     prefillers=2, ranks=4, batch_limit=16, prefill_base_ns=5_000_000, mean_output_tokens=20.0
 )
 RATE = 20.0
-LIMITS = {
+HOSTILE_LIMITS = {
     "requests_per_minute": 600,
     "request_burst": 10,
     "tokens_per_minute": 30_000,
@@ -399,7 +563,7 @@ def _drawn(case: str, requests: int, attacks: int, seed: int) -> list[Visit]:
 
 
 def _tenants(case: str) -> str:
-    return _table("steady", {}) + _table("hostile", LIMITS if CASES[case].limited else {})
+    return _table("steady", {}) + _table("hostile", HOSTILE_LIMITS if CASES[case].limited else {})
 
 
 def _flags(case: str) -> dict[str, object]:
@@ -407,6 +571,7 @@ def _flags(case: str) -> dict[str, object]:
 
 
 def _table(name: str, members: dict[str, int]) -> str:
+    """Return a tenant of a tenants' file, whose key is its name."""
     lines = [f"{member} = {value}" for member, value in members.items()]
     digest = sha256(name.encode()).hexdigest()
     return "\n".join(["[[tenant]]", f'name = "{name}"', f'key_sha256 = "{digest}"', *lines, "", ""])

@@ -276,8 +276,8 @@ MIXES: dict[str, list[tuple[float, Draw, Draw, int]]] = {
 @pytest.mark.parametrize("mix", MIXES)
 def test_shares_are_steady_in_windows_of_a_second(mix: str, pool: int) -> None:
     """The first tenant's share of what all hold, in percent, against that of its weight."""
-    module = script("reproduce.tenants")
-    loads = [module.Load(name, *of) for name, of in zip("abc", MIXES[mix], strict=False)]
+    module = script("reproduce.admission")
+    loads = [module.TenantLoad(name, *of) for name, of in zip("abc", MIXES[mix], strict=False)]
     held = module.steady_of("kv-token-seconds", pool, 0, loads)
     due = 100 * loads[0].weight / sum(load.weight for load in loads)
     second, ten = (100 * module.shares_in(held, window_s, 20) for window_s in (1, 10))
@@ -289,9 +289,9 @@ def test_shares_are_steady_in_windows_of_a_second(mix: str, pool: int) -> None:
 
 @pytest.mark.parametrize("pool", [8, 24])
 def test_shares_of_answers_that_grow_beyond_their_prompts_do_not_swing(pool: int) -> None:
-    module = script("reproduce.tenants")
+    module = script("reproduce.admission")
     loads = [
-        module.Load(name, weight, between(10, 50), between(50, 250), 300)
+        module.TenantLoad(name, weight, between(10, 50), between(50, 250), 300)
         for name, weight in (("gold", 2.0), ("silver", 1.0))
     ]
     shares = 100 * module.shares_in(module.steady_of("kv-token-seconds", pool, 0, loads), 10, 20)
