@@ -116,7 +116,7 @@ def drawn_templates(name: str, seed: str) -> tuple[random.Random, list[TraceRequ
 def recurring(
     name: str = "mooncake_conversation.jsonl.gz", seed: str = "recurring", spread: float = 0.1
 ) -> list[TraceRequest]:
-    """Return requests made of templates; see the module."""
+    """Return requests made of templates; see `predictors`."""
     rng, templates = drawn_templates(name, seed)
     weights = list(accumulate(1 / (place + 1) for place in range(TEMPLATES)))
     places = rng.choices(range(TEMPLATES), cum_weights=weights, k=RECURRING)
@@ -193,12 +193,12 @@ def limited(limit_of: Callable[[list[int]], int]) -> list[TraceRequest]:
 
 
 def budgets() -> list[TraceRequest]:
-    """Return requests whose limits are budgets; see the module."""
+    """Return requests whose limits are budgets; see `predictors`."""
     return limited(lambda lengths: 2 ** floor(log2(median(lengths))))
 
 
 def drawn_limits() -> list[TraceRequest]:
-    """Return requests whose limits were drawn; see the module."""
+    """Return requests whose limits were drawn; see `predictors`."""
     rng = random.Random("limits")
     return limited(lambda _: rng.choice((512, 1024, 2048, 4096)))
 

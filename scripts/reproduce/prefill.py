@@ -301,7 +301,7 @@ def rows(
 def prefill_tail(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Print what the slowest requests of conversations wait for, under each choice of a prefiller.
 
-    The load, the prefillers and their caches are those of `turns` in `reproduce_results.py`, with the
+    The load, the prefillers and their caches are those of `turns` in `reproduce simulations`, with the
     prefillers alone: no transfer and no decode rank, some 15 ms of the time to first token. Beside three
     of the proxy's choices:
 
