@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from tests.script import ROOT, run_script, script
+from tests.script import ROOT, commands_of, run_script, script
 
 from balanceroute.proxy.cli import simulate
 from balanceroute.proxy.core.events import RequestId, Ticket
@@ -28,6 +28,17 @@ from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native
 
 EXPERIMENTS: dict[str, str] = script("reproduce.simulations").EXPERIMENTS
+
+
+@pytest.mark.parametrize("program", ["reproduce", "bench", "checks", "faults.py"])
+def test_every_command_says_what_it_does(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, module in commands_of(program).items():
+        with pytest.raises(SystemExit) as ended:
+            run_script(f"{program} {name} --help")
+        assert not ended.value.code
+        told = " ".join(capsys.readouterr().out.split())
+        assert told.startswith(f"usage: {module.partition('.')[0]} {name} ")
+        assert script("commands").summary(name, module) in told
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -312,6 +312,7 @@ def prefill_tail(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     - `one queue`: one cache of everything for all prefillers, of which a free one takes the next request;
     - `alone`: likewise, and a prefiller for each request.
     """
+    parser.parse_args(words)
     requests = conversations(CONVERSATIONS)
     print(table_head(*right(_HEADINGS[:2]), _HEADINGS[2], *right(_HEADINGS[3:])))
     for prefillers, load in TURN_CASES:
