@@ -92,7 +92,7 @@ bench: $(INSTALLED) ## one dispatch decision, large bodies, and the proxy beside
 	@$(BIN)/python scripts/bench proxy
 
 docs: $(DOCS)/.installed ## the pages as a site in build/docs; a link that leads nowhere is an error
-	@$(DOCS)/bin/sphinx-build -q -W --keep-going -c docs . build/docs
+	@$(DOCS)/bin/sphinx-build -q -E -W --keep-going -c docs . build/docs
 	@cp build/docs/README.html build/docs/index.html
 	@echo "build/docs/index.html"
 

@@ -13,6 +13,7 @@ PARTS = {
     "Start": ("choosing", "deployment", "limits"),
     "Use": ("serving", "failures", "models", "http3"),
     "Operate": (
+        "fleet",
         "administration",
         "operations",
         "tenants",
@@ -29,9 +30,11 @@ PARTS = {
         "appendix/balance",
         "appendix/prefill",
         "appendix/predictors",
+        "appendix/overload",
         "appendix/live",
         "appendix/models",
         "appendix/engines",
+        "appendix/costs",
     ),
 }
 AROUND = ("CONTRIBUTING", "CHANGELOG", "traces/public/README")

@@ -29,8 +29,8 @@ def test_each_connector_says_what_its_engines_do(
     assert facts.decode_first is decode_first
 
 
-def test_the_page_on_serving_has_a_row_for_each() -> None:
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+def test_the_page_on_fleets_has_a_row_for_each() -> None:
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| [^|]*\| (?:(\d+) s|\S) \|", page, re.MULTILINE))
     leases = {name: facts.lease_s for name, facts in CONNECTORS.items()}
     assert rows == {name: f"{s:g}" if s else "" for name, s in leases.items()}
