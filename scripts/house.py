@@ -137,7 +137,7 @@ BUDGET = {
     "proxy/core": (13_800, 52),
     "proxy/wire": (7_200, 27),
     "proxy/settings": (800, 4),
-    "proxy/live": (34_700, 113),
+    "proxy/live": (34_700, 114),
     "proxy/lab": (16_700, 55),
     "proxy/cli": (4_550, 20),
     "proxy/testing": (12_300, 40),

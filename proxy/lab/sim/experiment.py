@@ -221,7 +221,7 @@ def _run(simulation: Simulation, policy: str) -> Recorder:
 
 def _place_of(error: Exception) -> str:
     """Return where code from outside this package raised or called; empty if none did."""
-    own = str(Path(__file__).parents[2])
+    own = str(Path(__file__).parents[3])
     frames = extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not frame.filename.startswith(own)]
     return f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""

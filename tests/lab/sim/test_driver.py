@@ -567,7 +567,7 @@ HASH_THE_LOGS = """
 import hashlib, random
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.lab.sim.driver import Deployment, Simulation
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
@@ -582,7 +582,7 @@ for backlog in (None, 7):
         parts = PolicyInputs(3, 4, PolicySettings(), random.Random("seed"), predictor)
         log = hashlib.sha256()
         Simulation(
-            Deployment(3, 4, 1_000, 10.0, rank_kv_tokens=150, prefill=PrefillModel(2, 500, 20.0)),
+            SimulatedDeployment(3, 4, 1_000, 10.0, rank_kv_tokens=150, prefill=PrefillModel(2, 500, 20.0)),
             workload,
             make_policy(name, parts),
             predictor,
