@@ -1,4 +1,4 @@
-"""Requests of the proxy's own log as predictors see them: what `balanceroute train` learns from.
+"""Requests of the past as predictors see them: those of traces, and of the proxy's own log.
 
 The log is described in `balanceroute.proxy.live.telemetry.request_log`. What is read here is what the predictor
 was told while the proxy served: the prompt's length as the engine counted it, or as it was estimated

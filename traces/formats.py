@@ -1,4 +1,6 @@
-"""The native format: one JSON object a line, and the only one that is also written.
+"""The known formats of trace files.
+
+The native format is one JSON object a line, and the only one that is also written:
 
 `{"arrival_s": 1.500000000, "prompt_tokens": 6955, "output_tokens": 52, "hash_ids": [46, 47]}`, with
 the time in seconds and `hash_ids` optional, as are `max_tokens`, the limit that the client set,

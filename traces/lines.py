@@ -1,4 +1,4 @@
-"""Fields of a trace line, read strictly.
+"""Requests of a trace, and the lines and fields of its file, read strictly.
 
 Every format reads its fields through these functions, so all of them accept the same numbers and
 give the same reasons. They raise `MalformedLineError`; the reader adds file and line.

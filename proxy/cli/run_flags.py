@@ -1,4 +1,4 @@
-"""The flags of a simulated deployment."""
+"""The flags of simulated and emulated deployments."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""The proxy's side of the KV connectors: a file for each `KvFlow`."""
+"""The proxy's side of the KV connectors: a class for each `KvFlow`."""
 
 import json
 from abc import ABC, abstractmethod

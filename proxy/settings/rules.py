@@ -1,4 +1,4 @@
-"""The settings of the policies."""
+"""The settings of the core's rules: policies, the AIMD limit, the scores of TBLB."""
 
 from dataclasses import dataclass, replace
 from math import inf

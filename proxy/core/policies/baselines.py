@@ -1,4 +1,7 @@
-"""`jsq`: join the shortest queue, the default of the serving stacks."""
+"""Policies that count, draw or take turns, and the rules of other routers.
+
+The first is `jsq`: join the shortest queue, the default of the serving stacks.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

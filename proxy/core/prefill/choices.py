@@ -1,4 +1,7 @@
-"""`fewest-tokens`: the prefiller that holds the fewest KV tokens."""
+"""The choices of a prefiller; the table of the package says what each does.
+
+The first is `fewest-tokens`: the prefiller that holds the fewest KV tokens.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence

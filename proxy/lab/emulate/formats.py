@@ -1,4 +1,4 @@
-"""Answers of /v1/chat/completions."""
+"""Answers of chat, completions and generate as vLLM writes them."""
 
 from collections.abc import Sequence
 

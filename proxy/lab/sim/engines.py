@@ -1,4 +1,4 @@
-"""Virtual time: a heap of callbacks, ordered by time and then by when they were scheduled."""
+"""The engines of a simulated deployment, in virtual time: a prefill fleet, and decode ranks at their barrier."""
 
 import heapq
 import random

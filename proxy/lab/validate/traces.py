@@ -1,4 +1,4 @@
-"""An engine's steps as its load over time.
+"""Step traces and load logs as loads over time, and which trace is which rank's.
 
 A step's own time begins when it started, or when the previous step ended if that is later: with
 asynchronous scheduling steps overlap. The load of a step is that of its batch: the KV tokens that it

@@ -1,4 +1,4 @@
-"""How the admin listener answers."""
+"""Pages of the admin listener: how it answers, the live view, orders for groups and pauses."""
 
 import asyncio
 import base64

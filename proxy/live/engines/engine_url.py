@@ -1,4 +1,6 @@
-"""Addresses of engines: `http://host:port`, or `http://host:port@rank` for one of several ranks.
+"""Addresses of engines, small exchanges with them, and how these fail.
+
+An address is `http://host:port`, or `http://host:port@rank` for one of several ranks.
 
 An address carries no credentials and no path. Error messages here read on from the name of the
 setting, and never show what stands before an `@`, which may be a password.

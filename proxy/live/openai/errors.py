@@ -1,4 +1,4 @@
-"""Errors that engines report, in every form that their frontends have.
+"""Errors of engines, in every form that their frontends have, and the proxy's own in the form of the API.
 
 | who | form |
 | --- | --- |

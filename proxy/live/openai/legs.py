@@ -1,4 +1,6 @@
-"""The bodies of the two legs: the client's own, with the documented overrides and nothing else.
+"""The two legs: their bodies, the prefill's answer, and the limit of the context.
+
+A body is the client's own, with the documented overrides and nothing else.
 
 Prefill leg: one token, one sequence, no stream, nothing stored. Both legs: the connector's
 `kv_transfer_params`, and never a client's (`read_shape` refuses them within `vllm_xargs`). Both must

@@ -1,4 +1,4 @@
-"""What others have on the decode ranks: what the engines count there beyond this proxy's own requests.
+"""What scrapes tell the scheduler: others' requests on the decode ranks, and the loads of prefillers.
 
 A page of metrics is a little older than this proxy's books, and an engine may run a request for a
 moment after its client has left. So of its own requests those count that it had at this reading or at

@@ -1,4 +1,4 @@
-"""Metrics of the proxy's own decisions: their cost, their failures, and how late the loop is."""
+"""Metrics of the proxy's parts: decisions and their failures, engines, handshakes, predictors, traces."""
 
 import logging
 from collections import Counter
