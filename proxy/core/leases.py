@@ -14,7 +14,7 @@ the usable lease, or as often as in the first window, which counts too few: a po
 would keep the first minute's clients waiting. That may be more than prefillers hold: until then each takes
 no more KV tokens than fit there, where engines tell how many do.
 
-**Late entries.** An entry is late after three quarters of its lease (`time_limits`). Then it is
+**Late entries.** An entry is late after three quarters of its lease. Then it is
 forced into the rank where it costs least, or its lease is left to end and it is prefilled again,
 whichever costs less rank time:
 

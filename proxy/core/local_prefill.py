@@ -16,7 +16,7 @@ than it does anyway: less, if another rank computes too, and more, if the same r
 
 A prefiller has it done in R = w + s: w for the work that is before it, s for its own. Of that only
 counts what is longer than the wait for a free slot, which both ways share. Those that come to the
-prefiller until its queue is empty wait s longer, as in `prefix_aware`; then the KV cache is
+prefiller until its queue is empty wait s longer, as in `PrefixAware`; then the KV cache is
 transferred, which takes T:
 
     R x (1 + s / m x u / (1 - u)) + T, for a utilisation of u and a mean prefill of m.
@@ -147,7 +147,7 @@ class RankPrompts:
         return ended
 
 
-# u / (1 - u) for a utilisation of 0.8, as in `prefix_aware`.
+# u / (1 - u) for a utilisation of 0.8, as in `PrefixAware`.
 _QUEUE_FACTOR = 4.0
 # Steps that their mean time covers.
 _WINDOW_STEPS = 64

@@ -6,13 +6,13 @@ free slot of rank g takes the entry e of the `_WINDOW` oldest that minimises
 
     sum over h of v(h) (P_g(h) + trajectory_e(h) - T(h))**2 / sum of v(h) mean(h)**2 - credit_e,
 
-P_g the summed trajectories of its requests (`trajectories.py`), T the mean of all ranks with every
+P_g the summed trajectories of its requests (`curves.py`), T the mean of all ranks with every
 free slot taken by a mean candidate, more on a faster rank. The credit of an entry is its overtakings, in lengths of the pool:
 how much later it is than it would be first come, first served.
 
 Two measurements decide by themselves whether this is used. The two-stage rule decides until the mean
 output is `_LEAST_RATIO` times the mean prompt. And a candidate's trajectory counts by as much as what
-the predictor told of it came true so far (`skill.py`), so that a predictor that cannot tell requests
+the predictor told of it came true so far, so that a predictor that cannot tell requests
 apart leaves the credit to decide: first come, first served. What follows from a request's prompt alone
 does not count there. Every predictor knows it, and to choose by it does harm: a rank that lacks load
 would take the largest prompts, whatever their outputs are, and where these are short lack it again.

@@ -19,13 +19,13 @@
     POST /admin/policy            {"policy", "group"?}
     POST /admin/log-level         {"level"}
     POST /admin/reload            {}: read keys, certificates and tenants again
-    /pause, /resume, /is_paused, /abort_requests    around an update of the weights: `pause_pages.py`;
+    /pause, /resume, /is_paused, /abort_requests    around an update of the weights: `pages.py`;
     /sleep, /wake_up, /is_sleeping                  likewise
-    /workers, /workers/ID         engines, as training frameworks list, add and remove them: `workers.py`
+    /workers, /workers/ID         engines, as training frameworks list, add and remove them: `Workers`
 
 A proxy with several groups of engines is told by "group" which one an order is about. Paths are exact. Bodies are JSON, whatever their Content-Type says. Without a token no web page can
-give orders to a listener on loopback: see `host_check`. Every order is logged with the address it
-came from. Errors have the shape of `api_error`.
+give orders to a listener on loopback: see `check_host`. Every order is logged with the address it
+came from. Errors have the shape of `openai.errors`.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ body stands in one of the lists below.
 Not continued is what begins anew with each request in vLLM: grammars, penalties that count the output,
 parsers of tool calls and reasoning. Echoes and a client's own wish for ids would have to be put together.
 Stop strings begin anew, too, and are continued where what an engine says again is the same
-(`backed_up_ids.py`). An answer that is token ids goes on at its own endpoint (`token_continuation.py`).
+(`token_ids.py`). An answer that is token ids goes on at its own endpoint.
 """
 
 import re
