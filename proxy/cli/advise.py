@@ -10,16 +10,18 @@ from pathlib import Path
 from rich.console import Console
 
 from balanceroute.proxy.cli.outputs import (
-    Watched,
     as_json_text,
     check_output,
     for_people,
-    look_at,
     write_output,
 )
 from balanceroute.proxy.cli.run_flags import Machines, deployment_of
 from balanceroute.proxy.cli.simulate import DEPLOYMENT
 from balanceroute.proxy.cli.trace_flags import TRACE_HELP, add_format_flags, read_flagged_trace
+from balanceroute.proxy.cli.watched_fleet import (
+    Watched,
+    look_at,
+)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.lab.advise.fleets import Fleets, FleetTrial, Slo, plan

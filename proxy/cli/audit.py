@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.outputs import (
-    Watched,
     as_json_text,
     check_output,
     for_people,
-    look_at,
     make_plots_folder,
     write_output,
+)
+from balanceroute.proxy.cli.watched_fleet import (
+    Watched,
+    look_at,
 )
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.audit.observation import AuditedEngines, Look, observe

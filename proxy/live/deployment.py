@@ -209,10 +209,10 @@ def subscribed(environment: "Environment") -> Subscribe:
     if environment.subscribe is not None:
         return environment.subscribe
     try:
-        from balanceroute.proxy.live.engines import kv_feed  # noqa: PLC0415  # An extra.
+        from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError as error:
         raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from error
-    return kv_feed.subscribe
+    return kv_subscriber.subscribe
 
 
 def _is_there(engine: Prefiller | Rank) -> bool:

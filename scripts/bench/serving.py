@@ -24,7 +24,9 @@ from rich.table import Table
 
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
-from balanceroute.proxy.live.listeners import Http3Listener
+from balanceroute.proxy.live.http3_listener import (
+    Http3Listener,
+)
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive, several

@@ -18,7 +18,13 @@ import numpy as np
 
 from balanceroute.proxy.core.events import PrefillerId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, token_hashes
-from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed, subscribe
+from balanceroute.proxy.live.engines.kv_feed import (
+    KvEventSource,
+    KvFeed,
+)
+from balanceroute.proxy.live.engines.kv_subscriber import (
+    subscribe,
+)
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_name
 from balanceroute.proxy.live.openai.shape import Api

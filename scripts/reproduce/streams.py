@@ -19,7 +19,10 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from balanceroute.proxy.live.listeners import Http3Listener, standing_of
+from balanceroute.proxy.live.http3_listener import (
+    Http3Listener,
+    standing_of,
+)
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate

@@ -16,12 +16,17 @@ from balanceroute.proxy.core.events import PrefillerId
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
 from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
 from balanceroute.proxy.lab.emulate.prefix_caches import _blocks
-from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
+from balanceroute.proxy.live.engines.kv_feed import (
+    KvEventSource,
+    KvFeed,
+)
 
 pytest.importorskip("zmq", reason="an extra")
 
 from balanceroute.proxy.lab.emulate.kv_publisher import KvPublisher
-from balanceroute.proxy.live.engines.kv_feed import subscribe
+from balanceroute.proxy.live.engines.kv_subscriber import (
+    subscribe,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.live.listeners import Http3Listener
+from balanceroute.proxy.live.http3_listener import (
+    Http3Listener,
+)
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.chaos.clients import (
     Client,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tests.certificate import CERT, KEY
 from tests.http3_client import HOST, Http3Client, http3_client
 
-from balanceroute.proxy.live.listeners import Http3Listener
+from balanceroute.proxy.live.http3_listener import (
+    Http3Listener,
+)
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import ServerLimits

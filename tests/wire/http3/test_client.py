@@ -12,7 +12,10 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from tests.certificate import CERT, KEY
 
-from balanceroute.proxy.live.listeners import Http3Listener, standing_of
+from balanceroute.proxy.live.http3_listener import (
+    Http3Listener,
+    standing_of,
+)
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, ThinLinkSettings
 from balanceroute.proxy.testing.virtual.runner import run
