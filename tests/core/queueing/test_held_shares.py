@@ -211,7 +211,7 @@ def test_what_leaves_its_rank_in_any_way_is_held_no_more() -> None:
 @pytest.mark.parametrize("pool", [8, 24])
 def test_shares_are_steady_however_long_requests_stay(pool: int) -> None:
     """Of weights 2 and 1, with stays of 20 s: it takes that long until a choice is made good."""
-    module = script("fair_shares")
+    module = script("reproduce.admission")
     held = module.steady_of("kv-token-seconds", pool, 0, module.steady_loads((200, 600)))
     second, ten = (100 * module.shares_in(held, window_s, 20) for window_s in (1, 10))
     assert second.std() <= 5.0
