@@ -97,15 +97,25 @@ _ID_DIGITS = 16
 _STEP_S = 0.25
 
 
-class WorkerRoster(Protocol):
-    """Who adds and removes engines; see `Roster`."""
+class Orders(Protocol):
+    """Who adds and removes engines; raises as `Control` does."""
 
-    async def add(self, role: Role, url: str, *, ranks: int | None, bootstrap: str | None) -> None:
-        """Add an instance, or take a draining one back."""
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        group: str | None = None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
+    ) -> None:
+        """Add an instance, to one of several groups."""
         ...
 
-    def drain(self, role: Role, url: str) -> None:
-        """Send nothing new to an instance."""
+    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
+        """Send nothing new to an instance, and have it left after `deadline_s`; None for never."""
         ...
 
     def move_away(self, role: Role, url: str) -> None:
@@ -113,7 +123,7 @@ class WorkerRoster(Protocol):
         ...
 
     def remove(self, role: Role, url: str, *, force: bool) -> None:
-        """Forget an instance."""
+        """Forget an instance; `force` ends what is in flight there."""
         ...
 
 
@@ -144,7 +154,7 @@ class Workers:
         rows: Of all instances.
     """
 
-    def __init__(self, engines: WorkerRoster, rows: InstanceRows) -> None:
+    def __init__(self, engines: Orders, rows: InstanceRows) -> None:
         self._engines = engines
         self._rows = rows
 
@@ -300,36 +310,6 @@ class Control(Protocol):
 
     def reload(self) -> dict[str, object]:
         """Read keys, certificates and tenants again; return how many there are."""
-        ...
-
-
-class Orders(Protocol):
-    """Who adds and removes engines; raises as `Control` does."""
-
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        group: str | None = None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
-        """Add an instance, to one of several groups."""
-        ...
-
-    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
-        """Send nothing new to an instance, and have it left after `deadline_s`; None for never."""
-        ...
-
-    def move_away(self, role: Role, url: str) -> None:
-        """Have requests on an instance that is drained go on elsewhere, as far as they can."""
-        ...
-
-    def remove(self, role: Role, url: str, *, force: bool) -> None:
-        """Forget an instance; `force` ends what is in flight there."""
         ...
 
 
