@@ -50,18 +50,17 @@ COUNTED, HIDE, NO_USAGE, _CHUNKED, IDS, IDS_OF_COMPLETION, TEXT, IDS_WAIT = (
     1 << n for n in range(8)
 )
 # Why a stream came back, by the library's numbers for it.
+_CLIENT, _FAULT = 5, 9
 _REASONS = {
     1: "event",  # The next one is not ordinary: most often the last.
     2: "framing",
     3: "end",
     4: "engine",
-    5: "client",
+    _CLIENT: "client",
     6: "limit",
     7: "asked",  # By whoever had to write to the client, or to end the stream.
-    9: "fault",
+    _FAULT: "fault",
 }
-
-_CLIENT, _FAULT = 5, 9
 _PAUSED = _NEW = 1
 # Words of a slot: of 4 bytes, and of 8.
 _SLOT_BYTES = 64
