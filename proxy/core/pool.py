@@ -84,7 +84,6 @@ class Timers:
 
 # Weight of an arrival in the running mean of prompt lengths, which so covers about 128 arrivals.
 _MEAN_WEIGHT = 1 / 128
-_NOBODY: frozenset[str] = frozenset()
 
 
 class Kept(NamedTuple):
@@ -237,7 +236,7 @@ class Pool:
     def held_back(self, count: int) -> Set[str]:
         """Return the tenants among the first `count` entries whose entries are to wait for others."""
         if self._held_shares is None:
-            return _NOBODY
+            return frozenset()
         return self._held_shares.held_back(entry.ticket for entry in self.first(count))
 
     def at(self, place: int) -> PoolEntry:

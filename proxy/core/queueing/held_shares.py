@@ -27,8 +27,6 @@ from msgspec import Struct
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 
-_NOBODY: frozenset[str] = frozenset()
-
 
 class _Held(Struct):
     """What a tenant or all hold: `tokens` at step 0, and since then one a step for each sequence."""
@@ -83,7 +81,7 @@ class HeldShares:
         """Return the tenants that are to wait, of those of some requests; never all of them."""
         weights = {ticket.tenant: ticket.weight for ticket in tickets}
         if len(weights) < 2 or not self._bound:
-            return _NOBODY
+            return frozenset()
         held = {tenant: self.tokens(tenant) for tenant in weights}
         everything = self._all
         spare = (everything.tokens + self.steps * everything.sequences) / everything.requests

@@ -194,7 +194,6 @@ def engine_body(data: bytes, body: "RequestBody") -> bytes:
 
 # No context is this long; a larger count is wrong, and would spoil the ledger of the loads.
 _MAX_TOKENS = 1 << 30
-# Up to Python 3.11 each look at a member of an enumeration is a call.
 
 
 class _Members(Struct):
@@ -379,8 +378,6 @@ def _parse_leniently(body: bytes) -> dict[str, Any]:
 # decode rank, with the KV cache already on a prefiller. Of a prompt of token ids that is known
 # before, of a text once a prefiller has counted it. Only what is certain is refused, in the words
 # of vLLM 0.32 (`TokenizeParams`); everything else is for the engines to judge.
-
-# Up to Python 3.11 each look at a member of an enumeration is a call.
 
 
 def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int) -> None:
