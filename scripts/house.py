@@ -10,6 +10,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -180,7 +181,8 @@ def nodes(tree: ast.AST, *, at_run_time_only: bool = False) -> Iterator[ast.AST]
             yield from nodes(child, at_run_time_only=at_run_time_only)
 
 
-def imports(source: str, *, at_run_time_only: bool = False) -> set[str]:
+@cache
+def imports(source: str, *, at_run_time_only: bool = False) -> frozenset[str]:
     """Return the dotted names that a file imports."""
     found: set[str] = set()
     for node in nodes(ast.parse(source), at_run_time_only=at_run_time_only):
@@ -189,7 +191,7 @@ def imports(source: str, *, at_run_time_only: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def own_imports(source: str) -> set[str]:
