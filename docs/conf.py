@@ -25,6 +25,7 @@ PARTS = {
     "Appendix": (
         "appendix/settings",
         "appendix/routes",
+        "appendix/packages",
         "appendix/metrics",
         "appendix/failures",
         "appendix/balance",

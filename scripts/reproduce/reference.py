@@ -1,6 +1,7 @@
-"""Pages of the appendix that the code itself declares: settings, routes, metrics, and what follows a failed leg."""
+"""Pages of the appendix that the code declares: settings, routes, metrics, failed legs, packages."""
 
 import argparse
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
@@ -30,6 +31,7 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 )
 from balanceroute.proxy.settings.setting import Setting, settings_of
 from experiment import ROOT, table_head, table_row
+from house import MAY_IMPORT
 
 PAGES = ROOT / "docs" / "appendix"
 
@@ -72,6 +74,18 @@ is, one slash behind a path makes no difference, and everything else is 404. [se
 
 | route | served by |
 | --- | --- |
+"""
+
+PACKAGES = """\
+# Packages
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from the rules in `scripts/house.py` and the first lines of the packages. A module belongs to the row with
+the longest matching name. A name in the second column includes its sub-packages; it lacks `proxy.` and `proxy.live.`.
+
 """
 
 METRICS = """\
@@ -237,6 +251,18 @@ def failures_page() -> str:
     )
 
 
+def packages_page() -> str:
+    """Return the page of what each package is for, and what it may import beside itself."""
+    lines = [table_head("package", "is for", "may import")]
+    for name, others in sorted(MAY_IMPORT.items()):
+        path = ROOT / name.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        purpose = (ast.get_docstring(ast.parse(source.read_text())) or "").splitlines()[0]
+        allowed = sorted(re.sub(r"^proxy\.(live\.)?", "", one) for one in others - {"__version__"})
+        lines.append(table_row(f"`{name}`", purpose.rstrip("."), " ".join(allowed)))
+    return PACKAGES + "\n".join(lines) + "\n"
+
+
 def _row(setting: Setting) -> str:
     value = setting.metavar or "\\|".join(setting.choices)
     value = f" {value} .." if setting.many else f" {value}" if value else ""
@@ -247,7 +273,7 @@ def _row(setting: Setting) -> str:
 
 
 def reference(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Write what the code declares to docs/appendix: settings of `serve`, routes, metrics, failures.
+    """Write what the code declares to docs/appendix: settings of `serve`, routes, metrics, failures, packages.
 
     For the metrics everything that can be counted is counted once, on a proxy with every feature on, and
     the page read.
@@ -257,3 +283,4 @@ def reference(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     (PAGES / "routes.md").write_text(routes_page(), encoding="utf-8")
     (PAGES / "failures.md").write_text(failures_page(), encoding="utf-8")
     (PAGES / "settings.md").write_text(settings_page(), encoding="utf-8")
+    (PAGES / "packages.md").write_text(packages_page(), encoding="utf-8")
