@@ -27,6 +27,8 @@ PARTS = {
         "appendix/routes",
         "appendix/packages",
         "appendix/metrics",
+        "appendix/alerts",
+        "appendix/topologies",
         "appendix/failures",
         "appendix/balance",
         "appendix/prefill",

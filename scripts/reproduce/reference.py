@@ -1,11 +1,15 @@
-"""Pages of the appendix that the code declares: settings, routes, metrics, failed legs, packages."""
+"""Pages of the appendix that code and files declare: settings, metrics, alerts, topologies and more."""
 
 import argparse
 import ast
+import json
 import re
-from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby, takewhile
+from typing import Any
 
+import yaml
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +37,7 @@ from balanceroute.proxy.settings.setting import Setting, settings_of
 from experiment import ROOT, table_head, table_row
 from house import MAY_IMPORT
 
-PAGES = ROOT / "docs" / "appendix"
+CHART = ROOT / "topologies" / "deploy" / "helm"
 
 SETTINGS = """\
 # Settings
@@ -74,6 +78,28 @@ is, one slash behind a path makes no difference, and everything else is 404. [se
 
 | route | served by |
 | --- | --- |
+"""
+
+TOPOLOGIES = """\
+# Topologies
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from the first lines of the files in `topologies/`. G is the number of decode ranks.
+
+"""
+
+ALERTS = """\
+# Alerts
+
+<!-- not run: writes pages of this folder -->
+
+    python scripts/reproduce reference
+
+makes this page from `topologies/deploy/helm/rules.yaml`, which has the expressions.
+
 """
 
 PACKAGES = """\
@@ -263,6 +289,76 @@ def packages_page() -> str:
     return PACKAGES + "\n".join(lines) + "\n"
 
 
+def alerts_page() -> str:
+    """Return the page of what each alert means, and where the docs say what to do."""
+    rules = yaml.safe_load((CHART / "rules.yaml").read_text(encoding="utf-8"))
+    lines = [table_head("alert", "severity", "means", "what to do")]
+    for rule in rules:
+        notes = rule["annotations"]
+        page = notes["runbook"].removeprefix("docs/")
+        action = f"{notes['description']} [{page}](../{page})"
+        lines.append(
+            table_row(f"`{rule['alert']}`", rule["labels"]["severity"], notes["summary"], action)
+        )
+    return ALERTS + "\n".join(lines) + "\n"
+
+
+def topologies_page() -> str:
+    """Return the page of the shipped layouts, each with the first paragraph of its file."""
+    lines = [table_head("topology", "connector", "layout")]
+    for path in sorted((ROOT / "topologies").glob("*.toml")):
+        text = path.read_text(encoding="utf-8")
+        head = takewhile(lambda line: line.startswith("# "), text.splitlines())
+        layout = " ".join(line.removeprefix("# ") for line in head)
+        lines.append(table_row(f"`{path.stem}`", tomllib.loads(text)["connector"], layout))
+    return TOPOLOGIES + "\n".join(lines) + "\n"
+
+
+# Mappings of the chart's values whose keys are Kubernetes' or the user's.
+OPEN_VALUES = {
+    *("affinity", "annotations", "env", "labels", "nodeSelector", "podAnnotations"),
+    *("prometheus", "requests", "limits"),
+}
+
+
+def values_schema() -> str:
+    """Return the JSON schema of the chart's values: what values.yaml has, of the kinds that it has.
+
+    A role has what both roles have, too, and `proxy.settings` the settings that are no top-level keys.
+    """
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    # Beyond one node, where the chart makes the arguments.
+    ranks = {"dataParallel": 1}
+    for role in ("prefill", "decode"):
+        own = values["engines"] | values[role] | ranks
+        values[role] = {name: value for name, value in own.items() if name != "enabled"}
+    schema = _schema_of(values)
+    known = [
+        one for sections in HEADINGS.values() for part in sections for one in settings_of(part)
+    ]
+    schema["properties"]["proxy"]["properties"]["settings"] = {
+        "type": "object",
+        "propertyNames": {"enum": sorted(one.name for one in known if not one.at_top)},
+    }
+    top = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    # Helm hands a chart what a chart above it calls global.
+    schema["properties"]["global"] = {"type": "object"}
+    return json.dumps(top | schema, indent=1) + "\n"
+
+
+def _schema_of(value: object, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        if name in OPEN_VALUES:
+            return {"type": "object"}
+        inner = {key: _schema_of(one, key) for key, one in value.items()}
+        return {"type": "object", "additionalProperties": False, "properties": inner}
+    if isinstance(value, bool):
+        return {"type": "boolean"}
+    if isinstance(value, int):
+        return {"type": "integer", "minimum": 0}
+    return {"type": "array"} if isinstance(value, list) else {"type": ["string", "null"]}
+
+
 def _row(setting: Setting) -> str:
     value = setting.metavar or "\\|".join(setting.choices)
     value = f" {value} .." if setting.many else f" {value}" if value else ""
@@ -272,15 +368,24 @@ def _row(setting: Setting) -> str:
     return table_row(f"`{setting.flag}{value}`{top}", meaning, default)
 
 
+MADE: dict[str, Callable[[], str]] = {
+    "docs/appendix/alerts.md": alerts_page,
+    "docs/appendix/failures.md": failures_page,
+    "docs/appendix/metrics.md": metrics_page,
+    "docs/appendix/packages.md": packages_page,
+    "docs/appendix/routes.md": routes_page,
+    "docs/appendix/settings.md": settings_page,
+    "docs/appendix/topologies.md": topologies_page,
+    "topologies/deploy/helm/values.schema.json": values_schema,
+}
+
+
 def reference(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Write what the code declares to docs/appendix: settings of `serve`, routes, metrics, failures, packages.
+    """Write what code and files declare: pages of the appendix, and the schema of the chart's values.
 
     For the metrics everything that can be counted is counted once, on a proxy with every feature on, and
     the page read.
     """
     parser.parse_args(words)
-    (PAGES / "metrics.md").write_text(metrics_page(), encoding="utf-8")
-    (PAGES / "routes.md").write_text(routes_page(), encoding="utf-8")
-    (PAGES / "failures.md").write_text(failures_page(), encoding="utf-8")
-    (PAGES / "settings.md").write_text(settings_page(), encoding="utf-8")
-    (PAGES / "packages.md").write_text(packages_page(), encoding="utf-8")
+    for name, make in MADE.items():
+        (ROOT / name).write_text(make(), encoding="utf-8")

@@ -7,6 +7,7 @@ import importlib
 import json
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_the_chart_has_no_lint() -> None:
         [*SEVERAL_NODES],
         sets("monitoring.enabled=true", *SECRETS),
         sets(
-            "proxy.state.enabled=false", "networkPolicy.enabled=false", "engines.rdma.enabled=false"
+            "proxy.state.enabled=true", "networkPolicy.enabled=false", "engines.rdma.enabled=false"
         ),
     ],
 )
@@ -231,6 +232,129 @@ def test_two_releases_share_no_name() -> None:
         for name in ("m1", "m2")
     ]
     assert not names[0] & names[1]
+
+
+@needs_helm
+def test_the_proxy_alone_serves_engines_that_are_there(tmp_path: Path) -> None:
+    static = sets(
+        "engines.enabled=false",
+        "proxy.prefill[0].url=http://10.0.0.1:8000",
+        "proxy.decode[0].url=http://10.0.0.9:8000,proxy.decode[0].ranks=8",
+        "proxy.settings.batch=32",
+        "monitoring.enabled=true",
+    )
+    objects = render(*static)
+    kinds = {one["kind"] for one in objects}
+    assert not kinds & {"StatefulSet", "Role", "RoleBinding", "PodDisruptionBudget"}
+    pod = find(objects, "Deployment", "m1")["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    config = settings(objects, tmp_path)
+    assert [str(one.url) for one in config.prefill] == ["http://10.0.0.1:8000"]
+    assert (len(config.decode), config.scheduling.batch) == (8, 32)
+    found = "kubernetes:app=engines@other"
+    objects = render(
+        *sets("engines.enabled=false", f"proxy.settings.discover={{{found}}}"), name="m1"
+    )
+    (source,) = settings(objects, tmp_path).discovery.discover
+    assert source.place.startswith("app=engines")
+    assert find(objects, "Role", "m1")
+    refused = refuse("engines.enabled=false")
+    assert "proxy.settings.discover" in refused
+
+
+def refuse(*values: str) -> str:
+    """Return why the chart takes no such values."""
+    assert HELM is not None
+    words = [HELM, "template", "m1", str(CHART), "--kube-version", "1.31.0", *sets(*values)]
+    done = subprocess.run(words, capture_output=True, check=False, text=True)
+    assert done.returncode != 0
+    return done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("proxy.polcy=z", "polcy"),
+        ("prxy.foo=1", "prxy"),
+        ("decode.replica=3", "replica"),
+        ("decode.replicas=three", "replicas"),
+        ("proxy.settings.polcy=br-0", "polcy"),
+        ("proxy.http3=true", "proxy.tlsSecret"),
+        ("engines.rdma=false", "rdma"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused(value: str, named: str) -> None:
+    assert named in refuse(value)
+
+
+@needs_helm
+def test_what_operators_add_reaches_the_pods(tmp_path: Path) -> None:
+    files = {
+        "imagePullSecrets": [{"name": "registry"}],
+        "nameOverride": "chat",
+        "proxy": {
+            "tenantsSecret": "tenants",
+            "engineKeySecret": "engines",
+            "tlsSecret": "tls",
+            "http3": True,
+            "httpRoute": {"parentRefs": [{"name": "public"}], "hostnames": ["chat.example.com"]},
+            "env": {
+                "OTEL_SDK_DISABLED": "true",
+                "BALANCEROUTE_X": {"secretKeyRef": {"name": "x", "key": "k"}},
+            },
+            "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+            "podAnnotations": {"team": "serving"},
+            "disruptionBudget": True,
+            "settings": {"batch": 8},
+        },
+        "engines": {
+            "env": {"HF_TOKEN": {"secretKeyRef": {"name": "hf", "key": "token"}}},
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "DoNotSchedule",
+                }
+            ],
+        },
+    }
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump(files))
+    objects = render("-f", str(path))
+    check_schemas([one for one in objects if one["kind"] != "HTTPRoute"])
+    pod = find(objects, "Deployment", "chat")["spec"]["template"]
+    assert pod["metadata"]["annotations"]["team"] == "serving"
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    (proxy,) = pod["spec"]["containers"]
+    environment = {one["name"]: one for one in proxy["env"]}
+    assert environment["OTEL_SDK_DISABLED"]["value"] == "true"
+    assert environment["BALANCEROUTE_X"]["valueFrom"]["secretKeyRef"]["name"] == "x"
+    assert {"name": "ca", "mountPath": "/ca"} in proxy["volumeMounts"]
+    ports = find(objects, "Service", "chat")["spec"]["ports"]
+    assert {one.get("protocol", "TCP") for one in ports} == {"TCP", "UDP"}
+    text = find(objects, "ConfigMap", "chat")["data"]["proxy.toml"]
+    told = tomllib.loads(text)["proxy"]
+    assert (told["batch"], told["http3"]) == (8, True)
+    assert told["tenants"].endswith("tenants.toml")
+    assert find(objects, "PodDisruptionBudget", "chat")["spec"]["maxUnavailable"] == 0
+    assert find(objects, "HTTPRoute", "chat")["spec"]["hostnames"] == ["chat.example.com"]
+    engine = find(objects, "StatefulSet", "chat-decode")["spec"]["template"]["spec"]
+    assert engine["imagePullSecrets"] == [{"name": "registry"}]
+    assert engine["topologySpreadConstraints"][0]["maxSkew"] == 1
+    token = {one["name"]: one for one in engine["containers"][0]["env"]}["HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"]["key"] == "token"
+
+
+@needs_helm
+def test_an_upgrade_leaves_nobody_without_a_proxy() -> None:
+    strategy = find(render(), "Deployment", "m1")["spec"]["strategy"]
+    assert strategy["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    strategy = find(render(*sets("proxy.state.enabled=true")), "Deployment", "m1")["spec"][
+        "strategy"
+    ]
+    assert strategy == {"type": "Recreate"}
 
 
 @needs_kubectl

@@ -1,5 +1,5 @@
 {{- define "balanceroute.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Values.nameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- /* Labels of everything; those below select pods by `component` too. */ -}}
@@ -27,8 +27,22 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- with .affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- /* Variables of a container: a text or number is the value, a mapping says where it is from. */ -}}
+{{- define "balanceroute.env" -}}
+{{- range $name, $value := . }}
+{{- if kindIs "map" $value }}
+- {name: {{ $name }}, valueFrom: {{ toJson $value }}}
+{{- else }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -45,7 +59,13 @@ metadata:
     app.kubernetes.io/component: {{ $role }}
     balanceroute/engine: "true"
     balanceroute/serves: {{ .follower | ternary "false" "true" | quote }}
+  {{- with $engines.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
   # After the drain and --shutdown-timeout, within which vLLM ends its requests on SIGTERM.
   terminationGracePeriodSeconds: {{ add (ternary $engines.drainSeconds 5 (not (not $waits))) $engines.shutdownSeconds 30 }}
   {{- with include "balanceroute.scheduling" $engines | trim }}
@@ -85,9 +105,7 @@ spec:
         - {name: VLLM_HOST_IP, value: $(POD_IP)}
         - {name: VLLM_NIXL_SIDE_CHANNEL_HOST, value: $(POD_IP)}
         - {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ $engines.sideChannelPort | quote }}}
-        {{- range $name, $value := $engines.env }}
-        - {name: {{ $name }}, value: {{ $value | quote }}}
-        {{- end }}
+        {{- include "balanceroute.env" $engines.env | indent 8 }}
       ports:
         - {name: api, containerPort: {{ $engines.port }}}
         {{- range $i := until (int $engines.sideChannels) }}
@@ -145,6 +163,9 @@ spec:
         {{- if $waits }}
         - {name: admin-token, mountPath: /etc/balanceroute, readOnly: true}
         {{- end }}
+        {{- with $engines.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: weights
       persistentVolumeClaim: {claimName: {{ $engines.weightsClaim }}, readOnly: true}
@@ -153,5 +174,8 @@ spec:
     {{- if $waits }}
     - name: admin-token
       secret: {secretName: {{ $root.Values.proxy.adminTokenSecret }}, defaultMode: 0440}
+    {{- end }}
+    {{- with $engines.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}

@@ -1,31 +1,55 @@
 {{- /* The proxy's settings as TOML: JSON of texts, numbers, truth values and lists is that too. */ -}}
 {{- define "balanceroute.settings" -}}
 {{- $proxy := .Values.proxy -}}
+{{- $settings := dict "host" "0.0.0.0" "lease_s" .Values.leaseSeconds -}}
+{{- if .Values.engines.enabled -}}
+{{- $found := printf "kubernetes:app.kubernetes.io/instance=%s,balanceroute/role" .Release.Name -}}
+{{- $settings = merge $settings (dict "discover" (list $found) "batch" .Values.decode.maxNumSeqs) -}}
+{{- else if not (or $proxy.settings.discover (and $proxy.prefill $proxy.decode)) -}}
+{{- fail "engines.enabled is false: name the engines in proxy.prefill and proxy.decode, or in proxy.settings.discover" -}}
+{{- end -}}
+{{- if $proxy.state.enabled -}}
+{{- $state := "/var/lib/balanceroute" -}}
+{{- $settings = merge $settings (dict "roster_state" (print $state "/roster.json") "predictor_state" (print $state "/predictor.json")) -}}
+{{- end -}}
+{{- $keys := "/etc/balanceroute-keys" -}}
+{{- if $proxy.apiKeySecret -}}
+{{- $settings = merge $settings (dict "api_key_file" (print $keys "/api-keys")) -}}
+{{- end -}}
+{{- if $proxy.tenantsSecret -}}
+{{- $settings = merge $settings (dict "tenants" (print $keys "/tenants.toml")) -}}
+{{- end -}}
+{{- if $proxy.engineKeySecret -}}
+{{- $settings = merge $settings (dict "engine_key_file" (print $keys "/engine-key")) -}}
+{{- end -}}
+{{- if $proxy.adminTokenSecret -}}
+{{- $settings = merge $settings (dict "admin_host" "0.0.0.0" "admin_token_file" (print $keys "/admin-token")) -}}
+{{- end -}}
+{{- if $proxy.tlsSecret -}}
+{{- $settings = merge $settings (dict "tls_cert" (print $keys "/tls.crt") "tls_key" (print $keys "/tls.key")) -}}
+{{- end -}}
+{{- if $proxy.http3 -}}
+{{- if not $proxy.tlsSecret -}}
+{{- fail "proxy.http3 needs a certificate: name its Secret in proxy.tlsSecret" -}}
+{{- end -}}
+{{- $settings = merge $settings (dict "http3" true) -}}
+{{- end -}}
 name = {{ include "balanceroute.name" . | toJson }}
 model = {{ .Values.models | toJson }}
 connector = {{ .Values.connector | toJson }}
+{{- range $role := list "prefill" "decode" }}
+{{- range index $proxy $role }}
+
+[[{{ $role }}]]
+{{- range $name, $value := . }}
+{{ $name }} = {{ $value | toJson }}
+{{- end }}
+{{- end }}
+{{- end }}
 
 [proxy]
-host = "0.0.0.0"
-discover = [{{ printf "kubernetes:app.kubernetes.io/instance=%s,balanceroute/role" .Release.Name | toJson }}]
-batch = {{ .Values.decode.maxNumSeqs }}
-lease_s = {{ .Values.leaseSeconds }}
-{{- if $proxy.state.enabled }}
-roster_state = "/var/lib/balanceroute/roster.json"
-predictor_state = "/var/lib/balanceroute/predictor.json"
-{{- end }}
-{{- if $proxy.apiKeySecret }}
-api_key_file = "/etc/balanceroute-keys/api-keys"
-{{- end }}
-{{- if $proxy.adminTokenSecret }}
-admin_host = "0.0.0.0"
-admin_token_file = "/etc/balanceroute-keys/admin-token"
-{{- end }}
-{{- if $proxy.tlsSecret }}
-tls_cert = "/etc/balanceroute-keys/tls.crt"
-tls_key = "/etc/balanceroute-keys/tls.key"
-{{- end }}
-{{- range $name, $value := $proxy.settings }}
+{{- /* What the values say goes before what follows from others. */ -}}
+{{- range $name, $value := merge (deepCopy $proxy.settings) $settings }}
 {{ $name }} = {{ $value | toJson }}
 {{- end }}
 {{- end -}}
