@@ -270,6 +270,7 @@ class Deployment:
             connect,
             timeout_s=2 * config.times.connect_timeout_s,
             key=None if key is None else key.value,
+            room=environment.pages,
         )
         self.instances = Instances(*_heard_blocks(config))
         self.roster = _make_roster(

@@ -20,7 +20,7 @@ from balanceroute.proxy.live.security import Credentials, engine_context
 from balanceroute.proxy.live.settings.config import GroupConfig
 from balanceroute.proxy.live.telemetry.record import Log
 from balanceroute.proxy.wire.addresses import Addresses
-from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint, ResponseRoom
 from balanceroute.proxy.wire.http1.pump import Pump
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
     from balanceroute.proxy.live.settings.config import ProxyConfig
+
+PAGES_BYTES = 64 << 20
+"""Metrics and other pages of engines that are being read at a time: sixteen of the greatest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Environment:
         admin_sockets: Listen for administrators likewise.
         pump: Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
             no descriptors.
+        pages: Bounds the pages of engines that are being read, of all groups together.
     """
 
     log: Log
@@ -77,6 +81,7 @@ class Environment:
     public_sockets: Sequence[socket.socket] = ()
     admin_sockets: Sequence[socket.socket] = ()
     pump: Pump | None = None
+    pages: ResponseRoom = field(default_factory=lambda: ResponseRoom(PAGES_BYTES))
 
     def of_group(self, name: str) -> "Environment":
         """Return that of one of several groups: its observer, and its part of the orders."""

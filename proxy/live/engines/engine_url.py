@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.http1.client import Endpoint, fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, ResponseRoom, fetch
 from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireFault
 from balanceroute.topologies import MAX_RANKS
 
@@ -263,13 +263,20 @@ class Fetcher:
         timeout_s: Until a page is complete, connecting included. If it is longer than `connect`'s own
             limit, an error tells which of the two took too long.
         key: Sent with every request; None for no key.
+        room: Bounds the bytes of all pages that are being read.
     """
 
     def __init__(
-        self, connect: Callable[[EngineUrl], Endpoint], *, timeout_s: float, key: bytes | None
+        self,
+        connect: Callable[[EngineUrl], Endpoint],
+        *,
+        timeout_s: float,
+        key: bytes | None,
+        room: ResponseRoom,
     ) -> None:
         self._connect = connect
         self._timeout_s = timeout_s
+        self._room = room
         self._endpoints: dict[EngineUrl, Endpoint] = {}
         self.use_key(key)
 
@@ -349,6 +356,7 @@ class Fetcher:
                 timeout_s=self._timeout_s if timeout_s is None else timeout_s,
                 max_bytes=max_bytes,
                 cut=cut,
+                room=self._room,
             )
         except WireError as error:
             raise FetchError(fault_of(error), str(error)) from error

@@ -382,20 +382,64 @@ class Endpoint:
 # One small exchange as a coroutine: probes, scrapes, health checks, admin calls.
 
 
+class ResponseRoom:
+    """Bounds the bytes of the responses that are being collected at a time.
+
+    At the limit the longest one ends, so that those who answer at length take no room of the others.
+
+    Attributes:
+        held: Bytes that have come of them.
+    """
+
+    __slots__ = ("_collectors", "_limit_bytes", "held")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.held = 0
+        self._limit_bytes = limit_bytes
+        self._collectors: dict[_Collector, None] = {}
+
+    def take(self, collector: "_Collector", size: int) -> None:
+        """Count bytes that have come of a response."""
+        self._collectors[collector] = None
+        self.held += size
+        while self.held > self._limit_bytes:
+            longest = max(self._collectors, key=lambda one: one.size)
+            longest.end(f"responses are larger than {self._limit_bytes} bytes together")
+
+    def release(self, collector: "_Collector") -> None:
+        """Count a response no more."""
+        if collector in self._collectors:
+            del self._collectors[collector]
+            self.held -= collector.size
+
+
 class _Collector:
     """Collects a response."""
 
-    __slots__ = ("_body", "_cut", "_max_bytes", "_status", "call", "headers", "result")
+    __slots__ = ("_body", "_cut", "_max_bytes", "_room", "_status", "call", "headers", "result")
 
     call: Calling
 
-    def __init__(self, result: "asyncio.Future[Response]", max_bytes: int, *, cut: bool) -> None:
+    def __init__(
+        self,
+        result: "asyncio.Future[Response]",
+        max_bytes: int,
+        *,
+        cut: bool,
+        room: ResponseRoom | None,
+    ) -> None:
         self.result = result
         self.headers: Headers = []
         self._status = 0
         self._body = BytesIO()
         self._max_bytes = max_bytes
         self._cut = cut
+        self._room = room
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body so far."""
+        return self._body.tell()
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._status = status
@@ -403,13 +447,21 @@ class _Collector:
 
     def on_data(self, data: bytes) -> None:
         self._body.write(data)
-        if self._body.tell() > self._max_bytes:
-            self.call.abort()
-            if self._cut:
-                self.on_end()
-                return
-            message = f"a response is larger than {self._max_bytes} bytes"
-            self.on_error(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))
+        if self._room is not None:
+            self._room.take(self, len(data))
+        if self.size > self._max_bytes:
+            self.end(f"a response is larger than {self._max_bytes} bytes")
+
+    def end(self, reason: str) -> None:
+        """Take nothing more, and keep nothing: it is too long."""
+        self.call.abort()
+        if self._cut:
+            self.on_end()
+        else:
+            self.on_error(WireError(WireFault.TOO_LARGE, reason, sent=True, answered=True))
+        if self._room is not None:
+            self._room.release(self)
+        self._body = BytesIO()
 
     def on_end(self) -> None:
         if not self.result.done():
@@ -430,6 +482,7 @@ async def fetch(
     timeout_s: float,
     max_bytes: int,
     cut: bool = False,
+    room: ResponseRoom | None = None,
 ) -> Response:
     """Make one exchange and return its response, whatever its status.
 
@@ -442,23 +495,27 @@ async def fetch(
         timeout_s: Until the response is complete, including the connection.
         max_bytes: Limit of the response's body.
         cut: Whether a longer body is cut; otherwise it is an error.
+        room: Bounds it together with others.
 
     Raises:
         WireError: There was no complete response (TIMEOUT: not in time).
         UnsafeHeaderError: The request cannot be written.
     """
-    collector = _Collector(asyncio.get_running_loop().create_future(), max_bytes, cut=cut)
+    result: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+    collector = _Collector(result, max_bytes, cut=cut, room=room)
     call = collector.call = endpoint.request(method, target, headers, body, collector)
     try:
         async with asyncio.timeout(timeout_s):
-            return await collector.result
+            return await result
     except TimeoutError:
         sent, answered = call.sent, call.answered
     finally:
         call.abort()
+        if room is not None:
+            room.release(collector)
         # The call refers to the collector, and an error to this frame. What is left in a cycle waits for
         # the garbage collector, which counts objects and not the bytes of their pages.
-        del collector.call, collector, call
+        del collector.call, collector, call, result
     # Outside of the handler: a timeout refers to the task, which may keep this error.
     message = f"no complete response from {endpoint.name} within {timeout_s} s"
     raise WireError(WireFault.TIMEOUT, message, sent=sent, answered=answered)

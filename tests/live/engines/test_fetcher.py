@@ -6,16 +6,20 @@ import random
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pytest
 import uvloop
 from tests.testing.virtual.recorder import Recorder
 
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, Fetcher, FetchError
+from balanceroute.proxy.live.environment import PAGES_BYTES
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint, ResponseRoom
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.wire.messages import ResponseHandler
 
 T = TypeVar("T")
 Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -27,7 +31,7 @@ def make_fetcher(*, timeout_s: float = 5.0, connect_timeout_s: float = 2.0) -> F
         context = ssl.create_default_context() if url.scheme == "https" else None
         return Endpoint(url.host, url.port, ssl=context, connect_timeout_s=connect_timeout_s)
 
-    return Fetcher(connect, timeout_s=timeout_s, key=None)
+    return Fetcher(connect, timeout_s=timeout_s, key=None, room=ResponseRoom(PAGES_BYTES))
 
 
 def exchange(
@@ -324,7 +328,7 @@ def test_no_cancellation_leaves_a_connection_behind() -> None:
 
         listener = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/"
-        fetcher = Fetcher(connect, timeout_s=2.0, key=None)
+        fetcher = Fetcher(connect, timeout_s=2.0, key=None, room=ResponseRoom(PAGES_BYTES))
         for _ in range(100):
             task = asyncio.create_task(fetcher.status(url))
             for _ in range(rng.randrange(12)):
@@ -370,3 +374,97 @@ def test_time_limits_tell_an_engine_that_is_not_there_from_a_silent_one() -> Non
         (Fault.CONNECT_TIMEOUT, 2.0),
         (Fault.CONNECT, 0.0),
     ]
+
+
+class Sending:
+    """An engine that answers in its own time; see `Caller` and `Calling`."""
+
+    name = "engine"
+    sent = answered = True
+
+    def __init__(self) -> None:
+        self.handler: ResponseHandler | None = None
+
+    def request(self, *request: Any) -> "Sending":
+        self.handler = request[-1]
+        self.handler.on_head(200, [])
+        return self
+
+    def abort(self) -> None:
+        self.handler = None
+
+    def send(self, data: bytes) -> None:
+        if self.handler is not None:
+            self.handler.on_data(data)
+
+    def end(self) -> None:
+        if self.handler is not None:
+            self.handler.on_end()
+
+
+async def fleet(count: int, read: Callable[[Fetcher, str], Awaitable[T]]) -> tuple[Any, ...]:
+    """Have pages of so many engines read; return what bounds them, the engines, and the readers."""
+    engines: dict[int, Sending] = {}
+    room = ResponseRoom(PAGES_BYTES)
+    connect = cast("Any", lambda url: engines.setdefault(url.port, Sending()))
+    fetcher = Fetcher(connect, timeout_s=1e6, key=None, room=room)
+    reading = [
+        asyncio.ensure_future(read(fetcher, f"http://e:{1 + port}/metrics"))
+        for port in range(count)
+    ]
+    await asyncio.sleep(0)
+    return room, list(engines.values()), reading
+
+
+def test_engines_that_answer_at_length_take_no_room_of_the_others() -> None:
+    """2,000 send what each of them may, but for its last byte, and three as much as an engine does."""
+    part, longest, page = 256 << 10, 4 << 20, b"x" * 200_000
+
+    async def main(loop: VirtualLoop) -> None:
+        del loop
+        room, engines, reading = await fleet(
+            2003, lambda fetcher, url: fetcher.body(url, max_bytes=longest)
+        )
+        honest, others, most = engines[::1000], [*engines], 0
+        del others[::1000]
+        data = b"x" * part
+        for half in range(2):
+            for one in honest:
+                one.send(page[half::2])
+            for _ in range(longest // part // 2):
+                for engine in others:
+                    engine.send(data)
+                    most = max(most, room.held)
+                    assert room.held <= PAGES_BYTES
+        for one in honest:
+            one.end()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [await one for one in reading[::1000]] == [page] * 3
+        assert most > PAGES_BYTES - part
+        del reading[::1000]
+        ended = [one.exception() for one in reading if one.done()]
+        assert len(ended) >= 2000 - PAGES_BYTES // part
+        assert {type(one) for one in ended} == {FetchError}
+        assert {cast("FetchError", one).fault for one in ended} == {Fault.PROTOCOL}
+        for one in reading:
+            one.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        assert room.held == 0
+
+    run(main, seed=1)
+
+
+def test_a_page_of_which_only_the_status_counts_gives_way_as_well() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        del loop
+        room, engines, reading = await fleet(2000, lambda fetcher, url: fetcher.status(url))
+        for engine in engines:
+            engine.send(b"x" * 65_536)
+            assert room.held <= PAGES_BYTES
+        for engine in engines:
+            engine.end()
+        assert set(await asyncio.gather(*reading)) == {200}
+        assert room.held == 0
+
+    run(main, seed=1)
