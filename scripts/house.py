@@ -136,7 +136,7 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_800, 52),
-    "proxy/wire": (7_200, 27),
+    "proxy/wire": (7_300, 27),
     "proxy/settings": (800, 4),
     "proxy/live": (34_750, 116),
     "proxy/lab": (16_700, 55),

@@ -6,18 +6,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aioquic._buffer import Buffer
 from aioquic.asyncio.client import connect
 from aioquic.asyncio.protocol import QuicConnectionProtocol
-from aioquic.h3.connection import H3Connection
+from aioquic.h3.connection import FrameType, H3Connection, StreamType
 from aioquic.h3.events import DataReceived, HeadersReceived
 from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.events import ConnectionTerminated, HandshakeCompleted, QuicEvent, StreamReset
+from aioquic.quic.events import (
+    ConnectionTerminated,
+    HandshakeCompleted,
+    QuicEvent,
+    StreamDataReceived,
+    StreamReset,
+)
 from aioquic.tls import SessionTicket
 
 if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 HOST = "127.0.0.1"
+_CONTROL = 3  # The server's first stream of one direction.
 
 
 @dataclass
@@ -48,6 +56,7 @@ class Http3Client(QuicConnectionProtocol):
     Attributes:
         ended: How the connection ended; None while it has not.
         early_data_accepted: Whether the server took what was sent before the handshake.
+        turned_away: The first stream that the server does not serve, as its last GOAWAY said.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -58,6 +67,8 @@ class Http3Client(QuicConnectionProtocol):
         self.h3._check_content_length = lambda stream: None  # type: ignore[method-assign]
         self.ended: ConnectionTerminated | None = None
         self.early_data_accepted = False
+        self.turned_away: int | None = None
+        self._control = b""  # Of the server's control stream.
         self.streams: dict[int, Answered] = {}
 
     def quic_event_received(self, event: QuicEvent) -> None:
@@ -70,6 +81,9 @@ class Http3Client(QuicConnectionProtocol):
         if isinstance(event, StreamReset) and event.stream_id in self.streams:
             self.streams[event.stream_id].reset = event.error_code
             self.streams[event.stream_id].over.set()
+        if isinstance(event, StreamDataReceived) and event.stream_id == _CONTROL:
+            self._control += event.data
+            self._read_control()
         for message in self.h3.handle_event(event):
             if isinstance(message, HeadersReceived):
                 self.streams[message.stream_id].heads.append(message.headers)
@@ -77,6 +91,14 @@ class Http3Client(QuicConnectionProtocol):
                 self.streams[message.stream_id].body += message.data
             if isinstance(message, HeadersReceived | DataReceived) and message.stream_ended:
                 self.streams[message.stream_id].over.set()
+
+    def _read_control(self) -> None:
+        buffer = Buffer(data=self._control)
+        assert buffer.pull_uint_var() == StreamType.CONTROL
+        while not buffer.eof():
+            kind, value = buffer.pull_uint_var(), buffer.pull_bytes(buffer.pull_uint_var())
+            if kind == FrameType.GOAWAY:
+                self.turned_away = Buffer(data=value).pull_uint_var()
 
     def begin(
         self, method: bytes, path: bytes, headers: "Headers | None" = None, *, end: bool = True

@@ -71,9 +71,14 @@ class Framing(H3Connection):
 
     def send_goaway(self, stream_id: int) -> None:
         """Tell the client that this request and later ones will not be served."""
-        assert self._local_control_stream_id is not None
         frame = encode_frame(FrameType.GOAWAY, encode_uint_var(stream_id))
-        self._quic.send_stream_data(self._local_control_stream_id, frame)
+        self._quic.send_stream_data(self.control_stream, frame)
+
+    @property
+    def control_stream(self) -> int:
+        """The stream of SETTINGS and GOAWAY."""
+        assert self._local_control_stream_id is not None
+        return self._local_control_stream_id
 
     # In place of aioquic's own.
 

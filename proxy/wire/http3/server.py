@@ -212,6 +212,10 @@ class StreamNumbers:
 
 # A connection that is not served is told so for so long at most.
 _LINGER_S = 2.0
+# For so long one that has no place any more waits until the client has GOAWAY: that it is closed may
+# overtake it, and a client that does not know which requests were begun repeats none. Handshakes cost so
+# much that few wait at a time, whoever connects how often.
+_LEAVE_S = 0.25
 # Of the shorter idle timeout: how long both sides are silent while an answer is awaited.
 _SILENT_SHARE = 3
 # Requests that a client may give up at once, and for ever a second.
@@ -255,6 +259,7 @@ class Http3ServerConnection:
         self._cancelled = LeakyBucket(_CANCELLED_BURST, _CANCELLED_PER_S, service.loop.time)
         self._numbers = StreamNumbers()
         self._turned_away: int | None = None  # Streams from here on, as the client was told.
+        self._leaving: tuple[ErrorCode, str] | None = None  # With which it closes, without a place.
         self._last_s = 0.0  # Until when one more request is waited for then.
         self._is_counted = self._is_served = False
         self._early: list[QuicEvent] | None = None  # What came before it had a place.
@@ -268,6 +273,7 @@ class Http3ServerConnection:
             case HandshakeCompleted():
                 self._begin()
             case ConnectionTerminated():
+                self._leaving = None
                 self._gone()
             case _ if self._early is not None:
                 self._early.append(event)
@@ -288,7 +294,10 @@ class Http3ServerConnection:
             stream.resume()
             if stream.has_left:
                 self._settle(stream)
-        if self._turned_away is not None and self._is_counted:
+        if self._leaving is not None:
+            if self._knows:
+                self._close(*self._leaving)
+        elif self._turned_away is not None and self._is_counted:
             self._close_if_done()
 
     def _begin(self) -> None:
@@ -307,7 +316,7 @@ class Http3ServerConnection:
             self.rejection = self.service.limit.rejection(self)
             self.deadline_s = self._idle_since_s + _LINGER_S
             if self.rejection is None:
-                self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
+                self._leave(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
         elif self.service.stopping:
             self.end(0.0)
         early, self._early = self._early or (), None
@@ -457,16 +466,15 @@ class Http3ServerConnection:
         if self.gives_way(self.service.loop.time()) is None:
             return False
         if self._streams:
-            self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
+            self._leave(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
         else:
-            self._close(ErrorCode.H3_NO_ERROR, "")
+            self._leave(ErrorCode.H3_NO_ERROR, "")
         return True
 
     def end(self, idle_s: float) -> None:
         """See `SweptConnection`."""
         if self._turned_away is None:
-            self._turned_away = self._numbers.end
-            self._framing.send_goaway(self._numbers.end)
+            self._turn_away(self._numbers.end)
         if not self._numbers.complete:
             idle_s = max(idle_s, _LINGER_S)
         if idle_s:
@@ -495,7 +503,7 @@ class Http3ServerConnection:
             if self._turned_away is not None:
                 self.deadline_s = min(self.deadline_s, self._last_s)
             if self.deadline_s <= now_s:
-                self._close(ErrorCode.H3_NO_ERROR, "")
+                self._leave(ErrorCode.H3_NO_ERROR, "")
             return
         silent_s = self._quic.idle_timeout_s / _SILENT_SHARE
         if now_s - self._carrier.heard_s >= silent_s:
@@ -540,9 +548,46 @@ class Http3ServerConnection:
             self._idle_since_s = self.service.loop.time()
             self.deadline_s = self._idle_since_s + self.service.limits.keep_alive_timeout_s
             if not self._is_served:
-                self._close(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
+                self._leave(ErrorCode.H3_EXCESSIVE_LOAD, "too many connections")
+
+    def _turn_away(self, number: int) -> None:
+        """Tell the client that this stream and those behind it will not be served."""
+        self._turned_away = number
+        self._framing.send_goaway(number)
+
+    def _leave(self, code: ErrorCode, reason: str) -> None:
+        """Give the place up at once, and close once the client knows which requests it may repeat.
+
+        It may repeat what was not begun (RFC 9114 sections 4.1.1 and 5.2): streams whose request has not
+        come whole, and all behind the last one that has.
+        """
+        begun = self._numbers.end
+        while begun and (begun - 4 in self._streams or self._numbers.is_to_come(begun - 4)):
+            begun -= 4
+        for number in self._streams:
+            self._quic.refuse_data(number, ErrorCode.H3_REQUEST_REJECTED)
+            self._quic.reset_stream(number, ErrorCode.H3_REQUEST_REJECTED)
+        if self._turned_away is None or begun < self._turned_away:
+            self._turn_away(begun)
+        if self._knows or self.service.stopping:
+            self._close(code, reason)
+            return
+        self._gone()
+        self._leaving = code, reason
+        self.service.loop.call_later(_LEAVE_S, self._have_left)
+        self._carrier.send_soon()
+
+    @property
+    def _knows(self) -> bool:
+        """Whether the client has all that was said to it about the connection."""
+        return not self._quic.unacknowledged(self._framing.control_stream)
+
+    def _have_left(self) -> None:
+        if self._leaving is not None:
+            self._close(*self._leaving)
 
     def _close(self, code: ErrorCode, reason: str) -> None:
+        self._leaving = None
         self._quic.close(error_code=code, reason_phrase=reason)
         self._carrier.send_soon()
         self._gone()

@@ -15,7 +15,7 @@ import uvloop
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
 from aioquic.buffer import encode_uint_var
-from aioquic.h3.connection import FrameType, encode_frame
+from aioquic.h3.connection import ErrorCode, FrameType, encode_frame
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from tests.certificate import make_certificate
@@ -313,14 +313,32 @@ async def test_limits_of_connections_hold(tmp_path: "Path") -> None:
         client.close()
 
 
-@pytest.mark.parametrize("kind", ["silent", "half head", "half body", "beside a request"])
-async def test_who_leaves_a_request_unfinished_makes_room(tmp_path: "Path", kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "turned_away"),
+    [
+        ("silent", 0),
+        ("answered", 4),
+        ("half head", 0),
+        ("half body", 0),
+        ("half body behind an answer", 4),
+        ("half body before an answer", 8),
+        ("beside a request", None),
+    ],
+)
+async def test_who_leaves_a_request_unfinished_makes_room(
+    tmp_path: "Path", kind: str, turned_away: int | None
+) -> None:
+    """It learns which requests were not begun, so that it may repeat them."""
     limits = ServerLimits(connection_limit=1)
     async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as holder:
+        if kind in ("answered", "half body behind an answer"):
+            assert (await holder.ask(b"GET", b"/")).status == 200
         if kind == "half head":  # A frame of the type HEADERS that does not end.
             raw(holder, 0, bytes([FrameType.HEADERS, 0x40, 0x80]))
-        elif kind != "silent":
+        elif "body" in kind or kind == "beside a request":
             holder.begin(b"POST", b"/", [(b"content-length", b"1000000")], end=False)
+        if kind == "half body before an answer":
+            assert (await holder.ask(b"GET", b"/")).status == 200
         if kind == "beside a request":
             holder.begin(b"GET", b"/never")
         await asyncio.sleep(0.1)
@@ -329,10 +347,69 @@ async def test_who_leaves_a_request_unfinished_makes_room(tmp_path: "Path", kind
             if kind == "beside a request":
                 assert answer.status == 503
                 assert site.server.limit.rejected["limit"] == 1
+                assert holder.turned_away is None
                 return
             assert answer.status == 200
         await holder.wait_closed()
         assert site.server.limit.evicted == 1
+        assert holder.turned_away == turned_away
+        assert holder.ended is not None
+        unfinished = [one for one in holder.streams.values() if not one.heads]
+        assert [one.reset for one in unfinished] == [ErrorCode.H3_REQUEST_REJECTED] * (
+            "body" in kind
+        )
+        code = ErrorCode.H3_EXCESSIVE_LOAD if "half" in kind else ErrorCode.H3_NO_ERROR
+        assert holder.ended.error_code == code
+
+
+async def test_what_comes_as_the_place_is_taken_is_known_to_be_not_begun(tmp_path: "Path") -> None:
+    limits = ServerLimits(connection_limit=1)
+    asked: list[bytes] = []
+
+    def application(request: "HttpRequest", reply: "Reply") -> None:
+        asked.append(request.path)
+        reply.send(200, [], b"")
+
+    async with http3_site(application, tmp_path, limits=limits) as site, site.client() as holder:
+        assert (await holder.ask(b"GET", b"/first")).status == 200
+        async with site.client() as other:
+            asking = asyncio.ensure_future(other.ask(b"GET", b"/second"))
+            while not site.server.limit.evicted:  # noqa: ASYNC110 (no event tells)
+                await asyncio.sleep(0)
+            late = holder.begin(
+                b"GET", b"/late"
+            )  # Before the client hears that it has no place any more.
+            await holder.wait_closed()
+            assert (await asking).status == 200
+        assert holder.turned_away == late
+        assert asked == [b"/first", b"/second"]
+
+
+async def test_an_idle_connection_says_which_requests_were_begun_as_it_ends(
+    tmp_path: "Path",
+) -> None:
+    limits = ServerLimits(keep_alive_timeout_s=0.2)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as client:
+        assert (await client.ask(b"GET", b"/")).status == 200
+        while client.ended is None:  # Else QUIC itself ends it, on both sides.
+            client.quic.send_ping(0)
+            client.transmit()
+            await asyncio.sleep(0.02)
+        assert client.turned_away == 4
+
+
+async def test_who_gets_no_place_is_told_that_nothing_was_begun(tmp_path: "Path") -> None:
+    """Of those to whom nobody says why: one is waited for at a time."""
+    limits = ServerLimits(connection_limit=1)
+    async with http3_site(Slow(), tmp_path, limits=limits) as site, site.client() as client:
+        client.begin(b"GET", b"/never")
+        await asyncio.sleep(0.1)
+        async with site.client(), site.client() as third:
+            await third.wait_closed()
+            assert third.turned_away == 0
+            assert third.ended is not None
+            assert third.ended.error_code == ErrorCode.H3_EXCESSIVE_LOAD
+        client.close()
 
 
 async def test_floods_leave_no_memory_behind(tmp_path: "Path") -> None:
