@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "proxy.page_client": {"proxy.core.errors", "proxy.live.security", "__version__"},
     "proxy.model_choice": {"proxy.core.errors"},
     "proxy.lab.model_choice": {"proxy.core.errors", "proxy.lab.pictures", "proxy.model_choice"},
-    "proxy.wire": {"proxy.core.errors"},
+    "proxy.wire": {"proxy.core.errors", "proxy.core.setting"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
     "proxy.wire.http3": {"proxy.core.errors", "proxy.wire"},
     "proxy.wire.quic": {"proxy.core.errors", "proxy.wire"},
@@ -135,7 +135,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_800, 52),
+    "proxy/core": (14_150, 53),
     "proxy/wire": (7_300, 27),
     "proxy/settings": (800, 4),
     "proxy/live": (34_750, 116),

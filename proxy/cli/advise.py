@@ -24,6 +24,7 @@ from balanceroute.proxy.cli.watched_fleet import (
 )
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.setting import choice, file, integer, number, words
 from balanceroute.proxy.lab.advise.fleets import Fleets, FleetTrial, Slo, plan
 from balanceroute.proxy.lab.advise.report import (
     Needs,
@@ -39,7 +40,6 @@ from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, split
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.settings.setting import choice, file, integer, number, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

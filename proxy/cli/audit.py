@@ -19,13 +19,13 @@ from balanceroute.proxy.cli.watched_fleet import (
     look_at,
 )
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import integer, number
 from balanceroute.proxy.lab.audit.observation import AuditedEngines, Look, observe
 from balanceroute.proxy.lab.audit.prometheus import PrometheusWindow, looks_of
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines, write_plots
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.proxy.settings.reader import add_flags, read_flags
-from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

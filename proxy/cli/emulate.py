@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.cli.run_flags import EngineFlags
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.lab.emulate import (
-    DpMode,
-    EmulatedFleet,
-    EmulationSettings,
-    Frontend,
-    Preemption,
-)
-from balanceroute.proxy.lab.emulate.prefix_caches import Publish
-from balanceroute.proxy.live.security import engine_context
-from balanceroute.proxy.live.settings.checks import host_name
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.settings.setting import (
+from balanceroute.proxy.core.setting import (
     choice,
     file,
     flag,
@@ -39,6 +28,17 @@ from balanceroute.proxy.settings.setting import (
     text,
     words,
 )
+from balanceroute.proxy.lab.emulate import (
+    DpMode,
+    EmulatedFleet,
+    EmulationSettings,
+    Frontend,
+    Preemption,
+)
+from balanceroute.proxy.lab.emulate.prefix_caches import Publish
+from balanceroute.proxy.live.security import engine_context
+from balanceroute.proxy.live.settings.checks import host_name
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

@@ -39,6 +39,7 @@ from balanceroute.proxy.cli.trace_flags import (
     warn_of_limits,
 )
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import flag, integer, number
 from balanceroute.proxy.lab.pictures import (
     SOFT,
     empty_figure,
@@ -47,7 +48,6 @@ from balanceroute.proxy.lab.pictures import (
     write_pictures,
 )
 from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.settings.setting import flag, integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

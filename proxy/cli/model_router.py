@@ -18,6 +18,7 @@ from balanceroute.proxy.cli.outputs import (
     make_plots_folder,
     write_output,
 )
+from balanceroute.proxy.core.setting import integer, number
 from balanceroute.proxy.lab.model_choice.environment import (
     Scenario,
     bursty,
@@ -37,7 +38,6 @@ from balanceroute.proxy.lab.model_choice.training import (
 )
 from balanceroute.proxy.model_choice import WINDOW, DoubleDqn, Greedy, GroupOutlook, Static
 from balanceroute.proxy.settings.reader import add_flags, read_flags
-from balanceroute.proxy.settings.setting import integer, number
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

@@ -28,6 +28,16 @@ from balanceroute.proxy.cli.trace_flags import (
     trace_path,
 )
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import (
+    choice,
+    file,
+    flag,
+    integer,
+    named,
+    number,
+    seconds,
+    text,
+)
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.exchange import parse_target
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE
@@ -43,16 +53,6 @@ from balanceroute.proxy.lab.replay.requests import (
     with_limits,
 )
 from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.settings.setting import (
-    choice,
-    file,
-    flag,
-    integer,
-    named,
-    number,
-    seconds,
-    text,
-)
 
 if TYPE_CHECKING:
     from balanceroute.proxy.lab.replay.driver import ReplayProgress as State

@@ -8,11 +8,7 @@ from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
-from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
-from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
-from balanceroute.proxy.settings.reader import Given
-from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
-from balanceroute.proxy.settings.setting import (
+from balanceroute.proxy.core.setting import (
     choice,
     flag,
     integer,
@@ -22,6 +18,10 @@ from balanceroute.proxy.settings.setting import (
     part,
     words,
 )
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
+from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
+from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,6 +29,7 @@ from balanceroute.proxy.cli.trace_flags import (
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.outside import is_outside, outside_name
 from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.setting import integer, number, settings_of, text
 from balanceroute.proxy.lab.service_levels import ServiceTargets
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, forecast_called, run_experiment
@@ -38,7 +39,6 @@ from balanceroute.proxy.lab.sim.report import STEADY_STATE, as_json, hints, prin
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, scaled, split
 from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
 from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
-from balanceroute.proxy.settings.setting import integer, number, settings_of, text
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:

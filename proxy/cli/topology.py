@@ -527,7 +527,7 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
         given = "inf" if config.lease_s is None else f"{config.lease_s:g}"
         reason = f"is {given}, but prefillers free KV caches after {lease_s} s ([engines].lease_s)"
         yield Finding("error", "proxy.lease_s", reason)
-    margin_s = config.scheduling.lease_margin_s
+    margin_s = config.legs.lease_margin_s
     if config.lease_s is not None and config.lease_s < 2 * margin_s:
         reason = (
             f"is {config.lease_s:g}: less lease_margin_s ({margin_s:g}), within which no transfer "
@@ -540,7 +540,7 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
     ):
         reason = f"is {config.scheduling.probe_limit}, more than a prefiller's max_num_seqs"
         yield Finding("note", "proxy.probe_limit", reason)
-    if config.direct is Direct.DECODE:
+    if config.legs.direct is Direct.DECODE:
         yield from check_local_prefill(engines)
     if config.listening.host in _LOOPBACK and engines.proxy_host not in _LOOPBACK:
         reason = f"is {config.listening.host}: only {engines.proxy_host} itself reaches the proxy"

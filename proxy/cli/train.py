@@ -26,8 +26,8 @@ from balanceroute.proxy.cli.trace_flags import (
     warn_of_limits,
 )
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import integer, number
 from balanceroute.proxy.settings.reader import add_flags, read_flags
-from balanceroute.proxy.settings.setting import integer, number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,6 +15,7 @@ from balanceroute.proxy.cli.serve import (
     flags_given,
 )
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import flag_of
 from balanceroute.proxy.lab.emulate.process import (
     EngineProcessError,
     addresses,
@@ -22,7 +23,6 @@ from balanceroute.proxy.lab.emulate.process import (
     ready_line,
 )
 from balanceroute.proxy.settings.reader import Given
-from balanceroute.proxy.settings.setting import flag_of
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from rich.table import Table
 from balanceroute import __version__
 from balanceroute.proxy.cli.outputs import make_plots_folder
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import integer
 from balanceroute.proxy.lab.validate.plots import write_plots
 from balanceroute.proxy.lab.validate.traces import match, read_load_log, read_traces
 from balanceroute.proxy.lab.validate.validation import validate
 from balanceroute.proxy.settings.reader import add_flags, read_flags
-from balanceroute.proxy.settings.setting import integer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from balanceroute.proxy.core.setting import file, number
 from balanceroute.proxy.lab.audit.observation import Look, Watcher
-from balanceroute.proxy.settings.setting import file, number
 
 # How a command looks at a running fleet for some time, with a line on the terminal meanwhile.
 

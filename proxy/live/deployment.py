@@ -76,10 +76,11 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.settings.declared import EngineSettings, ExchangeLimits
+    from balanceroute.proxy.live.settings.declared import EngineSettings
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
+    from balanceroute.proxy.wire.messages import ServerLimits
 
 
 # The state of one deployment, as the admin page shows it and the metrics export it.
@@ -89,7 +90,7 @@ def snapshot_of(
     deployment: "Deployment",
     group: str,
     held: "Held",
-    limits: "ExchangeLimits",
+    limits: "ServerLimits",
     *,
     requests: bool,
     scores: bool,

@@ -90,7 +90,7 @@ class PublicListener:
         cors = Cors(origins, gateway, gateway.admit) if origins else None
         self.server = Server(
             cors or gateway,
-            limits=config.server_limits,
+            limits=config.limits,
             refuse=gateway.refusals.render,
             admit=gateway.admit if cors is None else cors.admit,
             common=_joined([*commons, *([] if cors is None else [cors.fields])]),
@@ -180,12 +180,12 @@ class AdminListener:
         # Few and its own: it answers when the public listener is full. Nobody holds them without a request
         # that is at work: what else is there makes room, and what holds a place for long is bounded.
         limits = replace(
-            config.server_limits,
+            config.limits,
             body_limit_bytes=MAX_BODY_BYTES,
             connection_limit=CONNECTIONS,
             peer_connection_limit=0,
             unread_gives_way=True,
-            header_timeout_s=min(config.server_limits.header_timeout_s, _HEADER_TIMEOUT_S),
+            header_timeout_s=min(config.limits.header_timeout_s, _HEADER_TIMEOUT_S),
         )
         self.server = Server(self.pages, limits=limits, refuse=_refuse)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.settings.setting import Setting, flag_of, settings_of
+from balanceroute.proxy.core.setting import Setting, flag_of, settings_of
 from balanceroute.topologies import did_you_mean
 
 T = TypeVar("T")
@@ -152,7 +152,9 @@ def _add_flag(group: "argparse._ActionsContainer", setting: Setting) -> None:
     default = f" (default: {setting.shown_default})" if setting.shown_default else ""
     text = f"{setting.help}{default}".replace("%", "%%")
     if setting.action is not None:
-        group.add_argument(setting.flag, action=setting.action, default=None, help=text)
+        switch = setting.action == "switch"
+        action = argparse.BooleanOptionalAction if switch else setting.action
+        group.add_argument(setting.flag, action=action, default=None, help=text)
     elif setting.many:
         group.add_argument(
             setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text

@@ -17,7 +17,7 @@ from balanceroute.proxy.core.policies import (
 )
 from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.projection import Form
-from balanceroute.proxy.settings.setting import choice, integer, named, number, part, switch, words
+from balanceroute.proxy.core.setting import choice, integer, named, number, part, switch, words
 
 # What has defaults of its own without settings.
 _POLICY_DEFAULTS = PolicySettings()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from msgspec import Struct, field
 
 from balanceroute.proxy.core.errors import BalanceRouteError
+from balanceroute.proxy.core.setting import integer, seconds
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, values without surrounding white space, in order of arrival."""
@@ -110,53 +111,70 @@ class Response:
         return first_value(self.headers, name)
 
 
-@dataclass(frozen=True, slots=True)
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
     """What a server accepts from a client, and how long it waits.
 
     A sweep checks the times once a second, or four times per shortest limit if that is more often. So
     each may end that much later.
-
-    Attributes:
-        header_limit_bytes: A request's head, from the request line to the blank line; above it 431.
-        header_limit: Header lines; above it 431.
-        target_limit_bytes: The request target; above it 414.
-        body_limit_bytes: A body without framing; above it 413.
-        header_timeout_s: From a connection's or a further request's first byte to the end of the head.
-        body_timeout_s: From the end of the head to the end of the body. Extended by the time that the
-            received bytes take at `body_bytes_per_s`: a large upload passes, a trickle does not.
-        keep_alive_timeout_s: Between an answer and the next request.
-        write_timeout_s: A client that reads nothing for this long, while data waits, is disconnected.
-        write_buffer_bytes: Above it a reply is paused.
-        half_close: Whether a client that shuts down its sending side still gets its answer. On a
-            socket such a client looks the same as one that left: an LLM client that cancels closes
-            its socket, which also arrives as a FIN, and the engine must then stop at once. That is
-            the common case. So by default a FIN during a request means that the client left, as in
-            nginx (`proxy_ignore_client_abort off`) and in every ASGI server.
-        connection_limit: Connections at a time; see `ConnectionLimit` for more. None for no limit.
-        peer_connection_limit: The same, per client address. 0 for no limit, None for what
-            `ConnectionLimit` does without one.
-        unread_gives_way: Whether a connection whose answer is complete, but unread, makes room for a
-            new one. For answers that can be asked for again.
-        body_budget_bytes: All bodies that are being received or whose requests are not answered yet;
-            a request above it gets 503. None for no limit.
     """
 
-    header_limit_bytes: int = 32_768
-    header_limit: int = 100
-    target_limit_bytes: int = 8_192
-    body_limit_bytes: int = 16 << 20
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 60.0
+    # None is no limit here. What `ConnectionLimit` does without a number for one address, 0 leaves out.
+    connection_limit: int | None = integer(
+        None,
+        "connections of clients; beyond it those without a complete request are closed for newcomers, "
+        "and then newcomers get 503",
+        1,
+        10**6,
+        shown_default="a third of the file descriptors left",
+        word="auto",
+    )
+    peer_connection_limit: int | None = integer(
+        None,
+        "connections of one client address; beyond it newcomers get 429. auto: no such limit, but an "
+        "address with more than a quarter of all takes no place of one with fewer; none: neither",
+        1,
+        10**6,
+        word="auto",
+        off="none",
+    )
+    body_limit_bytes: int = integer(16 * _MIB, "size of a request's body", 1, 1 << 40)  # Else 413.
+    body_budget_bytes: int = integer(
+        512 * _MIB,
+        "all bodies of requests that are being received or wait; beyond it newcomers get 503",
+        1,
+        1 << 40,
+    )
+    # From the request line to the blank line; else 431.
+    header_limit_bytes: int = integer(32_768, "size of a request's header", 256, _MIB)
+    header_limit: int = integer(100, "fields in a request's header", 1, 10_000)  # Else 431.
+    target_limit_bytes: int = integer(8_192, "size of a request's target", 64, _MIB)  # Else 414.
+    # From the first byte of the connection, or of a further request.
+    header_timeout_s: float = seconds(10.0, "for a client to send a whole header")
+    # From the end of the header, extended by what the received bytes take at `body_bytes_per_s`: a large
+    # upload passes, a trickle does not.
+    body_timeout_s: float = seconds(60.0, "for a client to send a whole body")
+    keep_alive_timeout_s: float = seconds(
+        75.0, "that a client's connection may stay open without a request"
+    )
+    write_timeout_s: float = seconds(
+        60.0, "that a client may leave its answer unread before it is cut off"
+    )
+    write_buffer_bytes: int = integer(
+        65_536, "unread answer kept for a client before its engine is paused", 1, 1 << 30
+    )
     body_bytes_per_s: int = 65_536
-    keep_alive_timeout_s: float = 75.0
-    write_timeout_s: float = 60.0
-    write_buffer_bytes: int = 65_536
+    # Whether a client that shuts down its sending side still gets its answer. On a socket such a client
+    # looks the same as one that left: an LLM client that cancels closes its socket, which also arrives
+    # as a FIN, and the engine must then stop at once. So by default a FIN during a request means that
+    # the client left, as in nginx (`proxy_ignore_client_abort off`) and in every ASGI server.
     half_close: bool = False
-    connection_limit: int | None = None
-    peer_connection_limit: int | None = None
+    # Whether a connection whose answer is complete, but unread, makes room for a new one. For answers that
+    # can be asked for again.
     unread_gives_way: bool = False
-    body_budget_bytes: int | None = None
 
 
 class WireFault(Enum):

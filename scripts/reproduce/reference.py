@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from balanceroute.proxy.core.admission import TenantLimits
+from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
@@ -33,7 +34,6 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     Snapshot,
     TenantState,
 )
-from balanceroute.proxy.settings.setting import Setting, settings_of
 from experiment import ROOT, table_head, table_row
 from house import MAY_IMPORT
 

@@ -18,12 +18,12 @@ from tests.command_line import refused
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.cli import emulate, up
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.lab.emulate import process as engine_process
 from balanceroute.proxy.live import serve as live_serve
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
-from balanceroute.proxy.settings.setting import settings_of
 from balanceroute.topologies import read_topology
 
 ENGINES = ["--prefill", "http://p", "--decode", "http://d"]

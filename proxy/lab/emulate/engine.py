@@ -329,7 +329,9 @@ class Engine:
 
     async def _serve(self, application: Application, port: int) -> Server:
         limits = ServerLimits(
-            body_limit_bytes=64 << 20, keep_alive_timeout_s=self._hub.settings.keep_alive_s
+            body_limit_bytes=64 << 20,
+            body_budget_bytes=1 << 40,
+            keep_alive_timeout_s=self._hub.settings.keep_alive_s,
         )
         server = Server(application, limits=limits)
         await server.start(self.host, port)

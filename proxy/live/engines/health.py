@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
 
+from balanceroute.proxy.core.setting import integer, seconds
 from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 
@@ -50,18 +51,17 @@ class HealthSettings:
     """How instances are watched.
 
     Attributes:
-        health_interval_s: Time between two probes of an instance that is up.
-        health_timeout_s: Limit of a probe.
-        quarantine_failures: Faults in a row that quarantine.
         backoff_s: Time in quarantine before the first probe.
         backoff_max_s: Limit of that time, which doubles with every failure. An instance that stays
             up for this long starts over.
         stall_s: A timer this late means that the process itself stood still.
     """
 
-    health_interval_s: float
-    health_timeout_s: float
-    quarantine_failures: int
+    health_interval_s: float = seconds(2.0, "between two health checks of an engine")
+    health_timeout_s: float = seconds(2.0, "for such a check")
+    quarantine_failures: int = integer(
+        3, "failures in a row after which an engine gets nothing until it is healthy", 1, 10**6
+    )
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     stall_s: float = 1.0

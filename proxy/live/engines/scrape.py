@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
 
+from balanceroute.proxy.core.setting import seconds
 from balanceroute.proxy.live.engines.engine_gauges import (
     EngineGauges,
     MetricsPageError,
@@ -44,15 +45,10 @@ _MOST_IN_S = _MOST_DUE / _TICK_S
 
 @dataclass(frozen=True, slots=True)
 class ScrapeSettings:
-    """How instances are scraped.
+    """How instances are scraped."""
 
-    Attributes:
-        scrape_interval_s: Time between two scrapes of an instance.
-        scrape_timeout_s: Limit of one scrape.
-    """
-
-    scrape_interval_s: float
-    scrape_timeout_s: float
+    scrape_interval_s: float = seconds(1.0, "between two readings of an engine's metrics")
+    scrape_timeout_s: float = seconds(1.0, "for such a reading")
 
 
 @dataclass(slots=True, eq=False)

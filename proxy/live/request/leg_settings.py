@@ -5,6 +5,7 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from balanceroute.proxy.core.setting import choice, integer, named, number, seconds, switch, words
 from balanceroute.proxy.live.openai.body import BodyError
 from balanceroute.proxy.live.openai.continuation import sampling_of, says_again
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
@@ -154,60 +155,119 @@ class Resume(Enum):
     VALID = "valid"
 
 
-@dataclass(frozen=True, slots=True)
-class LegSettings:
-    """How long a leg may take, and how often it is tried. Times in seconds.
+# In parts, as `balanceroute serve --help` shows them: no part has slots, so that one class can have all.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegTimes:
+    """How long a leg may take."""
+
+    expired_status: int = integer(
+        503, "status of the answer to a request that expired", 400, 599, metavar="STATUS"
+    )
+    prefill_timeout_s: float = seconds(300.0, "for a prefill's whole answer")
+    # Some engines hang silently on a hand-off that cannot be used.
+    first_token_timeout_s: float = seconds(
+        60.0, "from dispatch to a decode rank to its first token"
+    )
+    # vLLM's parsers of tool calls hold back an argument until it is whole, some thousands of tokens of it.
+    idle_stream_timeout_s: float = seconds(300.0, "between two pieces of a decode rank's answer")
+    sse_keep_alive_s: float | None = number(
+        None,
+        "silence after which the client of a stream gets a comment, also while its request waits",
+        1,
+        10_000,
+        word="off",
+        metavar="S",
+    )
+    answer_timeout_s: float = seconds(
+        1800.0, "for a decode rank's whole answer, if it is not streamed"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegRetries:
+    """How often a leg is tried."""
+
+    retry_attempts: int = integer(
+        3, "tries of each leg (prefill, decode), the first one too", 1, 100
+    )
+    retry_backoff_s: float = seconds(0.05, "wait before the first retry; doubles with each one", 0)
+    retry_backoff_limit_s: float = seconds(1.0, "longest wait before a retry", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerLimit:
+    """What is accepted from an engine."""
+
+    answer_limit_bytes: int = integer(
+        256 << 20, "size of an answer that is not streamed", 1 << 10, 1 << 40
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegRules:
+    """How requests go to engines."""
+
+    lease_margin_s: float = seconds(
+        5.0, "how long before the end of its lease a KV cache counts as lost", 0
+    )
+    # What engines compute in one step by default (vLLM's `max_num_batched_tokens`), so that the other
+    # requests of a rank, and of those that step with it, wait for one long step at most.
+    direct_decode_tokens: int = integer(
+        2048,
+        "with --direct decode, tokens of the longest prompt that a rank computes for such a request; "
+        "longer ones go to prefillers",
+        0,
+        10**9,
+    )
+    on_missing_kv: str = choice(
+        "recompute",
+        "when a prefill answer has no usable KV parameters: serve the request as --direct says, or "
+        "count it as a failed try",
+        words(("recompute", "fail")),
+    )
+    pass_priority: bool = switch(
+        False,
+        "let engines have the `priority` of requests, for --scheduling-policy priority; vLLM's "
+        "default policy answers 400 to any but 0",
+    )
+    count_tokens: str = choice(
+        "usage",
+        "how the tokens of a stream are counted: by the usage that engines are asked for in every "
+        "event (and that clients do not see unless they ask), or an event is one token",
+        words(("usage", "events")),
+    )
+    resume: Resume = choice(
+        Resume.OFF,
+        "which streams another engine continues when theirs fails, from the token ids that "
+        "engines are asked for, or by beginning again without what the client has: those that one "
+        "engine would have given (temperature 0, or a seed), or also sampled ones",
+        named(Resume),
+    )
+    first_token: FirstTokenFrom = choice(
+        FirstTokenFrom.DECODE,
+        "whose first token the client of a stream gets: the prefiller's, at once, or that of the "
+        "decode rank, which says it again",
+        named(FirstTokenFrom),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
+    """All that legs go by.
 
     Attributes:
-        prefill_timeout_s: For the whole prefill leg.
-        first_token_timeout_s: From the decode leg's start to its first event. Some engines hang
-            silently on a hand-off that cannot be used.
-        idle_stream_timeout_s: Between two pieces of a stream that has begun. vLLM's parsers of tool calls hold
-            back an argument until it is whole, some thousands of tokens of it.
-        answer_timeout_s: For an answer that is not streamed.
-        retry_attempts: Of each leg, the first included.
-        retry_backoff_s: Before the second attempt; it doubles from one to the next.
-        retry_backoff_limit_s: The longest.
-        answer_limit_bytes: The largest answer that is taken as a whole.
         direct: Who serves requests that one engine has to do whole.
-        direct_decode_tokens: Of the longest prompt that a rank computes for such a request.
-        on_missing_kv: "recompute" if a request whose prefill left no usable KV cache is served like
-            these; else, and if these are refused, it is prefilled again elsewhere.
-        count_tokens: "usage" if the tokens of a stream are counted by the engine's own word, which is
-            asked for in every event; else an event counts as one.
-        lease_margin_s: How long before the end of its lease a KV cache counts as lost.
-        pass_priority: Whether engines get the priority that a client gives its request.
-        resume: Which streams go on at another rank when theirs fails.
-        first_token: Whose first token the client of a stream gets.
         asks_early: Whether each request is to say when it comes whether its first token may be the
             prefiller's.
         names_prompts: Whether prefillers are told a name of each text, as their KV cache events repeat it.
-        sse_keep_alive_s: Silence towards the client of a stream after which it gets a sign of life; None
-            for ever.
-        expired_status: Of the answer to a request that waited longer than it may.
         drop: Members of clients that no engine gets.
     """
 
-    prefill_timeout_s: float
-    first_token_timeout_s: float
-    idle_stream_timeout_s: float
-    answer_timeout_s: float
-    retry_attempts: int
-    retry_backoff_s: float
-    retry_backoff_limit_s: float
-    answer_limit_bytes: int
-    direct: Direct
-    direct_decode_tokens: int
-    on_missing_kv: str
-    count_tokens: str
-    lease_margin_s: float
-    pass_priority: bool
-    resume: Resume = Resume.OFF
-    first_token: FirstTokenFrom = FirstTokenFrom.DECODE
+    direct: Direct = Direct.DECODE
     asks_early: bool = False
     names_prompts: bool = False
-    sse_keep_alive_s: float | None = None
-    expired_status: int = 503
     drop: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.setting import choice, file, number, table, text, texts, words
 from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
 from balanceroute.proxy.model_choice import DoubleDqn, Greedy, Static, Targets
 from balanceroute.proxy.settings.reader import Given
-from balanceroute.proxy.settings.setting import choice, file, number, table, text, texts, words
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:

@@ -11,23 +11,28 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import EXPECTING
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.ranks import repeated
+from balanceroute.proxy.core.setting import flag_of, part, settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
-from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom, LegSettings
+from balanceroute.proxy.live.request.leg_settings import (
+    AnswerLimit,
+    FirstTokenFrom,
+    LegRetries,
+    LegRules,
+    LegSettings,
+    LegTimes,
+)
 from balanceroute.proxy.live.security import Credentials, Secret
 from balanceroute.proxy.live.settings.aliases import AliasConfig
 from balanceroute.proxy.live.settings.declared import (
     AdmissionSettings,
     DiscoverySettings,
     EngineSettings,
-    ExchangeLimits,
-    FailureSettings,
     Http3Settings,
     ListeningSettings,
     LogSettings,
@@ -37,7 +42,6 @@ from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import ExportSettings
 from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
-from balanceroute.proxy.settings.setting import flag_of, part, settings_of
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS
 
@@ -52,6 +56,14 @@ _NEVER_NS = 1 << 62
 _POOL_WITHOUT_LEASES = 64
 _POOL_PER_PREFILLER = 2
 
+# How JSON groups settings that are declared apart.
+_SHOWN: dict[str, tuple[type, ...]] = {
+    "scheduling": (SchedulingSettings, LegRules),
+    "times": (TimeLimits, LegTimes),
+    "failures": (LegRetries, HealthSettings, ScrapeSettings),
+    "limits": (ServerLimits, AnswerLimit),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
@@ -61,7 +73,8 @@ class ProxyConfig:
         tracing: Where traces of requests go; None for nowhere.
         decoders: The decode servers; their ranks in order are the scheduler's.
         credentials: Keys, and the certificate's files.
-        direct: Which engines serve what cannot be split between the roles.
+        legs: Time limits and retries of what is sent to engines.
+        limits: What is accepted from a client.
         lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
             the engine says of a single request goes first.
         given: The settings that were given and are not off, with what to call each. Not shown.
@@ -80,14 +93,15 @@ class ProxyConfig:
     policies: PolicySettings
     times: TimeLimits
     aimd: AimdOptions
-    failures: FailureSettings
-    limits: ExchangeLimits
+    legs: LegSettings
+    health: HealthSettings
+    scrape: ScrapeSettings
+    limits: ServerLimits
     log: LogSettings
     tracing: ExportSettings | None
     prefillers: tuple[PrefillServer, ...]
     decoders: tuple[DecodeServer, ...]
     credentials: Credentials
-    direct: Direct
     lease_s: float | None
     given: Mapping[str, str] = field(repr=False, compare=False)
     groups: "tuple[GroupConfig, ...]" = ()
@@ -105,49 +119,17 @@ class ProxyConfig:
         return ours.engine_key is None and not (ours.api_keys or ours.tenants)
 
     @property
-    def server_limits(self) -> ServerLimits:
-        """What is accepted from a client."""
-        return part(ServerLimits, self.limits)
-
-    @property
-    def legs(self) -> LegSettings:
-        """Time limits and retries of what is sent to engines."""
-        sections = (self.times, self.failures, self.limits, self.scheduling)
-        asks_early = (
-            self.scheduling.first_token is FirstTokenFrom.PREFILL
-            and self.admission.admission in EXPECTING
-        )
-        return part(
-            LegSettings,
-            *sections,
-            direct=self.direct,
-            asks_early=asks_early,
-            names_prompts=self.hears_kv_events,
-        )
-
-    @property
-    def health(self) -> HealthSettings:
-        """How engines are watched."""
-        return part(HealthSettings, self.failures)
-
-    @property
-    def scrape(self) -> ScrapeSettings:
-        """How their metrics are read."""
-        return part(ScrapeSettings, self.failures)
-
-    @property
     def too_long_waits(self) -> str | None:
         """Why the target of --aimd cannot be kept with these time limits; None if it can."""
         assert self.times.queue_ttl_s is not None, "make_config replaces it"
-        early = self.scheduling.first_token is FirstTokenFrom.PREFILL
+        early = self.legs.first_token is FirstTokenFrom.PREFILL
         pool_ttl_s = None if early else self.times.pool_ttl_s
         return self.aimd.too_long(self.times.queue_ttl_s, pool_ttl_s)
 
     @property
     def hears_kv_events(self) -> bool:
         """Whether prefillers tell what they have cached, also those that are added later."""
-        named = any(one.kv_events is not None for one in self.prefillers)
-        return named or self.engines.kv_events_port is not None
+        return self.legs.names_prompts
 
     @property
     def hears_rank_kv_events(self) -> bool:
@@ -158,7 +140,7 @@ class ProxyConfig:
     def deep_pool_share(self) -> float | None:
         """How full prefillers may be while nobody knows how fast a deep pool empties; None for none."""
         given = self.scheduling.pool_limit is not None
-        deep = self.scheduling.first_token is FirstTokenFrom.PREFILL and not given
+        deep = self.legs.first_token is FirstTokenFrom.PREFILL and not given
         return self.scheduling.prefiller_utilisation_limit if deep else None
 
     def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
@@ -174,12 +156,12 @@ class ProxyConfig:
             rank_speeds=repeated(self.scheduling.rank_speeds, ranks) or None,
             prefillers=prefillers,
             pool_limit=pool_limit,
-            deep_pool=self.scheduling.first_token is FirstTokenFrom.PREFILL,
+            deep_pool=self.legs.first_token is FirstTokenFrom.PREFILL,
             prefiller_memory_tokens=None,
             deadline_ns=_NEVER_NS if deadline_s == inf else _ns(deadline_s),
             ttl_ns=_ns(self.times.pool_ttl_s),
             lease_ns=_ns(self.lease_s),
-            lease_margin_ns=_ns(self.scheduling.lease_margin_s),
+            lease_margin_ns=_ns(self.legs.lease_margin_s),
             queue_ttl_ns=_ns(self.times.queue_ttl_s),
         )
 
@@ -193,6 +175,18 @@ class ProxyConfig:
         """Return the configuration for JSON; of a secret it only tells that there is one."""
         plain = _plain(self)
         assert isinstance(plain, dict)
+        plain["direct"] = self.legs.direct.value
+        records = [getattr(self, one.name) for one in fields(self)]
+        for key, sections in _SHOWN.items():
+            plain[key] = {
+                setting.name: _plain(getattr(record, setting.name))
+                for section in sections
+                for record in records
+                if isinstance(record, section)
+                for setting in settings_of(section)
+            }
+        for name in ("legs", "health", "scrape"):
+            del plain[name]
         for name in ("groups", "aliases"):
             if not plain[name]:
                 del plain[name]
@@ -243,7 +237,7 @@ _OF_ALL = frozenset(
     {
         *chain.from_iterable(
             (one.name for one in settings_of(section))
-            for section in (ListeningSettings, Http3Settings, ExchangeLimits, LogSettings)
+            for section in (ListeningSettings, Http3Settings, *_SHOWN["limits"], LogSettings)
         ),
         *("tenants", "client_priority", "client_deadline"),
         *("engine_key_file", "drain_timeout_s", "roster_state"),

@@ -12,11 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.admission import EXPECTING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.prefill import USING_EVENTS
+from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.scrape import ScrapeSettings
 from balanceroute.proxy.live.prediction import make_predictor, predictor_name
-from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom
+from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom, LegSettings
 from balanceroute.proxy.live.security import (
     Credentials,
     Secret,
@@ -45,8 +48,6 @@ from balanceroute.proxy.live.settings.declared import (
     DiscoverySettings,
     EngineAddresses,
     EngineSettings,
-    ExchangeLimits,
-    FailureSettings,
     Http3Settings,
     ListeningSettings,
     LogSettings,
@@ -59,6 +60,7 @@ from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.settings.reader import Given
 from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
 from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS, TopologyError, added_group
 
 if TYPE_CHECKING:
@@ -150,13 +152,14 @@ def _configured(
     _check_admin(given, listening, credentials.admin_token)
     scheduling = given.read(SchedulingSettings)
     _check_scheduling(given, scheduling, engines)
+    legs = _legs(given, prefillers, engines, scheduling)
     _check_kv_events(prefillers, engines, scheduling)
     aimd = _aimd(given)
     times = given.read(TimeLimits)
     times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
     lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
     if lease_s is not None:
-        _check_margin(given, scheduling, times)
+        _check_margin(given, legs, times)
     policies = given.read(PolicyOptions).settings
     asked = policies.prefix_affinity > 0.0 or scheduling.local_prefill_tokens is not None
     if engines.rank_kv_events_port is not None and not asked:
@@ -174,14 +177,15 @@ def _configured(
         policies=policies,
         times=times,
         aimd=aimd,
-        failures=_failures(given),
+        legs=legs,
+        health=given.read(HealthSettings),
+        scrape=given.read(ScrapeSettings),
         limits=limits,
         log=_log(given),
         tracing=export_settings(given, environment),
         prefillers=prefillers,
         decoders=decoders,
         credentials=credentials,
-        direct=scheduling.direct or _direct(engines.connector),
         lease_s=lease_s,
         given=given.places,
     )
@@ -362,8 +366,8 @@ def _check_admin(given: Given, listening: ListeningSettings, token: Secret | Non
         raise ConfigError(f"{given.where('admin_name')} {reason}")
 
 
-def _limits(given: Given) -> ExchangeLimits:
-    limits = given.read(ExchangeLimits)
+def _limits(given: Given) -> ServerLimits:
+    limits = given.read(ServerLimits)
     budget, one = limits.body_budget_bytes, limits.body_limit_bytes
     if budget < one:
         reason = f"is {budget}, less than one body may have by --body-limit-bytes: {one}"
@@ -419,9 +423,6 @@ def _check_scheduling(
 ) -> None:
     _check_predictors(given, scheduling)
     facts = CONNECTORS[engines.connector]
-    if scheduling.first_token is FirstTokenFrom.PREFILL and not facts.says_first:
-        reason = f"prefillers with {engines.connector} leave the last token of a prompt to the rank"
-        raise ConfigError(f"{given.where('first_token')}: {reason}, so theirs is not the first one")
     if scheduling.local_prefill_tokens is not None and not facts.ranks_prefill:
         reason = f"decode ranks with {engines.connector} may be unable to compute a prompt"
         raise ConfigError(f"{given.where('local_prefill_tokens')}: {reason}")
@@ -435,10 +436,6 @@ def _aimd(given: Given) -> AimdOptions:
     return aimd
 
 
-def _direct(connector: str) -> Direct:
-    return Direct.DECODE if CONNECTORS[connector].ranks_prefill else Direct.PREFILL
-
-
 def _finite(time_s: float | None) -> float | None:
     return None if time_s == inf else time_s
 
@@ -446,8 +443,8 @@ def _finite(time_s: float | None) -> float | None:
 # The rest.
 
 
-def _check_margin(given: Given, scheduling: SchedulingSettings, times: TimeLimits) -> None:
-    margin_s, connect_s = scheduling.lease_margin_s, times.connect_timeout_s
+def _check_margin(given: Given, legs: LegSettings, times: TimeLimits) -> None:
+    margin_s, connect_s = legs.lease_margin_s, times.connect_timeout_s
     if margin_s <= connect_s:
         reason = f"is {margin_s:g}, must exceed {given.where('connect_timeout_s')} ({connect_s:g})"
         raise ConfigError(
@@ -455,13 +452,29 @@ def _check_margin(given: Given, scheduling: SchedulingSettings, times: TimeLimit
         )
 
 
-def _failures(given: Given) -> FailureSettings:
-    failures = given.read(FailureSettings)
-    least_s, most_s = failures.retry_backoff_s, failures.retry_backoff_limit_s
+def _legs(
+    given: Given,
+    prefillers: "Iterable[PrefillServer]",
+    engines: EngineSettings,
+    scheduling: SchedulingSettings,
+) -> LegSettings:
+    legs, connector = given.read(LegSettings), CONNECTORS[engines.connector]
+    least_s, most_s = legs.retry_backoff_s, legs.retry_backoff_limit_s
     if least_s > most_s:
         reason = f"is {least_s:g}, beyond --retry-backoff-limit-s ({most_s:g})"
         raise ConfigError(f"{given.where('retry_backoff_s')} {reason}")
-    return failures
+    early = legs.first_token is FirstTokenFrom.PREFILL
+    if early and not connector.says_first:
+        reason = f"prefillers with {engines.connector} leave the last token of a prompt to the rank"
+        raise ConfigError(f"{given.where('first_token')}: {reason}, so theirs is not the first one")
+    usual = Direct.DECODE if connector.ranks_prefill else Direct.PREFILL
+    return replace(
+        legs,
+        direct=scheduling.direct or usual,
+        asks_early=early and given.read(AdmissionSettings).admission in EXPECTING,
+        names_prompts=engines.kv_events_port is not None
+        or any(one.kv_events is not None for one in prefillers),
+    )
 
 
 def _log(given: Given) -> LogSettings:

@@ -13,8 +13,28 @@ from pathlib import Path
 from balanceroute.proxy.core.admission import ADMISSIONS
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
+from balanceroute.proxy.core.setting import (
+    choice,
+    file,
+    file_or_word,
+    integer,
+    number,
+    seconds,
+    switch,
+    text,
+    texts,
+    words,
+)
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.scrape import ScrapeSettings
+from balanceroute.proxy.live.request.leg_settings import (
+    AnswerLimit,
+    LegRetries,
+    LegRules,
+    LegTimes,
+)
 from balanceroute.proxy.live.settings.checks import (
     base_address,
     decode_address,
@@ -28,18 +48,6 @@ from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import TracingSettings
 from balanceroute.proxy.live.telemetry.process_log import LEVELS
 from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
-from balanceroute.proxy.settings.setting import (
-    choice,
-    file,
-    file_or_word,
-    integer,
-    number,
-    seconds,
-    switch,
-    text,
-    texts,
-    words,
-)
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
 from balanceroute.topologies import CONNECTORS
@@ -198,8 +206,6 @@ class DiscoverySettings:
 
 
 LOG_WORDS = ("-", "none")
-# What has defaults of its own without settings.
-_LIMITS = ServerLimits()
 _KIB = 1 << 10
 _MIB = 1 << 20
 
@@ -366,9 +372,6 @@ class TimeLimits:
         inf,
         metavar="S",
     )
-    expired_status: int = integer(
-        503, "status of the answer to a request that expired", 400, 599, metavar="STATUS"
-    )
     pool_deadline_s: float | None = number(
         None,
         "wait after prefill after which a request goes first; inf for never",
@@ -388,100 +391,7 @@ class TimeLimits:
         2,
         10_000,
     )
-    prefill_timeout_s: float = seconds(300.0, "for a prefill's whole answer")
-    first_token_timeout_s: float = seconds(
-        60.0, "from dispatch to a decode rank to its first token"
-    )
-    idle_stream_timeout_s: float = seconds(300.0, "between two pieces of a decode rank's answer")
-    sse_keep_alive_s: float | None = number(
-        None,
-        "silence after which the client of a stream gets a comment, also while its request waits",
-        1,
-        10_000,
-        word="off",
-        metavar="S",
-    )
-    answer_timeout_s: float = seconds(
-        1800.0, "for a decode rank's whole answer, if it is not streamed"
-    )
     drain_timeout_s: float = seconds(120.0, "for running requests to end after SIGTERM", 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureSettings:
-    """What is done about engines that fail."""
-
-    retry_attempts: int = integer(
-        3, "tries of each leg (prefill, decode), the first one too", 1, 100
-    )
-    retry_backoff_s: float = seconds(0.05, "wait before the first retry; doubles with each one", 0)
-    retry_backoff_limit_s: float = seconds(1.0, "longest wait before a retry", 0)
-    health_interval_s: float = seconds(2.0, "between two health checks of an engine")
-    health_timeout_s: float = seconds(2.0, "for such a check")
-    scrape_interval_s: float = seconds(1.0, "between two readings of an engine's metrics")
-    scrape_timeout_s: float = seconds(1.0, "for such a reading")
-    quarantine_failures: int = integer(
-        3, "failures in a row after which an engine gets nothing until it is healthy", 1, 10**6
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeLimits:
-    """What is accepted from a client and from an engine, and how long a client is waited for."""
-
-    connection_limit: int | None = integer(
-        None,
-        "connections of clients; beyond it those without a complete request are closed for newcomers, "
-        "and then newcomers get 503",
-        1,
-        10**6,
-        shown_default="a third of the file descriptors left",
-        word="auto",
-    )
-    peer_connection_limit: int | None = integer(
-        None,
-        "connections of one client address; beyond it newcomers get 429. auto: no such limit, but an "
-        "address with more than a quarter of all takes no place of one with fewer; none: neither",
-        1,
-        10**6,
-        word="auto",
-        off="none",
-    )
-    body_limit_bytes: int = integer(
-        _LIMITS.body_limit_bytes, "size of a request's body", 1, 1 << 40
-    )
-    body_budget_bytes: int = integer(
-        512 * _MIB,
-        "all bodies of requests that are being received or wait; beyond it newcomers get 503",
-        1,
-        1 << 40,
-    )
-    header_limit_bytes: int = integer(
-        _LIMITS.header_limit_bytes, "size of a request's header", 256, _MIB
-    )
-    header_limit: int = integer(_LIMITS.header_limit, "fields in a request's header", 1, 10_000)
-    target_limit_bytes: int = integer(
-        _LIMITS.target_limit_bytes, "size of a request's target", 64, _MIB
-    )
-    header_timeout_s: float = seconds(
-        _LIMITS.header_timeout_s, "for a client to send a whole header"
-    )
-    body_timeout_s: float = seconds(_LIMITS.body_timeout_s, "for a client to send a whole body")
-    keep_alive_timeout_s: float = seconds(
-        _LIMITS.keep_alive_timeout_s, "that a client's connection may stay open without a request"
-    )
-    write_timeout_s: float = seconds(
-        _LIMITS.write_timeout_s, "that a client may leave its answer unread before it is cut off"
-    )
-    write_buffer_bytes: int = integer(
-        _LIMITS.write_buffer_bytes,
-        "unread answer kept for a client before its engine is paused",
-        1,
-        1 << 30,
-    )
-    answer_limit_bytes: int = integer(
-        256 * _MIB, "size of an answer that is not streamed", _KIB, 1 << 40
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,11 +412,11 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "discovery": (DiscoverySettings,),
     "listening": (ListeningSettings, Http3Settings),
     "admission": (AdmissionSettings, AimdOptions),
-    "scheduling": (SchedulingSettings, ScoreOptions),
+    "scheduling": (SchedulingSettings, LegRules, ScoreOptions),
     "policies": (PolicyOptions,),
-    "time limits": (TimeLimits,),
-    "failures": (FailureSettings,),
-    "limits of an exchange": (ExchangeLimits,),
+    "time limits": (TimeLimits, LegTimes),
+    "failures": (LegRetries, HealthSettings, ScrapeSettings),
+    "limits of an exchange": (ServerLimits, AnswerLimit),
     "log": (LogSettings,),
     "tracing": (TracingSettings,),
 }

@@ -90,7 +90,7 @@ def _limits_starts(config: ProxyConfig) -> bool:
 
 def _never_queues(config: ProxyConfig) -> bool:
     """Return whether no request needs a prefiller of the scheduler's."""
-    return _decode_first(config) and config.direct is Direct.REFUSE
+    return _decode_first(config) and config.legs.direct is Direct.REFUSE
 
 
 def _states_deadlines(config: ProxyConfig) -> bool:
@@ -263,12 +263,12 @@ _TABLE = (
     _Idle(
         ("direct_limit",),
         "where nothing is served by one engine (--direct refuse)",
-        lambda c: c.direct is Direct.REFUSE,
+        lambda c: c.legs.direct is Direct.REFUSE,
     ),
     _Idle(
         ("direct_decode_tokens",),
         "where no rank serves what cannot be split (--direct)",
-        lambda c: c.direct is not Direct.DECODE,
+        lambda c: c.legs.direct is not Direct.DECODE,
     ),
     _Idle(
         ("pool_limit",),
@@ -282,18 +282,18 @@ _TABLE = (
     ),
     _Idle(
         ("prefill_choice", "prefiller_kv_tokens"),
-        _WITH_CONNECTOR + " and --direct {c.direct.value}, where no prefiller is chosen",
+        _WITH_CONNECTOR + " and --direct {c.legs.direct.value}, where no prefiller is chosen",
         _never_queues,
     ),
     _Idle(
         ("queue_ttl_s", "fair_queue"),
-        _WITH_CONNECTOR + " and --direct {c.direct.value}, where nothing waits before prefill",
+        _WITH_CONNECTOR + " and --direct {c.legs.direct.value}, where nothing waits before prefill",
         lambda c: _never_queues(c) and not _limits_starts(c),
     ),
     _Idle(
         ("first_token",),
         _WITH_CONNECTOR + ", whose ranks have the request first",
-        lambda c: _decode_first(c) and c.scheduling.first_token is FirstTokenFrom.PREFILL,
+        lambda c: _decode_first(c) and c.legs.first_token is FirstTokenFrom.PREFILL,
     ),
     _Idle(
         ("lease_margin_s",),
@@ -330,7 +330,7 @@ _TABLE = (
     _Idle(
         ("retry_backoff_s", "retry_backoff_limit_s"),
         "with --retry-attempts 1",
-        lambda c: c.failures.retry_attempts == 1,
+        lambda c: c.legs.retry_attempts == 1,
     ),
     _Idle(("log_level",), "with --log none", lambda c: c.log.log == "none"),
     _Idle(("load_log_interval_s",), "without --load-log", lambda c: c.log.load_log is None),

@@ -8,9 +8,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.outside import outside_name
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
-from balanceroute.proxy.live.prediction import PREDICTORS
-from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom, Resume
-from balanceroute.proxy.settings.setting import (
+from balanceroute.proxy.core.setting import (
     choice,
     file,
     file_or_word,
@@ -19,11 +17,12 @@ from balanceroute.proxy.settings.setting import (
     named,
     number,
     numbers,
-    seconds,
     switch,
     text,
     words,
 )
+from balanceroute.proxy.live.prediction import PREDICTORS
+from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.topologies import did_you_mean
 
 
@@ -146,24 +145,12 @@ class SchedulingSettings:
         word="auto",
         metavar="S",
     )
-    lease_margin_s: float = seconds(
-        5.0, "how long before the end of its lease a KV cache counts as lost", 0
-    )
     direct: Direct | None = choice(
         None,
         "which engines serve what cannot be split between the roles (n > 1, several prompts, echo, "
         "prompt_logprobs, ..), or whether it is rejected with status 400",
         {"auto": None, **named(Direct)},
         shown_default="prefill with the connectors of vllm-ascend, else decode",
-    )
-    # What engines compute in one step by default (vLLM's `max_num_batched_tokens`), so that the other
-    # requests of a rank, and of those that step with it, wait for one long step at most.
-    direct_decode_tokens: int = integer(
-        2048,
-        "with --direct decode, tokens of the longest prompt that a rank computes for such a request; "
-        "longer ones go to prefillers",
-        0,
-        10**9,
     )
     # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
     direct_limit: int = integer(
@@ -172,34 +159,4 @@ class SchedulingSettings:
         "has none",
         1,
         10**6,
-    )
-    on_missing_kv: str = choice(
-        "recompute",
-        "when a prefill answer has no usable KV parameters: serve the request as --direct says, or "
-        "count it as a failed try",
-        words(("recompute", "fail")),
-    )
-    pass_priority: bool = switch(
-        False,
-        "let engines have the `priority` of requests, for --scheduling-policy priority; vLLM's "
-        "default policy answers 400 to any but 0",
-    )
-    count_tokens: str = choice(
-        "usage",
-        "how the tokens of a stream are counted: by the usage that engines are asked for in every "
-        "event (and that clients do not see unless they ask), or an event is one token",
-        words(("usage", "events")),
-    )
-    resume: Resume = choice(
-        Resume.OFF,
-        "which streams another engine continues when theirs fails, from the token ids that "
-        "engines are asked for, or by beginning again without what the client has: those that one "
-        "engine would have given (temperature 0, or a seed), or also sampled ones",
-        named(Resume),
-    )
-    first_token: FirstTokenFrom = choice(
-        FirstTokenFrom.DECODE,
-        "whose first token the client of a stream gets: the prefiller's, at once, or that of the "
-        "decode rank, which says it again",
-        named(FirstTokenFrom),
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.setting import file, integer, number, switch, text, texts
 from balanceroute.proxy.live.security import Secret, Tenant, digest_of, read_secrets
 from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.registry import OTHER
 from balanceroute.proxy.settings.reader import Given
-from balanceroute.proxy.settings.setting import file, integer, number, switch, text, texts
 from balanceroute.topologies import did_you_mean
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -14,9 +14,9 @@ from urllib.parse import unquote
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.setting import number, text
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.security import Secret, engine_context
-from balanceroute.proxy.settings.setting import number, text
 
 if TYPE_CHECKING:
     from balanceroute.proxy.settings.reader import Given

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.declared import SECTIONS
-from balanceroute.proxy.settings.setting import settings_of
 from balanceroute.topologies import read_topology
 
 P = EngineUrl("http", "p", 80)

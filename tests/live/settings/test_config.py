@@ -11,6 +11,7 @@ from tests.live.settings.configs import ENGINES, D, P, of_file, of_flags, secret
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.request.leg_settings import Direct, LegSettings
@@ -19,7 +20,6 @@ from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import ENGINE_KEY_VARIABLE, make_config
 from balanceroute.proxy.live.settings.declared import ListeningSettings, LogSettings
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
-from balanceroute.proxy.settings.setting import settings_of
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS, read_topology
 
@@ -32,7 +32,7 @@ def test_the_defaults_are_these() -> None:
     assert (listening.tls_cert, listening.tls_key) == (None, None)
     assert (listening.admin_host, listening.admin_port) == ("127.0.0.1", 9000)
     assert config.credentials == Credentials((), None, None)
-    assert config.server_limits == ServerLimits(body_budget_bytes=512 << 20)
+    assert config.limits == ServerLimits()
     assert config.prefillers == (PrefillServer(P),)
     assert config.decoders == (DecodeServer(D),)
     assert config.engines.connector == "nixl"

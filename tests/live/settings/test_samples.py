@@ -256,7 +256,7 @@ SERVER_LIMITS = ServerLimits(
 
 def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
     config = of_samples(tmp_path)
-    assert config.server_limits == SERVER_LIMITS
+    assert config.limits == SERVER_LIMITS
     assert config.policies == PolicySettings(
         horizon_steps=7,
         gamma=0.5,

@@ -9,10 +9,10 @@ from tests.script import ROOT
 
 from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.live.security import Tenant, digest_of
 from balanceroute.proxy.live.settings.configure import read_credentials
 from balanceroute.proxy.live.settings.tenant_file import TenantTable, read_tenants
-from balanceroute.proxy.settings.setting import settings_of
 
 PAGE = (ROOT / "docs" / "tenants.md").read_text(encoding="utf-8")
 A, B = (digest_of(key).value.decode() for key in (b"sk-a", b"sk-b"))

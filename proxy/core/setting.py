@@ -8,7 +8,6 @@ The field is a flag (`--load-log-interval-s`) and a key of a file at once. A dec
 default first, then the help without the default, then the range.
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -37,7 +36,8 @@ class Setting:
         help: For the command line, without the default.
         shown_default: The default in words; "" to leave it out.
         metavar: What stands for the value in the help; None for choices and switches.
-        action: What argparse does with a flag that takes no value; None if it takes one.
+        action: "switch" for a flag and its `--no-` form, "store_true" for a flag alone; None if it takes a
+            value.
         choices: The words allowed, if they can be listed.
         many: Whether the setting is a list.
         is_path: Whether a relative value in a file starts at the file's folder.
@@ -52,7 +52,7 @@ class Setting:
     help: str
     shown_default: str
     metavar: str | None = None
-    action: str | type[argparse.Action] | None = None
+    action: str | None = None
     choices: tuple[str, ...] = ()
     many: bool = False
     is_path: bool = False
@@ -261,8 +261,8 @@ def files_or_words(text: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 def switch(default: bool, text: str) -> bool:
     """Declare what is on or off: `--name` or `--no-name`."""
-    action = argparse.BooleanOptionalAction
-    return _declare(default, text, _boolean, "on" if default else "off", None, action=action)
+    shown_default = "on" if default else "off"
+    return _declare(default, text, _boolean, shown_default, None, action="switch")
 
 
 def flag(text: str) -> bool:

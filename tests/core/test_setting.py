@@ -17,9 +17,7 @@ from balanceroute.proxy.cli import (
     validate,
 )
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.settings import declared
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.settings.setting import (
+from balanceroute.proxy.core.setting import (
     choice,
     file,
     flag,
@@ -32,6 +30,8 @@ from balanceroute.proxy.settings.setting import (
     switch,
     text,
 )
+from balanceroute.proxy.live.settings import declared
+from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
 
 
 class Colour(Enum):
