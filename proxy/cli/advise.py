@@ -39,7 +39,7 @@ from balanceroute.proxy.lab.audit.observation import AuditedEngines, Observation
 from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, split
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings import Given, add_flags, read_flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from balanceroute.proxy.lab.audit.prometheus import PrometheusWindow, looks_of
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines, write_plots
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings import add_flags, read_flags
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from balanceroute.proxy.lab.emulate import (
 from balanceroute.proxy.lab.emulate.prefix_caches import Publish
 from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings import Given, add_flags, read_flags
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

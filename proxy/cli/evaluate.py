@@ -47,7 +47,7 @@ from balanceroute.proxy.lab.pictures import (
     wrapped,
     write_pictures,
 )
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings import Given, add_flags, read_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

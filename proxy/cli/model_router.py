@@ -37,7 +37,7 @@ from balanceroute.proxy.lab.model_choice.training import (
     write_training,
 )
 from balanceroute.proxy.model_choice import WINDOW, DoubleDqn, Greedy, GroupOutlook, Static
-from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings import add_flags, read_flags
 from balanceroute.traces import read_trace
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ from balanceroute.proxy.lab.replay.requests import (
     with_exchanges,
     with_limits,
 )
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings import Given, add_flags, read_flags
 
 if TYPE_CHECKING:
     from balanceroute.proxy.lab.replay.driver import ReplayProgress as State

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING
+from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, AimdOptions
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.prefill import PREFILL_CHOICES
+from balanceroute.proxy.core.prefill import PREFILL_CHOICES, ScoreLimits
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.core.setting import (
     choice,
@@ -20,8 +20,7 @@ from balanceroute.proxy.core.setting import (
 )
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel, SimulatedEngineOptions
-from balanceroute.proxy.settings.reader import Given
-from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
+from balanceroute.proxy.settings import Given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,7 +222,7 @@ def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment
         recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
         prefill=prefill,
         prefill_choice=machines.prefill_choice,
-        score_limits=given.read(ScoreOptions).limits,
+        score_limits=given.read(ScoreLimits),
         probe_limit=machines.probe_limit,
         prefiller_kv_tokens=machines.prefiller_kv_tokens,
         transfer_base_ns=round(1e6 * machines.transfer_base_ms),

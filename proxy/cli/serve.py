@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
-from balanceroute.proxy.settings.reader import add_flags, given_by_flags
+from balanceroute.proxy.settings import add_flags, given_by_flags
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:

@@ -26,9 +26,11 @@ from balanceroute.proxy.cli.trace_flags import (
     read_flagged_mix,
     trace_path,
 )
+from balanceroute.proxy.core.admission import AimdOptions
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.outside import is_outside, outside_name
-from balanceroute.proxy.core.policies import POLICIES
+from balanceroute.proxy.core.policies import POLICIES, PolicySettings
+from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.setting import integer, number, settings_of, text
 from balanceroute.proxy.lab.service_levels import ServiceTargets
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
@@ -37,14 +39,12 @@ from balanceroute.proxy.lab.sim.plots import write_plots, write_service_plots
 from balanceroute.proxy.lab.sim.recorder import groups_of
 from balanceroute.proxy.lab.sim.report import STEADY_STATE, as_json, hints, print_table, unending
 from balanceroute.proxy.lab.sim.workload import MAX_RATE, playable, scaled, split
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
-from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
+from balanceroute.proxy.settings import Given, add_flags, read_flags
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from balanceroute.proxy.core.policies import PolicySettings
     from balanceroute.proxy.lab.sim.experiment import Forecast, PolicyResult
     from balanceroute.proxy.lab.sim.workload import Workload
 
@@ -95,18 +95,26 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(PolicyOptions):
-    """Those of the policies, and the scheduler's."""
+class Lateness:
+    """When a request goes first."""
 
     deadline: float | None = number(
         None, "pool wait after which a request goes first", 0.001, 1e6, metavar="S"
     )
 
 
-DEPLOYMENT = (Machines, ScoreOptions, AimdOptions, EngineFlags)
+DEPLOYMENT = (Machines, ScoreLimits, AimdOptions, EngineFlags)
 # What they say does nothing beside others as in `serve`.
-_AS_SERVED = (ScoreOptions, AimdOptions, PolicyOptions)
-SECTIONS = (SimulationPace, SimulatedTrace, *DEPLOYMENT, Compared, Options, Goodput)
+_AS_SERVED = (ScoreLimits, AimdOptions, PolicySettings)
+SECTIONS = (
+    SimulationPace,
+    SimulatedTrace,
+    *DEPLOYMENT,
+    Compared,
+    PolicySettings,
+    Lateness,
+    Goodput,
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -123,7 +131,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_flags(workload.add_mutually_exclusive_group(), SimulationPace)
     add_flags(workload, SimulatedTrace)
     add_flags(parser.add_argument_group("deployment"), *DEPLOYMENT)
-    add_flags(parser.add_argument_group("policies"), Compared, Options)
+    add_flags(parser.add_argument_group("policies"), Compared, PolicySettings, Lateness)
     output = parser.add_argument_group("output")
     add_flags(output, Goodput)
     output.add_argument(
@@ -141,10 +149,10 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: The output cannot be written.
     """
     given = read_flags(arguments, *SECTIONS)
-    compared, options = given.read(Compared), given.read(Options)
+    compared, settings = given.read(Compared), given.read(PolicySettings)
     policies = _policies(compared.policy, given)
-    deployment = deployment_of(given, options.deadline)
-    if options.kv_peak_quantile is not None and deployment.rank_kv_tokens is None:
+    deployment = deployment_of(given, given.read(Lateness).deadline)
+    if settings.kv_peak_quantile is not None and deployment.rank_kv_tokens is None:
         raise ConfigError("--kv-peak-quantile: needs --kv-capacity too")
     with given.blamed("predictor"):
         forecast = forecast_called(compared.predictor)
@@ -157,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
             deployment,
             workloads,
             policies,
-            options.settings,
+            settings,
             forecast=forecast,
             seed=given.read(SimulatedTrace).seed,
             targets=targets,
@@ -332,25 +340,17 @@ def _config(
     for name in ("json", "plots"):
         del chosen[name]
     machines = given.read(Machines)
-    used = given.read(Options).settings.resolved(ranks=machines.ranks, batch_limit=machines.batch)
+    used = given.read(PolicySettings).resolved(ranks=machines.ranks, batch_limit=machines.batch)
+    parameters = {one.name: getattr(used, one.attribute) for one in settings_of(PolicySettings)}
     assert used.form is not None
     return (
         chosen
         | given.values
+        | parameters
         | {
             "rate": workloads[0].rate if workloads[0].open_loop else None,
-            "horizon": used.horizon_steps,
-            "gamma": used.gamma,
-            "alpha": used.alpha,
-            "beta": used.beta,
-            "theta": used.theta,
-            "window": used.window,
-            "hold_s": used.hold_s,
             "patience": "inf" if used.patience == inf else used.patience,  # JSON has no infinity.
             "projection": used.form.value,
-            "refresh_tokens": used.refresh_tokens,
-            "bypass_slots": used.bypass_slots,
-            "paper": used.paper,
             "trace": str(trace_path(arguments)),
             "mix": arguments.mix is not None,
             "policy": list(policies),

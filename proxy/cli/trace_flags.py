@@ -11,7 +11,7 @@ from balanceroute.predictors.past import past_requests, read_log
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import integer, number
 from balanceroute.proxy.lab.service_levels import ServiceTargets
-from balanceroute.proxy.settings.reader import add_flags
+from balanceroute.proxy.settings import add_flags
 from balanceroute.traces import (
     FORMATS,
     read_mix,

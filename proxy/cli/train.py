@@ -27,7 +27,7 @@ from balanceroute.proxy.cli.trace_flags import (
 )
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import integer, number
-from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings import add_flags, read_flags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

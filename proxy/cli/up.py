@@ -22,7 +22,7 @@ from balanceroute.proxy.lab.emulate.process import (
     engine_process,
     ready_line,
 )
-from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings import Given
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from balanceroute.proxy.core.setting import integer
 from balanceroute.proxy.lab.validate.plots import write_plots
 from balanceroute.proxy.lab.validate.traces import match, read_load_log, read_traces
 from balanceroute.proxy.lab.validate.validation import validate
-from balanceroute.proxy.settings.reader import add_flags, read_flags
+from balanceroute.proxy.settings import add_flags, read_flags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

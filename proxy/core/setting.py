@@ -28,6 +28,7 @@ class Setting:
 
     Attributes:
         name: With underscores, as in a file.
+        attribute: What the section calls it, which is its name unless the declaration has another one.
         default: The value where none is given.
         check: Turns a value, as TOML or the command line gives it, into the setting. Raises
             ConfigError with a reason that reads on from the name ("is 0, must be ..").
@@ -42,10 +43,12 @@ class Setting:
         many: Whether the setting is a list.
         is_path: Whether a relative value in a file starts at the file's folder.
         not_paths: Values of a path setting that are words.
+        bounds: The least and the largest number; None for what has no such bounds.
         at_top: Whether a file has it at its top, not in a table.
     """
 
     name: str = ""
+    attribute: str = ""
     default: object
     check: Callable[[object], object]
     parse: Callable[[str], object] = str
@@ -58,6 +61,7 @@ class Setting:
     is_path: bool = False
     not_paths: tuple[str, ...] = ()
     at_top: bool = False
+    bounds: tuple[float, float] | None = None
 
     @property
     def flag(self) -> str:
@@ -72,11 +76,31 @@ def flag_of(name: str) -> str:
 
 def settings_of(section: type) -> tuple[Setting, ...]:
     """Return the settings of a section, as it declares them."""
-    return tuple(
-        replace(cast("Setting", one.metadata[_KEY]), name=one.name)
+    declared = [
+        (one.name, cast("Setting", one.metadata[_KEY]))
         for one in fields(section)
         if _KEY in one.metadata
+    ]
+    return tuple(
+        replace(one, name=one.name or attribute, attribute=attribute) for attribute, one in declared
     )
+
+
+def check_ranges(section: object) -> None:
+    """Check what a section has, which need not come from a flag or a file; None is in every range.
+
+    Raises:
+        ConfigError: A number is out of its range. The message begins with the attribute.
+    """
+    for one in settings_of(type(section)):
+        value = getattr(section, one.attribute)
+        # Not a number is in no range.
+        if (
+            one.bounds is not None
+            and value is not None
+            and not one.bounds[0] <= value <= one.bounds[1]
+        ):
+            raise ConfigError(f"{one.attribute} is {value}, must be {_range(*one.bounds)}")
 
 
 def part(component: Callable[..., T], *sections: object, **others: object) -> T:
@@ -110,6 +134,7 @@ def integer(
     off: str = "",
     shown_default: str = "",
     metavar: str = "N",
+    name: str = "",
 ) -> T | int:
     """Declare an integer from `least` to `most`, or None if that is the default.
 
@@ -122,11 +147,15 @@ def integer(
         off: The word for 0, which is below `least` then; "" if there is none.
         shown_default: What None comes to, in words; the word itself if "".
         metavar: What stands for it in the help.
+        name: The setting's name, if it is not the attribute's.
     """
     some = partial(_integer, least=least, most=most, word=f"{word}' or '{off}" if off else word)
     check = _or_word(lambda value: 0 if off and value == off else some(value), word)
     shown_default = shown_default or word if default is None else f"{default}"
-    return _declare(default, text, check, shown_default, metavar, parse=_parse_integer)
+    bounds = (0 if off else least, most)
+    return _declare(
+        default, text, check, shown_default, metavar, parse=_parse_integer, bounds=bounds, name=name
+    )
 
 
 def number(
@@ -142,7 +171,9 @@ def number(
     """Declare a number; see `integer`."""
     check = _or_word(partial(_number, least=least, most=most, word=word), word)
     shown_default = shown_default or word if default is None else f"{default:g}"
-    return _declare(default, text, check, shown_default, metavar, parse=_parse_number)
+    return _declare(
+        default, text, check, shown_default, metavar, parse=_parse_number, bounds=(least, most)
+    )
 
 
 def seconds(default: float, text: str, least: float = 0.001, most: float = 1e6) -> float:
@@ -157,6 +188,7 @@ def choice(
     *,
     shown_default: str = "",
     at_top: bool = False,
+    name: str = "",
 ) -> T:
     """Declare one of some values, each with its word."""
 
@@ -166,8 +198,8 @@ def choice(
         return values[value]
 
     shown_default = shown_default or next((word for word in values if values[word] == default), "")
-    choices = tuple(values)
-    return _declare(default, text, check, shown_default, None, choices=choices, at_top=at_top)
+    traits = {"choices": tuple(values), "at_top": at_top, "name": name}
+    return _declare(default, text, check, shown_default, None, **traits)
 
 
 def words(names: Iterable[str]) -> dict[str, str]:

@@ -475,7 +475,7 @@ class Deployment:
                     PREFILL_CHOICES[config.scheduling.prefill_choice],
                     PrefillInputs(
                         random.Random(config.scheduling.seed),
-                        limits=config.scores.limits,
+                        limits=config.scores,
                         engine_blocks=self.instances.engine_blocks,
                     ),
                 ),

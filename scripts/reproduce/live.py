@@ -29,7 +29,7 @@ from balanceroute.proxy.lab.sim.plots import write_prediction_plots
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.settings.reader import Given, given_by_flags
+from balanceroute.proxy.settings import Given, given_by_flags
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, read_trace, write_native

@@ -31,7 +31,7 @@ from balanceroute.proxy.core.setting import (
     text,
 )
 from balanceroute.proxy.live.settings import declared
-from balanceroute.proxy.settings.reader import Given, add_flags, read_flags
+from balanceroute.proxy.settings import Given, add_flags, read_flags
 
 
 class Colour(Enum):

@@ -57,6 +57,7 @@ from balanceroute.proxy.core.prefill.tblb_scores import (
     s2_enhanced,
 )
 from balanceroute.proxy.core.projection import Form, Projection
+from balanceroute.proxy.core.setting import check_ranges, choice, integer, named, number, switch
 
 if TYPE_CHECKING:
     import random
@@ -78,79 +79,124 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+# Measured on the public traces; docs/appendix/balance.md has the sweeps.
+PATIENCE_PER_SLOT = 1.25
+# From 32 on the saturated results are the same within their errors.
+WINDOW = 64
+HORIZON, GAMMA = 40, 0.8
+# The paper's operating point.
+PAPER_HORIZON, PAPER_GAMMA, PAPER_BETA, PAPER_WINDOW = 80, 0.9, 48.0, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """The parameters of the policies. None selects the default, or with `paper` what the paper has.
+    """The parameters of the policies. None selects the default, or with `paper` what the paper has."""
 
-    Attributes:
-        horizon_steps: H of BR-H; 0 gives it BR-0's view with BR-H's weights. None for `HORIZON`, or
-            `PAPER_HORIZON`.
-        gamma: Discount per step, in (0, 1]. It is an upper bound, see `lasting_discount`; in the
-            paper's form it is constant. None for `GAMMA`, or `PAPER_GAMMA`.
-        alpha: Reward per token filled.
-        beta: BR-H's penalty per token overflowed; None for one per rank, which makes F minus the
-            change of the idle tokens, or `PAPER_BETA`.
-        theta: Free slots below which Stage 2 decides; None for one per rank.
-        window: K, the entries that Stage 2 considers; None for `WINDOW`, or `PAPER_WINDOW`.
-        patience: Overtakings that offset an overflow of one mean prompt; None for
-            `PATIENCE_PER_SLOT` times the slots of the fleet, inf for no credit.
-        hold_s: Seconds in the pool for which a request is held that would overflow every rank while
-            slots abound.
-        prefix_affinity: Tokens of F for a prompt token that a rank has and need not pull; 0 for none.
-        form: How BR-H projects; None for expected, or point in the paper's form.
-        refresh_tokens: M, tokens between two predictions of a request.
-        bypass_slots: Requests beyond its batch that `br-0-bypass` may send to a rank.
-        paper: Use the paper's two-stage rule and projection, at its operating point.
-        kv_peak_quantile: A rank takes a request only if this quantile of its KV tokens is expected to
-            fit as long as its requests run; None if only their present tokens must fit.
-    """
-
-    horizon_steps: int | None = None
-    gamma: float | None = None
-    alpha: float = 1.0
-    beta: float | None = None
-    theta: int | None = None
-    window: int | None = None
-    patience: float | None = None
-    hold_s: float = 2.0
-    prefix_affinity: float = 0.0
-    form: Form | None = None
-    refresh_tokens: int = 20
-    bypass_slots: int = 2
-    paper: bool = False
-    kv_peak_quantile: float | None = None
+    form: Form | None = choice(
+        None,
+        "how br-h uses a prediction",
+        {"auto": None, **named(Form)},
+        shown_default="expected; point with --paper",
+        name="projection",
+    )
+    horizon_steps: int | None = integer(
+        None,
+        "steps that br-h looks ahead",
+        0,
+        10_000,
+        shown_default=f"{HORIZON}; {PAPER_HORIZON} with --paper",
+        word="auto",
+        metavar="H",
+        name="horizon",
+    )
+    gamma: float | None = number(
+        None,
+        "br-h's discount of each step ahead, at most",
+        1e-9,
+        1,
+        shown_default=f"{GAMMA:g}; {PAPER_GAMMA:g} with --paper",
+        word="auto",
+        metavar="γ",
+    )
+    alpha: float = number(
+        1.0,
+        "br-h's reward per token that fills a margin",
+        1e-9,
+        1e9,
+        metavar="α",
+    )
+    beta: float | None = number(
+        None,
+        "br-h's penalty per token beyond a margin",
+        1e-9,
+        1e9,
+        shown_default=f"G; {PAPER_BETA:g} with --paper",
+        word="auto",
+        metavar="β",
+    )
+    theta: int | None = integer(
+        None, "free slots left to stage 2", 0, 10**9, shown_default="G", word="auto", metavar="θ"
+    )
+    window: int | None = integer(
+        None,
+        "candidates that stage 2 chooses from",
+        1,
+        10**9,
+        shown_default=f"{WINDOW}; {PAPER_WINDOW} with --paper",
+        word="auto",
+        metavar="K",
+    )
+    patience: float | None = number(
+        None,
+        "overtakings that forgive a request one mean prompt of overflow; inf for never",
+        1e-9,
+        inf,
+        shown_default=f"{PATIENCE_PER_SLOT:g} G B",
+        word="auto",
+    )
+    hold_s: float = number(
+        2.0,
+        "wait for room, while slots abound, of a request too large for every rank; 0 for none",
+        0,
+        60,
+        metavar="S",
+    )
+    prefix_affinity: float = number(
+        0.0,
+        "what a prompt token counts that a rank has in its prefix cache and need not pull, in tokens "
+        "that a rank idles in one step; 0 for nothing",
+        0,
+        1000,
+        metavar="λ",
+    )
+    refresh_tokens: int = integer(
+        20,
+        "tokens between two predictions of a request",
+        1,
+        10**9,
+        metavar="M",
+    )
+    bypass_slots: int = integer(
+        2,
+        "requests beyond its batch that br-0-bypass may send to a rank",
+        0,
+        10**9,
+    )
+    kv_peak_quantile: float | None = number(
+        None,
+        "with the KV tokens of a rank known: it takes a request only if this quantile of what its "
+        "requests will hold fits, until they end",
+        0.5,
+        0.999999,
+        word="none",
+        metavar="Q",
+    )
+    paper: bool = switch(
+        False, "the paper's exact two-stage rule and projection, at its operating point"
+    )
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("horizon_steps", self.horizon_steps, 0),
-            ("window", self.window, 1),
-            ("refresh_tokens", self.refresh_tokens, 1),
-            ("bypass_slots", self.bypass_slots, 0),
-            ("theta", self.theta, 0),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}, must be at least {least}")
-        quantile = self.kv_peak_quantile
-        if quantile is not None and not 0.5 <= quantile < 1.0:
-            raise ConfigError(f"kv_peak_quantile is {quantile}, must be in [0.5, 1)")
-        if self.gamma is not None and not 0.0 < self.gamma <= 1.0:
-            raise ConfigError(f"gamma is {self.gamma}, must be in (0, 1]")
-        if not 0.0 <= self.hold_s < inf:
-            raise ConfigError(f"hold_s is {self.hold_s}, must be at least 0 and finite")
-        if not 0.0 <= self.prefix_affinity < inf:
-            price = self.prefix_affinity
-            raise ConfigError(f"prefix_affinity is {price}, must be at least 0 and finite")
-        for name, number in (
-            ("alpha", self.alpha),
-            ("beta", self.beta),
-            ("patience", self.patience),
-        ):
-            # Not `<= 0.0`, which NaN would pass.
-            if number is not None and not number > 0.0:
-                raise ConfigError(f"{name} is {number}, must be positive")
-            # Infinite patience means no credit. Any other infinity would make scores NaN.
-            if number == inf and name != "patience":
-                raise ConfigError(f"{name} is {number}, must be finite")
+        check_ranges(self)
 
     @property
     def steps_ahead(self) -> int:
@@ -173,15 +219,6 @@ class PolicySettings:
             patience=self.patience or PATIENCE_PER_SLOT * ranks * batch_limit,
             form=self.form or default,
         )
-
-
-# Measured on the public traces; docs/appendix/balance.md has the sweeps.
-PATIENCE_PER_SLOT = 1.25
-# From 32 on the saturated results are the same within their errors.
-WINDOW = 64
-HORIZON, GAMMA = 40, 0.8
-# The paper's operating point.
-PAPER_HORIZON, PAPER_GAMMA, PAPER_BETA, PAPER_WINDOW = 80, 0.9, 48.0, 8
 
 
 @dataclass(frozen=True, slots=True)

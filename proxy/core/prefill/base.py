@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from balanceroute.proxy.core.events import Observer, PrefillerId, RequestId, Ticket
+from balanceroute.proxy.core.setting import integer, number
 
 if TYPE_CHECKING:
     import random
@@ -75,17 +76,26 @@ class PrefillChoice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreLimits:
-    """Which prefillers are scored at all. None is no limit.
+    """Which prefillers are scored at all. None is no limit."""
 
-    Attributes:
-        waiting: The most requests that may wait there.
-        running: The most that may run there.
-        share: The most of all requests between two scrapes that it may get, 0 to 1.
-    """
-
-    waiting: float | None = None
-    running: float | None = None
-    share: float | None = None
+    prefill_waiting_limit: int | None = integer(
+        None,
+        "with a --prefill-choice by score, requests that may wait on a prefiller",
+        0,
+        10**6,
+        word="none",
+    )
+    prefill_running_limit: int | None = integer(
+        None, "likewise, requests that may run on it", 0, 10**6, word="none"
+    )
+    prefill_share_limit: float | None = number(
+        None,
+        "likewise, its share of the requests between two scrapes",
+        0.01,
+        1,
+        shown_default="no limit",
+        word="none",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -377,16 +377,16 @@ class Scored:
 
     def _within_limits(self, prefiller: PrefillerId) -> bool:
         limits = self._limits
-        if limits.share is not None:
-            most = ceil(limits.share * (sum(self._given.values()) + 1))
+        if limits.prefill_share_limit is not None:
+            most = ceil(limits.prefill_share_limit * (sum(self._given.values()) + 1))
             if self._given[prefiller] >= max(1, most):
                 return False
         if prefiller not in self._scraped:
             return True
         load = self._load(prefiller)
-        return (limits.waiting is None or load.waiting <= limits.waiting) and (
-            limits.running is None or load.running <= limits.running
-        )
+        return (
+            limits.prefill_waiting_limit is None or load.waiting <= limits.prefill_waiting_limit
+        ) and (limits.prefill_running_limit is None or load.running <= limits.prefill_running_limit)
 
     def _observe(self, event: Event, actions: Sequence[Action], _now_ns: int) -> None:
         if isinstance(event, PrefillerScraped):

@@ -12,7 +12,7 @@ from balanceroute.proxy.core.setting import choice, file, number, table, text, t
 from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
 from balanceroute.proxy.model_choice import DoubleDqn, Greedy, Static, Targets
-from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings import Given
 from balanceroute.topologies import did_you_mean
 
 if TYPE_CHECKING:

@@ -11,9 +11,11 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.admission import AimdOptions
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.ranks import repeated
 from balanceroute.proxy.core.setting import flag_of, part, settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
@@ -41,7 +43,6 @@ from balanceroute.proxy.live.settings.declared import (
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import ExportSettings
-from balanceroute.proxy.settings.rules import AimdOptions, ScoreOptions
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS
 
@@ -89,7 +90,7 @@ class ProxyConfig:
     http3: Http3Settings
     admission: AdmissionSettings
     scheduling: SchedulingSettings
-    scores: ScoreOptions
+    scores: ScoreLimits
     policies: PolicySettings
     times: TimeLimits
     aimd: AimdOptions
@@ -121,10 +122,18 @@ class ProxyConfig:
     @property
     def too_long_waits(self) -> str | None:
         """Why the target of --aimd cannot be kept with these time limits; None if it can."""
-        assert self.times.queue_ttl_s is not None, "make_config replaces it"
+        queue_ttl_s, aimd = self.times.queue_ttl_s, self.aimd
+        assert queue_ttl_s is not None, "make_config replaces it"
+        # With an early first token nobody waits for one in the pool.
         early = self.legs.first_token is FirstTokenFrom.PREFILL
-        pool_ttl_s = None if early else self.times.pool_ttl_s
-        return self.aimd.too_long(self.times.queue_ttl_s, pool_ttl_s)
+        pool_ttl_s = 0.0 if early else self.times.pool_ttl_s
+        if aimd.aimd == "off" or queue_ttl_s + pool_ttl_s <= aimd.aimd_ttft_s:
+            return None
+        pool = "" if early else f" + --pool-ttl-s ({pool_ttl_s:g})"
+        return (
+            f"requests may wait for longer than --aimd-ttft-s ({aimd.aimd_ttft_s:g}): --queue-ttl-s "
+            f"({queue_ttl_s:g}){pool}"
+        )
 
     @property
     def hears_kv_events(self) -> bool:

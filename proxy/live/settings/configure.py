@@ -12,9 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.admission import EXPECTING
+from balanceroute.proxy.core.admission import EXPECTING, AimdOptions
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.prefill import USING_EVENTS
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.prefill import USING_EVENTS, ScoreLimits
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
@@ -57,8 +58,7 @@ from balanceroute.proxy.live.settings.engines import decode_servers, prefill_ser
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.live.settings.tracing import export_settings
-from balanceroute.proxy.settings.reader import Given
-from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
+from balanceroute.proxy.settings import Given
 from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.topologies import CONNECTORS, TopologyError, added_group
@@ -160,7 +160,7 @@ def _configured(
     lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
     if lease_s is not None:
         _check_margin(given, legs, times)
-    policies = given.read(PolicyOptions).settings
+    policies = given.read(PolicySettings)
     asked = policies.prefix_affinity > 0.0 or scheduling.local_prefill_tokens is not None
     if engines.rank_kv_events_port is not None and not asked:
         reason = "nobody asks without --prefix-affinity or --local-prefill-tokens"
@@ -173,7 +173,7 @@ def _configured(
         http3=_http3(given, listening),
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
-        scores=given.read(ScoreOptions),
+        scores=given.read(ScoreLimits),
         policies=policies,
         times=times,
         aimd=aimd,

@@ -10,8 +10,10 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 
-from balanceroute.proxy.core.admission import ADMISSIONS
+from balanceroute.proxy.core.admission import ADMISSIONS, AimdOptions
 from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.policies import PolicySettings
+from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS
 from balanceroute.proxy.core.setting import (
     choice,
@@ -47,7 +49,6 @@ from balanceroute.proxy.live.settings.checks import (
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import TracingSettings
 from balanceroute.proxy.live.telemetry.process_log import LEVELS
-from balanceroute.proxy.settings.rules import AimdOptions, PolicyOptions, ScoreOptions
 from balanceroute.proxy.wire.messages import ServerLimits
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
 from balanceroute.topologies import CONNECTORS
@@ -412,8 +413,8 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "discovery": (DiscoverySettings,),
     "listening": (ListeningSettings, Http3Settings),
     "admission": (AdmissionSettings, AimdOptions),
-    "scheduling": (SchedulingSettings, LegRules, ScoreOptions),
-    "policies": (PolicyOptions,),
+    "scheduling": (SchedulingSettings, LegRules, ScoreLimits),
+    "policies": (PolicySettings,),
     "time limits": (TimeLimits, LegTimes),
     "failures": (LegRetries, HealthSettings, ScrapeSettings),
     "limits of an exchange": (ServerLimits, AnswerLimit),

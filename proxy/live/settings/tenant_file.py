@@ -13,7 +13,7 @@ from balanceroute.proxy.core.setting import file, integer, number, switch, text,
 from balanceroute.proxy.live.security import Secret, Tenant, digest_of, read_secrets
 from balanceroute.proxy.live.settings.checks import model_name
 from balanceroute.proxy.live.telemetry.registry import OTHER
-from balanceroute.proxy.settings.reader import Given
+from balanceroute.proxy.settings import Given
 from balanceroute.topologies import did_you_mean
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -19,7 +19,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.security import Secret, engine_context
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.settings.reader import Given
+    from balanceroute.proxy.settings import Given
 
 
 # Where traces go, and which.

@@ -211,7 +211,9 @@ def test_what_ended_since_the_scrape_runs_no_longer() -> None:
     assert site.choice._load(P[0]) == EngineLoad(0, 0, 0.3)
 
 
-@pytest.mark.parametrize("limits", [ScoreLimits(waiting=8), ScoreLimits(running=4)])
+@pytest.mark.parametrize(
+    "limits", [ScoreLimits(prefill_waiting_limit=8), ScoreLimits(prefill_running_limit=4)]
+)
 def test_a_member_over_a_limit_is_not_scored(limits: ScoreLimits) -> None:
     site = Site(s1_enhanced, limits)
     site.scrape((9, 5, 0.1), (8, 4, 0.9))
@@ -223,7 +225,7 @@ def test_a_member_over_a_limit_is_not_scored(limits: ScoreLimits) -> None:
 
 
 def test_no_member_gets_more_than_its_share_between_two_scrapes() -> None:
-    site = Site(s1_enhanced, ScoreLimits(share=0.6))
+    site = Site(s1_enhanced, ScoreLimits(prefill_share_limit=0.6))
     site.scrape((0, 0, 0.20), (0, 0, 0.21))
     assert 0.5 < site.counts(200)[0] / 200 <= 0.61
     site.scrape((0, 0, 0.20), (0, 0, 0.21))

@@ -171,7 +171,8 @@ def test_choices_by_score_are_told_of_the_load_by_scrapes(choice: str) -> None:
 def test_a_limit_to_the_share_evens_out_what_the_scores_draw() -> None:
     requests = conversations(60, 4)
     free, limited = (
-        played("s2-enhanced", requests, limits=ScoreLimits(share=share)) for share in (None, 0.3)
+        played("s2-enhanced", requests, limits=ScoreLimits(prefill_share_limit=share))
+        for share in (None, 0.3)
     )
     assert limited.prefiller_peak < free.prefiller_peak
 

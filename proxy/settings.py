@@ -71,7 +71,7 @@ class Given:
 
     def read(self, section: type[T]) -> T:
         """Return a section."""
-        return section(**{one.name: self.values[one.name] for one in settings_of(section)})
+        return section(**{one.attribute: self.values[one.name] for one in settings_of(section)})
 
     @property
     def places(self) -> dict[str, str]:

@@ -1,1 +1,0 @@
-"""How a setting is declared, read from flags and files, and checked."""
