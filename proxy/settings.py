@@ -69,9 +69,10 @@ class Given:
                 raise ConfigError(f"{place}: belongs at the top of the file")
         self.values = {one.name: self._value(one) for one in self._known.values()}
 
-    def read(self, section: type[T]) -> T:
-        """Return a section."""
-        return section(**{one.attribute: self.values[one.name] for one in settings_of(section)})
+    def read(self, section: type[T], **others: object) -> T:
+        """Return a section, with fields that are no settings."""
+        values = {one.attribute: self.values[one.name] for one in settings_of(section)}
+        return section(**values | others)
 
     @property
     def places(self) -> dict[str, str]:

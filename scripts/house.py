@@ -135,7 +135,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (14_300, 53),
+    "proxy/core": (14_320, 53),
     "proxy/wire": (7_300, 27),
     "proxy/settings": (800, 4),
     "proxy/live": (34_750, 116),

@@ -535,10 +535,10 @@ def _check_proxy(engines: "Engines", config: "ProxyConfig") -> Iterator[Finding]
         )
         yield Finding("note", "proxy.lease_s", reason)
     role = engines.prefill
-    if config.scheduling.probe_limit is not None and config.scheduling.probe_limit > (
+    if config.scheduler.probe_limit is not None and config.scheduler.probe_limit > (
         role.max_num_seqs * (role.data_parallel if role.dp_mode == "internal" else 1)
     ):
-        reason = f"is {config.scheduling.probe_limit}, more than a prefiller's max_num_seqs"
+        reason = f"is {config.scheduler.probe_limit}, more than a prefiller's max_num_seqs"
         yield Finding("note", "proxy.probe_limit", reason)
     if config.legs.direct is Direct.DECODE:
         yield from check_local_prefill(engines)

@@ -1,9 +1,10 @@
 """The size and the limits of the deployment that a `Scheduler` serves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 
 from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.core.setting import integer, switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +17,10 @@ class SchedulerConfig:
         rank_batch_limits: The slots of each rank; None if all have `batch_limit`.
         rank_speeds: How fast each rank reads its KV cache, relative to the others; None if all are
             equally fast, or if that is to be learned.
-        learn_speeds: Whether it is learned from the times of steps, unless `rank_speeds` tells it.
-        rank_kv_tokens: KV tokens that fit on one rank; None for no limit.
         prefillers: P, at least 1.
-        probe_limit: Prefills that run on one prefiller at a time; None for no limit.
-        direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit. A
-            request with more goes to a prefiller that has no other direct request.
-        prefiller_kv_tokens: KV tokens that one prefiller may hold; None for no limit.
-        prefiller_memory_tokens: The same for a deep pool while nobody knows how fast it empties: what
-            fits there, as engines tell; None if none does.
-        pool_limit: Requests that may be in prefill or in the pool; the others wait before prefill,
-            where they hold no KV cache. None for what follows from `lease_ns`, or for no limit.
-            Requests without prefill count, but do not wait.
-        deep_pool: Whether that is as much as leases allow, rather than as little as balance needs:
+        prefiller_memory_tokens: As `prefiller_kv_tokens`, for a deep pool while nobody knows how fast it
+            empties: what fits there, as engines tell; None if none does.
+        deep_pool: Whether it is as much as leases allow, rather than as little as balance needs:
             for clients who get their first token before the pool.
         deadline_ns: Time in the pool after which an entry goes first, at any cost. None for three
             quarters of its lease, unless it costs less to prefill it again; see `leases`.
@@ -42,12 +34,43 @@ class SchedulerConfig:
 
     ranks: int
     batch_limit: int
-    rank_kv_tokens: int | None = None
+    rank_kv_tokens: int | None = integer(
+        None,
+        "KV tokens that fit on a rank; a warning tells if its engine says less",
+        1,
+        10**9,
+        shown_default="with --kv-peak-quantile what the engines say, else no limit",
+        word="none",
+    )
+    learn_speeds: bool = switch(
+        False, "learn the --rank-speeds from the times of decode steps, unless they are told"
+    )
+    probe_limit: int | None = integer(
+        None, "prefills at a time on one prefiller", 1, 10**6, word="none"
+    )
+    prefiller_kv_tokens: int | None = integer(
+        None, "KV tokens that one prefiller may hold for the pool", 1, 10**9, word="none"
+    )
+    # It is shallow because what it holds has leases. Requests without prefill count, but do not wait.
+    pool_limit: int | None = integer(
+        None,
+        "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
+        "cache",
+        1,
+        10**6,
+        shown_default="what the ranks admit in a sixth of the lease, with --first-token prefill in half "
+        "of what is usable of it, at least 24, G and 2 P, for G ranks and P prefillers",
+        word="auto",
+    )
+    # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
+    direct_limit: int | None = integer(
+        4,
+        "sequences at a time of such requests on one prefiller; a request of more waits for one that "
+        "has none",
+        1,
+        10**6,
+    )
     prefillers: int = 1
-    probe_limit: int | None = None
-    direct_limit: int | None = None
-    prefiller_kv_tokens: int | None = None
-    pool_limit: int | None = None
     deadline_ns: int | None = None
     ttl_ns: int | None = None
     lease_ns: int | None = None
@@ -55,30 +78,15 @@ class SchedulerConfig:
     queue_ttl_ns: int | None = None
     rank_batch_limits: tuple[int, ...] | None = None
     rank_speeds: tuple[float, ...] | None = None
-    learn_speeds: bool = False
     deep_pool: bool = False
     prefiller_memory_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            # None is no limit; 0 would let nothing start.
-            "ranks",
-            "batch_limit",
-            "rank_kv_tokens",
-            "prefillers",
-            "probe_limit",
-            "direct_limit",
-            "prefiller_kv_tokens",
-            "prefiller_memory_tokens",
-            "pool_limit",
-            "deadline_ns",
-            "ttl_ns",
-            "lease_ns",
-            "queue_ttl_ns",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}, must be at least 1")
+        # None is no limit; 0 would let nothing start. No number is too large, as those that flags give.
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if type(value) is int and value < 1 and one.name != "lease_margin_ns":
+                raise ConfigError(f"{one.name} is {value}, must be at least 1")
         limits = self.rank_batch_limits
         if limits is not None and (len(limits) != self.ranks or min(limits) < 1):
             raise ConfigError(

@@ -678,7 +678,7 @@ def _make_roster(
         connect=connect,
         discover=partial(_ranks_of, page),
         memory=KvCapacity(
-            config.scheduling.rank_kv_tokens,
+            config.scheduler.rank_kv_tokens,
             used=config.policies.kv_peak_quantile is not None,
             prefiller_share=config.deep_pool_share,
         ),

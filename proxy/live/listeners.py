@@ -17,7 +17,7 @@ from balanceroute.proxy.live.control.admin import (
 )
 from balanceroute.proxy.live.control.pages import GroupOrdering
 from balanceroute.proxy.live.frontend.cors import Cors
-from balanceroute.proxy.live.frontend.gateway import Gateway, GatewaySettings
+from balanceroute.proxy.live.frontend.gateway import Gateway
 from balanceroute.proxy.live.frontend.groups import make_aliases
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
@@ -70,7 +70,7 @@ class PublicListener:
             metrics=metrics,
             page_of_metrics=page_of_metrics,
             log=log,
-            settings=_gateway_settings(config),
+            config=config,
             aliases=make_aliases(config.aliases, groups, groups.context.clock),
             clients=clients_of(config, config.credentials),
             unix_s=unix_s,
@@ -228,14 +228,6 @@ def clients_of(config: "ProxyConfig", credentials: "Credentials") -> Clients:
         client_deadline=admission.client_deadline,
     )
     return Clients(credentials.api_keys, credentials.tenants, everybody=everybody)
-
-
-def _gateway_settings(config: "ProxyConfig") -> GatewaySettings:
-    return GatewaySettings(
-        engine_key=config.credentials.engine_key,
-        pass_authorization=config.pass_authorization,
-        public_metrics=config.listening.public_metrics,
-    )
 
 
 def _refuse(

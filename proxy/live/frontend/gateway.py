@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from balanceroute.proxy.live.frontend.groups import Alias, Groups
+    from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
@@ -244,21 +244,8 @@ _JSON = Media.JSON
 _OWN, _GENERATES = Handling.OWN, Handling.GENERATION
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """How clients are served.
-
-    Attributes:
-        engine_key: Bearer token for the engines; None for none.
-        pass_authorization: Whether the engines get the client's own.
-        max_sequences: The most answers that one request may ask for.
-        public_metrics: Whether clients may read the metrics.
-    """
-
-    engine_key: Secret | None = None
-    pass_authorization: bool = True
-    max_sequences: int = 128
-    public_metrics: bool = True
+# The most answers that one request may ask for.
+_MOST_SEQUENCES = 128
 
 
 class Gateway:
@@ -271,7 +258,7 @@ class Gateway:
         metrics: "RequestMetrics",
         page_of_metrics: Callable[[], bytes],
         log: "Log",
-        settings: GatewaySettings,
+        config: "ProxyConfig",
         clients: Clients,
         unix_s: Callable[[], float],
         tracer: "Tracer | None",
@@ -280,8 +267,10 @@ class Gateway:
         self._groups = groups
         self._aliases = aliases
         self._page_of_metrics = page_of_metrics
-        self._settings = settings
-        self._key_line = encode_fields(key_headers(settings.engine_key))
+        self._engine_key = config.credentials.engine_key
+        self._pass_authorization = config.pass_authorization
+        self._public_metrics = config.listening.public_metrics
+        self._key_line = encode_fields(key_headers(self._engine_key))
         self._clients = clients
         self._unix_s = unix_s
         self._tracer = tracer
@@ -300,7 +289,7 @@ class Gateway:
             groups,
             aliases,
             self._late,
-            max_sequences=settings.max_sequences,
+            max_sequences=_MOST_SEQUENCES,
             engine_lines=self._lines,
         )
         self._hand_offs = HandOffs(groups)
@@ -310,7 +299,7 @@ class Gateway:
     def use_keys(self, clients: Clients, engine_key: Secret | None) -> None:
         """Tell clients so, and send this key to the engines, from the next request on."""
         self._clients = clients
-        self._settings = replace(self._settings, engine_key=engine_key)
+        self._engine_key = engine_key
         self._key_line = encode_fields(key_headers(engine_key))
 
     def admit(self, head: "RequestHead", peer: str) -> Rejection | None:
@@ -350,7 +339,7 @@ class Gateway:
         """Return what follows from a head, by the keys that there are now."""
         known: KnownHead | None = head.learned.facts
         if known is None or known.clients is not self._clients:
-            keep_key = self._settings.pass_authorization and self._settings.engine_key is None
+            keep_key = self._pass_authorization and self._engine_key is None
             known = head.learned.facts = know(head, self._clients, keep_key=keep_key)
         return known
 
@@ -512,8 +501,8 @@ class Gateway:
             headers,
             request_id=request_id,
             media=media,
-            engine_key=self._settings.engine_key,
-            keep_key=self._settings.pass_authorization,
+            engine_key=self._engine_key,
+            keep_key=self._pass_authorization,
         )
 
     def _reject(self, request: "HttpRequest", reply: "Reply", rejection: Rejection) -> None:
@@ -547,7 +536,7 @@ class Gateway:
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
             reply.send(200, json_headers, b'{"server_load":%d}' % self._groups.load)
-        elif self._settings.public_metrics:
+        elif self._public_metrics:
             headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
             reply.send(200, headers, self._page_of_metrics())
         else:

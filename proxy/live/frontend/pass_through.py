@@ -443,8 +443,8 @@ class PassThroughLimits:
         waiting: Those that wait for a prefiller, in the whole proxy.
     """
 
-    per_prefiller: int = 64
-    waiting: int = 4096
+    per_prefiller: int
+    waiting: int
 
 
 class PassThrough:

@@ -154,12 +154,12 @@ class DriverSettings:
 
     legs: LegSettings
     lease_s: float | None
+    expects_output: bool
+    uses_blocks: bool
+    progress_veto: bool
+    warm_up: bool
     settle_s: float = 0.002
-    expects_output: bool = False
-    uses_blocks: bool = False
     stranded_s: float = 10.0
-    progress_veto: bool = True
-    warm_up: bool = True
 
 
 class Driver:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from itertools import chain
 from math import inf
@@ -17,7 +17,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.ranks import repeated
-from balanceroute.proxy.core.setting import flag_of, part, settings_of
+from balanceroute.proxy.core.setting import flag_of, settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
@@ -59,7 +59,7 @@ _POOL_PER_PREFILLER = 2
 
 # How JSON groups settings that are declared apart.
 _SHOWN: dict[str, tuple[type, ...]] = {
-    "scheduling": (SchedulingSettings, LegRules),
+    "scheduling": (SchedulingSettings, SchedulerConfig, LegRules),
     "times": (TimeLimits, LegTimes),
     "failures": (LegRetries, HealthSettings, ScrapeSettings),
     "limits": (ServerLimits, AnswerLimit),
@@ -74,6 +74,7 @@ class ProxyConfig:
         tracing: Where traces of requests go; None for nowhere.
         decoders: The decode servers; their ranks in order are the scheduler's.
         credentials: Keys, and the certificate's files.
+        scheduler: The limits of its queues; see `scheduler_config` for the whole.
         legs: Time limits and retries of what is sent to engines.
         limits: What is accepted from a client.
         lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
@@ -90,6 +91,7 @@ class ProxyConfig:
     http3: Http3Settings
     admission: AdmissionSettings
     scheduling: SchedulingSettings
+    scheduler: SchedulerConfig
     scores: ScoreLimits
     policies: PolicySettings
     times: TimeLimits
@@ -148,29 +150,26 @@ class ProxyConfig:
     @property
     def deep_pool_share(self) -> float | None:
         """How full prefillers may be while nobody knows how fast a deep pool empties; None for none."""
-        given = self.scheduling.pool_limit is not None
+        given = self.scheduler.pool_limit is not None
         deep = self.legs.first_token is FirstTokenFrom.PREFILL and not given
         return self.scheduling.prefiller_utilisation_limit if deep else None
 
     def scheduler_config(self, ranks: int, prefillers: int) -> SchedulerConfig:
         """Return the scheduler's configuration for G decode ranks and P prefillers."""
-        pool_limit, deadline_s = self.scheduling.pool_limit, self.times.pool_deadline_s
+        pool_limit, deadline_s = self.scheduler.pool_limit, self.times.pool_deadline_s
         if pool_limit is None and self.lease_s is None:
             pool_limit = max(_POOL_WITHOUT_LEASES, ranks, _POOL_PER_PREFILLER * prefillers)
-        return part(
-            SchedulerConfig,
-            self.scheduling,
+        return replace(
+            self.scheduler,
             ranks=ranks,
-            batch_limit=self.scheduling.batch,
             rank_speeds=repeated(self.scheduling.rank_speeds, ranks) or None,
             prefillers=prefillers,
             pool_limit=pool_limit,
             deep_pool=self.legs.first_token is FirstTokenFrom.PREFILL,
-            prefiller_memory_tokens=None,
             deadline_ns=_NEVER_NS if deadline_s == inf else _ns(deadline_s),
             ttl_ns=_ns(self.times.pool_ttl_s),
             lease_ns=_ns(self.lease_s),
-            lease_margin_ns=_ns(self.legs.lease_margin_s),
+            lease_margin_ns=round(_NS_PER_S * self.legs.lease_margin_s),
             queue_ttl_ns=_ns(self.times.queue_ttl_s),
         )
 
@@ -188,13 +187,13 @@ class ProxyConfig:
         records = [getattr(self, one.name) for one in fields(self)]
         for key, sections in _SHOWN.items():
             plain[key] = {
-                setting.name: _plain(getattr(record, setting.name))
+                setting.name: _plain(getattr(record, setting.attribute))
                 for section in sections
                 for record in records
                 if isinstance(record, section)
                 for setting in settings_of(section)
             }
-        for name in ("legs", "health", "scrape"):
+        for name in ("scheduler", "legs", "health", "scrape"):
             del plain[name]
         for name in ("groups", "aliases"):
             if not plain[name]:

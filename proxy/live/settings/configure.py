@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import EXPECTING, AimdOptions
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import USING_EVENTS, ScoreLimits
@@ -173,6 +174,7 @@ def _configured(
         http3=_http3(given, listening),
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
+        scheduler=given.read(SchedulerConfig, ranks=1, batch_limit=scheduling.batch),
         scores=given.read(ScoreLimits),
         policies=policies,
         times=times,

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 from balanceroute.proxy.core.admission import ADMISSIONS, AimdOptions
+from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import ScoreLimits
@@ -413,7 +414,7 @@ HEADINGS: dict[str, tuple[type, ...]] = {
     "discovery": (DiscoverySettings,),
     "listening": (ListeningSettings, Http3Settings),
     "admission": (AdmissionSettings, AimdOptions),
-    "scheduling": (SchedulingSettings, LegRules, ScoreLimits),
+    "scheduling": (SchedulingSettings, SchedulerConfig, LegRules, ScoreLimits),
     "policies": (PolicySettings,),
     "time limits": (TimeLimits, LegTimes),
     "failures": (LegRetries, HealthSettings, ScrapeSettings),

@@ -80,23 +80,12 @@ class SchedulingSettings:
     batch: int = integer(
         256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
     )
-    rank_kv_tokens: int | None = integer(
-        None,
-        "KV tokens that fit on a rank; a warning tells if its engine says less",
-        1,
-        10**9,
-        shown_default="with --kv-peak-quantile what the engines say, else no limit",
-        word="none",
-    )
     rank_speeds: tuple[float, ...] = numbers(
         "how fast each rank reads its KV cache, relative to the others, in the order of the ranks; "
         "repeated if they are more",
         1e-3,
         1e3,
         metavar="X[,X..]",
-    )
-    learn_speeds: bool = switch(
-        False, "learn the --rank-speeds from the times of decode steps, unless they are told"
     )
     progress_veto: bool = switch(
         True,
@@ -108,25 +97,8 @@ class SchedulingSettings:
         "let an engine that begins or comes back beside others have one request, and one more at a "
         "time for each first token that it gives",
     )
-    probe_limit: int | None = integer(
-        None, "prefills at a time on one prefiller", 1, 10**6, word="none"
-    )
-    prefiller_kv_tokens: int | None = integer(
-        None, "KV tokens that one prefiller may hold for the pool", 1, 10**9, word="none"
-    )
     prefiller_utilisation_limit: float = number(
         0.95, "KV cache use of a prefiller above which it gets no further prefill", 0.01, 1
-    )
-    # It is shallow because what it holds has leases.
-    pool_limit: int | None = integer(
-        None,
-        "requests in prefill or prefilled; the others wait before prefill, where they hold no KV "
-        "cache",
-        1,
-        10**6,
-        shown_default="what the ranks admit in a sixth of the lease, with --first-token prefill in half "
-        "of what is usable of it, at least 24, G and 2 P, for G ranks and P prefillers",
-        word="auto",
     )
     single_engine_limit: int = integer(
         64,
@@ -151,12 +123,4 @@ class SchedulingSettings:
         "prompt_logprobs, ..), or whether it is rejected with status 400",
         {"auto": None, **named(Direct)},
         shown_default="prefill with the connectors of vllm-ascend, else decode",
-    )
-    # A good part of what a prefiller's batch holds, where `max_num_seqs` is as small as in our topologies.
-    direct_limit: int = integer(
-        4,
-        "sequences at a time of such requests on one prefiller; a request of more waits for one that "
-        "has none",
-        1,
-        10**6,
     )
