@@ -137,7 +137,6 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (14_320, 53),
     "proxy/wire": (7_300, 27),
-    "proxy/settings": (800, 4),
     "proxy/live": (34_750, 116),
     "proxy/lab": (16_700, 55),
     "proxy/cli": (4_550, 21),
@@ -147,7 +146,7 @@ BUDGET = {
     "traces": (1_400, 6),
     "engine_patch": (700, 5),
     "scripts": (16_050, 44),
-    "tests": (96_000, 498),
+    "tests": (96_150, 498),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.
