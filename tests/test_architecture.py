@@ -212,6 +212,33 @@ def test_a_streamed_chat_passes_few_files() -> None:
     assert 5 < len(walk.decision) <= MAX_DECISION_FILES
 
 
+def test_members_of_enumerations_are_named_once() -> None:
+    """CONTRIBUTING.md says why some have a name of their module, beside their enumeration."""
+    trees = {path: ast.parse(path.read_text()).body for path in SHIPPED}
+    defined = {
+        (path, node.name): {getattr(base, "id", "") for base in node.bases}
+        for path, body in trees.items()
+        for node in body
+        if isinstance(node, ast.ClassDef)
+    }
+    enumerations = {name for (_, name), bases in defined.items() if bases & {"Enum", "IntEnum"}}
+    for path, body in trees.items():
+        for node in body:
+            match node:
+                case ast.Assign([ast.Tuple()], ast.Tuple(values)):
+                    pass
+                case ast.Assign([ast.Name()], value):
+                    values = [value]  # A tuple of members that has one name is no alias.
+                case _:
+                    values = []
+            for value in values:
+                if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+                    foreign = value.value.id in enumerations - {
+                        name for at, name in defined if at == path
+                    }
+                    assert not foreign, f"{relative(path)}: {ast.unparse(node)}"
+
+
 def test_no_file_has_a_vague_name() -> None:
     vague = [relative(path) for path in WRITTEN if VAGUE_NAMES & set(path.stem.split("_"))]
     assert not vague

@@ -37,6 +37,13 @@ class LifecycleState(Enum):
     CANCELLED = auto()
 
 
+QUEUED, PREFILLING, DECODING = (
+    LifecycleState.QUEUED,
+    LifecycleState.PREFILLING,
+    LifecycleState.DECODING,
+)
+
+
 class Trigger(Enum):
     """What moves a request from one state to another."""
 
@@ -54,8 +61,13 @@ class Trigger(Enum):
     CANCEL = auto()
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILL = Trigger.PREFILL
+PREFILL, PREFILLED, ADMIT, FINISH = (
+    Trigger.PREFILL,
+    Trigger.PREFILLED,
+    Trigger.ADMIT,
+    Trigger.FINISH,
+)
+
 
 TRANSITIONS: dict[tuple[LifecycleState, Trigger], LifecycleState] = {
     (LifecycleState.QUEUED, Trigger.PREFILL): LifecycleState.PREFILLING,
@@ -169,7 +181,7 @@ class Request:
 
     def begin_prefill(self, prefiller: PrefillerId) -> None:
         """Note who computes its prompt, or answers all of it."""
-        self.move(_PREFILL)
+        self.move(PREFILL)
         self.prefiller = prefiller
         # A direct request takes sequences of its prefiller and no place of a prefill.
         self.prefilling = self.decode

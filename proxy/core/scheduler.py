@@ -54,7 +54,17 @@ from balanceroute.proxy.core.holdings import (
 from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.leases import Leases, earliest, pool_entry, queue_end_ns
 from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import LifecycleState, Request, Trigger, check_ticket
+from balanceroute.proxy.core.lifecycle import (
+    ADMIT,
+    DECODING,
+    FINISH,
+    PREFILLED,
+    QUEUED,
+    LifecycleState,
+    Request,
+    Trigger,
+    check_ticket,
+)
 from balanceroute.proxy.core.local_prefill import FleetState
 from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
 from balanceroute.proxy.core.policies.baselines import least_kv_with_room
@@ -147,14 +157,6 @@ _ENDINGS = {
     RequestFailed: Trigger.FAIL,
     RequestCancelled: Trigger.CANCEL,
 }
-
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILLED, _ADMIT, _FINISH = (
-    Trigger.PREFILLED,
-    Trigger.ADMIT,
-    Trigger.FINISH,
-)
-_QUEUED, _DECODING = LifecycleState.QUEUED, LifecycleState.DECODING
 
 
 class Scheduler:
@@ -363,7 +365,7 @@ class Scheduler:
             )
         if not request.decode:
             raise LifecycleError(f"request {request.request} is answered by its prefiller")
-        request.move(_PREFILLED)
+        request.move(PREFILLED)
         self._holdings.end_prefill(request)
         self.leases.prefill_ended(event.request, now_ns, event.prompt_tokens)
         assert request.prefiller is not None
@@ -383,7 +385,7 @@ class Scheduler:
         return []
 
     def _to_pool(self, request: Request, now_ns: int) -> None:
-        if request.state is _QUEUED:
+        if request.state is QUEUED:
             request.move(Trigger.SKIP_PREFILL)
         # Deadline and time to live run from the first entry: a repeated prefill extends neither.
         if request.pooled_ns is None:
@@ -407,7 +409,7 @@ class Scheduler:
 
     def _start(self, event: DecodeStarted, now_ns: int) -> list[Action]:
         request = self._get(event.request)
-        if request.state is not _DECODING or request.started:
+        if request.state is not DECODING or request.started:
             raise LifecycleError(f"request {request.request} cannot start in {request.state.name}")
         request.started = True
         if event.heard:
@@ -497,7 +499,7 @@ class Scheduler:
         state = request.state
         request.move(trigger)
         # A request that finished has ended in the engine: there is nothing to abort.
-        finished = trigger is _FINISH
+        finished = trigger is FINISH
         actions = self._holdings.release(request, state, gone=finished)
         del self.requests[request.request]
         return actions
@@ -549,7 +551,7 @@ class Scheduler:
         memory = self.intake.memory
         for number, rank in decided:
             request = self.requests[number]
-            request.move(_ADMIT)
+            request.move(ADMIT)
             self._holdings.bind(request, rank)
             if memory is not None:
                 memory.add(request.ticket, rank)

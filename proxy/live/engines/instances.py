@@ -104,6 +104,9 @@ class Role(Enum):
     DECODE = "decode"
 
 
+PREFILL_ROLE, DECODE_ROLE = Role.PREFILL, Role.DECODE
+
+
 class Status(Enum):
     """Whether an instance may be used."""
 
@@ -113,8 +116,7 @@ class Status(Enum):
     REMOVED = "removed"
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_UP = Status.UP
+UP = Status.UP
 
 
 class Target(Struct, frozen=True):
@@ -183,7 +185,7 @@ class Prefiller:
     @property
     def usable(self) -> bool:
         """Whether it is up and awake, as far as was seen, and fits a rank."""
-        return self.status is _UP and self.probed and not self.asleep and not self.unfit
+        return self.status is UP and self.probed and not self.asleep and not self.unfit
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -243,13 +245,13 @@ class Rank:
     @property
     def usable(self) -> bool:
         """Whether it is up and awake, as far as was seen, makes tokens, and fits a prefiller."""
-        known = self.status is _UP and self.probed
+        known = self.status is UP and self.probed
         return known and not (self.asleep or self.still or self.unfit)
 
     @property
     def state(self) -> str:
         """Its status in a word, for people: `still` if it is up and makes no tokens."""
-        return "still" if self.still and self.status is _UP else self.status.value
+        return "still" if self.still and self.status is UP else self.status.value
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -352,7 +354,7 @@ class Instances:
 
     def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:
         """Return the prefillers that are up and awake, of those in `among`; None for all."""
-        up = [one for one in self.prefillers if one.status is _UP and one.probed and not one.asleep]
+        up = [one for one in self.prefillers if one.status is UP and one.probed and not one.asleep]
         return up if among is None else [one for one in up if one.id in among]
 
     @property
@@ -369,7 +371,7 @@ class Instances:
     def unprobed(self) -> set[Role]:
         """The roles with an instance of which nothing is known yet."""
         either: list[Prefiller | Rank] = [*self.prefillers, *self.ranks]
-        return {one.target.role for one in either if one.status is _UP and not one.probed}
+        return {one.target.role for one in either if one.status is UP and not one.probed}
 
     def missing_for(self, eligible: Eligible | None) -> set[Role]:
         """Return the roles of which no instance is up that can serve a request; None for any."""

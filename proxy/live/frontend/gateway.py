@@ -44,7 +44,14 @@ from balanceroute.proxy.live.openai.body import (
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.legs import engine_body
-from balanceroute.proxy.live.openai.routes import Handling, Media, Route, exact_path
+from balanceroute.proxy.live.openai.routes import (
+    GENERATION,
+    JSON,
+    OWN,
+    Media,
+    Route,
+    exact_path,
+)
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.security import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
@@ -239,9 +246,6 @@ def _dump(value: object) -> bytes:
 
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_JSON = Media.JSON
-_OWN, _GENERATES = Handling.OWN, Handling.GENERATION
 
 
 # The most answers that one request may ask for.
@@ -313,7 +317,7 @@ class Gateway:
             return known.rejection
         assert route is not None, "it would be rejected"
         assert tenant is not None, "it would be rejected"
-        if route.handling is _OWN:
+        if route.handling is OWN:
             return None
         # Not at the cost of reading a body that is refused in any case.
         return self._groups.first.tenancy.refuse_early(tenant.name)
@@ -330,7 +334,7 @@ class Gateway:
         tenant = known.tenant or EVERYBODY
         request.path = exact_path(request.path)
         lists = request.path == MODELS and self._by_model(tenant)
-        if lists or route.handling is _OWN:
+        if lists or route.handling is OWN:
             self._answer_itself(request, reply)
         else:
             self._serve(known, route, tenant, request, reply)
@@ -371,11 +375,11 @@ class Gateway:
             request.headers = self._tracer.begin(request.headers, record)
         elif b"traceparent" in rare and (parent := read_parent(request.headers)) is not None:
             record.trace_id = parent.trace_id
-        if route.handling is _GENERATES:
+        if route.handling is GENERATION:
             self._generate(request, reply, record)
             return
         go_on = partial(self._pass_through, route, request, reply, record)
-        if route.generates or (self._by_model(tenant) and route.media is _JSON):
+        if route.generates or (self._by_model(tenant) and route.media is JSON):
             self._bodies.read(request.body, reply, partial(self._go_on, go_on, reply, record))
         else:
             go_on(None)

@@ -24,6 +24,8 @@ from balanceroute.proxy.live.openai.continuation import may_begin_early
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, NEVER_AGAIN, error_body
 from balanceroute.proxy.live.openai.legs import refuse_if_too_long
 from balanceroute.proxy.live.openai.shape import (
+    GENERATE,
+    RESPONSES,
     Api,
     Shape,
     read_shape,
@@ -372,10 +374,6 @@ class ModelAttempt:
             self.inner.abort()
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_GENERATE, _RESPONSES = Api.GENERATE, Api.RESPONSES
-
-
 class Generation:
     """Gives each request to the group of its model, or refuses it.
 
@@ -476,7 +474,7 @@ class Generation:
             deny_model(asking.deny, *refused)
             return
         longest = group.served.max_model_len(shape.model)
-        if shape.api is _RESPONSES and group.intake.context.connector.facts.recomputes:
+        if shape.api is RESPONSES and group.intake.context.connector.facts.recomputes:
             # The response of a rank that hands the request back is that of one which has ended.
             shape = replace(shape, direct=shape.direct or shape.api.value)
         try:
@@ -521,7 +519,7 @@ class Generation:
     def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
         """Return what a request asks for, and note it. Raises BodyError."""
         refuse_state(api, body)
-        if api is _GENERATE:
+        if api is GENERATE:
             shape = read_token_shape(body, max_sequences=self._max_sequences)
         else:
             shape = read_shape(api, body, max_sequences=self._max_sequences)

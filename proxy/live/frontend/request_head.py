@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.routes import Media, Route, find
+from balanceroute.proxy.live.openai.routes import FORM, JSON, Media, Route, find
 from balanceroute.proxy.live.openai.urgency import (
     FIRST_TOKEN_DUE,
     Urgency,
@@ -57,8 +57,6 @@ _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
 _OPEN_WEBSOCKETS = frozenset({b"GET", b"CONNECT"})
 _KEYS = frozenset({b"api-key", b"authorization", b"x-api-key"})
 _WITH_KEYS = _PASSED | _KEYS
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_FORM = Media.FORM
 
 
 class BadHintError(Exception):
@@ -178,7 +176,7 @@ def engine_headers(
         media: What the body is. A form's type is the client's own, since it names the boundary.
     """
     made: Headers = [(b"x-request-id", request_id.encode()), _PLAIN]
-    if media is _FORM:
+    if media is FORM:
         made += [(name, value) for name, value in headers if name == b"content-type"]
     else:
         made.insert(0, (b"content-type", b"application/json"))
@@ -457,8 +455,6 @@ _RARE = frozenset(
         b"x-request-id",
     }
 )
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_JSON = Media.JSON
 
 
 class KnownHead(Struct, frozen=True):
@@ -524,4 +520,4 @@ def _refuse(
     unreadable = unreadable_deadline(head.headers)
     if unreadable is not None:
         return Rejection(400, unreadable, param=unreadable.split(" ", 1)[0])
-    return check_json_body(head.headers) if route.media is _JSON else None
+    return check_json_body(head.headers) if route.media is JSON else None

@@ -20,8 +20,13 @@ from balanceroute.proxy.live.openai.answer import ABORT, CANCELLED
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody, is_deep, may_be_deep
 from balanceroute.proxy.live.openai.numeric_members import count, integer
 from balanceroute.proxy.live.openai.shape import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
     INTERNAL_FIELDS,
     LIMIT_MEMBER,
+    MESSAGES,
+    RESPONSES,
     SAMPLING,
     Api,
     one_token,
@@ -70,9 +75,6 @@ _NAMED = ("response_format", "tool_choice")
 _MAY_BIND = frozenset(_GRAMMARS) | frozenset(_NAMED)
 # What leaves an answer free, by these two.
 _FREE = re.compile(rb'|null|"(?:auto|none)"|\{\s*"type"\s*:\s*"text"\s*\}')
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_CHAT, _COMPLETIONS, _GENERATE = Api.CHAT, Api.COMPLETIONS, Api.GENERATE
-_MESSAGES, _RESPONSES = Api.MESSAGES, Api.RESPONSES
 
 
 @cache
@@ -102,21 +104,21 @@ def prefill_body(
         past_end: Whether it does not end it then: the rank draws anew, so that is for it to say.
     """
     replaced = _REPLACED
-    if api is _GENERATE:
+    if api is GENERATE:
         sampling = members[SAMPLING] if SAMPLING in members else body.values[SAMPLING]
         assert isinstance(sampling, Mapping)
         if past_end:
             sampling = {name: value for name, value in sampling.items() if name not in _ENDS}
             sampling["ignore_eos"] = True
         members = {**members, SAMPLING: one_token(sampling, min_tokens)}
-    if api is _MESSAGES or api is _RESPONSES:
-        one = _ONE_OF_MESSAGE if api is _MESSAGES else _ONE_OF_RESPONSE
+    if api is MESSAGES or api is RESPONSES:
+        one = _ONE_OF_MESSAGE if api is MESSAGES else _ONE_OF_RESPONSE
         replaced = _REPLACED_IN_AGENTS
     else:
         one = _ONE_TOKEN % min_tokens
         if "max_completion_tokens" in body.values:
             one += _NEWER_LIMIT
-        if past_end and api is not _GENERATE:
+        if past_end and api is not GENERATE:
             one, replaced = one + _PAST_END, _REPLACED_PAST_END
     last = b'%b"kv_transfer_params": %b' % (one, params)
     if members:
@@ -132,12 +134,12 @@ def least_tokens(api: Api, body: "RequestBody") -> int:
     token, but do not end there (`past_end` of `prefill_body`). /v1/messages has no member for it.
     /v1/responses has one that lets an answer go on behind its end, grammar or not.
     """
-    if api is _MESSAGES:
+    if api is MESSAGES:
         return 0
-    if api is _RESPONSES:
+    if api is RESPONSES:
         return 1
     values: Mapping[str, object] = body.values
-    if api is _GENERATE:
+    if api is GENERATE:
         sampling = values.get(SAMPLING)
         values = sampling if isinstance(sampling, Mapping) else {}
         bound = values.get("structured_outputs") is not None
@@ -271,10 +273,10 @@ def read_prefill_answer(
     if not isinstance(usage, dict):
         raise BadPrefillAnswerError("the prefill answer has no usage")
     reason: object
-    if api is _MESSAGES:
+    if api is MESSAGES:
         tokens, cached = _count_message(usage)
         reason = _reason_of_message(read)
-    elif api is _RESPONSES:
+    elif api is RESPONSES:
         tokens, cached = _count(usage, "input_tokens", "cache_write_tokens")
         reason = _reason_of_response(read)
     else:
@@ -401,7 +403,7 @@ def refuse_if_too_long(api: Api, body: RequestBody, max_model_len: int) -> None:
             f"Please request fewer output tokens. (parameter={name}, value={limit})",
             name,
         )
-    if api is not _COMPLETIONS or values.get("truncate_prompt_tokens") is not None:
+    if api is not COMPLETIONS or values.get("truncate_prompt_tokens") is not None:
         return
     prompt = body.summary("prompt")
     if prompt.integers == prompt.elements > max_model_len:
@@ -432,7 +434,7 @@ def refuse_what_was_counted(
         BodyError: They do. What only an engine knows is left to it: it cuts a prompt, and judges images
             by their places in the text and not by the tokens that they become.
     """
-    if api not in (_CHAT, _COMPLETIONS):
+    if api not in (CHAT, COMPLETIONS):
         return
     _, limit = _limit(api, body)
     if limit is None or limit < 1 or prompt_tokens + limit <= max_model_len:
@@ -445,16 +447,16 @@ def refuse_what_was_counted(
 def _limit(api: Api, body: RequestBody) -> tuple[str, int | None]:
     """Return the member that limits the answer, and the limit that it is taken for."""
     name = LIMIT_MEMBER[api]
-    if api is _CHAT and body.values.get("max_completion_tokens") is not None:
+    if api is CHAT and body.values.get("max_completion_tokens") is not None:
         name = "max_completion_tokens"
     limit = integer(body.values.get(name))
     # vLLM makes a chat of a message, with both limits.
-    return ("max_completion_tokens" if api is _MESSAGES else name), limit
+    return ("max_completion_tokens" if api is MESSAGES else name), limit
 
 
 def _is_text(api: Api, body: RequestBody) -> bool:
     """Return whether a prompt is nothing but text, or ids; to read all of it is expensive."""
-    if api is _COMPLETIONS:
+    if api is COMPLETIONS:
         return True
     messages = body.large_values().get("messages")
     return isinstance(messages, list) and all(map(_says_text, messages))

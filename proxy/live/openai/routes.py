@@ -20,12 +20,18 @@ class Handling(Enum):
     NOT_SERVED = "404"  # vLLM has the route, and the proxy says why it has not.
 
 
+GENERATION, OWN = Handling.GENERATION, Handling.OWN
+
+
 class Media(Enum):
     """What the body of a route's request is."""
 
     NONE = ""
     JSON = "application/json"
     FORM = "multipart/form-data"
+
+
+JSON, FORM = Media.JSON, Media.FORM
 
 
 @dataclass(frozen=True, slots=True)

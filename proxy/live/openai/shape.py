@@ -75,8 +75,13 @@ class Api(Enum):
     GENERATE = "/inference/v1/generate"
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_RESPONSES, _MESSAGES, _COMPLETIONS, _CHAT = Api.RESPONSES, Api.MESSAGES, Api.COMPLETIONS, Api.CHAT
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
+    Api.CHAT,
+    Api.COMPLETIONS,
+    Api.RESPONSES,
+    Api.MESSAGES,
+    Api.GENERATE,
+)
 
 
 class Shape(Struct, frozen=True):
@@ -127,11 +132,11 @@ def read_shape(api: Api, body: RequestBody, *, max_sequences: int) -> Shape:
     if stream is None:
         raise BodyError("stream must be true or false", "stream")
     # Anthropic's has none, and ignores what it does not know.
-    if "priority" in values and api is not _MESSAGES:
+    if "priority" in values and api is not MESSAGES:
         check_priority(values["priority"])
     member = PROMPT_MEMBER[api]
     prompt = body.summary(member)
-    prompts, tokens = _prompts(prompt) if api is _COMPLETIONS else (1, None)
+    prompts, tokens = _prompts(prompt) if api is COMPLETIONS else (1, None)
     # vLLM would merge them with its own parameters for KV transfer.
     refuse_internal(values.get("vllm_xargs"), "vllm_xargs")
     sequences, limit = prompts, count(_limit(api, values), 1)
@@ -251,15 +256,15 @@ def _needs_one_engine(
 def _agent_needs_one_engine(api: Api, body: RequestBody, *, member: str, limit: int | None) -> str:
     """Return the same of an agents' endpoint."""
     values = body.values
-    needed = ("model", member, "max_tokens") if api is _MESSAGES else (member,)
+    needed = ("model", member, "max_tokens") if api is MESSAGES else (member,)
     for name in needed:
         if name not in values:
             return name
     # The prefill leg has another limit, so a bad one would be found out only after a prefill.
     name = LIMIT_MEMBER[api]
-    if limit is None and (api is _MESSAGES or values.get(name) is not None):
+    if limit is None and (api is MESSAGES or values.get(name) is not None):
         return name
-    if api is _MESSAGES:
+    if api is MESSAGES:
         # vLLM reads the arguments of the call that it demands, which one token does not complete.
         choice = values.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") == "tool":
@@ -294,7 +299,7 @@ def _rare_member(api: Api, body: RequestBody, limit: int | None) -> str:
     if truncate is not None and count(truncate, 0) is None:
         return "truncate_prompt_tokens"
     least_wanted = count(values.get("min_tokens"), 0)
-    if api is _COMPLETIONS and "max_tokens" not in values:
+    if api is COMPLETIONS and "max_tokens" not in values:
         limit = COMPLETION_TOKENS
     if limit is not None and least_wanted is not None and least_wanted > limit:
         return "min_tokens"
@@ -311,7 +316,7 @@ def refuse_state(api: Api, body: RequestBody) -> None:
     Raises:
         BodyError: It has `previous_response_id` or `background`.
     """
-    if api is not _RESPONSES:
+    if api is not RESPONSES:
         return
     if body.values.get("previous_response_id") is not None:
         raise BodyError(

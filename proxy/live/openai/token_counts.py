@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from balanceroute.proxy.live.openai.body import dump, is_deep
-from balanceroute.proxy.live.openai.shape import Api, Shape
+from balanceroute.proxy.live.openai.shape import CHAT, COMPLETIONS, Shape
 
 # Usage objects: read, and put right as of one engine that did the whole request.
 #
@@ -247,8 +247,6 @@ _NEWER = len(_NEWER_END)
 # As any engine may write it.
 _ANY_COUNT = re.compile(rb'"completion_tokens"\s*+:\s*+(\d{1,9})\b')
 _MAX_DIGITS = 9
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_CHAT, _COMPLETIONS = Api.CHAT, Api.COMPLETIONS
 
 
 class CountsAsked(Struct, frozen=True):
@@ -286,7 +284,7 @@ def ask_for_counts(
     None for an answer that is not streamed, where counts do not add up (several sequences, of which
     each event reports one), for other APIs, and where the options are the engine's to judge.
     """
-    if not shape.stream or shape.sequences > 1 or shape.api not in (_CHAT, _COMPLETIONS):
+    if not shape.stream or shape.sequences > 1 or shape.api not in (CHAT, COMPLETIONS):
         return None
     options = values.get("stream_options")
     if options is None:

@@ -36,7 +36,7 @@ from balanceroute.proxy.live.openai.legs import (
     read_prefill_answer,
 )
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
-from balanceroute.proxy.live.openai.shape import AGENTS_APIS, Api
+from balanceroute.proxy.live.openai.shape import AGENTS_APIS, CHAT, COMPLETIONS, GENERATE, Api
 from balanceroute.proxy.live.openai.stream_event import decoded
 from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
@@ -57,7 +57,7 @@ from balanceroute.proxy.live.request.failures import (
 )
 from balanceroute.proxy.live.request.hand_off import HandOff
 from balanceroute.proxy.live.request.holding import Attempt, draw_seed
-from balanceroute.proxy.live.request.leg_settings import Resume
+from balanceroute.proxy.live.request.leg_settings import RESUME_OFF, Resume
 from balanceroute.proxy.live.request.relay import BufferedLeg, Relay
 from balanceroute.proxy.live.request.session_host import (
     LegFailed,
@@ -66,7 +66,7 @@ from balanceroute.proxy.live.request.session_host import (
     StreamLent,
     StreamReturned,
 )
-from balanceroute.proxy.live.telemetry.record import Leg
+from balanceroute.proxy.live.telemetry.record import DECODE_LEG, DIRECT_LEG, Leg
 from balanceroute.proxy.wire.messages import WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
@@ -92,10 +92,6 @@ _STILL_S = 1.0
 _TELLING = 3
 # Of what an engine reports.
 _MOST_WORDS = 200
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_DECODE, _DIRECT = Leg.DECODE, Leg.DIRECT
-_OFF = Resume.OFF
-_GENERATE, _CHAT, _COMPLETIONS = Api.GENERATE, Api.CHAT, Api.COMPLETIONS
 
 
 class DecodeAttempt(Attempt):
@@ -120,7 +116,7 @@ class DecodeAttempt(Attempt):
         self, session: "AttemptOwner", engine: "Prefiller | Rank", kv: "KvHandle | None"
     ) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
-        super().__init__(session, _DIRECT if self._rank is None else _DECODE, engine)
+        super().__init__(session, DIRECT_LEG if self._rank is None else DECODE_LEG, engine)
         able = session.context.connector.facts.recomputes and self._rank is not None
         self.hands_back = able and not stops_at_recomputed(session.body)
         self.stream: Relay | None = None
@@ -134,7 +130,7 @@ class DecodeAttempt(Attempt):
         self._repeated = session.emitted.repeated()
         self._ids: TokenIds | None = None
         self._told: Told | None = None
-        if session.shape.stream and session.context.legs.resume is not _OFF:
+        if session.shape.stream and session.context.legs.resume is not RESUME_OFF:
             self._keep(session.context.legs.resume)
         self._kv = kv  # Until the engine is known to have it.
         self._new_by_s = 0.0
@@ -593,12 +589,12 @@ def _make_reader(
 ) -> "StreamReader":
     emitted, shape, resumes = session.emitted, session.shape, session.answer.opened
     if told is not None:  # It knows itself what the client has.
-        if shape.api is _GENERATE:
+        if shape.api is GENERATE:
             return RepeatingTokenStream(shape.sequences, told, resumes=False, **options)
-        if shape.api in (_CHAT, _COMPLETIONS):
+        if shape.api in (CHAT, COMPLETIONS):
             return RepeatingCompletionStream(shape.sequences, told, resumes=False, **options)
         return RepeatingNamedEventStream(told, resumes=False, **_named(options))
-    if shape.api is _GENERATE:
+    if shape.api is GENERATE:
         said = None if emitted.early is None else emitted.early.said
         if said is None and not emitted.tokens:
             return TokenStream(shape.sequences, resumes=resumes, **options)
@@ -610,7 +606,7 @@ def _make_reader(
         return NamedEventStream(resumes=resumes, **_named(options))
     if emitted.continued is None and not emitted.overlap:
         return CompletionStream(shape.sequences, resumes=resumes, **options)
-    completes_chat = emitted.continued is not None and shape.api is _CHAT
+    completes_chat = emitted.continued is not None and shape.api is CHAT
     return ContinuationStream(
         shape.sequences,
         head=emitted.head if completes_chat else b"",

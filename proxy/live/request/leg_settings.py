@@ -35,8 +35,9 @@ class Direct(Enum):
     REFUSE = "refuse"
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_REFUSE = Direct.REFUSE
+REFUSE_DIRECT = Direct.REFUSE
+
+
 # Of English text, and of program text fewer. Every process must come to the same result, so the mean of
 # the prompts that were counted is of no use here.
 _CHARACTERS_PER_TOKEN = 4
@@ -54,7 +55,7 @@ def check_direct(shape: "Shape", direct: Direct) -> None:
     Raises:
         BodyError: None is to.
     """
-    if direct is not _REFUSE:
+    if direct is not REFUSE_DIRECT:
         return
     why = "one engine would have to do the whole request, which this deployment does not serve"
     if shape.direct == shape.api.value:
@@ -78,6 +79,9 @@ class FirstTokenFrom(Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+FROM_DECODE = FirstTokenFrom.DECODE
 
 
 class EarlyToken:
@@ -153,6 +157,9 @@ class Resume(Enum):
     OFF = "off"
     EXACT = "exact"
     VALID = "valid"
+
+
+RESUME_OFF = Resume.OFF
 
 
 # In parts, as `balanceroute serve --help` shows them: no part has slots, so that one class can have all.

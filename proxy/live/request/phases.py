@@ -32,6 +32,16 @@ class Phase(Enum):
     ENDED = auto()
 
 
+QUEUED, PREFILLING, POOLED, DECODING, STREAMING, ENDED = (
+    Phase.QUEUED,
+    Phase.PREFILLING,
+    Phase.POOLED,
+    Phase.DECODING,
+    Phase.STREAMING,
+    Phase.ENDED,
+)
+
+
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     # Without a prefill leg it waits for a rank from the start. A prefiller may be asked for all of it.
     Phase.QUEUED: frozenset({Phase.PREFILLING, Phase.POOLED, Phase.DECODING, Phase.ENDED}),

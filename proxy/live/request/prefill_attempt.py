@@ -32,7 +32,12 @@ from balanceroute.proxy.live.openai.shape import PROMPT, Api
 from balanceroute.proxy.live.openai.token_counts import continuous_usage_is_expensive
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.holding import Attempt, draw_seed
-from balanceroute.proxy.live.request.leg_settings import Direct, EarlyToken, FirstTokenFrom, Resume
+from balanceroute.proxy.live.request.leg_settings import (
+    FROM_DECODE,
+    RESUME_OFF,
+    Direct,
+    EarlyToken,
+)
 from balanceroute.proxy.live.request.relay import BufferedLeg
 from balanceroute.proxy.live.request.session_host import (
     EngineSeen,
@@ -41,7 +46,7 @@ from balanceroute.proxy.live.request.session_host import (
     LegSucceeded,
     PromptCounted,
 )
-from balanceroute.proxy.live.telemetry.record import Leg
+from balanceroute.proxy.live.telemetry.record import PREFILL_LEG
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller
@@ -49,10 +54,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILL = Leg.PREFILL
-_DECODE = FirstTokenFrom.DECODE
-_OFF = Resume.OFF
 
 
 class PrefillAttempt(Attempt):
@@ -65,7 +66,7 @@ class PrefillAttempt(Attempt):
     __slots__ = ("_began_s", "_least", "_transfer", "prefiller", "sent_s")
 
     def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
-        super().__init__(session, _PREFILL, prefiller)
+        super().__init__(session, PREFILL_LEG, prefiller)
         self.prefiller = prefiller
         self.sent_s = self._began_s = session.context.uptime_s()
         self._transfer = ""
@@ -130,7 +131,7 @@ class PrefillAttempt(Attempt):
             answer = replace(answer, complete=False)
         record = session.record
         record.prefilled_ns = round(session.context.clock() * 1e9)
-        if session.shape.stream and session.context.legs.resume is not _OFF:
+        if session.shape.stream and session.context.legs.resume is not RESUME_OFF:
             # Only who keeps ids asks, and all of the answer is decoded for it.
             session.emitted.parses |= continuous_usage_is_expensive(answer.message)
         again = session.emitted.told is not None and session.answer.opened
@@ -170,7 +171,7 @@ class PrefillAttempt(Attempt):
     def _expect_early(self) -> EarlyToken | None:
         """Return the first token that this leg is to bring; None if it waits for a rank."""
         session, emitted = self._session, self._session.emitted
-        if session.context.legs.first_token is _DECODE or emitted.early is not None:
+        if session.context.legs.first_token is FROM_DECODE or emitted.early is not None:
             return emitted.early
         if session.answer.opened or emitted.members or not self.prefiller.first_tokens.credible:
             return None

@@ -22,7 +22,13 @@ from balanceroute.proxy.live.request.failures import Failure, Next, What, lacks_
 from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Emitted, Holding
 from balanceroute.proxy.live.request.leg_settings import Direct, guessed_tokens
 from balanceroute.proxy.live.request.phases import (
+    DECODING,
+    ENDED,
     MAY_REPEAT,
+    POOLED,
+    PREFILLING,
+    QUEUED,
+    STREAMING,
     TRANSITIONS,
     Phase,
     impossible,
@@ -43,7 +49,7 @@ from balanceroute.proxy.live.request.suspects import (
     SUSPECTED,
     EngineDied,
 )
-from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import OK, Leg, Outcome, RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,16 +63,6 @@ if TYPE_CHECKING:
 # Of a stream that goes on elsewhere: all that its client has may come again before anything new.
 _RESUMED_SILENCE_S = 4.0
 _CRASHED = "internal error; the proxy's log says more"
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_QUEUED, _PREFILLING, _DECODING, _POOLED, _ENDED, _STREAMING = (
-    Phase.QUEUED,
-    Phase.PREFILLING,
-    Phase.DECODING,
-    Phase.POOLED,
-    Phase.ENDED,
-    Phase.STREAMING,
-)
-_OK = Outcome.OK
 _NAMES = {Role.PREFILL: "prefiller", Role.DECODE: "decode rank"}
 
 
@@ -125,7 +121,7 @@ class Session:
         self.prompt_usage: PromptUsage | None = None
         self.hung: Prefiller | None = None
         self.fresh = False
-        self.phase = _QUEUED
+        self.phase = QUEUED
         self.answer = ClientAnswer(self, reply, record)
         self._body: RequestBody | None = body
         self._fingerprint = b""
@@ -190,7 +186,7 @@ class Session:
         silence_s = self.context.legs.sse_keep_alive_s
         if silence_s is None and self.record.resumes:
             silence_s = _RESUMED_SILENCE_S
-        if silence_s is not None and self.shape.stream and self.phase is not _ENDED:
+        if silence_s is not None and self.shape.stream and self.phase is not ENDED:
             self.answer.keep_alive(now_s, silence_s)
 
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
@@ -213,16 +209,16 @@ class Session:
             return
         self.record.prefill_began(prefiller.name, self.context.clock())
         if self.decodes:
-            self._try(_PREFILLING, PrefillAttempt(self, prefiller))
+            self._try(PREFILLING, PrefillAttempt(self, prefiller))
         else:
-            self._try(_DECODING, DecodeAttempt(self, prefiller, None))
+            self._try(DECODING, DecodeAttempt(self, prefiller, None))
 
     def start_decode(self, rank: "Rank") -> None:
         """Send the decode leg."""
         if self.context.suspects.prompts and self._is_refused():
             return
         self.record.bound(rank.name, self.context.clock(), pooled_s=self._pooled_s)
-        self._try(_DECODING, DecodeAttempt(self, rank, self._kv))
+        self._try(DECODING, DecodeAttempt(self, rank, self._kv))
 
     def _try(self, phase: Phase, attempt: Attempt) -> None:
         self._enter(phase, attempt)
@@ -233,7 +229,7 @@ class Session:
 
     def pooled(self) -> None:
         """Note that the session waits for a rank from now on."""
-        self._enter(_POOLED)
+        self._enter(POOLED)
         self._pooled_s = self.context.clock()
 
     def drop_leg(self) -> None:
@@ -388,7 +384,7 @@ class Session:
 
     def began(self, attempt: Attempt, status: int, headers: "Headers", *, keeps_body: bool) -> None:
         """Open the client's stream, unless it is open."""
-        self._enter(_STREAMING, attempt)
+        self._enter(STREAMING, attempt)
         if not self.answer.opened:
             self.answer.open(status, headers)
         if not keeps_body:
@@ -399,20 +395,20 @@ class Session:
 
     def finished(self, error: str = "", *, cut: bool = False) -> None:
         """End the stream, in which the engine may have reported an error of its own."""
-        self._enter(_ENDED)
+        self._enter(ENDED)
         (self.answer.reply.abort if cut else self.answer.reply.end)()
         if error:
             reason = f"the engine reported: {error}"
             self._end(events.RequestFailed(self.number), Outcome.UPSTREAM_ERROR, reason)
         else:
-            self._end(events.RequestFinished(self.number), _OK)
+            self._end(events.RequestFinished(self.number), OK)
 
     def answered(self, headers: "Headers", body: bytes, served: LegSucceeded) -> None:
         """Pass on a whole answer."""
-        self._enter(_ENDED)
+        self._enter(ENDED)
         self.answer.send(200, headers, body)
         self.host.feed(events.RequestFinished(self.number), served)
-        self._end(None, _OK)
+        self._end(None, OK)
 
     def recomputed(self, *, elsewhere: bool, anew: bool = False) -> None:
         """Prefill again with what was emitted, and go on; without, the next answer starts afresh."""
@@ -513,7 +509,7 @@ class Session:
 
     def prompt_refused(self) -> None:
         """End the request before another engine dies of it, unless its answer has begun."""
-        if self.phase not in (_STREAMING, _ENDED):
+        if self.phase not in (STREAMING, ENDED):
             _run(self, "poison", self._give_up_prompt)
 
     def _give_up_prompt(self) -> None:

@@ -37,7 +37,7 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     Tick,
 )
-from balanceroute.proxy.core.lifecycle import LifecycleState
+from balanceroute.proxy.core.lifecycle import PREFILLING
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Target
 from balanceroute.proxy.live.scheduling.progress import Progress
 
@@ -65,8 +65,6 @@ if TYPE_CHECKING:
 _PATIENCE_S = 1.0
 _LOOK_S = 0.05
 _LOST = (PrefillLost, DecodeLost)
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILLING = LifecycleState.PREFILLING
 
 
 class Apart:
@@ -168,7 +166,7 @@ class Apart:
         if request is None or action.request not in self._sessions:
             return False
         if isinstance(action, StartPrefill):
-            return request.state is _PREFILLING and request.prefiller == action.prefiller
+            return request.state is PREFILLING and request.prefiller == action.prefiller
         return not request.started and request.rank == action.rank
 
     def _look_soon(self) -> None:

@@ -26,7 +26,7 @@ from balanceroute.proxy.live.request.session_host import (
     StreamLent,
     StreamReturned,
 )
-from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import OK, Log, RequestRecord
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Health
@@ -44,8 +44,6 @@ _WITHOUT_KV = (
     "a prefiller computed a prompt and left no KV cache to pull, so it is computed again: has it the "
     "--kv-transfer-config of --connector?"
 )
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_OK = Outcome.OK
 
 
 class Feedback:
@@ -180,7 +178,7 @@ class Feedback:
         began = self._table.remove(number, record)
         self._progress.ended(session)
         rounds = record.output_tokens / record.choices
-        if record.outcome is _OK and record.output_tokens:
+        if record.outcome is OK and record.output_tokens:
             self._predictors.ended(number, max(1, round(rounds)), by_itself=True)
         else:
             self._predictors.ended(number, int(rounds), by_itself=False)
@@ -194,7 +192,7 @@ class Feedback:
 def _ending(record: RequestRecord, *, began: bool) -> Ending:
     first_ns = record.first_token_ns
     return Ending(
-        served=record.outcome is _OK,
+        served=record.outcome is OK,
         first_token_ns=None if first_ns is None else first_ns - record.arrived_ns,
         output_tokens=record.output_tokens,
         prompt_tokens=record.prompt_tokens,

@@ -18,7 +18,7 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.fscore import idle_tokens
-from balanceroute.proxy.live.telemetry.record import Outcome
+from balanceroute.proxy.live.telemetry.record import OK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -347,8 +347,6 @@ class BarrierIdle:
 
 # Tokens of an answer from which its time tells the time of a step.
 _TELLING = 16
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_OK = Outcome.OK
 
 
 class Progress:
@@ -435,7 +433,7 @@ class Progress:
         number, record = session.number, session.record
         self._leave(number)
         self._unheard.pop(number, None)
-        if session.shape.stream or record.outcome is not _OK or record.admitted_ns is None:
+        if session.shape.stream or record.outcome is not OK or record.admitted_ns is None:
             return
         rounds = record.output_tokens / record.choices
         if rounds >= _TELLING:  # A short answer's time is mostly not that of its steps.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.lifecycle import LifecycleState
+from balanceroute.proxy.core.lifecycle import DECODING
 from balanceroute.proxy.core.rank_progress import FLOOR_S, STEPS, RankProgress, Sighting
 from balanceroute.proxy.live.engines.instances import Status
 
@@ -53,8 +53,6 @@ _TRANSFER_S_PER_TOKEN = 100e-6
 _MOST_TOKENS = 4_096
 _WATCHED = (Status.UP, Status.DRAINING)
 _SERVING = (Status.UP, Status.QUARANTINED)
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_DECODING = LifecycleState.DECODING
 
 
 @dataclass(slots=True)
@@ -103,7 +101,7 @@ class _Here:
             session, rank = sessions.get(number), request.rank
             if rank is None or session is None:
                 continue
-            if request.state is _DECODING:
+            if request.state is DECODING:
                 self.on[rank].append((request, session))
             if not request.started and _computes(session):
                 self.computing[rank] += request.prompt_tokens

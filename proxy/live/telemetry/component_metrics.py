@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balanceroute.proxy.live.engines.instances import Role
+from balanceroute.proxy.live.engines.instances import DECODE_ROLE, PREFILL_ROLE, Role
 from balanceroute.proxy.live.telemetry.registry import (
     MAX_ENGINES,
     MAX_REASONS,
@@ -363,9 +363,6 @@ class DecisionFailures:
 
 # Metrics of requests by the engines that had them: which engine's requests end badly.
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_PREFILL, _DECODE = Role.PREFILL, Role.DECODE
-
 
 class EngineRequests(Collector):
     """Counts a request for the last prefiller and for the last rank that had it."""
@@ -378,9 +375,11 @@ class EngineRequests(Collector):
         """Count a request whose outcome is set."""
         assert record.outcome is not None
         if record.prefiller:
-            self._ended[_PREFILL, self._prefiller_label.of(record.prefiller), record.outcome] += 1
+            self._ended[
+                PREFILL_ROLE, self._prefiller_label.of(record.prefiller), record.outcome
+            ] += 1
         if record.rank:
-            self._ended[_DECODE, self._rank_label.of(record.rank), record.outcome] += 1
+            self._ended[DECODE_ROLE, self._rank_label.of(record.rank), record.outcome] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counts."""

@@ -79,6 +79,9 @@ class Outcome(Enum):
     CANCELLED = "cancelled"  # The client left.
 
 
+OK = Outcome.OK
+
+
 class Leg(Enum):
     """An exchange of a request with an engine, as metrics and failures name it."""
 
@@ -88,6 +91,9 @@ class Leg(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     DIRECT = "direct"  # A prefiller does the whole request.
+
+
+PREFILL_LEG, DECODE_LEG, DIRECT_LEG = Leg.PREFILL, Leg.DECODE, Leg.DIRECT
 
 
 class RequestRecord(Struct, omit_defaults=True):

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.openai.routes import ROUTES
 from balanceroute.proxy.live.telemetry.component_metrics import EngineRequests
-from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import OK, Leg, Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
     MAX_REASONS,
     NS_PER_S,
@@ -224,8 +224,6 @@ ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
 
 MAX_MODELS = 32
 MAX_STATUSES = 32
-# Up to Python 3.11 each look at a member of an enumeration is a call.
-_OK = Outcome.OK
 
 
 class _Latencies:
@@ -262,7 +260,7 @@ class _Latencies:
     def observe(self, record: RequestRecord, model: str) -> None:
         """Count a request's latencies for the label of its model."""
         arrived_ns, first_ns, ended_ns = record.arrived_ns, record.first_token_ns, record.ended_ns
-        ended_well = record.outcome is _OK
+        ended_well = record.outcome is OK
         if ended_well:
             self._e2e.of(model).observe((ended_ns - arrived_ns) / NS_PER_S)
         if first_ns is None:
@@ -415,7 +413,7 @@ class RequestMetrics:
 
     def _model(self, record: RequestRecord) -> str:
         # A client can invent model names without end, but not make an engine answer for one.
-        return self._model_label.of(record.model, learn=record.outcome is _OK)
+        return self._model_label.of(record.model, learn=record.outcome is OK)
 
     def _counter(self, key: tuple[str, str, Outcome, int], model: str) -> "Counter":
         endpoint, _, outcome, status = key

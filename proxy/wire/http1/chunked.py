@@ -70,7 +70,6 @@ class _State(Enum):
     END = auto()
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
 _SIZE, _FINISHED = _State.SIZE, _State.END
 
 

@@ -197,7 +197,6 @@ class _Stage(Enum):
     UNTIL_CLOSE = auto()
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
 _HEAD, _CHUNKED, _LENGTH = _Stage.HEAD, _Stage.CHUNKED, _Stage.LENGTH
 
 

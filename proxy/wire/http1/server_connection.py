@@ -55,7 +55,6 @@ class _Stage(Enum):
     GONE = auto()
 
 
-# Up to Python 3.11 each look at a member of an enumeration is a call.
 _HEAD, _BODY, _ANSWER = _Stage.HEAD, _Stage.BODY, _Stage.ANSWER
 _WAITING = _Stage.WAITING
 
