@@ -492,7 +492,6 @@ class Deployment:
             admission=self.tenancy.admission,
             settings=DriverSettings(
                 config.legs,
-                config.lease_s,
                 uses_blocks=asked or config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
                 progress_veto=config.scheduling.progress_veto,

@@ -266,6 +266,8 @@ class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
 
     Attributes:
         direct: Who serves requests that one engine has to do whole.
+        lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What the
+            engine says of a single request goes first.
         asks_early: Whether each request is to say when it comes whether its first token may be the
             prefiller's.
         names_prompts: Whether prefillers are told a name of each text, as their KV cache events repeat it.
@@ -273,6 +275,7 @@ class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
     """
 
     direct: Direct = Direct.DECODE
+    lease_s: float | None = None
     asks_early: bool = False
     names_prompts: bool = False
     drop: frozenset[str] = field(init=False)

@@ -260,16 +260,19 @@ class PrefillAttempt(Attempt):
     def _lease_ns(self) -> int | None:
         """Return when the lease ends by the loop's time; a suspension to come ends it earlier."""
         context = self._session.context
-        if context.lease_s is None:
+        if context.legs.lease_s is None:
             return None
         age_s = context.uptime_s() - self._began_s
-        return round((context.clock() - age_s + context.lease_s) * 1e9)
+        return round((context.clock() - age_s + context.legs.lease_s) * 1e9)
 
     def _expires_s(self) -> float | None:
         context = self._session.context
-        if context.lease_s is None:
+        if context.legs.lease_s is None:
             return None
-        lease_ns, given_ns = round(1e9 * context.lease_s), round(1e9 * context.legs.lease_margin_s)
+        lease_ns, given_ns = (
+            round(1e9 * context.legs.lease_s),
+            round(1e9 * context.legs.lease_margin_s),
+        )
         # The request is sent in the first half of the margin.
         return self._began_s + (lease_ns - lease_margin_ns(lease_ns, given_ns) / 2) / 1e9
 

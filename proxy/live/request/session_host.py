@@ -30,7 +30,6 @@ class SessionContext:
     Attributes:
         connector: Says what KV parameters each leg has.
         legs: Time limits and retries.
-        lease_s: How long a prefiller keeps a KV cache; None for ever.
         clock: The loop's time, in seconds.
         uptime_s: What leases are measured by; see `Environment`.
         call_later: The loop's.
@@ -45,7 +44,6 @@ class SessionContext:
 
     connector: "Connector"
     legs: "LegSettings"
-    lease_s: float | None
     clock: Callable[[], float]
     uptime_s: Callable[[], float]
     call_later: "Callable[[float, Callable[[], None]], asyncio.TimerHandle]"

@@ -142,7 +142,6 @@ class DriverSettings:
 
     Attributes:
         legs: Time limits and retries.
-        lease_s: How long a prefiller keeps a KV cache; None for ever.
         settle_s: How long a tick waits for further requests to end with the same step.
         expects_output: Whether the queue order uses the expected output of requests.
         uses_blocks: Whether the prefill choice uses the blocks of prompts.
@@ -153,7 +152,6 @@ class DriverSettings:
     """
 
     legs: LegSettings
-    lease_s: float | None
     expects_output: bool
     uses_blocks: bool
     progress_veto: bool
@@ -485,7 +483,6 @@ def _context(
     return SessionContext(
         connector,
         settings.legs,
-        settings.lease_s,
         clock=loop.time,
         uptime_s=uptime_s,
         call_later=loop.call_later,

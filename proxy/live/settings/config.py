@@ -77,8 +77,6 @@ class ProxyConfig:
         scheduler: The limits of its queues; see `scheduler_config` for the whole.
         legs: Time limits and retries of what is sent to engines.
         limits: What is accepted from a client.
-        lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What
-            the engine says of a single request goes first.
         given: The settings that were given and are not off, with what to call each. Not shown.
         groups: The deployments if there are several; then it has no engines of its own.
         aliases: Names that stand for several of their models.
@@ -105,7 +103,6 @@ class ProxyConfig:
     prefillers: tuple[PrefillServer, ...]
     decoders: tuple[DecodeServer, ...]
     credentials: Credentials
-    lease_s: float | None
     given: Mapping[str, str] = field(repr=False, compare=False)
     groups: "tuple[GroupConfig, ...]" = ()
     aliases: tuple[AliasConfig, ...] = ()
@@ -114,6 +111,11 @@ class ProxyConfig:
     def deployments(self) -> "tuple[ProxyConfig, ...]":
         """The settings of each deployment: its own if there are no groups."""
         return tuple(one.config for one in self.groups) or (self,)
+
+    @property
+    def lease_s(self) -> float | None:
+        """How long a prefiller keeps a KV cache that no decoder asked for; None for ever."""
+        return self.legs.lease_s
 
     @property
     def pass_authorization(self) -> bool:
@@ -183,7 +185,7 @@ class ProxyConfig:
         """Return the configuration for JSON; of a secret it only tells that there is one."""
         plain = _plain(self)
         assert isinstance(plain, dict)
-        plain["direct"] = self.legs.direct.value
+        plain |= {"direct": self.legs.direct.value, "lease_s": self.lease_s}
         records = [getattr(self, one.name) for one in fields(self)]
         for key, sections in _SHOWN.items():
             plain[key] = {

@@ -158,8 +158,7 @@ def _configured(
     aimd = _aimd(given)
     times = given.read(TimeLimits)
     times = replace(times, queue_ttl_s=times.queue_ttl_s or aimd.queue_ttl_s or _QUEUE_TTL_S)
-    lease_s = _finite(scheduling.lease_s or CONNECTORS[engines.connector].lease_s)
-    if lease_s is not None:
+    if legs.lease_s is not None:
         _check_margin(given, legs, times)
     policies = given.read(PolicySettings)
     asked = policies.prefix_affinity > 0.0 or scheduling.local_prefill_tokens is not None
@@ -188,7 +187,6 @@ def _configured(
         prefillers=prefillers,
         decoders=decoders,
         credentials=credentials,
-        lease_s=lease_s,
         given=given.places,
     )
 
@@ -438,10 +436,6 @@ def _aimd(given: Given) -> AimdOptions:
     return aimd
 
 
-def _finite(time_s: float | None) -> float | None:
-    return None if time_s == inf else time_s
-
-
 # The rest.
 
 
@@ -469,10 +463,12 @@ def _legs(
     if early and not connector.says_first:
         reason = f"prefillers with {engines.connector} leave the last token of a prompt to the rank"
         raise ConfigError(f"{given.where('first_token')}: {reason}, so theirs is not the first one")
+    lease_s = scheduling.lease_s or connector.lease_s
     usual = Direct.DECODE if connector.ranks_prefill else Direct.PREFILL
     return replace(
         legs,
         direct=scheduling.direct or usual,
+        lease_s=None if lease_s == inf else lease_s,
         asks_early=early and given.read(AdmissionSettings).admission in EXPECTING,
         names_prompts=engines.kv_events_port is not None
         or any(one.kv_events is not None for one in prefillers),

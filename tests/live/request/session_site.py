@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from balanceroute.proxy.core import events
@@ -253,9 +254,9 @@ class Site:
         **flags: object,
     ) -> None:
         flags = {"prefill": ["http://p"], "decode": ["http://d"], "count_tokens": "events"} | flags
-        self.legs = make_config(None, flags).legs
         self.connector = make_connector(connector, callback="http://proxy")
-        self.lease_s = self.connector.facts.lease_s
+        legs = make_config(None, flags).legs
+        self.legs = replace(legs, lease_s=self.connector.facts.lease_s)
         self.now_s = 100.0
         self.stalled_since_s: float | None = None
         self.suspended_s = 0.0
@@ -273,7 +274,6 @@ class Site:
         self.context = SessionContext(
             self.connector,
             self.legs,
-            self.lease_s,
             clock=lambda: self.now_s,
             uptime_s=lambda: self.now_s + self.suspended_s,
             call_later=cast("Any", self.call_later),

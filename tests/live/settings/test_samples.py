@@ -308,6 +308,7 @@ def test_the_samples_arrive_where_they_are_used(tmp_path: Path) -> None:
         resume=Resume.VALID,
         first_token=FirstTokenFrom.PREFILL,
         asks_early=True,
+        lease_s=60.0,
         lease_margin_s=4.75,
         pass_priority=True,
         expired_status=504,
