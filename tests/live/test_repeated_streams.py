@@ -238,6 +238,66 @@ def test_a_stream_of_named_events_goes_on(
     play(scenario, flags=flags, reasoning_parser=True)
 
 
+@pytest.mark.parametrize("said", [0, 1, 4, 11])
+@pytest.mark.parametrize("broken", [3, 8, 12])
+@pytest.mark.parametrize("kind", OF_AGENTS)
+def test_what_is_aborted_while_it_comes_again_ends_with_what_the_client_has(
+    play: "Play", kind: str, broken: int, said: int
+) -> None:
+    path, values = OF_AGENTS[kind]
+
+    async def scenario(site: "Site") -> None:
+        right = await alone(site, path, values)
+        site.fleet.faults.set("decode/0", reset_after_tokens=broken)
+        answer = site.send(path, values, headers=ID)
+        engine = site.fleet.engine("decode/1")
+        await site.until(
+            lambda: any(one.sequences[0].choice.emitted >= said for one in engine.exchanges)
+        )
+        assert (await site.admin("/abort_requests", b"{}")).status == 200
+        await answer.end()
+        assert (answer.status, answer.error) == (200, None)
+        texts, whole = said_in(answer.chunks), said_in(right.chunks)
+        assert texts or broken == 3  # The first tokens of a call have no arguments.
+        assert all(whole[place].startswith(text) for place, text in texts.items())
+        if path == MESSAGES:
+            kinds = Counter(one.partition(b"\n")[0] for one in answer.events)
+            assert kinds[b"event: content_block_start"] == kinds[b"event: content_block_stop"]
+            delta, stop = answer.chunks[-2:]
+            assert (delta["delta"]["stop_reason"], stop["type"]) == (None, "message_stop")
+        else:
+            output = answer.chunks[-1]["response"]["output"]
+            done = [one["item"] for one in answer.chunks if one["type"].endswith("item.done")]
+            assert output == done
+            assert [text for one in output if (text := text_of(one))] == list(texts.values())
+            assert [one["sequence_number"] for one in answer.chunks] == [*range(len(answer.chunks))]
+        (record,) = await site.ended()
+        assert (record.outcome, record.resumes) == (Outcome.OK, 1)
+
+    play(scenario, flags=EXACT, reasoning_parser=True)
+
+
+def said_in(events: list[Any]) -> dict[int, str]:
+    """Return the text of each block, or item, that a stream's deltas bring."""
+    texts: dict[int, str] = {}
+    for one in events:
+        delta = one.get("delta")
+        if isinstance(delta, dict):
+            delta = next(
+                (delta[key] for key in ("text", "thinking", "partial_json") if key in delta), ""
+            )
+        if delta:
+            index = one.get("output_index", one.get("index"))
+            texts[index] = texts.get(index, "") + delta
+    return texts
+
+
+def text_of(item: dict[str, Any]) -> str:
+    content = item.get("content")
+    text: str = content[0]["text"] if content else item["arguments"]
+    return text
+
+
 @pytest.mark.parametrize("flags", [EXACT, {"resume": "valid"}], ids=str)
 @pytest.mark.parametrize(
     ("path", "values", "goes_on"),

@@ -377,9 +377,10 @@ class _Repeating(StreamReader):
 
     def _one(self, event: bytes) -> bytes:
         told = self._told
-        if told.repeating:
-            event = told.leave_out(event, may_abort=self._may_abort())
-        return told.tell(event) if event else b""
+        if not told.repeating:
+            return told.tell(event)
+        left = told.leave_out(event, may_abort=self._may_abort())
+        return b"".join(map(told.tell, whole_events(left)))
 
 
 class RepeatingCompletionStream(_Repeating, CompletionStream):

@@ -353,9 +353,12 @@ class ToldEvents(Told):
 
     Pieces of a text are joined by the block or item that they belong to. Any other event comes once, and has
     to come again with the same content, but for what engines draw or measure.
+
+    An engine that was told to give the answer up may end it before all has come again: it closes what it has
+    begun, with less text. Then what the client has begun is closed in its place, with all of its text.
     """
 
-    __slots__ = ("_again", "_created_at", "_number", "_renamed")
+    __slots__ = ("_added", "_again", "_created_at", "_given_up", "_number", "_renamed")
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,6 +366,8 @@ class ToldEvents(Told):
         self._renamed: dict[bytes, bytes] = {}  # As JSON.
         self._number = -1  # Of the last event, where they are numbered.
         self._created_at = b""
+        self._added: list[dict[str, Any]] = []  # What begins items and their parts.
+        self._given_up: int | None = None  # The item within which an engine gave the answer up.
 
     def begin_again(self) -> None:
         """Expect everything from an engine that begins the answer again."""
@@ -388,6 +393,9 @@ class ToldEvents(Told):
             self._grow(0, (*place, growing[1]), growing[0][growing[1]])
         else:
             self._grow(0, place, [_digest(message)])
+            if str(message.get("type")).endswith(_ADDED):
+                self._take_room(len(event))
+                self._added.append(message)
             ids = list(_drawn(message))
             if ids:
                 self._say_once(place, ids)
@@ -395,11 +403,7 @@ class ToldEvents(Told):
         return event
 
     def leave_out(self, event: bytes, *, may_abort: bool = False) -> bytes:
-        """Return what of an event the client does not have; see `Told.leave_out`.
-
-        One that ends sooner has other blocks, or items, than the client has: it differs.
-        """
-        del may_abort
+        """Return what of an event the client does not have; see `Told.leave_out`."""
         data = event_data(event)
         if not data:
             return b""
@@ -410,6 +414,14 @@ class ToldEvents(Told):
             return event
         if message.get("type") in _IDLE:
             return b""
+        try:
+            return self._leave_out(event, message)
+        except DiffersError:
+            if not may_abort or self.lost:
+                raise
+        return self._give_up(event, message)
+
+    def _leave_out(self, event: bytes, message: dict[str, Any]) -> bytes:
         place, growing = _place(message), _growing(message)
         if growing is not None:
             members, name = growing
@@ -428,6 +440,56 @@ class ToldEvents(Told):
             raise DiffersError
         return event
 
+    def _give_up(self, event: bytes, message: dict[str, Any]) -> bytes:
+        """Return what ends the answer for the client as an engine ends it too soon.
+
+        Raises:
+            DiffersError: It says something else, or ends it of itself.
+        """
+        kind, delta, response = (message.get(name) for name in ("type", "delta", "response"))
+        if isinstance(delta, dict) and delta.get("type") == "signature_delta":
+            return event
+        if isinstance(kind, str) and kind.endswith(_CLOSES):
+            if self._given_up is None:
+                self._given_up = _number(message, "output_index")
+            return b""  # In the end, and with the client's text.
+        if kind == "message_delta" and isinstance(delta, dict) and delta.get("stop_reason") is None:
+            closing = self._open_blocks()
+        elif kind == "response.completed" and isinstance(response, dict):
+            items, said = self._items(), response.get("output")
+            whole = said[: self._given_up] if isinstance(said, list) else []
+            response["output"] = [*whole, *(item.whole() for item in items[len(whole) :])]
+            closing = [one for item in items for one in item.closing()]
+            event = _NAMED % (kind.encode(), dump_compact(message))
+        else:
+            raise DiffersError
+        self._stop_repeating(0)
+        told = self._grown.get(0, {})
+        missing = [one for one in closing if _place(one) not in told]
+        return b"".join(
+            [*(_NAMED % (one["type"].encode(), dump_compact(one)) for one in missing), event]
+        )
+
+    def _open_blocks(self) -> list[dict[str, Any]]:
+        """Return the events that close the blocks of a message."""
+        begun = [place[-2] for place in self._grown.get(0, {}) if place[0] == "content_block_start"]
+        return [{"type": "content_block_stop", "index": index} for index in begun]
+
+    def _items(self) -> list["_Item"]:
+        """Return the items of a response, as far as the client has them."""
+        items: dict[int, _Item] = {}
+        for message in self._added:
+            index = _number(message, "output_index")
+            if isinstance(message.get("item"), dict):
+                items[index] = _Item(message, {}, [])
+            elif index in items and isinstance(message.get("part"), dict):
+                items[index].parts.append(message)
+        for (kind, _, item, part, *_), grown in self._grown.get(0, {}).items():
+            if item in items and str(kind).endswith(".delta"):
+                text = "".join([grown.whole, *grown.pieces])
+                items[int(item)].texts[int(part)] = str(kind), text
+        return [items[index] for index in sorted(items)]
+
     def _as_begun(self, event: bytes) -> bytes:
         """Return an event with the ids and the time that the client has of this answer, and its number."""
         for drawn, told in self._renamed.items():
@@ -440,6 +502,67 @@ class ToldEvents(Told):
         return event
 
 
+class _Item(Struct, eq=False):
+    """An item of a response of which the client has the beginning.
+
+    Attributes:
+        added: The event with which it began.
+        texts: By the number of its part, -1 for the item itself: the name of the events that bring a text,
+            and the text.
+        parts: The events with which its parts began.
+    """
+
+    added: dict[str, Any]
+    texts: dict[int, tuple[str, str]]
+    parts: list[dict[str, Any]]
+
+    def whole(self) -> dict[str, Any]:
+        """Return the item with all of its text, as an engine tells it that ends here."""
+        item: dict[str, Any] = self.added["item"] | self._text(-1)
+        if item.get("status") is not None:
+            item["status"] = "completed"
+        if self.parts:
+            item["content"] = [self._part(one) for one in self.parts]
+        return item
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that close it."""
+        for begun in self.parts:
+            yield from self._texts_done(_number(begun, "content_index"))
+            yield self._done(begun) | {"part": self._part(begun)}
+        yield from self._texts_done(-1)
+        yield self._done(self.added) | {"item": self.whole()}
+
+    def _texts_done(self, part: int) -> Iterator[dict[str, Any]]:
+        if part in self.texts:
+            kind = self.texts[part][0].removesuffix(".delta")
+            at = {
+                "output_index": self.added["output_index"],
+                "item_id": self.added["item"].get("id"),
+            }
+            more: dict[str, Any] = (
+                {"content_index": part} if part >= 0 else {"name": self.added["item"].get("name")}
+            )
+            more |= {"logprobs": []} if "output_text" in kind else {}
+            yield {"type": f"{kind}.done", **at, **more, **self._text(part), "sequence_number": 0}
+
+    def _text(self, part: int) -> dict[str, str]:
+        kind, text = self.texts.get(part, ("", ""))
+        name = "arguments" if "arguments" in kind else "input" if "input" in kind else "text"
+        return {name: text} if kind else {}
+
+    def _part(self, begun: Mapping[str, Any]) -> dict[str, Any]:
+        part: dict[str, Any] = begun["part"] | self._text(_number(begun, "content_index"))
+        return part
+
+    def _done(self, begun: dict[str, Any]) -> dict[str, Any]:
+        return begun | {"type": begun["type"].removesuffix(_ADDED) + ".done"}
+
+
+# What begins an item of a response, and a part of one.
+_ADDED = ".added"
+# What closes a block of a message, or a text, a part or an item of a response.
+_CLOSES = ("_block_stop", ".done")
 # Of which nothing has to come again.
 _IDLE = frozenset({"ping", "keepalive"})
 _NAMED = b"event: %b\ndata: %b\n\n"

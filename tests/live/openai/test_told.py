@@ -9,6 +9,7 @@ import pytest
 
 from balanceroute.proxy.live.openai import told as module
 from balanceroute.proxy.live.openai.told import DiffersError, Told, ToldChoices, ToldEvents
+from balanceroute.proxy.wire.sse import whole_events
 
 
 def event(**members: Any) -> bytes:
@@ -37,13 +38,12 @@ def named(kind: str, **members: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
-def passed(told: Told, events: Iterable[bytes]) -> list[bytes]:
+def passed(told: Told, events: Iterable[bytes], *, may_abort: bool = False) -> list[bytes]:
     """Return what the client gets of some events, as the readers have it."""
-    got = []
+    got: list[bytes] = []
     for one in events:
-        new = told.leave_out(one) if told.repeating else one
-        if new:
-            got.append(told.tell(new))
+        new = told.leave_out(one, may_abort=may_abort) if told.repeating else one
+        got += map(told.tell, whole_events(new))
     return got
 
 
@@ -385,3 +385,86 @@ def test_only_what_may_end_may_end_sooner(may_abort: bool) -> None:
         told.leave_out(chat(0, "stop"), may_abort=may_abort)
     with pytest.raises(DiffersError):  # It is to be the same as far as it goes.
         told.leave_out(chat(0, "abort", content="Other"), may_abort=may_abort)
+
+
+def given_up(events: list[bytes], said: int) -> list[bytes]:
+    """Return what an engine says that gives an answer up behind so many of its events, as vLLM 0.32 does."""
+    begun = [json.loads(one.partition(b"data: ")[2]) for one in events[:said]]
+    if not events[0].startswith(b"event: response"):
+        ends = [named("message_delta", delta={"stop_reason": None}), named("message_stop")]
+        last = begun[-1] if begun else {}
+        if last.get("type") in ("content_block_start", "content_block_delta"):
+            ends.insert(0, named("content_block_stop", index=last["index"]))
+        return [*events[:said], *ends]
+    text = "".join(one.get("delta", "") for one in begun)
+    done = ITEM | {"id": "fc-other", "call_id": "call-other", "arguments": text}
+    closing = [
+        ("response.function_call_arguments.done", {"output_index": 0, "arguments": text}),
+        ("response.output_item.done", {"output_index": 0, "item": done}),
+    ]
+    if not any("item" in one for one in begun):
+        closing, done = [], {}
+    head = RESPONSE | {"id": "resp-other", "status": "completed", "output": [done] if done else []}
+    ends = [named(kind, **members, sequence_number=1) for kind, members in closing]
+    end = named("response.completed", response=head, sequence_number=2)
+    return [*events[:said], *ends[max(0, said - len(events) + 3) :], end]
+
+
+@pytest.mark.parametrize("said", range(1, 6))
+@pytest.mark.parametrize("broken", [7, 6])
+def test_a_response_that_is_given_up_by_order_ends_with_what_the_client_has(
+    broken: int, said: int
+) -> None:
+    told = ToldEvents()
+    right = response("mine", 7, ['{"a"', ": ", "1", "}"])
+    passed(told, right[:broken])
+    told.begin_again()
+    ends = given_up(response("other", 8, ['{"a"', ": ", "1", "}"]), said)
+    got = passed(told, ends, may_abort=True)
+    assert not told.repeating
+    assert not any(b"-other" in one for one in got)
+    messages = [json.loads(one.partition(b"data: ")[2]) for one in right[:broken] + got]
+    assert [one["sequence_number"] for one in messages] == list(range(len(messages)))
+    text = "".join(one.get("delta", "") for one in messages)
+    assert text == "".join(['{"a"', ": ", "1", "}"][: broken - 3])
+    *_, arguments, item, final = messages
+    assert (arguments["arguments"], item["item"]["arguments"]) == (text, text)
+    assert final["response"]["output"] == [item["item"]]
+    assert item["item"]["id"] == arguments["item_id"] == "fc-mine"
+    told.begin_again()
+    with pytest.raises(DiffersError):  # Nobody told it to.
+        passed(told, ends)
+
+
+@pytest.mark.parametrize("said", range(1, 9))
+@pytest.mark.parametrize("broken", [4, 8, 9])
+def test_a_message_that_is_given_up_by_order_ends_with_what_the_client_has(
+    broken: int, said: int
+) -> None:
+    told, right = ToldEvents(), message_of("a", ["one", " two", " three"])
+    passed(told, right[:broken])
+    told.begin_again()
+    ends = given_up(message_of("b", ["one", " two", " three"]), min(said, broken - 1))
+    got = passed(told, ends, may_abort=True)
+    assert [one for one in got if b"signature" not in one] == [
+        named("content_block_stop", index=int(broken > 4)),
+        named("message_delta", delta={"stop_reason": None}),
+        named("message_stop"),
+    ]
+    assert not told.repeating
+
+
+def test_what_ends_sooner_of_itself_differs_also_if_it_may_be_given_up() -> None:
+    told, right = ToldEvents(), message_of("a", ["one", " two"])
+    passed(told, right[:8])
+    for otherwise in (
+        named("message_delta", delta={"stop_reason": "end_turn"}),
+        named("response.incomplete", response={}),
+        named("content_block_start", index=1, content_block={"type": "tool_use"}),
+        named("content_block_delta", index=1, delta={"type": "text_delta", "text": "two"}),
+        named("message_stop"),
+    ):
+        told.begin_again()
+        passed(told, right[:7])
+        with pytest.raises(DiffersError):
+            told.leave_out(otherwise, may_abort=True)
