@@ -249,8 +249,9 @@ def test_the_proxy_alone_serves_engines_that_are_there(tmp_path: Path) -> None:
     pod = find(objects, "Deployment", "m1")["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
     config = settings(objects, tmp_path)
-    assert [str(one.url) for one in config.prefill] == ["http://10.0.0.1:8000"]
-    assert (len(config.decode), config.scheduling.batch) == (8, 32)
+    assert [str(one.url) for one in config.prefillers] == ["http://10.0.0.1:8000"]
+    assert [len(one.ranks) for one in config.decoders] == [8]
+    assert config.scheduler_config(8, 1).batch_limit == 32
     found = "kubernetes:app=engines@other"
     objects = render(
         *sets("engines.enabled=false", f"proxy.settings.discover={{{found}}}"), name="m1"
