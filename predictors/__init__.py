@@ -10,9 +10,8 @@ from balanceroute.predictors.base import (
 )
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import PredictorFileError, load, save
-from balanceroute.predictors.hinted import Hinted
 from balanceroute.predictors.state import Savable, State, StateError
-from balanceroute.predictors.survival import Survival
+from balanceroute.predictors.survival import Hinted, Survival
 
 __all__ = [
     "Capped",

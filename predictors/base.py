@@ -5,15 +5,17 @@ predictor of every request's begin and end. Nothing that is told lies in the fut
 features are what is known of a request before its first token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core import prediction
+from balanceroute.proxy.core.config import made
+from balanceroute.proxy.core.errors import PredictorError
 from balanceroute.proxy.core.events import RequestId
 
 
@@ -82,7 +84,6 @@ class NoPrediction:
     def survival(
         self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
     ) -> NDArray[np.float64]:
-        """Return ones."""
         del ages
         return np.ones((len(requests), steps + 1))
 
@@ -139,7 +140,6 @@ class Capped:
         self._caps: dict[RequestId, int] = {}
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        """Note the bound, and pass on what is known of a request."""
         self._predictor.begin(request, features)
         if features.max_tokens is None:
             self._caps.pop(request, None)
@@ -171,11 +171,92 @@ class Capped:
         return survival
 
     def observe(self, request: RequestId, output_tokens: int) -> None:
-        """Let the other learn of an output."""
         self._predictor.observe(request, output_tokens)
         self._caps.pop(request, None)
 
     def forget(self, request: RequestId) -> None:
-        """Pass on that a request ended otherwise."""
         self._predictor.forget(request)
         self._caps.pop(request, None)
+
+
+# How far rounding may take a probability out of its range.
+_ROUNDING = 1e-3
+
+
+def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> None:
+    """Reject a result of `OutputPredictor.survival` that cannot be used.
+
+    Raises:
+        PredictorError: The shape is wrong, or a value is no probability.
+    """
+    if survival.shape != (requests, steps + 1):
+        raise PredictorError(f"survival is {survival.shape}, not {(requests, steps + 1)}")
+    # Indexing by `argmin` costs a quarter of `min`. Both find a NaN, which satisfies no comparison.
+    if requests and not (
+        survival.item(survival.argmin()) >= -_ROUNDING
+        and survival.item(survival.argmax()) <= 1.0 + _ROUNDING
+    ):
+        raise PredictorError("survival is not in 0..1")
+
+
+# Predictors from outside this package: a function that takes nothing and returns a `Predictor`.
+
+_Result = TypeVar("_Result")
+_MEMBERS = ("survival", "begin", "observe", "forget")
+
+
+def outside_predictor(name: str) -> Predictor:
+    """Return what `module:function` makes.
+
+    Raises:
+        ConfigError: There is no such function, or it makes no predictor.
+    """
+    predictor: Predictor = made("predictor", name, _MEMBERS)
+    return predictor
+
+
+class Checked:
+    """A predictor from outside, whose answers and failures are told as its own.
+
+    The live proxy does without: it checks each answer, and goes on without a predictor that fails.
+
+    Args:
+        name: Of the predictor, `module:function`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._predictor = outside_predictor(name)
+
+    def begin(self, request: RequestId, features: RequestFeatures) -> None:
+        self._told("begin", lambda: self._predictor.begin(request, features))
+
+    def survival(
+        self, requests: Sequence[RequestId], ages: NDArray[np.int64], steps: int
+    ) -> NDArray[np.float64]:
+        """Return its answer.
+
+        Raises:
+            PredictorError: It fails, or answers what cannot be used.
+        """
+
+        def answer() -> NDArray[np.float64]:
+            survival = np.asarray(self._predictor.survival(requests, ages, steps), np.float64)
+            check_survival(survival, len(requests), steps)
+            return survival
+
+        return self._told("survival", answer)
+
+    def observe(self, request: RequestId, output_tokens: int) -> None:
+        self._told("observe", lambda: self._predictor.observe(request, output_tokens))
+
+    def forget(self, request: RequestId) -> None:
+        self._told("forget", lambda: self._predictor.forget(request))
+
+    def _told(self, method: str, call: Callable[[], _Result]) -> _Result:
+        try:
+            return call()
+        # Any exception: the predictor is third-party code.
+        except Exception as error:
+            reason = error if isinstance(error, PredictorError) else f"{method}: {error!r}"
+            raise PredictorError(f"predictor {self._name!r}: {reason}") from error

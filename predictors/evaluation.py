@@ -8,18 +8,158 @@ requests that follow each other in time.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, nan
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.predictors import scores
-from balanceroute.predictors.base import Capped, PastRequest, Predictor
-from balanceroute.predictors.hinted import Hinted
+from balanceroute.predictors.base import Capped, PastRequest, Predictor, check_survival
+from balanceroute.predictors.survival import Hinted
 from balanceroute.proxy.core.errors import ConfigError, PredictorError
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.prediction import check_survival, composite_steps, two_stage_estimate
+from balanceroute.proxy.core.prediction import composite_steps, two_stage_estimate
+
+# How good probabilities and estimates are, in numpy alone.
+#
+# A score that its rows leave undefined is NaN: the AUC without both outcomes, a mean of nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """A reliability diagram: what was predicted against how often it came true.
+
+    Attributes:
+        predicted: float64[bins], mean prediction of each bin; NaN where it is empty.
+        observed: float64[bins], how often it came true; NaN where it is empty.
+        rows: int64[bins].
+    """
+
+    predicted: NDArray[np.float64]
+    observed: NDArray[np.float64]
+    rows: NDArray[np.int64]
+
+
+def roc_auc(predicted: NDArray[np.float64], happened: NDArray[np.bool_]) -> float:
+    """Return the chance that a row that came true was rated above one that did not.
+
+    A tie counts one half. O(n log n).
+    """
+    _, came_true, did_not = _by_level(predicted, happened)
+    pairs = float(came_true.sum()) * float(did_not.sum())
+    if pairs == 0:
+        return nan
+    below = did_not.cumsum() - did_not / 2
+    return float(came_true @ below) / pairs
+
+
+def roc_curve(
+    predicted: NDArray[np.float64], happened: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the rates of false and of true alarms as the threshold falls, from (0, 0) to (1, 1).
+
+    One point for every level that was predicted, ties together: the area under the straight lines
+    between them is `roc_auc`. Both outcomes must occur.
+    """
+    _, came_true, did_not = _by_level(predicted, happened)
+    assert came_true.any(), "nothing came true"
+    assert did_not.any(), "everything came true"
+    rates = [
+        np.concatenate([[0.0], counts[::-1].cumsum() / counts.sum()])
+        for counts in (did_not, came_true)
+    ]
+    return rates[0], rates[1]
+
+
+def _by_level(
+    predicted: NDArray[np.float64], happened: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct predictions, rising, and how many rows of each came true and did not."""
+    levels, level = np.unique(predicted, return_inverse=True)
+    came_true = np.bincount(level[happened], minlength=len(levels))
+    return levels, came_true, np.bincount(level, minlength=len(levels)) - came_true
+
+
+def brier(predicted: NDArray[np.float64], happened: NDArray[np.bool_]) -> float:
+    """Return the mean squared distance of the predictions from what happened, 0 or 1."""
+    return mean_where((predicted - happened) ** 2)
+
+
+def reliability(
+    predicted: NDArray[np.float64], happened: NDArray[np.bool_], *, bins: int = 10
+) -> Reliability:
+    """Return a reliability diagram with bins of equal width; the last one has both its ends."""
+    inner = np.linspace(0.0, 1.0, bins + 1)[1:-1]
+    place = np.searchsorted(inner, predicted, side="right")
+    rows = np.bincount(place, minlength=bins)
+    means = [
+        _divided(np.bincount(place, values, minlength=bins), rows)
+        for values in (predicted, happened)
+    ]
+    return Reliability(means[0], means[1], rows)
+
+
+def expected_calibration_error(diagram: Reliability) -> float:
+    """Return the mean distance between prediction and outcome over the bins, weighted by rows."""
+    total = diagram.rows.sum()
+    if not total:
+        return nan
+    filled = diagram.rows > 0
+    gaps = np.abs(diagram.predicted - diagram.observed)[filled]
+    return float(gaps @ diagram.rows[filled] / total)
+
+
+def mean_where(values: NDArray[np.float64], where: NDArray[np.bool_] | None = None) -> float:
+    """Return the mean of the values, of those that `where` selects if given."""
+    chosen = values if where is None else values[where]
+    return float(chosen.mean()) if chosen.size else nan
+
+
+def mean_by_band(
+    values: NDArray[np.float64], at: NDArray[np.int64], edges: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the mean of the values in each band of `at`, NaN if it is empty, and its rows.
+
+    Args:
+        values: float64[n].
+        at: int64[n], none below the first edge.
+        edges: int64[bands], rising: where each band begins; the last has no end.
+    """
+    assert not at.size or at.min() >= edges[0], "a value before the first band"
+    band = np.searchsorted(edges, at, side="right") - 1
+    rows = np.bincount(band, minlength=len(edges))
+    return _divided(np.bincount(band, values, minlength=len(edges)), rows), rows
+
+
+def _divided(sums: NDArray[np.number], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    means = np.full(len(rows), nan)
+    np.divide(sums, rows, out=means, where=rows > 0)
+    return means
+
+
+def jackknife_error(
+    statistic: Callable[[NDArray[np.bool_]], float], block: NDArray[np.int64]
+) -> float:
+    """Return the standard error of a statistic of all rows, by leaving out one block at a time.
+
+    Rows of one block may depend on each other, as those of one request do and of requests of one
+    hour. It is the error of the mean over blocks if the statistic is a mean and the blocks are
+    equal, and holds for others that are smooth in the shares of the rows, the AUC for one.
+
+    Args:
+        statistic: Of the rows that a mask selects.
+        block: int64[n], the block of each row.
+
+    Returns:
+        The error; NaN with fewer than two blocks, or where the statistic is undefined without one.
+    """
+    blocks = np.unique(block)
+    if len(blocks) < 2:
+        return nan
+    without = np.array([statistic(block != one) for one in blocks])
+    spread = ((without - without.mean()) ** 2).sum()
+    return float(np.sqrt(spread * (len(blocks) - 1) / len(blocks)))
+
 
 # The past as questions: what a predictor would have been asked, and when.
 #
@@ -299,12 +439,12 @@ def scores_of(rows: Rows, answers: Answers) -> Scores:
     """Return the scores of a predictor's answers."""
     return Scores(
         rows=len(rows.request),
-        base_rate=scores.mean_where(rows.finishes.astype(np.float64)),
-        auc=scores.roc_auc(answers.p_finish, rows.finishes),
-        brier=scores.brier(answers.p_finish, rows.finishes),
-        ece=scores.expected_calibration_error(scores.reliability(answers.p_finish, rows.finishes)),
-        mae=scores.mean_where(stage_two_errors(rows, answers), rows.finishes),
-        composite_mae=scores.mean_where(composite_errors(rows, answers)),
+        base_rate=mean_where(rows.finishes.astype(np.float64)),
+        auc=roc_auc(answers.p_finish, rows.finishes),
+        brier=brier(answers.p_finish, rows.finishes),
+        ece=expected_calibration_error(reliability(answers.p_finish, rows.finishes)),
+        mae=mean_where(stage_two_errors(rows, answers), rows.finishes),
+        composite_mae=mean_where(composite_errors(rows, answers)),
     )
 
 
@@ -324,18 +464,18 @@ _Better = Callable[[Rows, Answers, Answers, NDArray[np.bool_]], float]
 
 def _better_auc(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_]) -> float:
     finishes = rows.finishes[mask]
-    auc, others = (scores.roc_auc(it.p_finish[mask], finishes) for it in (one, other))
+    auc, others = (roc_auc(it.p_finish[mask], finishes) for it in (one, other))
     return auc - others
 
 
 def _better_brier(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_]) -> float:
     squares = ((it.p_finish - rows.finishes) ** 2 for it in (other, one))
-    return scores.mean_where(next(squares) - next(squares), mask)
+    return mean_where(next(squares) - next(squares), mask)
 
 
 def _better_mae(rows: Rows, one: Answers, other: Answers, mask: NDArray[np.bool_]) -> float:
     saved = stage_two_errors(rows, other) - stage_two_errors(rows, one)
-    return scores.mean_where(saved, mask & rows.finishes)
+    return mean_where(saved, mask & rows.finishes)
 
 
 _GAINS: dict[str, _Better] = {"auc": _better_auc, "brier": _better_brier, "mae": _better_mae}
@@ -357,7 +497,7 @@ def gains(rows: Rows, one: Answers, other: Answers, block: NDArray[np.int64]) ->
     found: dict[str, Gain] = {}
     for name, better in _GAINS.items():
         statistic = partial(better, rows, one, other)
-        found[name] = Gain(statistic(everything), scores.jackknife_error(statistic, block))
+        found[name] = Gain(statistic(everything), jackknife_error(statistic, block))
     return found
 
 

@@ -26,9 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.predictors.base import PastRequest, RequestFeatures
-from balanceroute.predictors.running_counts import LengthBuckets, shrunk
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, State, StateError, packed
-from balanceroute.predictors.survival import Survival
+from balanceroute.predictors.survival import LengthBuckets, Survival, shrunk
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 
@@ -105,7 +104,6 @@ class KeyRecordTable:
         self._weights = np.ones(slots)
 
     def __len__(self) -> int:
-        """Return the number of keys."""
         return len(self._slot_of)
 
     def use(self, key: int) -> int:
@@ -346,7 +344,6 @@ class ExactMatch:
             self._learn(request.features, request.output_tokens)
 
     def begin(self, request: RequestId, features: RequestFeatures) -> None:
-        """Note a request's keys and prompt length."""
         row = self._row_of.get(request)
         if row is None:
             if not self._free:
@@ -380,7 +377,6 @@ class ExactMatch:
             self.forget(request)
 
     def forget(self, request: RequestId) -> None:
-        """Drop what was noted of a request."""
         row = self._row_of.pop(request, None)
         if row is not None:
             del self._features[request]

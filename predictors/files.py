@@ -25,8 +25,7 @@ from typing import NoReturn
 from balanceroute.predictors import gbdt_training
 from balanceroute.predictors.base import PastRequest
 from balanceroute.predictors.exact_match import ExactMatch
-from balanceroute.predictors.gbdt import Gbdt
-from balanceroute.predictors.gbdt_trees import require_lightgbm
+from balanceroute.predictors.gbdt import Gbdt, require_lightgbm
 from balanceroute.predictors.state import Savable, State, StateError
 from balanceroute.predictors.survival import Survival
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError

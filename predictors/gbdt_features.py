@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.predictors.base import RequestFeatures
-from balanceroute.predictors.running_counts import RunningCounts
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, State, StateError
+from balanceroute.predictors.survival import RunningCounts
 
 # The distribution of past outputs as tables over the age: what the trees correct, and fall back
 # on.

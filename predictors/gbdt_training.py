@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.predictors.base import PastRequest
-from balanceroute.predictors.gbdt import Gbdt
+from balanceroute.predictors.gbdt import Gbdt, raw_scores, require_lightgbm
 from balanceroute.predictors.gbdt_features import (
     LOG_ODDS,
     MAX_HORIZON_STEPS,
@@ -28,7 +28,6 @@ from balanceroute.predictors.gbdt_features import (
     REMAINING,
     Features,
 )
-from balanceroute.predictors.gbdt_trees import raw_scores, require_lightgbm
 from balanceroute.proxy.core.errors import ConfigError
 
 if TYPE_CHECKING:

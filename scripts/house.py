@@ -137,11 +137,12 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (14_320, 53),
     "proxy/wire": (7_300, 27),
+    "proxy/settings": (800, 4),
     "proxy/live": (34_750, 116),
     "proxy/lab": (16_700, 55),
     "proxy/cli": (4_550, 21),
     "proxy/testing": (12_300, 40),
-    "predictors": (3_900, 16),
+    "predictors": (3_800, 11),
     "topologies": (2_300, 8),
     "traces": (1_400, 6),
     "engine_patch": (700, 5),

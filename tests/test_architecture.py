@@ -37,8 +37,8 @@ MAX_FUNCTION_LINES = 60
 MAX_TEST_FUNCTION_LINES = 70
 MAX_CLASS_LINES = 500  # Without comments.
 # `scripts/walk.py` prints them.
-MAX_WALK_FILES = 93
-MAX_DECISION_FILES = 28
+MAX_WALK_FILES = 82
+MAX_DECISION_FILES = 19
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "manager", "managers"}
 
 
@@ -71,7 +71,7 @@ def test_the_files_that_a_request_passes_are_there() -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("proxy.core.pool", "from balanceroute.proxy.live.proxy import Proxy"),
+        ("proxy.core.waiting", "from balanceroute.proxy.live.proxy import Proxy"),
         # The row of the deeper room counts, and it is none of the proxy's.
         ("proxy.live.openai.body", "import balanceroute.proxy.live.engines.health"),
         ("proxy.wire.sse", "def late():\n    from balanceroute.proxy.core import events"),

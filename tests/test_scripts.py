@@ -17,12 +17,13 @@ import pytest
 from tests.script import ROOT, commands_of, run_script, script
 
 from balanceroute.proxy.cli import simulate
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies import skill_share
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
-from balanceroute.proxy.core.pool import Kept, Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.rank_memory import RankMemory
+from balanceroute.proxy.core.ranks import Fleet
+from balanceroute.proxy.core.waiting import Kept, Pool, PoolEntry
 from balanceroute.proxy.lab.replay.figures import ReplayFault, RequestSample
 from balanceroute.proxy.lab.replay.requests import PlannedRequest
 from balanceroute.traces import TraceRequest, detect_format, write_native

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.predictors import scores
+from balanceroute.predictors import evaluation
 from balanceroute.predictors.evaluation import GAINS, Gain, PredictorJudgement, Replay, Rows
 
 # Wide enough for the table where there is no terminal to ask.
@@ -110,7 +110,7 @@ def as_json(
     """Return a row for each predictor, of JSON's types; what is undefined is null."""
     found: list[dict[str, object]] = []
     for name, judgement in judgements.items():
-        diagram = scores.reliability(judgement.answers.p_finish, rows.finishes)
+        diagram = evaluation.reliability(judgement.answers.p_finish, rows.finishes)
         found.append(
             {"predictor": name}
             | {key: _or_null(value) for key, value in asdict(judgement.scores).items()}

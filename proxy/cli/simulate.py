@@ -27,8 +27,8 @@ from balanceroute.proxy.cli.trace_flags import (
     trace_path,
 )
 from balanceroute.proxy.core.admission import AimdOptions
+from balanceroute.proxy.core.config import is_outside, outside_name
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.outside import is_outside, outside_name
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.setting import integer, number, settings_of, text

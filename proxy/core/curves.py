@@ -206,7 +206,6 @@ class Curves:
         self._free = list(range(1, _FIRST_ROWS))
 
     def __len__(self) -> int:
-        """Return the number of curves that there is memory for."""
         return len(self._curves)
 
     def ask(self, requests: Sequence[RequestId], width: int) -> NDArray[np.int64]:

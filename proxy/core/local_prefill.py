@@ -58,7 +58,7 @@ from balanceroute.proxy.core.events import (
 )
 from balanceroute.proxy.core.prefill.work import PrefillWork, ServiceModel
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.step_model import StepModel
+from balanceroute.proxy.core.steps import StepModel
 
 if TYPE_CHECKING:
     import numpy as np

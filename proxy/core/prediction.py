@@ -10,11 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.errors import PredictorError
 from balanceroute.proxy.core.events import RequestId
 
-# How far rounding may take a probability out of its range.
-_ROUNDING = 1e-3
 # Outputs are expected to be at most this long: a request without a limit must not cost much time.
 _MOST_EXPECTED = 4096
 
@@ -37,22 +34,6 @@ class OutputPredictor(Protocol):
             column 0 is 1. A new array: who asks keeps it, and may write to it.
         """
         ...
-
-
-def check_survival(survival: NDArray[np.float64], requests: int, steps: int) -> None:
-    """Reject a result of `OutputPredictor.survival` that cannot be used.
-
-    Raises:
-        PredictorError: The shape is wrong, or a value is no probability.
-    """
-    if survival.shape != (requests, steps + 1):
-        raise PredictorError(f"survival is {survival.shape}, not {(requests, steps + 1)}")
-    # Indexing by `argmin` costs a quarter of `min`. Both find a NaN, which satisfies no comparison.
-    if requests and not (
-        survival.item(survival.argmin()) >= -_ROUNDING
-        and survival.item(survival.argmax()) <= 1.0 + _ROUNDING
-    ):
-        raise PredictorError("survival is not in 0..1")
 
 
 def mean_output_tokens(

@@ -1,4 +1,4 @@
-"""Projected KV load of every rank over the next H steps, kept incrementally.
+"""Projected KV load of every rank over the next H steps, and the balance of a round of decisions on it.
 
 Each active request adds a **deposit** to its rank's row: the tokens that it is expected to hold at
 each of the next H + M steps. A step moves the window on by one column. A departure subtracts the rest
@@ -12,8 +12,7 @@ Two forms of a deposit, w the request's KV tokens and h steps ahead:
 * **point** (the paper's): w + h up to a predicted departure, then 0. An estimate of H means that
   the request stays. Paper: §C.1, Eq. 7.
 
-A request with several sequences gains one token per sequence and step. Its survival is predicted as
-that of one sequence.
+A request gains one token per sequence and step. Its survival is predicted as that of one sequence.
 
 Between refreshes a request turns out to be still running, which its older deposit only expected with
 some probability. The expected form corrects for that per rank: the row is scaled so that its first
@@ -23,7 +22,9 @@ chance to be running still (expected).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.core.prediction import composite_steps
+from balanceroute.proxy.core.subset import FCurve, excess, f_score
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import OutputPredictor
@@ -41,67 +43,59 @@ if TYPE_CHECKING:
 
 
 class Running(NamedTuple):
-    """Bound requests in the order of their ranks.
-
-    Attributes:
-        requests: int64[n], as the following.
-        places: In `curves`.
-        ranks: Ascending.
-        kv_tokens: KV tokens that each holds.
-        ages: Tokens that each sequence has emitted.
-        sequences: Tokens that each gains per step.
-        curves: See `Deposits`; for all places, to be written to.
-    """
+    """Bound requests in the order of their ranks; int64[n] each."""
 
     requests: NDArray[np.int64]
-    places: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-    kv_tokens: NDArray[np.int64]
-    ages: NDArray[np.int64]
-    sequences: NDArray[np.int64]
-    curves: NDArray[np.int64]
+    places: NDArray[np.int64]  # In `curves`.
+    ranks: NDArray[np.int64]  # Ascending.
+    kv_tokens: NDArray[np.int64]  # That each holds.
+    ages: NDArray[np.int64]  # Tokens that each sequence has emitted.
+    sequences: NDArray[np.int64]  # Tokens that each gains per step.
+    curves: NDArray[np.int64]  # See `Deposits`; for all places, to be written to.
+
+
+# What a place without a request has in the arrays of `Deposits`.
+_EMPTY = {
+    **dict.fromkeys(("request", "rank", "due", "curves"), -1),
+    **dict.fromkeys(("since", "tokens", "base", "started", "_padded"), 0),
+    "sequences": 1,
+}
 
 
 class Deposits:
-    """The deposits of all bound requests, which grow together.
-
-    Args:
-        width: W, the steps that a deposit covers.
-        longest: M, the most steps after which a deposit is made anew.
-
-    Attributes:
-        place_of: The place of each request in the arrays.
-        request: Its request, by place.
-        rank: Its rank; -1 without a request.
-        since: The step at which the deposit starts.
-        tokens: KV tokens at that step.
-        sequences: Tokens that it gains with each step.
-        base: KV tokens at age 0: age = (tokens - base) / sequences.
-        due: The step at which it is predicted again; -1 for none.
-        started: Whether it decodes yet.
-        expected: int32[places, W], the tokens that it is expected to hold at each step.
-        curves: The row of its survival curve in `Curves`; -1 until it is looked up.
-    """
+    """The deposits of all bound requests: they cover `width` steps, W, and are made anew after M, `longest`."""
 
     def __init__(self, width: int, longest: int) -> None:
         places = 64
         self._width = width
+        # The place of each request in the arrays.
         self.place_of: dict[RequestId, int] = {}
         self.request = np.full(places, -1, np.int64)
-        self.rank = np.full(places, -1, np.int64)
-        self.since = np.zeros(places, np.int64)
-        self.tokens = np.zeros(places, np.int64)
-        self.sequences = np.ones(places, np.int64)
+        self.rank = np.full(places, -1, np.int64)  # -1 without a request.
+        self.since = np.zeros(places, np.int64)  # The step at which the deposit starts.
+        self.tokens = np.zeros(places, np.int64)  # KV tokens at that step.
+        self.sequences = np.ones(places, np.int64)  # Tokens that it gains with each step.
+        # KV tokens at age 0: age = (tokens - base) / sequences.
         self.base = np.zeros(places, np.int64)
+        # The step at which it is predicted again; -1 for none.
         self.due = np.full(places, -1, np.int64)
-        self.started = np.zeros(places, np.bool_)
+        self.started = np.zeros(places, np.bool_)  # Whether it decodes yet.
+        # The row of its survival curve in `Curves`; -1 until it is looked up.
         self.curves = np.full(places, -1, np.int64)
         # M zeros follow each row, so that what is left of a deposit is a window of W columns.
         self._padded: NDArray[np.int32] = np.zeros((places, width + longest), np.int32)
-        self.expected = self._padded[:, :width]
-        self._windows = self._all_windows()
-        self._memory = self._all_memory()
         self._free = list(range(places))
+        self._make_views()
+
+    def _make_views(self) -> None:
+        # int32[places, W], the tokens that each is expected to hold at each step.
+        self.expected = self._padded[:, : self._width]
+        # The W columns that begin at each place of the padded rows.
+        windows = sliding_window_view(self._padded.ravel(), self._width)
+        self.windows: NDArray[np.int32] = windows
+        # The memory of what `add` sets: one number so takes a fifth of what an array takes.
+        names = ("request", "rank", "since", "tokens", "sequences", "base", "curves", "started")
+        self._memory: list[memoryview] = [getattr(self, name).data for name in names]
 
     def add(
         self,
@@ -154,10 +148,6 @@ class Deposits:
             self.curves,
         )
 
-    def ages(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens that each sequence of these requests has emitted."""
-        return (self.tokens[places] - self.base[places]) // self.sequences[places]
-
     def rest(self, place: int, now: int) -> NDArray[np.int32]:
         """Return what is left of a deposit, from the step `now` on."""
         return self.expected[place, now - self.since.item(place) :]
@@ -172,40 +162,14 @@ class Deposits:
         self.since[places] = now
         return np.asarray(places * self._padded.shape[1] + passed)
 
-    def rests(self, begins: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return what was left of deposits, int32[n, W], from where `advance` says that it begins."""
-        # Each row is copied as a whole, which costs a fortieth of an index for every column.
-        return np.asarray(self._windows[begins])
-
     def _grow(self) -> None:
         """Double the number of places, so that binding is amortised O(1)."""
         places = len(self.request)
         self._free.extend(range(places, 2 * places))
-        self.request = np.concatenate([self.request, np.full_like(self.request, -1)])
-        self.rank = np.concatenate([self.rank, np.full_like(self.rank, -1)])
-        self.since = np.concatenate([self.since, np.zeros_like(self.since)])
-        self.tokens = np.concatenate([self.tokens, np.zeros_like(self.tokens)])
-        self.sequences = np.concatenate([self.sequences, np.ones_like(self.sequences)])
-        self.base = np.concatenate([self.base, np.zeros_like(self.base)])
-        self.started = np.concatenate([self.started, np.zeros_like(self.started)])
-        self.curves = np.concatenate([self.curves, np.full_like(self.curves, -1)])
-        self.due = np.concatenate([self.due, np.full_like(self.due, -1)])
-        self._padded = np.concatenate([self._padded, np.zeros_like(self._padded)])
-        self.expected = self._padded[:, : self._width]
-        self._windows = self._all_windows()
-        self._memory = self._all_memory()
-
-    def _all_memory(self) -> tuple[memoryview, ...]:
-        """Return the memory of what `add` sets: one number so takes a fifth of what an array takes."""
-        arrays = (
-            *(self.request, self.rank, self.since, self.tokens, self.sequences, self.base),
-            *(self.curves, self.started),
-        )
-        return tuple(array.data for array in arrays)
-
-    def _all_windows(self) -> NDArray[np.int32]:
-        """Return a view of the W columns that begin at each place of the padded rows."""
-        return np.asarray(sliding_window_view(self._padded.ravel(), self._width))
+        for name, empty in _EMPTY.items():
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.full_like(array, empty)]))
+        self._make_views()
 
 
 def first_of_each(values: NDArray[np.int64]) -> NDArray[np.intp]:
@@ -245,6 +209,7 @@ class Projection:
     Attributes:
         on_leave: Called with each request that leaves, its prompt tokens and the tokens that it
             emitted, both of one sequence, the latter None if it never decoded; None for nobody.
+        now: The step clock; it restarts when all requests are removed.
         changed: bool[G], ranks of which not only the steps changed something since the caller cleared
             it.
     """
@@ -271,8 +236,8 @@ class Projection:
 
     def clear(self) -> None:
         """Remove all requests, also after a failure in mid-change."""
-        # Global state: the step clock and the rows. Column `_head` is the present step.
-        self._now = 0
+        # The step clock, and the rows, of which column `_head` is the present step.
+        self.now = 0
         self._head = 0
         self.changed: NDArray[np.bool_] = np.ones(self.ranks, np.bool_)
         # The same memory, which takes less time for one rank.
@@ -289,7 +254,7 @@ class Projection:
     ) -> None:
         """Add a request that holds `kv_tokens`, each sequence having emitted `age` tokens."""
         place = self._deposits.add(
-            request, rank, kv_tokens=kv_tokens, age=age, sequences=sequences, now=self._now
+            request, rank, kv_tokens=kv_tokens, age=age, sequences=sequences, now=self.now
         )
         # Its deposit is made before the next step or decision, in one batch with others.
         self._new[place] = None
@@ -300,27 +265,22 @@ class Projection:
         deposits = self._deposits
         place = deposits.place_of[request]
         # Its deposit grew by a token per step since the admission, which it did not.
-        if deposits.since.item(place) != self._now:
-            self._restart(place, grown=0)
+        if deposits.since.item(place) != self.now:
+            self._restart(place)
         deposits.started[place] = True
 
     def emit(self, request: RequestId, tokens: int) -> None:
         """Correct one request's tokens by `tokens`, which may be negative."""
-        deposits = self._deposits
-        place = deposits.place_of[request]
-        # The tokens of the steps since the deposit first, as the new deposit starts now.
-        passed = self._now - deposits.since.item(place) if deposits.started.item(place) else 0
-        self._restart(place, grown=passed * deposits.sequences.item(place) + tokens)
+        self._restart(self._deposits.place_of[request], tokens)
 
     def unbind(self, request: RequestId) -> None:
-        """Remove a request."""
         deposits = self._deposits
         place = deposits.remove(request)
         if self.on_leave is not None:
             sequences, base = deposits.sequences.item(place), deposits.base.item(place)
             age = None
             if deposits.started.item(place):
-                passed = self._now - deposits.since.item(place)
+                passed = self.now - deposits.since.item(place)
                 age = (deposits.tokens.item(place) - base) // sequences + passed
             self.on_leave(request, base // sequences, age)
         self._withdraw(place)
@@ -330,61 +290,48 @@ class Projection:
     def step(self) -> None:
         """Advance by one step: every sequence grows by a token, and due predictions refresh."""
         if self._resting:
-            self._now += 1
+            self.now += 1
             return
         # Before the window moves: a deposit starts at the present step.
         self._flush()
-        self._now += 1
+        self.now += 1
         self._head += 1
         if self._head > _TRAVEL - 1:
             self._rows[:, : self._width] = self._rows[:, self._head : self._head + self._width]
             self._rows[:, self._width :] = 0
             self._head = 0
         # A look at all places costs less than to keep a calendar of them.
-        (due,) = (self._deposits.due == self._now).nonzero()
+        (due,) = (self._deposits.due == self.now).nonzero()
         if len(due) == 1:
             self._make_deposit(due.item(), again=True)
         elif len(due):
-            due = self._by_rank(due)
-            self._make_deposits(due, instead_of=self._deposits.advance(due, self._now))
+            self._make_deposits(due, again=True)
 
     def rest(self) -> None:
-        """Make no deposits until somebody asks for the loads ahead, as at the beginning."""
+        """Make no deposits until a caller asks for the loads ahead, as at the beginning."""
         if not self._resting:
             self._restart_all()
             self._resting = True
 
-    def _wake(self) -> None:
-        self._restart_all()
-        self._resting = False
-
     def _restart_all(self) -> None:
-        deposits = self._deposits
-        for place in deposits.place_of.values():
-            passed = int(self._now - deposits.since[place]) if deposits.started[place] else 0
-            self._restart(place, grown=passed * int(deposits.sequences[place]))
-
-    @property
-    def now(self) -> int:
-        """The step clock; it restarts when all requests are removed."""
-        return self._now
+        for place in self._deposits.place_of.values():
+            self._restart(place)
 
     def __contains__(self, request: RequestId) -> bool:
-        """Return whether a request is bound."""
         return request in self._deposits.place_of
 
     def running_on(self, ranks: NDArray[np.bool_]) -> Running:
         """Return the requests that are bound to some ranks, bool[G]."""
-        return self._deposits.running_on(ranks, self._now)
+        return self._deposits.running_on(ranks, self.now)
 
     def loads_ahead(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return float64[G, H + 1], each rank's projected KV tokens 0..H steps ahead.
 
-        Args:
-            loads: int64[G], the loads now; column 0 of the result equals it.
+        `loads` are int64[G], the loads now; column 0 of the result equals them.
         """
         if self._resting:
-            self._wake()
+            self._restart_all()
+            self._resting = False
         self._flush()
         window = self._rows[:, self._head : self._head + self.horizon_steps + 1]
         # A request that still runs counts in full now, but in its deposit only with the probability
@@ -411,10 +358,7 @@ class Projection:
     ) -> NDArray[np.float64]:
         """Return float64[n, H + 1], the KV tokens that each of n requests adds if admitted now.
 
-        Args:
-            kv_tokens: What each holds.
-            survival: float64[n, H + 1], of the requests.
-            sequences: Tokens that each gains per step.
+        Each holds `kv_tokens`, has a row of `survival` and gains `sequences` tokens per step.
         """
         ahead = self._ahead[: self.horizon_steps + 1]
         if len(kv_tokens) == 1:  # Nearly every round asks for one.
@@ -427,26 +371,19 @@ class Projection:
         return np.asarray(grown * (ahead < self._departures(survival)[:, None]))
 
     def persistence(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return float64[H + 1], the mean probability that some requests still run after h steps.
-
-        In the point form an admitted request is assumed to stay, as in the paper (§4.1).
-
-        Args:
-            survival: float64[n, H + 1], of the requests.
-        """
+        """Return float64[H + 1], the mean probability to run still; in the point form 1. Paper: §4.1."""
         if self._form is Form.POINT:
             return np.ones(self.horizon_steps + 1)
         return survival[0] if len(survival) == 1 else np.asarray(survival.mean(axis=0))
 
     def check(self) -> None:
-        """Recount the rows from the deposits and assert equality. O(requests x (H + M))."""
         if not self._resting:
             self._flush()
         rows = np.zeros_like(self._rows)
         for place in self._deposits.place_of.values():
             if place in self._new:
                 continue
-            rest = self._deposits.rest(place, self._now)
+            rest = self._deposits.rest(place, self.now)
             rows[self._deposits.rank[place], self._head : self._head + len(rest)] += rest
         now = slice(self._head, None)
         assert np.array_equal(rows[:, now], self._rows[:, now]), "projection differs from a recount"
@@ -465,7 +402,8 @@ class Projection:
         Notes when each of them is due for a refresh.
         """
         deposits = self._deposits
-        requests, ages = deposits.request[places], deposits.ages(places)
+        requests = deposits.request[places]
+        ages = (deposits.tokens[places] - deposits.base[places]) // deposits.sequences[places]
         survival = self._predictor.survival(
             cast("list[RequestId]", requests.tolist()), ages, self._width - 1
         )
@@ -483,7 +421,7 @@ class Projection:
             departures = self._departures(survival)
             # A predicted departure that does not happen is predicted again at once. Paper: §C.2.3.
             wait = np.minimum(departures, wait)
-        deposits.due[places] = self._now + wait
+        deposits.due[places] = self.now + wait
         return survival, departures
 
     def _flush(self) -> None:
@@ -491,28 +429,20 @@ class Projection:
         if len(new) == 1:  # As of nearly every decision.
             self._make_deposit(*new)
         elif new:
-            self._make_deposits(self._by_rank(np.array(list(new))))
+            self._make_deposits(np.array(list(new)))
         new.clear()
 
-    def _by_rank(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        return places[self._deposits.rank[places].argsort(kind="stable")]
-
     def _make_deposit(self, place: int, *, again: bool = False) -> None:
-        """Do what `_make_deposits` does for one request; nearly every call is for one.
-
-        Args:
-            place: Where the request is.
-            again: Whether this is instead of an earlier deposit, which `Deposits.advance` has not seen.
-        """
+        """Do what `_make_deposits` does for one request; nearly every call is for one."""
         deposits = self._deposits
         request, rank = deposits.request.item(place), deposits.rank.item(place)
         tokens, sequences = deposits.tokens.item(place), deposits.sequences.item(place)
         rest = None
         if again:
-            rest = deposits.rest(place, self._now)
+            rest = deposits.rest(place, self.now)
             if deposits.started.item(place):
-                tokens += (self._now - deposits.since.item(place)) * sequences
-            deposits.tokens[place], deposits.since[place] = tokens, self._now
+                tokens += (self.now - deposits.since.item(place)) * sequences
+            deposits.tokens[place], deposits.since[place] = tokens, self.now
         age = (tokens - deposits.base.item(place)) // sequences
         wait = self._refresh - (age + request) % self._refresh
         of_one = self._predictor.survival(
@@ -530,7 +460,7 @@ class Projection:
             departure = self._departures(of_one).item()
             wait = min(wait, departure)
             values[departure:] = 0.0
-        deposits.due[place] = self._now + wait
+        deposits.due[place] = self.now + wait
         change = values.astype(np.int64)
         row = self._rows[rank, self._head : self._head + self._width]
         row += change
@@ -538,17 +468,11 @@ class Projection:
             row[: len(rest)] -= rest
         deposits.expected[place] = change
 
-    def _make_deposits(
-        self, places: NDArray[np.int64], instead_of: NDArray[np.int64] | None = None
-    ) -> None:
-        """Predict some requests.
-
-        Args:
-            places: In the order of their ranks.
-            instead_of: int64[n], where what is left of their earlier deposits begins; None if there
-                are none.
-        """
+    def _make_deposits(self, places: NDArray[np.int64], *, again: bool = False) -> None:
+        """Predict requests; with `again` these deposits replace earlier ones."""
         deposits = self._deposits
+        places = places[deposits.rank[places].argsort(kind="stable")]
+        instead_of = deposits.advance(places, self.now) if again else None
         survival, departures = self._predict(places)
         tokens = np.minimum(deposits.tokens[places], _MOST_TOKENS).astype(np.float64)
         sequences = deposits.sequences[places].astype(np.float64)
@@ -566,7 +490,8 @@ class Projection:
             else:
                 values[self._ahead >= departures[block, None]] = 0.0
             change = values.astype(np.int64)
-            rests = None if instead_of is None else deposits.rests(instead_of[block])
+            # Each row is copied as a whole, which costs a fortieth of an index for every column.
+            rests = None if instead_of is None else deposits.windows[instead_of[block]]
             deposits.expected[places[block]] = change
             if rests is not None:
                 change -= rests
@@ -578,12 +503,15 @@ class Projection:
             starts = first_of_each(of_rank)
             window[of_rank[starts]] += np.add.reduceat(change, starts, axis=0)
 
-    def _restart(self, place: int, *, grown: int) -> None:
-        """Replace the deposit by one that starts now, from `grown` more tokens."""
+    def _restart(self, place: int, tokens: int = 0) -> None:
+        """Replace the deposit by one that starts now, with so many more tokens than the steps gave."""
+        deposits = self._deposits
         self._withdraw(place)
-        self._changed[self._deposits.rank.item(place)] = True
-        self._deposits.tokens[place] += grown
-        self._deposits.since[place] = self._now
+        self._changed[deposits.rank.item(place)] = True
+        if deposits.started.item(place):
+            tokens += (self.now - deposits.since.item(place)) * deposits.sequences.item(place)
+        deposits.tokens[place] += tokens
+        deposits.since[place] = self.now
         self._new[place] = None
 
     def _withdraw(self, place: int) -> None:
@@ -592,6 +520,280 @@ class Projection:
         if place in self._new:
             del self._new[place]
             return
-        rest = self._deposits.rest(place, self._now)
+        rest = self._deposits.rest(place, self.now)
         rank = self._deposits.rank.item(place)
         self._rows[rank, self._head : self._head + len(rest)] -= rest
+
+
+# The state of one dispatch round: projected loads, envelope, margins and scores. It follows every
+# admission. With a horizon of 0 it reduces to the loads and margins of the present step.
+#
+# With a **target**, the load at which the ranks would be evenly full, F has a second kink. Its
+# first part is how far an admission brings the rank towards the target, |T - L| - |T - L - s|:
+# slope 1 up to the target and -1 beyond it. Past the envelope every other rank waits, as without
+# a target. F stays concave and piecewise linear. Filling every rank to the envelope, as the
+# paper's F does, leaves holes that no request is left to fill: arrivals bring only so many tokens.
+
+# Avoids a division by 0 at steps that no admitted request reaches. Their weight is 0 as well.
+_LEAST_PERSISTENCE = 1e-6
+# The slope of a distance falls from 1 to -1.
+_BEYOND_TARGET = 2.0
+# Of sums over some hundred steps, relative. Ranks whose sums differ by less are compared step by step.
+_ROUNDING = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How F weighs the tokens that an admission fills and overflows. Paper: §4.1, Eq. 2."""
+
+    steps: NDArray[np.float64]  # float64[H + 1], the discount of each step ahead.
+    alpha: float  # Reward per token.
+    beta: float  # Penalty per token beyond the margin.
+
+    @property
+    def penalty(self) -> float:
+        """The cost of one token that is beyond the margin at every step."""
+        return self.beta * float(self.steps.sum())
+
+
+class Outlook(NamedTuple):
+    """What the admission of each of n totals to one rank would do; float64[n] each."""
+
+    to_target: NDArray[np.float64]  # F.
+    to_envelope: NDArray[np.float64]  # F without the target: it may be exceeded.
+    overflow: NDArray[np.float64]  # Tokens beyond the margin, mean over the steps.
+
+
+class Balance:
+    """Margins of G ranks over the horizon.
+
+    Args:
+        ahead: float64[G, H + 1], projected KV tokens of each rank; updated in place.
+        weights: The weights of F.
+        persistence: float64[H + 1], the share of an admitted token that remains h steps ahead.
+        target: Returns float64[H + 1], KV tokens of a rank that is as full as the others, while
+            nothing is admitted yet; None for the paper's F. Not asked where only the best rank of the
+            one request that waits is.
+        speeds: float64[G], see `Fleet`. Tokens are those of each rank; the envelope and the target
+            are those of a rank of speed 1.
+    """
+
+    def __init__(
+        self,
+        ahead: NDArray[np.float64],
+        weights: Weights,
+        persistence: NDArray[np.float64],
+        target: Callable[[], NDArray[np.float64]] | None = None,
+        speeds: NDArray[np.float64] | None = None,
+    ) -> None:
+        self._ahead = ahead
+        self._weights = weights
+        # s tokens admitted now are s p(h) in h steps, and w (a s p - b (s p - m)+) is the same as
+        # w p (a s - b (s - m / p)+): F keeps its form with margins and weights rescaled.
+        self._steps = weights.steps * persistence
+        self._stretch = 1.0 / np.maximum(persistence, _LEAST_PERSISTENCE)
+        self._beta = weights.beta
+        self._target_penalty = min(_BEYOND_TARGET * weights.alpha, weights.beta)
+        # float64[G, 1]; None if all ranks are equally fast.
+        self._speeds = None if speeds is None else speeds[:, None]
+        levels = ahead if self._speeds is None else ahead / self._speeds
+        self._envelope: NDArray[np.float64] = np.maximum.reduce(levels)
+        self._make_target = target
+        self._target: NDArray[np.float64] | None = None
+        # float64[G, H + 1]; None until somebody asks for those of all ranks.
+        self._margins: NDArray[np.float64] | None = None
+        self._safe_margins: NDArray[np.float64] | None = None
+        # None until somebody asks for them.
+        self._filled: NDArray[np.float64] | None = None
+        self._rounding: float | None = None
+        self._room_weights = weights.steps
+        # The latest rank's F, which is asked for several times before an admission.
+        self._curve_of: tuple[int, FCurve] | None = None
+
+    @cached_property
+    def reward(self) -> float:
+        """What a token that fills counts in F."""
+        return self._weights.alpha * float(np.add.reduce(self._steps))
+
+    @property
+    def safe_margins(self) -> NDArray[np.float64]:
+        """float64[G], the least margin of each rank over the horizon: it orders the ranks of Stage 2.
+
+        Another array once the envelope has risen. Paper: §4.2, (ii).
+        """
+        if self._safe_margins is None:
+            self._safe_margins = self._margins_of_all().min(axis=1)
+        return self._safe_margins
+
+    def scores(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return F of admitting each of float64[n] `totals` tokens to `rank`."""
+        return f_score(totals, self._kinks(rank), self._penalties, reward=self.reward)
+
+    def scores_to_envelope(self, rank: int, totals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return F without the target: it may be exceeded."""
+        return f_score(totals, self._margins_of(rank), self._past_envelope, reward=self.reward)
+
+    def score(self, rank: int, total: int) -> float:
+        """Return F of admitting `total` tokens to `rank`."""
+        return self._curve(rank).score(total)
+
+    def peak(self, rank: int) -> float:
+        """Return the number of tokens at which F of `rank` is largest."""
+        return self._curve(rank).peak
+
+    def outlooks(self, ranks: list[int], totals: NDArray[np.float64]) -> list[Outlook]:
+        """Return F and the overflow of each of float64[n] `totals` KV tokens on each of some ranks.
+
+        There is a target. One call for all ranks is much faster than one for each.
+        """
+        order = totals.argsort()
+        totals = totals[order]
+        margins = self._margins_of(ranks)
+        kinks = np.concatenate([self._rooms(ranks, margins), margins])
+        beyond = excess(totals, kinks, self._steps)
+        past_target, past_envelope = beyond[: len(ranks)], beyond[len(ranks) :]
+        to_envelope = self.reward * totals - self._beta * past_envelope
+        to_target = to_envelope + self._target_penalty * (past_envelope - past_target)
+        overflow = past_envelope / self._steps.sum()
+        # Back in the order of the totals.
+        places = order.argsort()
+        each = (one.take(places, axis=1) for one in (to_target, to_envelope, overflow))
+        return [*map(Outlook, *each)]
+
+    @property
+    def filled(self) -> NDArray[np.float64]:
+        """float64[G], the tokens of each rank, summed over the steps: the fewest leave most room. Read-only.
+
+        As if all ranks were equally fast. Kept up to date for ranks that are not full.
+        """
+        if self._filled is None:
+            self._room_weights = self._steps * self._stretch
+            self._filled = self._ahead.dot(self._room_weights)
+        return self._filled
+
+    @property
+    def rounding(self) -> float:
+        """The difference of two of `filled` up to which they count as equal."""
+        # Room is what the envelope has more than a rank: both have the rounding of the larger.
+        if self._rounding is None:
+            self._rounding = _ROUNDING * float(self._envelope.dot(self._room_weights))
+        return self._rounding
+
+    def has_margin(self, rank: int, total: int) -> bool:
+        """Return whether `total` tokens on `rank` overflow at no step."""
+        return not np.count_nonzero(self._margins_of(rank) < total)
+
+    def best_rank(
+        self,
+        total: int,
+        open_ranks: NDArray[np.bool_],
+        worth: NDArray[np.float64] | None = None,
+    ) -> int:
+        """Return the open rank where `total` tokens cost least time; on a tie the one with most room.
+
+        If nothing overflows, all ranks tie, and the result is the least-loaded rank over the horizon.
+        At least one of `open_ranks`, bool[G], is True. `worth` is float64[G], what each rank is worth
+        beside, in F. O(G x H).
+        """
+        # The reward is the same on every rank, so the least overflow is the best score.
+        margins, steps = self._margins_of_all(), self._steps
+        overflow = float(total) - margins
+        overflow = np.maximum(overflow, 0.0, out=overflow).dot(steps)
+        if self._speeds is not None:
+            overflow /= self._speeds[:, 0]
+        if worth is not None:
+            overflow = self._beta * overflow - worth
+        if not open_ranks[open_ranks.argmin()]:
+            overflow[~open_ranks] = np.inf
+        # A list: of a few ranks it takes a fifth of the time, and of hundreds hardly more.
+        costs: list[float] = overflow.tolist()
+        least = min(costs)
+        ties = [rank for rank, cost in enumerate(costs) if cost == least]
+        if len(ties) == 1:
+            return ties[0]
+        room = (margins if len(ties) == len(margins) else margins[ties]).dot(steps)
+        if self._speeds is not None:
+            room /= self._speeds[ties, 0]
+        return ties[int(room.argmax())]
+
+    def admit(self, rank: int, contribution: NDArray[np.float64], *, full: bool = False) -> bool:
+        """Add float64[H + 1] tokens to `rank`; return whether it exceeds the envelope, which then rises.
+
+        If not, only this rank's margin changed. With `full` no caller asks for this rank again, and what
+        is kept of it is not updated.
+        """
+        self._curve_of = None
+        if self._make_target is not None and self._target is None:
+            self._target = self._make_target()  # Of the loads before any admission.
+        ahead = self._ahead[rank]
+        ahead += contribution
+        if self._filled is not None and not full:
+            self._filled[rank] = ahead.dot(self._room_weights)
+        level = ahead if self._speeds is None else ahead / self._speeds[rank]
+        if np.count_nonzero(level > self._envelope):
+            np.maximum(self._envelope, level, out=self._envelope)
+            # A higher envelope widens every rank's margins.
+            self._margins = self._safe_margins = self._rounding = None
+            return True
+        if not full and self._margins is not None:
+            margins = self._margins[rank] = self._margin(rank, ahead)
+            if self._safe_margins is not None:
+                self._safe_margins[rank] = margins[margins.argmin()]
+        return False
+
+    # Most rounds place one request, for which none of these is needed.
+
+    @cached_property
+    def _past_envelope(self) -> NDArray[np.float64]:
+        return self._beta * self._steps
+
+    @cached_property
+    def _penalties(self) -> NDArray[np.float64]:
+        """The penalties of `_kinks`."""
+        if self._make_target is None:
+            return self._past_envelope
+        past_target = self._target_penalty * self._steps
+        return np.concatenate([past_target, self._past_envelope - past_target])
+
+    def _margins_of(self, ranks: "int | list[int]") -> NDArray[np.float64]:
+        """Return the margins of some ranks, float64[n, H + 1], or of one."""
+        if self._margins is None:
+            return self._margin(ranks, self._ahead[ranks])
+        margins: NDArray[np.float64] = self._margins[ranks]
+        return margins
+
+    def _margins_of_all(self) -> NDArray[np.float64]:
+        if self._margins is None:
+            self._margins = self._margin(slice(None), self._ahead)
+        return self._margins
+
+    def _margin(
+        self, ranks: "int | list[int] | slice", ahead: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        envelope = self._envelope
+        below = (envelope if self._speeds is None else envelope * self._speeds[ranks]) - ahead
+        below *= self._stretch
+        return np.asarray(below)
+
+    def _curve(self, rank: int) -> FCurve:
+        if self._curve_of is None or self._curve_of[0] != rank:
+            curve = FCurve(self._kinks(rank), self._penalties, reward=self.reward)
+            self._curve_of = rank, curve
+        return self._curve_of[1]
+
+    def _kinks(self, rank: int) -> NDArray[np.float64]:
+        margins = self._margins_of(rank)
+        if self._make_target is None:
+            return margins
+        return np.concatenate([self._rooms(rank, margins), margins])
+
+    def _rooms(self, ranks: "int | list[int]", margins: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return how far ranks are below the target; a target above the envelope is none."""
+        assert self._make_target is not None
+        if self._target is None:
+            self._target = self._make_target()
+        target = self._target if self._speeds is None else self._target * self._speeds[ranks]
+        room = target - self._ahead[ranks]
+        np.maximum(room, 0.0, out=room)
+        room *= self._stretch
+        return np.minimum(room, margins, out=room)

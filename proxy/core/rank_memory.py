@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from balanceroute.proxy.core.events import RankId, Ticket
-from balanceroute.proxy.core.pool import Kept, PoolEntry
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
+from balanceroute.proxy.core.waiting import Kept, PoolEntry
 
 # Of each rank; the last block stands for all of so many tokens where blocks are smaller. Two million
 # tokens, more than most ranks have room for, and some 150 bytes for each.

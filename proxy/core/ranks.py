@@ -1,39 +1,475 @@
-"""The decode ranks: which are open, and the view of them that a policy gets."""
+"""The decode ranks: what they have (the ledger), which are open, and what a policy sees of them."""
 
-from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVarTuple
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.config import SchedulerConfig
+from balanceroute.proxy.core.config import UNLIMITED, SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
-from balanceroute.proxy.core.events import (
-    Action,
-    Event,
-    InstanceEvent,
-    OthersOnRank,
-    PrefillerClosed,
-    PrefillerOpened,
-    PrefillerPaired,
-    PrefillerScraped,
-    RankClosed,
-    RankId,
-    RankOpened,
-    RequestId,
-)
-from balanceroute.proxy.core.leases import pool_entry
-from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.lifecycle import LifecycleState, Request
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
-from balanceroute.proxy.core.pool import Pool
-from balanceroute.proxy.core.prefill import Prefillers
-from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.warm_up import WarmUp
+from balanceroute.proxy.core.events import Action, Event, OthersOnRank, RankId, RequestId
+from balanceroute.proxy.core.rank_memory import Keeping, RankMemory
+from balanceroute.proxy.core.steps import LearnedSpeeds
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
+from balanceroute.proxy.core.warm_up import WarmUp, allowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+# KV tokens and slots per decode rank: the only writer of load.
+#
+# The ledger mirrors the decode engines: a request is *bound* when it is sent to a rank and
+# *started* once it is in the rank's batch; a started request gains one KV token per slot and
+# step. Started requests are not touched one by one: a rank's load grows by its started slots, and
+# a request's own tokens follow from the step clock. So a step costs O(ranks), whatever the batch.
+#
+# A policy that looks ahead has a `Projection`, which the ledger updates with the same changes. A
+# projection that raises gets no further update. The ledger's own counts are updated first, so
+# they stay right.
+
+
+# How fast a fleet's slots turn over, and how long requests of a size stay.
+
+# Steps that the rate covers: some 50 departures with 8 ranks x 16 slots on the Mooncake trace.
+_WINDOW_STEPS = 128
+# Departures that the stay of a size covers.
+_WINDOW_DEPARTURES = 32
+
+
+class Turnover:
+    """Requests that leave a fleet: means at first, exponential averages later.
+
+    It counts departures, not admissions. In steady state they are as many, but the admissions that
+    fill an empty fleet say nothing about how long requests stay.
+
+    Attributes:
+        per_step: Requests that leave in a step; 0 before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.per_step = 0.0
+        self._steps = 0
+        self._left = 0
+        # By size class, the number of bits of the KV tokens: departures, and their mean stay.
+        self._stays: dict[int, tuple[int, float]] = {}
+
+    def leave(self, kv_tokens: int, steps: int) -> None:
+        """Note that a request of `kv_tokens` left its rank after `steps`."""
+        self._left += 1
+        size = kv_tokens.bit_length()
+        count, mean = self._stays.get(size, (0, 0.0))
+        count = min(count + 1, _WINDOW_DEPARTURES)
+        self._stays[size] = count, mean + (steps - mean) / count
+
+    def step(self) -> None:
+        """Advance by one step."""
+        self._steps = min(self._steps + 1, _WINDOW_STEPS)
+        self.per_step += (self._left - self.per_step) / self._steps
+        self._left = 0
+
+    def stay_steps(self, kv_tokens: int) -> float | None:
+        """Return the mean stay of requests of about that size; None before the first departure.
+
+        A size that never left is taken for the nearest one that did, of two the smaller.
+        """
+        if not self._stays:
+            return None
+        size = kv_tokens.bit_length()
+        nearest = min(self._stays, key=lambda known: (abs(known - size), known))
+        return self._stays[nearest][1]
+
+
+_Arguments = TypeVarTuple("_Arguments")
+
+
+class BoundRequest(NamedTuple):
+    """A request that is bound to a rank.
+
+    Attributes:
+        request: Its id.
+        rank: Its rank.
+        kv_tokens: KV tokens that it holds.
+        slots: Its sequences.
+        age: Tokens that each sequence has emitted, on this rank and before.
+        started: Whether it is in the rank's batch.
+    """
+
+    request: RequestId
+    rank: RankId
+    kv_tokens: int
+    slots: int
+    age: int
+    started: bool
+
+
+class Follower(Protocol):
+    """Receives every change of a ledger; `Projection` says what each of them means."""
+
+    ranks: int
+
+    def clear(self) -> None:
+        """Remove all requests."""
+        ...
+
+    def bind(
+        self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
+    ) -> None:
+        """Add a request."""
+        ...
+
+    def start(self, request: RequestId) -> None:
+        """Let a request grow with the steps."""
+        ...
+
+    def emit(self, request: RequestId, tokens: int) -> None:
+        """Correct the tokens of a request."""
+        ...
+
+    def unbind(self, request: RequestId) -> None:
+        """Remove a request."""
+        ...
+
+    def step(self) -> None:
+        """Advance by one step."""
+        ...
+
+    def check(self) -> None:
+        """Recount and assert."""
+        ...
+
+
+class _Binding(Struct):
+    rank: RankId
+    slots: int
+    kv_tokens: int  # At `since_step` if started, else now.
+    base: int  # KV tokens at age 0.
+    since_step: int | None = None
+
+
+class Ledger:
+    """Loads and counts of G ranks.
+
+    Args:
+        ranks: G.
+        projection: Receives every change; None if the policy does not look ahead.
+        on_failure: Called with what the projection raised; None lets the exception propagate.
+
+    Attributes:
+        projection: As given, until it fails; then None.
+        loads: int64[G], KV tokens of the bound requests.
+        bound: int64[G], slots of the requests that each rank was sent and has not ended.
+        started: int64[G], slots of those that are in the rank's batch.
+        arriving: int64[G], KV tokens of those that are not.
+        turnover: How fast they leave.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        projection: Follower | None = None,
+        *,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.arriving: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        # The same memory: to change one number by way of it takes less than half the time.
+        self._loads, self._bound = self.loads.data, self.bound.data
+        self._started, self._arriving = self.started.data, self.arriving.data
+        self.turnover = Turnover()
+        self.projection = projection
+        self._on_failure = on_failure
+        self._step = 0
+        self._bindings: dict[RequestId, _Binding] = {}
+
+    def __len__(self) -> int:
+        return len(self._bindings)
+
+    def bind(
+        self, request: RequestId, rank: RankId, kv_tokens: int, *, age: int = 0, slots: int = 1
+    ) -> None:
+        """Add `request` to `rank`; `age` is how many tokens each sequence emitted before."""
+        assert request not in self._bindings, f"request {request} is bound twice"
+        # Counted from its dispatch and not from its first step: the next decision has to see
+        # requests whose KV cache is still in transfer.
+        self._bindings[request] = _Binding(rank, slots, kv_tokens, kv_tokens - age * slots)
+        self._loads[rank] += kv_tokens
+        self._arriving[rank] += kv_tokens
+        self._bound[rank] += slots
+        if self.projection is not None:
+            self._notify(self.projection.bind, request, rank, kv_tokens, age, slots)
+
+    def start(self, request: RequestId) -> None:
+        """Note that `request` joined its rank's batch: from now on it grows with the steps."""
+        # Until then its KV cache is on the way: a step gives it no token.
+        binding = self._bindings[request]
+        assert binding.since_step is None, f"request {request} started twice"
+        binding.since_step = self._step
+        self._started[binding.rank] += binding.slots
+        self._arriving[binding.rank] -= binding.kv_tokens
+        if self.projection is not None:
+            self._notify(self.projection.start, request)
+
+    def step(self) -> None:
+        """Give every started request one more token per slot."""
+        self._step += 1
+        # All ranks take each step together, at the barrier, so one clock serves every request.
+        self.loads += self.started
+        self.turnover.step()
+        if self.projection is not None:
+            self._notify(self.projection.step)
+
+    def emit(self, request: RequestId, tokens: int) -> None:
+        """Correct one request's tokens by `tokens`, which may be negative."""
+        # The steps assume one token per slot; speculative decoding emits more, a stalled slot none.
+        binding = self._bindings[request]
+        binding.kv_tokens += tokens
+        self._loads[binding.rank] += tokens
+        self._arriving[binding.rank] += tokens * (binding.since_step is None)
+        if self.projection is not None:
+            self._notify(self.projection.emit, request, tokens)
+
+    def kv_tokens(self, request: RequestId) -> int:
+        """KV tokens that `request` holds now."""
+        return self._tokens(self._bindings[request])
+
+    def unbind(self, request: RequestId) -> int:
+        """Release the slots and the load of `request`; return the KV tokens it held."""
+        # Also for a request that never started, as its slots were reserved since the dispatch.
+        binding = self._bindings.pop(request)
+        tokens = self._tokens(binding)
+        self._loads[binding.rank] -= tokens
+        self._bound[binding.rank] -= binding.slots
+        if binding.since_step is None:
+            self._arriving[binding.rank] -= tokens
+        else:
+            self._started[binding.rank] -= binding.slots
+            self.turnover.leave(binding.base, self._step - binding.since_step)
+        if self.projection is not None:
+            self._notify(self.projection.unbind, request)
+        return tokens
+
+    def requests(self) -> list[BoundRequest]:
+        """Return the bound requests, in the order of their binding. O(requests)."""
+        found: list[BoundRequest] = []
+        for request, binding in self._bindings.items():
+            tokens, slots = self._tokens(binding), binding.slots
+            age, started = (tokens - binding.base) // slots, binding.since_step is not None
+            found.append(BoundRequest(request, binding.rank, tokens, slots, age, started))
+        return found
+
+    def check(self) -> None:
+        """Recount everything from the bindings and assert that nothing drifted. O(requests)."""
+        loads = np.zeros_like(self.loads)
+        bound = np.zeros_like(self.bound)
+        started = np.zeros_like(self.started)
+        arriving = np.zeros_like(self.arriving)
+        for binding in self._bindings.values():
+            loads[binding.rank] += self._tokens(binding)
+            bound[binding.rank] += binding.slots
+            started[binding.rank] += binding.slots * (binding.since_step is not None)
+            arriving[binding.rank] += self._tokens(binding) * (binding.since_step is None)
+        assert np.array_equal(loads, self.loads), f"loads {self.loads}, recounted {loads}"
+        assert np.array_equal(bound, self.bound), f"bound {self.bound}, recounted {bound}"
+        assert np.array_equal(started, self.started), f"started {self.started}, got {started}"
+        assert np.array_equal(arriving, self.arriving), f"{self.arriving} arrive, got {arriving}"
+        if self.projection is not None:
+            self.projection.check()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Report a failure and drop the projection, which may have failed in mid-change."""
+        self.projection = None
+        if self._on_failure is None:
+            raise error
+        self._on_failure(what, error)
+
+    def _notify(self, change: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
+        try:
+            change(*args)
+        # Any exception: a projection calls the predictor, which may be third-party code.
+        except Exception as error:
+            self.fail("projection", error)
+
+    def _tokens(self, binding: _Binding) -> int:
+        if binding.since_step is None:
+            return binding.kv_tokens
+        return binding.kv_tokens + binding.slots * (self._step - binding.since_step)
+
+
+# The interface of a policy: what it sees, what it returns, and what must hold.
+#
+# A new policy is one new file here and a line in the registry: a class with the members of
+# `Policy`, or only a choice of rank for `OldestFirst`. A policy never uses a clock, a socket, a
+# log or an unseeded generator.
+
+
+class Fleet(Struct, eq=False):
+    """The decode ranks as a policy sees them.
+
+    The policy owns this copy and may write to it, except to `is_open`.
+
+    Attributes:
+        is_open: bool[G], whether each rank takes new requests.
+        loads: int64[G], KV tokens of the bound requests, and of those that others have there.
+        bound: int64[G], slots of the same.
+        free_slots: int64[G], slots that are still free, at least 0; 0 if the rank is closed.
+        free_kv_tokens: int64[G], KV tokens that still fit.
+        requests: Returns the bound requests, in O(requests); without those of this round.
+        turnover: How fast requests leave the ranks. Read-only.
+        speeds: float64[G], KV tokens that each rank reads in the same time, 1 on average; None if
+            all are equally fast.
+        room_after: Admits an entry to a rank, and returns the KV tokens that then still fit; None if
+            it takes its own.
+        others_kv_tokens: int64[G], what the requests of others hold; None if there are none.
+        keeping: What the ranks have of prompts; None if nobody remembers that.
+        closes: Whether a rank without a free slot closes: of a policy that binds early, those that have
+            few slots began lately.
+    """
+
+    is_open: NDArray[np.bool_]
+    loads: NDArray[np.int64]
+    bound: NDArray[np.int64]
+    free_slots: NDArray[np.int64]
+    free_kv_tokens: NDArray[np.int64]
+    requests: Callable[[], list[BoundRequest]] = list
+    turnover: Turnover = field(default_factory=Turnover)
+    speeds: NDArray[np.float64] | None = None
+    room_after: Callable[[int, PoolEntry], int] | None = None
+    others_kv_tokens: NDArray[np.int64] | None = None
+    keeping: Keeping | None = None
+    closes: bool = False
+
+    @property
+    def free(self) -> int:
+        """All free slots."""
+        # `ndarray.sum` takes ten times as long for a few ranks.
+        return sum(self.free_slots.tolist())
+
+    def share(self, slots: NDArray[np.int64], kv_tokens: NDArray[np.int64]) -> None:
+        """Add what others have on the ranks; `free_slots` knows it already.
+
+        Args:
+            slots: int64[G], the slots of their requests.
+            kv_tokens: int64[G], what those hold.
+        """
+        self.others_kv_tokens = kv_tokens
+        self.loads += kv_tokens
+        self.bound += slots
+        self.free_kv_tokens = self.free_kv_tokens - kv_tokens
+
+    def room(self, rank: int) -> int:
+        """Return the KV tokens of the largest request that fits on `rank`; slots do not count.
+
+        A request larger than a whole rank may go to an empty one: it fails there with the engine's
+        own error instead of waiting for ever.
+        """
+        return int(self.free_kv_tokens[rank]) if self.bound[rank] else UNLIMITED
+
+    def allowed(self, entry: PoolEntry) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank is open, can serve the entry and need not be avoided.
+
+        Room does not count. Read-only.
+        """
+        # Almost every entry; the rest is Python code per rank.
+        if not entry.restricted:
+            return self.is_open
+        is_open = self.is_open
+        if entry.ranks is not None:
+            is_open = is_open & self.able(entry.ranks)
+        return np.array(allowed(is_open.tolist(), entry.lost_on))
+
+    def able(self, ranks: frozenset[RankId]) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank is one of `ranks`."""
+        return np.array([rank in ranks for rank in range(len(self.is_open))], np.bool_)
+
+    def has_room(self, entry: PoolEntry) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank is open, able, and has a slot and memory for an entry.
+
+        One slot is enough: further sequences of the request wait in the engine. Read-only.
+        """
+        slots, memory = self.free_slots, self.free_kv_tokens
+        if slots[slots.argmin()] > 0 and memory[memory.argmin()] >= entry.kv_tokens:
+            room = self.is_open  # All of them are.
+        else:
+            # An empty rank takes any request, see `room`.
+            room = (slots > 0) & ((memory >= entry.kv_tokens) | (self.bound == 0))
+        return room if entry.ranks is None else room & self.able(entry.ranks)
+
+    def open_to(self, entry: PoolEntry) -> NDArray[np.bool_]:
+        """Return bool[G], whether each rank has room for an entry and need not be avoided."""
+        if not entry.lost_on:
+            return self.has_room(entry)
+        return self.has_room(entry) & self.allowed(entry)
+
+    def bind(self, rank: int, entry: PoolEntry) -> None:
+        """Charge an admitted request."""
+        self.loads[rank] += entry.kv_tokens
+        self.bound[rank] += entry.slots
+        # A request of several sequences may need more slots than are free.
+        self.free_slots[rank] = max(0, int(self.free_slots[rank]) - entry.slots)
+        if self.closes:
+            self.is_open[rank] &= self.free_slots[rank] > 0
+        if self.room_after is None:
+            self.free_kv_tokens[rank] -= entry.kv_tokens
+        else:
+            room = self.room_after(rank, entry)
+            shared = self.others_kv_tokens
+            self.free_kv_tokens[rank] = room if shared is None else room - int(shared[rank])
+
+
+def lowest(values: NDArray[np.int64] | NDArray[np.float64], among: NDArray[np.bool_]) -> int | None:
+    """Return the rank in `among` with the lowest value; on a tie the lowest rank. None if empty."""
+    # The usual case needs no copy; `argmin` returns the first of equal values.
+    if among.all():
+        return int(values.argmin())
+    if not among.any():
+        return None
+    return int(np.where(among, values, UNLIMITED).argmin())
+
+
+class Assignment(NamedTuple):
+    """Admit `request` to `rank`."""
+
+    request: RequestId
+    rank: RankId
+
+
+class Policy(Protocol):
+    """Decides which pooled requests go to which ranks."""
+
+    @property
+    def slots_beyond_batch(self) -> int | None:
+        """How many slots beyond its batch limit a rank may get; None for any number.
+
+        0 means late binding: a request stays in the pool until a slot is free. None means early
+        binding: a request is sent at once and queues in the engine.
+        """
+        ...
+
+    @property
+    def projection(self) -> Follower | None:
+        """What the ledger keeps up to date for this policy, usually a projection; None for nothing."""
+        ...
+
+    @property
+    def next_decision_ns(self) -> int | None:
+        """When to decide again if nothing happens before, as of the last `dispatch`; None for never.
+
+        For an entry that is held although it could be admitted: a `Tick` at this time ends its hold.
+        """
+        ...
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Return the admissions to make now, and take each admitted entry out of `pool`.
+
+        Called at each tick at which the pool is not empty. May return none. An entry may only go to
+        a rank that is open to it (`Fleet.open_to`, after the admissions before it).
+        """
+        ...
 
 
 # Slots of the decode ranks when others send to them too, as a second proxy does during an update.
@@ -111,155 +547,6 @@ def own_limit(batch: int, others: int, own: int) -> int:
     if limit > own:
         limit = own + (limit - own + 1) // 2
     return max(1, limit)
-
-
-# How fast each rank reads its KV cache, as far as the times of the fleet's steps tell.
-#
-# A step takes T = a + b x max_g c_g L_g, with c_g the **slowness** of rank g. A balanced fleet
-# tells little of it: the slow ranks set every time, and how much faster the others are does not
-# show. So the latest steps are kept, and for one rank after the other the times are explained
-# anew with another c_g. If that explains them better for certain, the rank gets the value nearest
-# to the old one that does as well as the best. If any smaller one did as well, the rank set no
-# step, and it gets a little less than that: the policy then gives it more, until it sets some.
-#
-# The steps that were kept stay valid whatever is believed. Their errors may be correlated, as
-# where another process takes the machine for a while: both sides are differenced by that
-# correlation. While no other c_g explains more, all ranks count as equally fast, and every
-# decision is as without.
-
-# Steps that are kept, one of each so many.
-_SAMPLES = 256
-_EVERY = 2
-# Samples between two reviews, and those before the first.
-_REVIEW = 8
-_LEAST_SAMPLES = 64
-# Samples that are kept back until nothing of that time turned out to be behind, and steps that are
-# passed over after that: the live proxy corrects a request once it is five tokens off.
-_KEPT_BACK = 4
-_PASSED_OVER = 8
-# Ranks of one review, which takes some 60 us for each.
-_RANKS = 8
-# What is tried in place of a c_g, relative to it. The middle one keeps it.
-_FACTORS = np.linspace(0.75, 1.25, 21)
-_KEPT = len(_FACTORS) // 2
-# By how much less the squared errors have to be, in mean squared errors; the square of 5.5 standard
-# errors, as many values are tried for many ranks. And by how much they may be more than the least.
-_CERTAIN = 30.0
-_AS_GOOD = 6.0
-# How far below the smallest value that is known to matter.
-_BEYOND = 0.05
-# Errors below that share of a step are none.
-_LEAST_ERROR = 1e-3
-
-
-class LearnedSpeeds:
-    """Learns from the steps of one fleet.
-
-    Args:
-        ranks: G, at least 2.
-
-    Attributes:
-        speeds: float64[G], 1 on average; None while all count as equally fast.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.speeds: NDArray[np.float64] | None = None
-        self._slowness = np.ones(ranks)
-        # Rings of the same steps: KV tokens of the ranks, and times.
-        self._loads = np.zeros((_SAMPLES, ranks))
-        self._times_ns = np.zeros(_SAMPLES)
-        self._steps = self._samples = self._passed_over = 0
-        self._latest: deque[tuple[NDArray[np.int64], float]] = deque()
-        self._next = 0  # The rank that is reviewed next.
-
-    def observe(self, loads: NDArray[np.int64], step_ns: float) -> None:
-        """Learn from a step: int64[G], KV tokens of the ranks, and its time."""
-        self._steps += 1
-        if self._passed_over:
-            self._passed_over -= 1
-            return
-        if self._steps % _EVERY:
-            return
-        self._latest.append((loads, step_ns))
-        if len(self._latest) > _KEPT_BACK:
-            self._take(*self._latest.popleft())
-
-    def fell_behind(self) -> None:
-        """Note that a request was behind the steps: they did not read all that they seemed to."""
-        self._latest.clear()
-        self._passed_over = _PASSED_OVER
-
-    def _take(self, loads: NDArray[np.int64], step_ns: float) -> None:
-        place = self._samples % _SAMPLES
-        self._loads[place] = loads
-        self._times_ns[place] = step_ns
-        self._samples += 1
-        if self._samples >= _LEAST_SAMPLES and self._samples % _REVIEW == 0:
-            self._review()
-
-    def _review(self) -> None:
-        # In order of time.
-        count, place = min(self._samples, _SAMPLES), self._samples % _SAMPLES
-        loads = np.roll(self._loads, -place, axis=0)[-count:]
-        times = np.roll(self._times_ns, -place)[-count:]
-        ranks = len(self._slowness)
-        changed = False
-        for rank in (np.arange(min(_RANKS, ranks)) + self._next) % ranks:
-            factor = self._better(int(rank), loads, times)
-            if factor is not None:
-                self._slowness[rank] *= factor
-                changed = True
-        self._next = (self._next + _RANKS) % ranks
-        if changed:
-            speeds = 1.0 / self._slowness
-            self.speeds = speeds / speeds.mean()
-
-    def _better(
-        self, rank: int, loads: NDArray[np.float64], times: NDArray[np.float64]
-    ) -> float | None:
-        """Return what to multiply a rank's slowness by; None to keep it."""
-        levels = loads * self._slowness
-        correlation = _correlation(levels.max(axis=1), times)
-        own = levels[:, rank].copy()
-        levels[:, rank] = 0.0
-        envelopes = np.maximum(levels.max(axis=1), np.multiply.outer(_FACTORS, own))
-        squares = _squares(envelopes, times, correlation)
-        squares += len(times) * (_LEAST_ERROR * (1.0 - correlation) * times.mean()) ** 2
-        least = squares.min()
-        if squares[_KEPT] - least < _CERTAIN * least / len(times):
-            return None
-        good = squares <= least * (1.0 + _AS_GOOD / len(times))
-        factor = float(_FACTORS[good][np.abs(_FACTORS[good] - 1.0).argmin()])
-        return factor - _BEYOND if good[0] and factor < 1.0 else factor
-
-
-def _fit(
-    envelopes: NDArray[np.float64], times: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return both sides without their means, and the slope, at least 0, of each row of envelopes."""
-    envelopes = envelopes - envelopes.mean(axis=-1, keepdims=True)
-    times = times - times.mean()
-    spread = np.maximum((envelopes**2).sum(axis=-1), 1.0)
-    return envelopes, times, np.maximum(envelopes @ times, 0.0) / spread
-
-
-def _correlation(envelopes: NDArray[np.float64], times: NDArray[np.float64]) -> float:
-    """Return how errors follow those before them, 0 to 0.99."""
-    envelopes, times, slope = _fit(envelopes, times)
-    errors = times - slope * envelopes
-    total = float(errors @ errors)
-    if total <= 1e-6 * float(times @ times):
-        return 0.0
-    return min(max(float(errors[1:] @ errors[:-1]) / total, 0.0), 0.99)
-
-
-def _squares(
-    envelopes: NDArray[np.float64], times: NDArray[np.float64], correlation: float
-) -> NDArray[np.float64]:
-    """Return the squared errors of a line through the times over each row of envelopes, summed."""
-    envelopes = envelopes[:, 1:] - correlation * envelopes[:, :-1]
-    envelopes, times, slope = _fit(envelopes, times[1:] - correlation * times[:-1])
-    return np.asarray(((times - slope[:, None] * envelopes) ** 2).sum(axis=1))
 
 
 _NONE = np.zeros(1, np.int64)  # NumPy makes an array of a number at each call.
@@ -356,7 +643,6 @@ class Ranks:
             self._learned = learned
 
     def step(self, duration_ns: int | None, ledger: Ledger) -> None:
-        """Note a step of all ranks."""
         if self._learned is not None and duration_ns is not None:
             # What is on its way to a rank is not read yet.
             self._learned.observe(ledger.loads - ledger.arriving, duration_ns)
@@ -479,52 +765,3 @@ def _learned(config: SchedulerConfig) -> LearnedSpeeds | None:
     """Return what learns the speeds; None if nobody asks, or if there is nothing to compare."""
     asked = config.learn_speeds and config.rank_speeds is None
     return LearnedSpeeds(config.ranks) if asked and config.ranks > 1 else None
-
-
-# Instances that open, close, fit other ones than before, or are shared with others.
-
-
-def switch(
-    event: InstanceEvent,
-    *,
-    ranks: Ranks,
-    prefillers: Prefillers,
-    pool: Pool,
-    requests: Mapping[RequestId, Request],
-    ledger: Ledger,
-    config: SchedulerConfig,
-) -> bool:
-    """Note what became of an instance; return whether prefills may start that could not before.
-
-    Raises:
-        LifecycleError: The instance is unknown.
-    """
-    match event:
-        case PrefillerScraped():
-            return False  # It is for the choice of prefillers, which observes.
-        case OthersOnRank():
-            ranks.shared(event, ledger, config)
-            return False
-        case RankClosed(rank) | RankOpened(rank):
-            is_open = isinstance(event, RankOpened)
-            ranks.set_open(rank, is_open)
-            if isinstance(event, RankOpened) and (event.on_trial or event.cold):
-                ranks.begin(rank, grows=event.cold, on_trial=event.on_trial)
-            pool.set_open(rank, is_open)
-            prefillers.pairs.set_open(rank, is_open)
-            return prefillers.pairs.limited
-        case PrefillerPaired(prefiller, able):
-            prefillers.check_known(prefiller)
-            prefillers.pairs.set(prefiller, able)
-            for request in requests.values():
-                if request.state is LifecycleState.POOLED and request.prefiller == prefiller:
-                    pool.replace(pool_entry(request, config, prefillers.pairs))
-        case PrefillerClosed(prefiller):
-            prefillers.set_open(prefiller, False)
-        case PrefillerOpened(prefiller, on_trial, cold):
-            prefillers.set_open(prefiller, True, on_trial=on_trial)
-            if cold:
-                prefillers.begin(prefiller)
-    # Also after a close: a request that avoids another prefiller may go there once no other one is
-    # open (see `avoidance`).
-    return True

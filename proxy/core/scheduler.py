@@ -9,13 +9,14 @@ order before the next event. A tick decides admissions, so feed every event that
 If no event is due, feed a tick at `Scheduler.next_deadline_ns`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from balanceroute.proxy.core.admission import Budget, FirstTokens, Load
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import ConfigError, LifecycleError, PolicyError
 from balanceroute.proxy.core.events import (
@@ -28,10 +29,16 @@ from balanceroute.proxy.core.events import (
     FirstToken,
     InstanceEvent,
     Observer,
+    OthersOnRank,
     PrefillDone,
+    PrefillerClosed,
     PrefillerId,
+    PrefillerOpened,
+    PrefillerPaired,
+    PrefillerScraped,
     PrefillLost,
     RankClosed,
+    RankOpened,
     RequestArrived,
     RequestCancelled,
     RequestFailed,
@@ -44,16 +51,6 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
-from balanceroute.proxy.core.holdings import (
-    Holdings,
-    lose_decode,
-    lose_prefill,
-    recompute,
-    unpaired,
-)
-from balanceroute.proxy.core.intake import Intake
-from balanceroute.proxy.core.leases import Leases, earliest, pool_entry, queue_end_ns
-from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.lifecycle import (
     ADMIT,
     DECODING,
@@ -65,14 +62,165 @@ from balanceroute.proxy.core.lifecycle import (
     Trigger,
     check_ticket,
 )
-from balanceroute.proxy.core.local_prefill import FleetState
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
-from balanceroute.proxy.core.policies.baselines import least_kv_with_room
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.local_prefill import FleetState, LocalPrefill
+from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
 from balanceroute.proxy.core.prefill import FewestTokens, MakePrefillChoice, Prefillers
-from balanceroute.proxy.core.prefill_queue import PrefillQueue
-from balanceroute.proxy.core.queueing import Fcfs, MakeQueueOrder
-from balanceroute.proxy.core.ranks import Ranks, switch
+from balanceroute.proxy.core.queueing import FairQueueing
+from balanceroute.proxy.core.rank_memory import RankMemory
+from balanceroute.proxy.core.ranks import Assignment, Fleet, Ledger, Policy, Ranks
+from balanceroute.proxy.core.resources import (
+    Holdings,
+    Leases,
+    lose_decode,
+    lose_prefill,
+    pool_entry,
+    queue_end_ns,
+    recompute,
+    unpaired,
+)
+from balanceroute.proxy.core.waiting import (
+    Fcfs,
+    MakeQueueOrder,
+    MakeStartOrder,
+    Pool,
+    PoolEntry,
+    PrefillQueue,
+    earliest,
+)
+
+# What limits the starts of one scheduler's requests, measures them, and settles what they cost.
+#
+# Each part may be missing, and then costs nothing.
+
+_Start = TypeVar("_Start")
+
+
+class Intake:
+    """Passes on what its parts have to know.
+
+    Attributes:
+        fair: Shares what starts among tenants; None for no sharing.
+        meter: Settles what it charged; None if nothing is to settle.
+        budget: Limits the requests in flight; None for no limit.
+        first_tokens: Expects times to first token; None if nobody asks.
+        local_prefill: Decides which prompts ranks compute; None for none.
+        memory: What the ranks have of earlier prompts; None if nobody asks.
+        follows_time: Whether `advance` is to be called.
+        held: Whether nothing may start; see `hold`.
+        queues_all: Whether requests that need no prefiller may be in the queue, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        fair: FairQueueing | None = None,
+        budget: Budget | None = None,
+        first_tokens: FirstTokens | None = None,
+        local_prefill: LocalPrefill | None = None,
+        memory: RankMemory | None = None,
+    ) -> None:
+        self.fair = fair
+        self.meter = None if fair is None else fair.meter
+        self.budget = budget
+        self.first_tokens = first_tokens
+        self.local_prefill = local_prefill
+        self.memory = memory if local_prefill is None else local_prefill.memory
+        self.follows_time = budget is not None or first_tokens is not None
+        self.held = False
+        # What is to be expected of a wait is measured in the queue.
+        self.queues_all = self.follows_time
+
+    @property
+    def observer(self) -> Observer | None:
+        """What learns from every event; None for nothing."""
+        return None if self.local_prefill is None else self.local_prefill.observe
+
+    def orders(self, order: MakeQueueOrder) -> tuple[MakeStartOrder, MakeQueueOrder]:
+        """Return what makes the order of each queue before prefill, and that of the pool."""
+        fair = self.fair
+        return (order, order) if fair is None else (fair.make_order, fair.make_pool)
+
+    def advance(self, now_ns: int, requests: int, waiting: int) -> None:
+        """Note the time before an event, and the requests until then: all, and before prefill."""
+        if self.budget is not None:
+            self.budget.advance(now_ns, demand=requests > 0)
+        if self.first_tokens is not None:
+            self.first_tokens.advance(now_ns, waiting=waiting > 0)
+
+    def hold(self, *, held: bool) -> None:
+        """Let nothing start from now on, or let it start again."""
+        self.held = held
+        self.queues_all = True  # From now on: some may be there when it is released.
+
+    def room(self, room: int, held: int, ledger: Ledger, ranks: Ranks) -> int:
+        """Return how many of `room` requests may start while `held` are in prefill or in the pool."""
+        if self.budget is None:
+            return room
+        return min(room, self.budget.room(held + len(ledger), ranks.open))
+
+    def let(self, starts: Iterable[_Start]) -> Iterable[_Start]:
+        """Return those of the starts that could be which may be."""
+        return () if self.held else starts
+
+    def next_ns(self, waiting: int) -> int | None:
+        """Return when a tick may let one of the waiting requests start; None for never."""
+        return self.budget.next_tick_ns if waiting and self.budget is not None else None
+
+    def load(self, ticket: Ticket, queue: PrefillQueue, waiting: int, requests: int) -> Load:
+        """Return what an admission rule is told of a request that arrives."""
+        if self.first_tokens is None:
+            return Load(waiting)
+        expected_ns = self.first_tokens.expected_ns(
+            ticket.prompt_tokens, queue.ahead(ticket), early=_may_come_early(ticket)
+        )
+        return Load(waiting, expected_ns, idle=requests == 0)
+
+    def left_queue(self, request: Request, now_ns: int) -> None:
+        """Note that a request waits no longer before prefill."""
+        request.left_queue_ns = now_ns
+        if self.first_tokens is not None and now_ns > request.waiting_since_ns:
+            self.first_tokens.started()
+
+    def step(self, duration_ns: int | None, loads: "NDArray[np.int64]", now_ns: int) -> None:
+        """Note a decode step, and int64[G], the KV tokens of the ranks after it."""
+        if self.meter is not None:
+            self.meter.step(duration_ns)
+        if self.budget is not None and duration_ns is not None:
+            self.budget.step(duration_ns, now_ns)
+        if self.local_prefill is not None and duration_ns is not None:
+            self.local_prefill.step(duration_ns, int(loads.max()))
+
+    def started(self, request: Request, ledger: Ledger, now_ns: int) -> None:
+        """Note that a request joined its rank's batch."""
+        if self.meter is not None:
+            tokens = ledger.kv_tokens(request.request)
+            self.meter.begin(request.request, request.ticket, tokens)
+        self.answered(request, now_ns)
+
+    def answered(self, request: Request, now_ns: int) -> None:
+        """Note that the client of a request has its first token now, unless it has it already."""
+        if request.answered:
+            return
+        request.begin_answer()
+        if self.budget is not None:
+            self.budget.first_token(now_ns - request.arrived_ns, now_ns)
+        if self.first_tokens is not None and request.left_queue_ns is not None:
+            left_ns = request.left_queue_ns
+            prefilled_ns = left_ns if request.prefilled_ns is None else request.prefilled_ns
+            if request.state is LifecycleState.PREFILLING:  # The token is the prefiller's.
+                prefilled_ns = now_ns
+            self.first_tokens.came(
+                request.prompt_tokens,
+                max(0, prefilled_ns - left_ns),
+                now_ns - prefilled_ns,
+                early=_may_come_early(request.ticket),
+            )
+
+
+def _may_come_early(ticket: Ticket) -> bool:
+    """Return whether a prefiller may say the first token that the client gets."""
+    return ticket.early_token or not ticket.decode
+
 
 # One round of admissions: decided by the policy, or oldest first if it fails.
 #
@@ -207,7 +355,7 @@ class Scheduler:
         self.requests: dict[RequestId, Request] = {}
         make_order, make_pool = intake.orders(queue_order)
         meter = intake.meter
-        self.pool = Pool(make_pool(), None if meter is None else meter.held_shares)
+        self.pool = Pool(make_pool(), None if meter is None else meter.held_shares.held_back)
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
@@ -472,21 +620,47 @@ class Scheduler:
         return actions + self._start_prefills(now_ns)
 
     def _switch(self, event: InstanceEvent, now_ns: int) -> list[Action]:
-        may_start = switch(
-            event,
-            ranks=self.ranks,
-            prefillers=self.prefillers,
-            pool=self.pool,
-            requests=self.requests,
-            ledger=self.ledger,
-            config=self.config,
-        )
+        """Note that an instance opened or closed, fits other ones, or has requests of others."""
+        may_start = self._switched(event)
         if self.intake.memory is not None and isinstance(event, RankClosed):
             self.intake.memory.forget(event.rank)
         warms = self.ranks.warm_up.active or self.prefillers.warm_up.active
         if warms and self._warm not in self._observers:
             self._observers = [self._warm, *self._observers]
         return self._start_prefills(now_ns) if may_start else []
+
+    def _switched(self, event: InstanceEvent) -> bool:
+        """Note it; return whether prefills may start that could not before."""
+        ranks, prefillers = self.ranks, self.prefillers
+        match event:
+            case PrefillerScraped():
+                return False  # It is for the choice of prefillers, which observes.
+            case OthersOnRank():
+                ranks.shared(event, self.ledger, self.config)
+                return False
+            case RankClosed(rank) | RankOpened(rank):
+                is_open = isinstance(event, RankOpened)
+                ranks.set_open(rank, is_open)
+                if isinstance(event, RankOpened) and (event.on_trial or event.cold):
+                    ranks.begin(rank, grows=event.cold, on_trial=event.on_trial)
+                self.pool.set_open(rank, is_open)
+                prefillers.pairs.set_open(rank, is_open)
+                return prefillers.pairs.limited
+            case PrefillerPaired(prefiller, able):
+                prefillers.check_known(prefiller)
+                prefillers.pairs.set(prefiller, able)
+                for request in self.requests.values():
+                    if request.state is LifecycleState.POOLED and request.prefiller == prefiller:
+                        self.pool.replace(self._pool_entry(request))
+            case PrefillerClosed(prefiller):
+                prefillers.set_open(prefiller, False)
+            case PrefillerOpened(prefiller, on_trial, cold):
+                prefillers.set_open(prefiller, True, on_trial=on_trial)
+                if cold:
+                    prefillers.begin(prefiller)
+        # Also after a close: a request that avoids another prefiller may go there once no other one
+        # is open (see `allowed`).
+        return True
 
     def _warm(self, event: Event, actions: Sequence[Action], _: int) -> None:
         """Follow what is on its way to instances that began lately, until there are none."""

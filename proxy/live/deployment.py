@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import HORIZON, Policy, PolicyInputs, is_outside, make_policy
 from balanceroute.proxy.core.prefill import (
@@ -23,7 +22,7 @@ from balanceroute.proxy.core.prefill import (
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
-from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
 from balanceroute.proxy.live.control.roster import Roster, await_decoder

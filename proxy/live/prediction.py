@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from balanceroute.predictors import NoPrediction, RequestFeatures
-from balanceroute.predictors.base import Capped
+from balanceroute.predictors.base import Capped, check_survival, outside_predictor
 from balanceroute.predictors.files import KINDS, PredictorFileError, load, read_state, write_state
-from balanceroute.predictors.hinted import Hinted
-from balanceroute.predictors.outside import outside_predictor
 from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, StateError
+from balanceroute.predictors.survival import Hinted
+from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError, shown
-from balanceroute.proxy.core.outside import outside_name
-from balanceroute.proxy.core.prediction import check_survival
 from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, Scoreboard
 from balanceroute.topologies import did_you_mean
 
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from balanceroute.predictors import Predictor
-    from balanceroute.predictors.hinted import Hint
     from balanceroute.predictors.state import Savable, State
+    from balanceroute.predictors.survival import Hint
     from balanceroute.proxy.core.events import RequestId, Ticket
     from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 

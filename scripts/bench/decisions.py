@@ -37,14 +37,13 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.prefill.base import PrefillRequest
+from balanceroute.proxy.core.prefill.budgets import PrefillRequest
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge, token_hashes
 from balanceroute.proxy.core.prefill.prefix_memory import PrefixMemory, block_keys
 from balanceroute.proxy.core.queueing import FAIR_COSTS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.live.process_edge import settle_memory
 from balanceroute.proxy.testing.arguments import positive

@@ -32,8 +32,8 @@ from balanceroute.predictors.evaluation import (
     judge,
 )
 from balanceroute.predictors.files import KINDS
-from balanceroute.predictors.hinted import LimitHabits
 from balanceroute.predictors.past import past_requests
+from balanceroute.predictors.survival import LimitHabits
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.policies import Fleet, Policy, PolicyInputs
-from balanceroute.proxy.core.policies.base import Assignment, OldestFirst, lowest
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.policies.baselines import OldestFirst
+from balanceroute.proxy.core.ranks import Assignment, lowest
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace, write_native

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from balanceroute.predictors import Survival
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import (
     Action,
@@ -25,13 +26,11 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import Fleet, PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.policies.base import UNLIMITED
-from balanceroute.proxy.core.pool import Kept, Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
+from balanceroute.proxy.core.waiting import Kept, Pool, PoolEntry
 
 BLOCK = 100
 RANKS, BATCH = 4, 8

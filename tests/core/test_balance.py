@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.balance import Balance, Weights
-from balanceroute.proxy.core.fscore import discounts, f_score
-from balanceroute.proxy.core.subset import best_subset
+from balanceroute.proxy.core.projection import Balance, Weights
+from balanceroute.proxy.core.subset import best_subset, discounts, f_score
 
 LOADS = st.lists(st.integers(0, 2_000), min_size=1, max_size=6)
 HORIZON = 3

@@ -8,11 +8,12 @@ import pytest
 from numpy.typing import NDArray
 
 from balanceroute.predictors import Survival
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Fleet
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 RANKS, BATCH = 20, 30
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies.two_stage_round import Oldest, candidates_of
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 WINDOW = 4
 

@@ -37,9 +37,9 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.waiting import Pool
 
 RANKS, BATCH = 3, 4
 Choose = Callable[[Fleet, Pool], Any]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.errors import PolicyError
 from balanceroute.proxy.core.events import (
     Admit,
@@ -39,10 +40,10 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Assignment, Fleet
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, decide
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

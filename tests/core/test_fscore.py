@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
-from balanceroute.proxy.core.fscore import (
+from balanceroute.proxy.core.subset import (
     FCurve,
     discounts,
     excess,

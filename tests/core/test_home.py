@@ -26,11 +26,10 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import POLICIES, PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Event

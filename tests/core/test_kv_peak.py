@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Oracle, Predictor, Survival
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.policies.within_peak import PeakRoom, Residents, WithinPeak
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Ledger
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation

@@ -23,12 +23,12 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.leases import MOST_LAPSES
-from balanceroute.proxy.core.policies.base import Assignment, OldestFirst
-from balanceroute.proxy.core.policies.base import Fleet as View
-from balanceroute.proxy.core.policies.baselines import least_kv_with_room
-from balanceroute.proxy.core.pool import Pool
+from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
+from balanceroute.proxy.core.ranks import Assignment
+from balanceroute.proxy.core.ranks import Fleet as View
+from balanceroute.proxy.core.resources import MOST_LAPSES
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.waiting import Pool
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

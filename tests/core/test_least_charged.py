@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.predictors import NoPrediction, Oracle
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.ledger import BoundRequest
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.policies.baselines import (
     BLOCK_TOKENS,
     Charge,
@@ -20,8 +19,9 @@ from balanceroute.proxy.core.policies.baselines import (
     kv_pressure,
     queued_s,
 )
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import BoundRequest, Fleet
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 
 def bound(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import BoundRequest, Ledger
+from balanceroute.proxy.core.ranks import BoundRequest, Ledger
 
 RANKS = 3
 OPERATIONS = st.lists(

@@ -25,10 +25,9 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import FleetState, LocalPrefill
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Event

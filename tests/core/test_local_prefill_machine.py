@@ -43,11 +43,10 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
 
 RANKS, BLOCK = 3, 10
 INDEX = st.integers(0, 1_000)

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.predictors import Survival
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
-from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet
 from balanceroute.proxy.core.policies.two_stage import fill_only_rank
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.prediction import OutputPredictor
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Assignment, Fleet
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 NOW_NS = 50
 BATCH = 8

@@ -8,8 +8,7 @@ import pytest
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.errors import LifecycleError
 from balanceroute.proxy.core.events import OthersOnRank, RankId, RequestId
-from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.ranks import Ranks, own_limit
+from balanceroute.proxy.core.ranks import Ledger, Ranks, own_limit
 
 BATCH = 64
 

@@ -5,13 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from balanceroute.proxy.core.balance import Weights
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.policies import two_stage_round as round_module
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Weights
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Fleet
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 RANKS = 40
 WAITING = 120

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from balanceroute.proxy.core.config import is_outside, made, outside_name
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.outside import is_outside, made, outside_name
 
 MODULE = """
 class Part:

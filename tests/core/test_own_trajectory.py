@@ -18,8 +18,8 @@ from balanceroute.proxy.core.policies import (
     skill_share,
 )
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation
 from balanceroute.proxy.lab.sim.workload import Workload

@@ -17,9 +17,8 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
-from balanceroute.proxy.core.leases import Pace
-from balanceroute.proxy.core.policies.base import OldestFirst
-from balanceroute.proxy.core.policies.baselines import least_kv_with_room
+from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
+from balanceroute.proxy.core.resources import Pace
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 WINDOW_NS = 1_000

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Survival
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.ledger import Turnover
 from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
@@ -24,12 +24,12 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.policies.base import UNLIMITED, OldestFirst
-from balanceroute.proxy.core.policies.baselines import PowerOfTwo
+from balanceroute.proxy.core.policies.baselines import OldestFirst, PowerOfTwo
 from balanceroute.proxy.core.policies.two_stage import TwoStage
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Turnover
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 RIVALS = ["dynamo-kv", "smg-least-load", "llmd-token-load"]
 SCORES = ["s1-enhanced", "s2-enhanced", "s2-dynamic-waiting"]

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 
 def entry(

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from balanceroute.predictors.base import check_survival
 from balanceroute.proxy.core.errors import PredictorError
-from balanceroute.proxy.core.prediction import check_survival, composite_steps, two_stage_estimate
+from balanceroute.proxy.core.prediction import composite_steps, two_stage_estimate
 
 HORIZON = 10
 # Weight of each number of remaining steps, from 1 on.

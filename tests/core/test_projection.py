@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import NoPrediction, Oracle, Survival
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import Ledger
 from balanceroute.proxy.core.prediction import OutputPredictor, composite_steps
 from balanceroute.proxy.core.projection import Form, Projection
+from balanceroute.proxy.core.ranks import Ledger
 
 RANKS = 3
 HORIZON = 7
@@ -172,9 +172,7 @@ class InBatches(Projection):
     """Makes each deposit as one of several."""
 
     def _make_deposit(self, place: int, *, again: bool = False) -> None:
-        places = np.array([place])
-        instead_of = self._deposits.advance(places, self._now) if again else None
-        self._make_deposits(places, instead_of)
+        self._make_deposits(np.array([place]), again=again)
 
 
 @OF_ANY_EVENTS

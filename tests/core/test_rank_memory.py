@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.prefill.engine_blocks import (
     EngineBlocks,
     Knowledge,
@@ -16,6 +15,7 @@ from balanceroute.proxy.core.prefill.engine_blocks import (
     token_hashes,
 )
 from balanceroute.proxy.core.rank_memory import RankMemory
+from balanceroute.proxy.core.waiting import PoolEntry
 
 BLOCK = 100
 RANK0, RANK1, RANK2 = RankId(0), RankId(1), RankId(2)

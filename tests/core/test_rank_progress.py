@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId
-from balanceroute.proxy.core.rank_progress import FLOOR_S, STEPS, RankProgress, Sighting
+from balanceroute.proxy.core.steps import FLOOR_S, STEPS, RankProgress, Sighting
 
 LOOK_S = 0.25
 WARM_LOOKS = 40

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.ranks import LearnedSpeeds
+from balanceroute.proxy.core.steps import LearnedSpeeds
 
 BASE_NS, TOKEN_NS = 30e6, 200.0
 SLOTS, MEAN_TOKENS = 16, 13_000.0

@@ -6,8 +6,7 @@ import numpy as np
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import Ledger
-from balanceroute.proxy.core.ranks import Ranks, repeated
+from balanceroute.proxy.core.ranks import Ledger, Ranks, repeated
 
 
 def test_the_loads_at_mean_speed_are_as_the_times_of_the_ranks() -> None:

@@ -34,7 +34,6 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
-from balanceroute.proxy.core.leases import pool_entry
 from balanceroute.proxy.core.policies import (
     POLICIES,
     Assignment,
@@ -47,13 +46,14 @@ from balanceroute.proxy.core.policies import (
 from balanceroute.proxy.core.prediction import OutputPredictor
 from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
 from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.resources import pool_entry
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver
 
-    from balanceroute.proxy.core.ledger import Follower
-    from balanceroute.proxy.core.pool import Pool
+    from balanceroute.proxy.core.ranks import Follower
+    from balanceroute.proxy.core.waiting import Pool
 
 P0, P1 = PrefillerId(0), PrefillerId(1)
 RANK0, RANK1 = RankId(0), RankId(1)

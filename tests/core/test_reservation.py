@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.balance import Weights
+from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.ledger import Turnover
-from balanceroute.proxy.core.policies.base import UNLIMITED, Fleet
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
-from balanceroute.proxy.core.pool import Pool, PoolEntry
+from balanceroute.proxy.core.projection import Weights
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.ranks import Fleet, Turnover
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 RANKS = 4
 LARGE = RequestId(0)

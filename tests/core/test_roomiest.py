@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.balance import Balance, Weights
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.fscore import discounts
-from balanceroute.proxy.core.policies.base import Fleet
 from balanceroute.proxy.core.policies.two_stage_round import Roomiest
-from balanceroute.proxy.core.pool import PoolEntry
+from balanceroute.proxy.core.projection import Balance, Weights
+from balanceroute.proxy.core.ranks import Fleet
+from balanceroute.proxy.core.subset import discounts
+from balanceroute.proxy.core.waiting import PoolEntry
 
 HORIZON = 3
 PERSISTENCE = np.array([1.0, 0.75, 0.5, 0.25])

@@ -30,8 +30,8 @@ from balanceroute.proxy.core.events import (
     TokensEmitted,
 )
 from balanceroute.proxy.core.policies import POLICIES, Assignment, Fleet
-from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.waiting import Pool
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

@@ -30,12 +30,12 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.leases import pool_entry
 from balanceroute.proxy.core.lifecycle import Request
-from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import PrefillRequest, PrefillView
 from balanceroute.proxy.core.prefill.budgets import Pairs
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS
+from balanceroute.proxy.core.resources import pool_entry
+from balanceroute.proxy.core.waiting import Pool
 
 if TYPE_CHECKING:
     from tests.core.conftest import Driver

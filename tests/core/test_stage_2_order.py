@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.balance import Balance, Weights
 from balanceroute.proxy.core.policies.two_stage import _Order
+from balanceroute.proxy.core.projection import Balance, Weights
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.policies.two_stage_round import Round

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from balanceroute.proxy.core.step_model import StepModel
+from balanceroute.proxy.core.steps import StepModel
 
 
 def test_a_line_is_found_exactly() -> None:

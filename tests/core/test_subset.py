@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core import subset as subset_module
-from balanceroute.proxy.core.fscore import FCurve, discounts, f_score
 from balanceroute.proxy.core.subset import (
     EMPTY,
+    FCurve,
     Neighbours,
     Solver,
     Subset,
     best_subset,
+    discounts,
     enumerate_subsets,
+    f_score,
     meet_in_the_middle,
     neighbours,
     reachable_bitset,

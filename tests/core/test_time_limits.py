@@ -4,9 +4,9 @@ import pytest
 
 from balanceroute.proxy.core.config import SchedulerConfig
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.leases import lease_used
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs
+from balanceroute.proxy.core.resources import lease_used
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 
 def entry(number: int, lease_ends_ns: int | None) -> PoolEntry:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.pool import Timers
+from balanceroute.proxy.core.waiting import Timers
 
 A, B, C = (RequestId(number) for number in range(3))
 

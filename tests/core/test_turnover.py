@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.ledger import Ledger, Turnover
+from balanceroute.proxy.core.ranks import Ledger, Turnover
 
 
 def advance(turnover: Turnover, departures: int) -> None:

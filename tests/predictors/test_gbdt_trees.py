@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from balanceroute.predictors.gbdt_trees import raw_scores, read_trees, write_trees
+from balanceroute.predictors.gbdt import raw_scores, read_trees, write_trees
 from balanceroute.predictors.state import StateError
 
 NAMES = ("one", "two", "three")
@@ -171,7 +171,7 @@ def test_no_change_of_a_character_ends_the_process() -> None:
         texts.append(TEXT[:place] + rng.choice("019-. =e\n") + TEXT[place + rng.randrange(2) :])
     program = f"""
 import numpy as np
-from balanceroute.predictors.gbdt_trees import raw_scores, read_trees
+from balanceroute.predictors.gbdt import raw_scores, read_trees
 from balanceroute.predictors.state import StateError
 read = 0
 for text in {texts!r}:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from balanceroute.predictors import ExactMatch, Hinted, PastRequest, RequestFeatures, Survival
-from balanceroute.predictors.hinted import LEAST_ANSWERS, Hint
+from balanceroute.predictors.survival import LEAST_ANSWERS, Hint
 from balanceroute.proxy.core.events import RequestId
 
 OTHER = Survival([10] * 50 + [1_000] * 50)

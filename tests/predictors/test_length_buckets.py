@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from balanceroute.predictors import running_counts
-from balanceroute.predictors.running_counts import LengthBuckets
+from balanceroute.predictors import survival
+from balanceroute.predictors.survival import LengthBuckets
 
 Pairs = list[tuple[int, int]]
 pairs_of_lengths = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), max_size=80)
@@ -104,7 +104,7 @@ def test_where_prompts_tell_all_buckets_are_trusted_and_where_they_say_nothing_h
 
 def test_beyond_the_longest_counted_output_only_the_fallback_is_left() -> None:
     lengths = make(buckets=1)
-    edge = running_counts.LONGEST
+    edge = survival.LONGEST
     for output in (edge - 30, edge + 5, edge + 900):
         lengths.add(10, output)
     fallback = np.linspace(1.0, 0.5, 21)[None]

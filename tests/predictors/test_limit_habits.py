@@ -1,7 +1,7 @@
 """Whether limits are habitually reached: groups of answers alike, and the bound on them."""
 
-from balanceroute.predictors import hinted
-from balanceroute.predictors.hinted import LEAST_ANSWERS, LimitHabits
+from balanceroute.predictors import survival
+from balanceroute.predictors.survival import LEAST_ANSWERS, LimitHabits
 
 
 def test_nothing_is_assumed_before_enough_answers() -> None:
@@ -33,7 +33,7 @@ def test_the_group_that_was_not_used_for_longest_yields() -> None:
     habits = LimitHabits()
     for _ in range(LEAST_ANSWERS):
         habits.learn(100, (5,), 100)
-    for key in range(10, 10 + hinted._GROUPS):
+    for key in range(10, 10 + survival._GROUPS):
         habits.learn(200, (key,), 1)
     assert not habits.is_habit(100, (5,))
-    assert len(habits._groups) == hinted._GROUPS
+    assert len(habits._groups) == survival._GROUPS

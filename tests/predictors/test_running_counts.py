@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from balanceroute.predictors.running_counts import RunningCounts
+from balanceroute.predictors.survival import RunningCounts
 
 # Outputs of 0 to 3 tokens, in two groups.
 LENGTHS = np.array([[0.0, 1.0, 2.0, 4.0], [1.0, 0.0, 0.0, 8.0]])

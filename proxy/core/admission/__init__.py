@@ -10,23 +10,21 @@ Each of them can be within the limits of tenants, see `tenants`.
 
 from collections.abc import Callable
 
-from balanceroute.proxy.core.admission.base import (
+from balanceroute.proxy.core.admission.rules import (
+    POST_4,
+    POST_5,
     Admission,
+    Aimd,
+    AimdOptions,
+    AimdSettings,
     BoundedQueue,
+    Budget,
+    Decision,
     EarlyRefusal,
     Ending,
     FirstTokens,
     Load,
     Refusal,
-)
-from balanceroute.proxy.core.admission.budget import (
-    POST_4,
-    POST_5,
-    Aimd,
-    AimdOptions,
-    AimdSettings,
-    Budget,
-    Decision,
 )
 from balanceroute.proxy.core.admission.tenants import Allowance, Rate, TenantLimits, Tenants
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import exp, expm1, inf
 from typing import NamedTuple
 
-from balanceroute.proxy.core.admission.base import Admission, Ending, Load, Refusal
+from balanceroute.proxy.core.admission.rules import Admission, Ending, Load, Refusal
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import Ticket
 
@@ -298,7 +298,6 @@ class Tenants:
                 self.accounts[tenant] = Account(one, now_ns)
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
-        """Reject a request beyond its tenant's limits, or the deployment's."""
         account = self.accounts.get(ticket.tenant)
         if account is None:
             return _UNKNOWN
@@ -312,7 +311,6 @@ class Tenants:
         return refusal
 
     def began(self, ticket: Ticket, now_ns: int) -> None:
-        """Note that an engine has begun an accepted request."""
         self.accounts[ticket.tenant].waiting.leave(now_ns)
         self._within.began(ticket, now_ns)
 

@@ -26,14 +26,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from balanceroute.proxy.core.balance import Weights
+from balanceroute.proxy.core.config import is_outside, made
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.fscore import discounts
-from balanceroute.proxy.core.outside import is_outside, made
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, OldestFirst, Policy
 from balanceroute.proxy.core.policies.baselines import (
     BestScore,
     LeastCharged,
+    OldestFirst,
     PowerOfTwo,
     RandomRank,
     RoundRobin,
@@ -49,15 +47,17 @@ from balanceroute.proxy.core.policies.baselines import (
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.policies.within_peak import WithinPeak
-from balanceroute.proxy.core.pool import PoolEntry
-from balanceroute.proxy.core.prefill.tblb_scores import (
+from balanceroute.proxy.core.prefill.choices import (
     Scores,
     s1_enhanced,
     s2_dynamic_waiting,
     s2_enhanced,
 )
-from balanceroute.proxy.core.projection import Form, Projection
+from balanceroute.proxy.core.projection import Form, Projection, Weights
+from balanceroute.proxy.core.ranks import Assignment, Fleet, Policy
 from balanceroute.proxy.core.setting import check_ranges, choice, integer, named, number, switch
+from balanceroute.proxy.core.subset import discounts
+from balanceroute.proxy.core.waiting import PoolEntry
 
 if TYPE_CHECKING:
     import random

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.balance import Balance, Weights
-from balanceroute.proxy.core.events import EngineLoad, RankId
-from balanceroute.proxy.core.ledger import BoundRequest
-from balanceroute.proxy.core.policies.base import UNLIMITED, Assignment, Fleet, OldestFirst, lowest
-from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.prefill.tblb_scores import Scores
+from balanceroute.proxy.core.config import UNLIMITED
+from balanceroute.proxy.core.events import EngineLoad, RankId, RequestId
+from balanceroute.proxy.core.prefill.choices import Scores
+from balanceroute.proxy.core.projection import Balance, Weights
+from balanceroute.proxy.core.ranks import Assignment, BoundRequest, Fleet, lowest
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 if TYPE_CHECKING:
     import random
@@ -57,7 +57,6 @@ class PowerOfTwo:
         self._rng = rng
 
     def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
-        """Return the rank with the shorter queue of two; None if all are closed."""
         ranks: list[int] = np.flatnonzero(fleet.allowed(entry)).tolist()
         drawn = self._rng.sample(ranks, min(2, len(ranks)))
         return min(drawn, key=lambda rank: (int(fleet.bound[rank]), rank), default=None)
@@ -73,7 +72,6 @@ class RandomRank:
         self._rng = rng
 
     def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
-        """Return a rank; None if all are closed."""
         ranks = np.flatnonzero(fleet.allowed(entry))
         return int(ranks[self._rng.randrange(len(ranks))]) if len(ranks) else None
 
@@ -88,7 +86,6 @@ class RoundRobin:
         self._next = 0
 
     def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
-        """Return the first open rank after the last one; None if all are closed."""
         is_allowed = fleet.allowed(entry)
         ranks = len(is_allowed)
         for turn in range(self._next, self._next + ranks):
@@ -118,7 +115,6 @@ class BestScore:
         self._prefix_affinity = prefix_affinity
 
     def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
-        """Return the rank; None if there is none."""
         open_ranks = fleet.open_to(entry)
         if not open_ranks.any():
             return None
@@ -236,7 +232,6 @@ class ScoredRank:
         self._batch_limit = batch_limit
 
     def __call__(self, fleet: Fleet, entry: PoolEntry) -> int | None:
-        """Return a rank; None if all are closed."""
         ranks = np.flatnonzero(fleet.allowed(entry)).tolist()
         if not ranks:
             return None
@@ -299,7 +294,6 @@ class LeastCharged:
         self._expected: dict[RequestId, float | None] = {}
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Bind entries in order of arrival."""
         charges = np.zeros(len(fleet.loads))
         before, self._expected = self._expected, {}
         for bound in fleet.requests():
@@ -335,3 +329,55 @@ class LeastCharged:
             expected = bound.age + float(survival[:-1].sum()) if ends else None
             self._expected[bound.request] = expected
         return self._expected[bound.request]
+
+
+class OldestFirst:
+    """A policy that takes requests in order and only chooses the rank of each.
+
+    Args:
+        choose: Returns the rank for an entry, or None if it has to wait; the rest then waits too.
+        slots_beyond_batch: See `Policy`.
+    """
+
+    projection = None
+    next_decision_ns = None
+
+    def __init__(
+        self,
+        choose: Callable[[Fleet, PoolEntry], int | None],
+        *,
+        slots_beyond_batch: int | None,
+    ) -> None:
+        self.slots_beyond_batch = slots_beyond_batch
+        self._choose = choose
+
+    def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
+        """Bind entries in order of arrival until one has to wait.
+
+        An entry that waits only because it avoids the ranks that lost it does not hold up the rest.
+        One that only some ranks can serve holds up the rest on these ranks.
+        """
+        del now_ns
+        assignments: list[Assignment] = []
+        # Entries before this position stay in the pool for this round.
+        passed_over = 0
+        while passed_over < len(pool):
+            entry = pool.at(passed_over)
+            rank = self._choose(fleet, entry)
+            if rank is not None:
+                pool.admit(entry.request)
+                fleet.bind(rank, entry)
+                assignments.append(Assignment(entry.request, RankId(rank)))
+            # It avoids the only ranks with room, which are open to the others.
+            elif fleet.has_room(entry).any():
+                passed_over += 1
+            elif entry.ranks is not None:
+                # Its ranks take no later entry, or smaller ones would overtake it for ever.
+                fleet.free_slots[fleet.able(entry.ranks)] = 0
+                if not fleet.free_slots.any():
+                    break
+                passed_over += 1
+            # No rank has room for it. A smaller entry behind it may not go first: it would starve.
+            else:
+                break
+        return assignments

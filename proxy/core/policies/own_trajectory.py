@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.curves import POINTS, WEIGHTS, Curves, Slots
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
 from balanceroute.proxy.core.policies.two_stage import fill_only_rank
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection, first_of_each
+from balanceroute.proxy.core.ranks import Assignment, Fleet, Policy
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.prediction import OutputPredictor
@@ -195,11 +195,9 @@ class OwnTrajectory:
 
     @property
     def next_decision_ns(self) -> int | None:
-        """See `Policy`."""
         return None if self._in_use else self._rule.next_decision_ns
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Admit what fits."""
         self._in_use = self.slots.output_ratio >= _LEAST_RATIO
         if not self._in_use:
             return self._rule.dispatch(fleet, pool, now_ns)

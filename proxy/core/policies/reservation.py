@@ -33,12 +33,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.policies.two_stage_round import Candidates, Round
-from balanceroute.proxy.core.pool import PoolEntry
 from balanceroute.proxy.core.subset import best_subset
+from balanceroute.proxy.core.waiting import PoolEntry
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.balance import Outlook
     from balanceroute.proxy.core.events import RequestId
+    from balanceroute.proxy.core.projection import Outlook
 
 
 # Stage 2's choice for one rank: the best subset of the candidates, else the best single one.

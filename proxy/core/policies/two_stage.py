@@ -17,12 +17,12 @@ from operator import attrgetter
 import numpy as np
 
 from balanceroute.proxy.core.events import RankId
-from balanceroute.proxy.core.fscore import discounts, lasting_discount
-from balanceroute.proxy.core.policies.base import Assignment, Fleet
 from balanceroute.proxy.core.policies.reservation import Reservations, best_choice
 from balanceroute.proxy.core.policies.two_stage_round import Round, TwoStageSettings, sizes
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.ranks import Assignment, Fleet
+from balanceroute.proxy.core.subset import discounts, lasting_discount
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 # The paper's stages, where ours differ. Paper: Algorithms 2 and 3.
 
@@ -294,7 +294,6 @@ class TwoStage:
         self._occupancy = RankOccupancy()
 
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        """Admit what fits. Paper: Algorithms 2 and 3."""
         self.next_decision_ns = None
         may_hold = self._settings.hold_ns > 0 and self._occupancy.is_high(fleet)
         # The usual case in saturation; it costs no projection.

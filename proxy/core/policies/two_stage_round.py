@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.core.balance import Balance, Outlook, Weights
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.policies.base import Assignment, Fleet
-from balanceroute.proxy.core.pool import Pool, PoolEntry
-from balanceroute.proxy.core.projection import Projection
+from balanceroute.proxy.core.projection import Balance, Outlook, Projection, Weights
+from balanceroute.proxy.core.ranks import Assignment, Fleet
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

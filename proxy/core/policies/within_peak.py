@@ -18,10 +18,9 @@ from balanceroute.proxy.core.projection import Deposits, first_of_each
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from balanceroute.proxy.core.ledger import Follower
-    from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
-    from balanceroute.proxy.core.pool import Pool, PoolEntry
     from balanceroute.proxy.core.prediction import OutputPredictor
+    from balanceroute.proxy.core.ranks import Assignment, Fleet, Follower, Policy
+    from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 
 # How many more KV tokens fit on a rank, given how its requests will grow and when they will end.
@@ -79,7 +78,6 @@ class Residents:
         self.requests = Deposits(0, 0)
 
     def clear(self) -> None:
-        """Remove all requests."""
         self._reset()
         if self._other is not None:
             self._other.clear()
@@ -87,7 +85,6 @@ class Residents:
     def bind(
         self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
     ) -> None:
-        """Add a request that holds `kv_tokens`, each sequence having emitted `age` tokens."""
         self.requests.add(
             request, rank, kv_tokens=kv_tokens, age=age, sequences=sequences, now=self.now
         )
@@ -96,7 +93,6 @@ class Residents:
             self._other.bind(request, rank, kv_tokens, age, sequences)
 
     def start(self, request: RequestId) -> None:
-        """Note that the request grows with the steps from now on."""
         place = self.requests.place_of[request]
         self.requests.since[place] = self.now
         self.requests.started[place] = True
@@ -104,13 +100,11 @@ class Residents:
             self._other.start(request)
 
     def emit(self, request: RequestId, tokens: int) -> None:
-        """Correct one request's tokens."""
         self.requests.tokens[self.requests.place_of[request]] += tokens
         if self._other is not None:
             self._other.emit(request, tokens)
 
     def unbind(self, request: RequestId) -> None:
-        """Remove a request."""
         place = self.requests.remove(request)
         self.changed[self.requests.rank[place]] = True
         self.requests.rank[place] = -1
@@ -118,13 +112,11 @@ class Residents:
             self._other.unbind(request)
 
     def step(self) -> None:
-        """Advance by one step."""
         self.now += 1
         if self._other is not None:
             self._other.step()
 
     def check(self) -> None:
-        """Check the other follower."""
         if self._other is not None:
             self._other.check()
 
@@ -287,11 +279,9 @@ class WithinPeak:
 
     @property
     def next_decision_ns(self) -> int | None:
-        """See `Policy`."""
         return self._rule.next_decision_ns
 
     def dispatch(self, fleet: "Fleet", pool: "Pool", now_ns: int) -> "list[Assignment]":
-        """Admit what fits."""
         free = fleet.free_slots > 0
         if free.any():
             entries = pool.first(_WINDOW + fleet.free)

@@ -18,15 +18,15 @@
 
 from collections.abc import Callable
 
-from balanceroute.proxy.core.prefill.base import (
+from balanceroute.proxy.core.prefill.budgets import (
     MakePrefillChoice,
     PrefillChoice,
+    Prefillers,
     PrefillInputs,
     PrefillRequest,
     PrefillView,
     ScoreLimits,
 )
-from balanceroute.proxy.core.prefill.budgets import Prefillers
 from balanceroute.proxy.core.prefill.choices import (
     CacheAware,
     FewestTokens,
@@ -38,8 +38,10 @@ from balanceroute.proxy.core.prefill.choices import (
     RandomOne,
     Scored,
     Sticky,
+    s1_enhanced,
+    s2_dynamic_waiting,
+    s2_enhanced,
 )
-from balanceroute.proxy.core.prefill.tblb_scores import s1_enhanced, s2_dynamic_waiting, s2_enhanced
 
 __all__ = [
     "PREFILL_CHOICES",

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from balanceroute.proxy.core.events import PrefillDone, PrefillerId, RequestId, Ticket
-from balanceroute.proxy.core.prefill.base import PrefillRequest
+from balanceroute.proxy.core.prefill.budgets import PrefillRequest
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks, Knowledge
 
 # Which blocks of prompts a prefiller was given lately, in bounded memory.

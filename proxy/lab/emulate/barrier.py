@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
+from balanceroute.proxy.core.subset import idle_tokens, imbalance_tokens
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.sim.engines import DecodeFleet
 

@@ -49,7 +49,6 @@ from balanceroute.proxy.core.events import (
     Ticket,
     TokensEmitted,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.local_prefill import LocalPrefill
 from balanceroute.proxy.core.policies import Policy
 from balanceroute.proxy.core.prediction import mean_output_tokens
@@ -61,7 +60,7 @@ from balanceroute.proxy.core.prefill import (
 )
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.rank_memory import RankMemory
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig, placed
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig, placed
 from balanceroute.proxy.lab.sim.engines import (
     DecodeFleet,
     EventLoop,

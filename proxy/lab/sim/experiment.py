@@ -26,13 +26,13 @@ from balanceroute.predictors import (
     RequestFeatures,
     Survival,
 )
+from balanceroute.predictors.base import Checked
 from balanceroute.predictors.files import KINDS, load, train
-from balanceroute.predictors.hinted import Hint
-from balanceroute.predictors.outside import Checked
 from balanceroute.predictors.past import past_requests
+from balanceroute.predictors.survival import Hint
+from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError, PolicyError
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.outside import outside_name
 from balanceroute.proxy.core.policies import (
     PolicyInputs,
     PolicySettings,

@@ -14,7 +14,7 @@ import numpy as np
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import PrefillerId, RequestId
-from balanceroute.proxy.core.fscore import idle_tokens, imbalance_tokens
+from balanceroute.proxy.core.subset import idle_tokens, imbalance_tokens
 from balanceroute.proxy.lab.service_levels import (
     ByGroup,
     GivenService,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from balanceroute import __version__
 from balanceroute.proxy.core.admission import Decision
-from balanceroute.proxy.core.fscore import imbalance_tokens
-from balanceroute.proxy.core.leases import lease_used
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import skill_share
+from balanceroute.proxy.core.resources import lease_used
+from balanceroute.proxy.core.subset import imbalance_tokens
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.telemetry.process_log import json_line

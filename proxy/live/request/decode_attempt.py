@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.events import DecodeStarted, FirstToken
-from balanceroute.proxy.core.rank_progress import Sighting
+from balanceroute.proxy.core.steps import Sighting
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.openai.answer import (

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.rank_progress import Sighting
+from balanceroute.proxy.core.steps import Sighting
 from balanceroute.proxy.live.engines.instances import process_of
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from balanceroute.proxy.core.events import FirstToken, PrefillDone
-from balanceroute.proxy.core.leases import lease_margin_ns
+from balanceroute.proxy.core.resources import lease_margin_ns
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import FirstTokenTrust, process_of

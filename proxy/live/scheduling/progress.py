@@ -17,7 +17,7 @@ from balanceroute.proxy.core.events import (
     StepCompleted,
     TokensEmitted,
 )
-from balanceroute.proxy.core.fscore import idle_tokens
+from balanceroute.proxy.core.subset import idle_tokens
 from balanceroute.proxy.live.telemetry.record import OK
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.lifecycle import DECODING
-from balanceroute.proxy.core.rank_progress import FLOOR_S, STEPS, RankProgress, Sighting
+from balanceroute.proxy.core.steps import FLOOR_S, STEPS, RankProgress, Sighting
 from balanceroute.proxy.live.engines.instances import Status
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
+from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.core.outside import outside_name
 from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.prefill import PREFILL_CHOICES
 from balanceroute.proxy.core.setting import (

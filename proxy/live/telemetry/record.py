@@ -11,7 +11,7 @@ from msgspec import Struct, field
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from balanceroute.predictors.hinted import Hint
+    from balanceroute.predictors.survival import Hint
 
 
 # A request's place in a trace, and what happened to it that the times of its record do not tell.

@@ -10,10 +10,11 @@ from math import isnan
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.predictors import Predictor, scores
+from balanceroute.predictors import Predictor, evaluation
+from balanceroute.predictors.base import check_survival
 from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.prediction import check_survival, two_stage_estimate
+from balanceroute.proxy.core.prediction import two_stage_estimate
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
 
 # How good predictions turn out on live traffic: of the predictor in use, and of its shadows.
@@ -146,16 +147,16 @@ class Scoreboard:
         finish, mean = self._answers[:, place, :rows]
         remaining = self._remaining[:rows]
         happened = remaining <= self._horizon_steps
-        diagram = scores.reliability(finish, happened, bins=DECILES)
+        diagram = evaluation.reliability(finish, happened, bins=DECILES)
         return PredictorScores(
             name=name,
             active=active,
             failed=failed,
             rows=rows,
-            auc=_defined(scores.roc_auc(finish, happened)),
-            brier=_defined(scores.brier(finish, happened)),
-            ece=_defined(scores.expected_calibration_error(diagram)),
-            mae=_defined(scores.mean_where(np.abs(mean - remaining), happened)),
+            auc=_defined(evaluation.roc_auc(finish, happened)),
+            brier=_defined(evaluation.brier(finish, happened)),
+            ece=_defined(evaluation.expected_calibration_error(diagram)),
+            mae=_defined(evaluation.mean_where(np.abs(mean - remaining), happened)),
             predicted=tuple(map(_defined, diagram.predicted.tolist())),
             observed=tuple(map(_defined, diagram.observed.tolist())),
             decile_rows=tuple(diagram.rows.tolist()),

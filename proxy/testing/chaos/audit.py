@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.leases import MOST_LAPSES
+from balanceroute.proxy.core.resources import MOST_LAPSES
 from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome

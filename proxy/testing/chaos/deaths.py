@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from balanceroute.proxy.core.rank_progress import STEPS
+from balanceroute.proxy.core.steps import STEPS
 from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Rank

@@ -15,8 +15,8 @@ import numpy as np
 
 from balanceroute.proxy.core.errors import PolicyError, PredictorError
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.policies.base import Assignment, Fleet, Policy
-from balanceroute.proxy.core.pool import Pool
+from balanceroute.proxy.core.ranks import Assignment, Fleet, Policy
+from balanceroute.proxy.core.waiting import Pool
 from balanceroute.proxy.live.telemetry import component_metrics
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from balanceroute.predictors import Predictor, RequestFeatures
-    from balanceroute.proxy.core.ledger import Follower
+    from balanceroute.proxy.core.ranks import Follower
 
 _NO_REQUEST = RequestId(-1)
 _NOT_TAKEN = "request {!r} was not taken from the pool, or is there twice"

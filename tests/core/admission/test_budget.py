@@ -40,11 +40,10 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import Fcfs, fair_queueing
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 
 S = 1_000_000_000
 

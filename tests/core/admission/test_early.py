@@ -16,10 +16,9 @@ from balanceroute.proxy.core.admission import (
     Refusal,
 )
 from balanceroute.proxy.core.events import Admit, RequestArrived, RequestId, Tick, Ticket
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 
 S = 1_000_000_000
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import PrefillerId, RequestId, Ticket
-from balanceroute.proxy.core.prefill.base import PrefillRequest
+from balanceroute.proxy.core.prefill.budgets import PrefillRequest
 from balanceroute.proxy.core.prefill.engine_blocks import (
     EngineBlocks,
     KeyTable,

@@ -23,8 +23,8 @@ from balanceroute.proxy.core.prefill import (
     PrefillRequest,
     ScoreLimits,
 )
-from balanceroute.proxy.core.prefill.choices import Scored
-from balanceroute.proxy.core.prefill.tblb_scores import (
+from balanceroute.proxy.core.prefill.choices import (
+    Scored,
     Scores,
     adaptive,
     adaptive_cache,

@@ -21,7 +21,6 @@ from balanceroute.proxy.core.events import (
     Tick,
     Ticket,
 )
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.policies import (
     Assignment,
     Fleet,
@@ -30,9 +29,9 @@ from balanceroute.proxy.core.policies import (
     make_policy,
 )
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
-from balanceroute.proxy.core.pool import Pool, PoolEntry
 from balanceroute.proxy.core.queueing import Fcfs, HeldShares, fair_queueing
-from balanceroute.proxy.core.scheduler import Scheduler, SchedulerConfig
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
+from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 # Bound requests have numbers from here on.
 BOUND = 1_000
@@ -137,7 +136,7 @@ def dispatched(
     assert isinstance(policy, OwnTrajectory)
     for _ in range(64):
         policy.slots.leave(100, 400 if long else 50)
-    pool = Pool(Fcfs(), holding(a=[500] * 20, b=[500] * 4))
+    pool = Pool(Fcfs(), holding(a=[500] * 20, b=[500] * 4).held_back)
     for number, (tenant, tokens) in enumerate(entries):
         one = ticket(tenant, tokens)
         pool.add(PoolEntry(RequestId(number), one, tokens, 0, None, None, None))

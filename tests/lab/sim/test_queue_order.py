@@ -6,8 +6,7 @@ import pytest
 
 from balanceroute.proxy.core.events import StartPrefill
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.core.policies.base import OldestFirst
-from balanceroute.proxy.core.policies.baselines import least_kv_with_room
+from balanceroute.proxy.core.policies.baselines import OldestFirst, least_kv_with_room
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, make_simulation

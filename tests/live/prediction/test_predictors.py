@@ -11,8 +11,8 @@ import pytest
 from balanceroute.predictors import NoPrediction, PastRequest, RequestFeatures, Survival
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import load, save, train
-from balanceroute.predictors.hinted import LEAST_ANSWERS
 from balanceroute.predictors.past import read_log
+from balanceroute.predictors.survival import LEAST_ANSWERS
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.live.prediction import make_predictor, predictor_name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from balanceroute.proxy.core.rank_progress import FLOOR_S
+from balanceroute.proxy.core.steps import FLOOR_S
 from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.scheduling import progress_veto

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.events import Eligible, RequestId, Ticket
-from balanceroute.proxy.core.intake import Intake
 from balanceroute.proxy.core.lifecycle import LifecycleState, Request
+from balanceroute.proxy.core.scheduler import Intake
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.scheduling.sweep import Stranded
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from tests.testing.chaos.test_fault_kinds import ENGINES, FLAGS
 
-from balanceroute.proxy.core.intake import Intake
-from balanceroute.proxy.core.scheduler import Scheduler
+from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.live.control import pausing
 from balanceroute.proxy.live.control.admin import Admin
 from balanceroute.proxy.live.control.roster import Roster

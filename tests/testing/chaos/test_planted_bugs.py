@@ -9,8 +9,8 @@ import pytest
 
 from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.pool import Pool
 from balanceroute.proxy.core.prefill import Prefillers
+from balanceroute.proxy.core.waiting import Pool
 from balanceroute.proxy.live.frontend import generation
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream

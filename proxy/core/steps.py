@@ -1,0 +1,443 @@
+"""What decode steps show: the cost of a KV token, the speed of each rank, and which ranks stand still."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import nsmallest
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from balanceroute.proxy.core.events import RankId
+
+# The measured cost of a KV token in a step: b of T = a + b x max load.
+
+# Steps of one point: a driver that infers steps sees each of them end a little early or late.
+_POINT_STEPS = 16
+# Points that the fit covers. The envelope of a balanced fleet varies little, so it needs many.
+_WINDOW_POINTS = 64
+# Before so many points a fit means nothing.
+_LEAST_POINTS = 4
+# b is known if it exceeds its standard error by this factor.
+_CERTAINTY = 2.0
+
+
+class StepModel:
+    """A line through the times of steps over their envelopes; older steps fade out."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sum_tokens = self._sum_ns = 0.0
+        self._weight = 0.0
+        self._tokens = self._ns = 0.0  # Means.
+        # Sums of products of deviations from the means: updating these is exact, where differences
+        # of plain sums would lose the small variance of a balanced fleet's envelope.
+        self._tokens_tokens = self._tokens_ns = self._ns_ns = 0.0
+
+    def observe(self, envelope_tokens: int, step_ns: float) -> None:
+        """Learn from one step."""
+        self._steps += 1
+        self._sum_tokens += envelope_tokens
+        self._sum_ns += step_ns
+        if self._steps == _POINT_STEPS:
+            self._add(self._sum_tokens / _POINT_STEPS, self._sum_ns / _POINT_STEPS)
+            self._steps = 0
+            self._sum_tokens = self._sum_ns = 0.0
+
+    def _add(self, envelope_tokens: float, step_ns: float) -> None:
+        keep = 1 - 1 / _WINDOW_POINTS
+        self._weight = keep * self._weight + 1
+        tokens, ns = envelope_tokens - self._tokens, step_ns - self._ns
+        self._tokens += tokens / self._weight
+        self._ns += ns / self._weight
+        after = envelope_tokens - self._tokens
+        self._tokens_tokens = keep * self._tokens_tokens + tokens * after
+        self._tokens_ns = keep * self._tokens_ns + ns * after
+        self._ns_ns = keep * self._ns_ns + ns * (step_ns - self._ns)
+
+    @property
+    def ns_per_token(self) -> float | None:
+        """What one KV token adds to a step, in ns; None while it is not known."""
+        if self._weight < _LEAST_POINTS or self._tokens_tokens <= 0.0:
+            return None
+        slope = self._tokens_ns / self._tokens_tokens
+        # Rounding may leave a perfect fit a residual below 0.
+        residual = max(0.0, self._ns_ns - slope * self._tokens_ns)
+        error = (residual / self._weight / self._tokens_tokens) ** 0.5
+        return slope if slope > 0.0 and slope >= _CERTAINTY * error else None
+
+    def step_ns(self, envelope_tokens: float) -> float | None:
+        """Return what a step with such a load takes, in ns; None while it is not known."""
+        slope = self.ns_per_token
+        if slope is None:
+            return None
+        return max(0.0, self._ns + slope * (envelope_tokens - self._tokens))
+
+
+# How fast each rank reads its KV cache, as far as the times of the fleet's steps tell.
+#
+# A step takes T = a + b x max_g c_g L_g, with c_g the **slowness** of rank g. A balanced fleet
+# tells little of it: the slow ranks set every time, and how much faster the others are does not
+# show. So the latest steps are kept, and for one rank after the other the times are explained
+# anew with another c_g. If that explains them better for certain, the rank gets the value nearest
+# to the old one that does as well as the best. If any smaller one did as well, the rank set no
+# step, and it gets a little less than that: the policy then gives it more, until it sets some.
+#
+# The steps that were kept stay valid whatever is believed. Their errors may be correlated, as
+# where another process takes the machine for a while: both sides are differenced by that
+# correlation. While no other c_g explains more, all ranks count as equally fast, and every
+# decision is as without.
+
+# Steps that are kept, one of each so many.
+_SAMPLES = 256
+_EVERY = 2
+# Samples between two reviews, and those before the first.
+_REVIEW = 8
+_LEAST_SAMPLES = 64
+# Samples that are kept back until nothing of that time turned out to be behind, and steps that are
+# passed over after that: the live proxy corrects a request once it is five tokens off.
+_KEPT_BACK = 4
+_PASSED_OVER = 8
+# Ranks of one review, which takes some 60 us for each.
+_RANKS = 8
+# What is tried in place of a c_g, relative to it. The middle one keeps it.
+_FACTORS = np.linspace(0.75, 1.25, 21)
+_KEPT = len(_FACTORS) // 2
+# By how much less the squared errors have to be, in mean squared errors; the square of 5.5 standard
+# errors, as many values are tried for many ranks. And by how much they may be more than the least.
+_CERTAIN = 30.0
+_AS_GOOD = 6.0
+# How far below the smallest value that is known to matter.
+_BEYOND = 0.05
+# Errors below that share of a step are none.
+_LEAST_ERROR = 1e-3
+
+
+class LearnedSpeeds:
+    """Learns from the steps of one fleet.
+
+    Args:
+        ranks: G, at least 2.
+
+    Attributes:
+        speeds: float64[G], 1 on average; None while all count as equally fast.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.speeds: NDArray[np.float64] | None = None
+        self._slowness = np.ones(ranks)
+        # Rings of the same steps: KV tokens of the ranks, and times.
+        self._loads = np.zeros((_SAMPLES, ranks))
+        self._times_ns = np.zeros(_SAMPLES)
+        self._steps = self._samples = self._passed_over = 0
+        self._latest: deque[tuple[NDArray[np.int64], float]] = deque()
+        self._next = 0  # The rank that is reviewed next.
+
+    def observe(self, loads: NDArray[np.int64], step_ns: float) -> None:
+        """Learn from a step: int64[G], KV tokens of the ranks, and its time."""
+        self._steps += 1
+        if self._passed_over:
+            self._passed_over -= 1
+            return
+        if self._steps % _EVERY:
+            return
+        self._latest.append((loads, step_ns))
+        if len(self._latest) > _KEPT_BACK:
+            self._take(*self._latest.popleft())
+
+    def fell_behind(self) -> None:
+        """Note that a request was behind the steps: they did not read all that they seemed to."""
+        self._latest.clear()
+        self._passed_over = _PASSED_OVER
+
+    def _take(self, loads: NDArray[np.int64], step_ns: float) -> None:
+        place = self._samples % _SAMPLES
+        self._loads[place] = loads
+        self._times_ns[place] = step_ns
+        self._samples += 1
+        if self._samples >= _LEAST_SAMPLES and self._samples % _REVIEW == 0:
+            self._review()
+
+    def _review(self) -> None:
+        # In order of time.
+        count, place = min(self._samples, _SAMPLES), self._samples % _SAMPLES
+        loads = np.roll(self._loads, -place, axis=0)[-count:]
+        times = np.roll(self._times_ns, -place)[-count:]
+        ranks = len(self._slowness)
+        changed = False
+        for rank in (np.arange(min(_RANKS, ranks)) + self._next) % ranks:
+            factor = self._better(int(rank), loads, times)
+            if factor is not None:
+                self._slowness[rank] *= factor
+                changed = True
+        self._next = (self._next + _RANKS) % ranks
+        if changed:
+            speeds = 1.0 / self._slowness
+            self.speeds = speeds / speeds.mean()
+
+    def _better(
+        self, rank: int, loads: NDArray[np.float64], times: NDArray[np.float64]
+    ) -> float | None:
+        """Return what to multiply a rank's slowness by; None to keep it."""
+        levels = loads * self._slowness
+        correlation = _correlation(levels.max(axis=1), times)
+        own = levels[:, rank].copy()
+        levels[:, rank] = 0.0
+        envelopes = np.maximum(levels.max(axis=1), np.multiply.outer(_FACTORS, own))
+        squares = _squares(envelopes, times, correlation)
+        squares += len(times) * (_LEAST_ERROR * (1.0 - correlation) * times.mean()) ** 2
+        least = squares.min()
+        if squares[_KEPT] - least < _CERTAIN * least / len(times):
+            return None
+        good = squares <= least * (1.0 + _AS_GOOD / len(times))
+        factor = float(_FACTORS[good][np.abs(_FACTORS[good] - 1.0).argmin()])
+        return factor - _BEYOND if good[0] and factor < 1.0 else factor
+
+
+def _fit(
+    envelopes: NDArray[np.float64], times: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return both sides without their means, and the slope, at least 0, of each row of envelopes."""
+    envelopes = envelopes - envelopes.mean(axis=-1, keepdims=True)
+    times = times - times.mean()
+    spread = np.maximum((envelopes**2).sum(axis=-1), 1.0)
+    return envelopes, times, np.maximum(envelopes @ times, 0.0) / spread
+
+
+def _correlation(envelopes: NDArray[np.float64], times: NDArray[np.float64]) -> float:
+    """Return how errors follow those before them, 0 to 0.99."""
+    envelopes, times, slope = _fit(envelopes, times)
+    errors = times - slope * envelopes
+    total = float(errors @ errors)
+    if total <= 1e-6 * float(times @ times):
+        return 0.0
+    return min(max(float(errors[1:] @ errors[:-1]) / total, 0.0), 0.99)
+
+
+def _squares(
+    envelopes: NDArray[np.float64], times: NDArray[np.float64], correlation: float
+) -> NDArray[np.float64]:
+    """Return the squared errors of a line through the times over each row of envelopes, summed."""
+    envelopes = envelopes[:, 1:] - correlation * envelopes[:, :-1]
+    envelopes, times, slope = _fit(envelopes, times[1:] - correlation * times[:-1])
+    return np.asarray(((times - slope[:, None] * envelopes) ** 2).sum(axis=1))
+
+
+# Which decode ranks make no tokens while others do, as far as their streams tell.
+#
+# Whoever reads streams **looks** at them a few times a second and tells of each rank whether any
+# of its streams moved, and how many of those that stand still would have moved if the rank had
+# made a step. A rank is **silent** for the time in which it has such streams, none of its streams
+# moved, and another rank stepped at its usual pace. It **stands still** once that is more than
+# `FLOOR_S` and more than `STEPS` times the longest gap that its streams had lately: an engine
+# that is slow, or sends several tokens at once, has long gaps, and so has its limit. The same
+# holds for the gaps of the others: by ranks that say something every three seconds nobody can
+# tell what happened in the last two.
+#
+# If no rank steps, none is silent: ranks that share a barrier stop together whoever is at fault.
+# That is the **standstill** of the fleet.
+#
+# Time counts as far as the one who looks was there to see it: who stood still himself tells 0 s.
+# So a rank is never silent because nobody read its streams. Times are float seconds.
+
+FLOOR_S = 2.0
+"""No rank stands still sooner."""
+STEPS = 4
+"""Nor within so many of its own gaps."""
+# Gaps of a rank that have to be known. Engines that begin compile kernels and capture graphs.
+_LEAST_GAPS = 12
+# What is left of the longest gap after a look with a shorter one: a half after ten seconds.
+_FADE = 0.983
+# A rank steps if its last token is no older than its gaps, or than this.
+_USUAL_S = 0.6
+_USUAL_GAPS = 1.5
+# Looks that are older say nothing of the present.
+_STALE_S = 1.5
+
+
+class Sighting(Struct, frozen=True, array_like=True):
+    """One rank in one look.
+
+    Attributes:
+        moved: Whether any of its streams brought a token since the last look.
+        still: Of those that did not, the streams that bring one with every step as a rule, and which
+            somebody reads.
+        gap_s: The longest gap of its streams that ended since the last look; 0 if none did.
+    """
+
+    rank: RankId
+    moved: bool
+    still: int
+    gap_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What is known of one rank."""
+
+    gap_s: float = 0.0
+    gaps: int = 0
+    moved_s: float = float("-inf")
+
+    def steps(self, now_s: float) -> bool:
+        return now_s - self.moved_s <= max(_USUAL_S, _USUAL_GAPS * self.gap_s)
+
+
+class Stepping:
+    """The ranks that step at one moment.
+
+    Args:
+        shortest: Of those, the two with the shortest gaps, or as many as there are.
+    """
+
+    def __init__(self, shortest: list[tuple[float, RankId]]) -> None:
+        self._shortest = shortest
+
+    def gap_beside_s(self, rank: RankId) -> float | None:
+        """Return the shortest gap of the other ranks; None if no other steps."""
+        return next((gap_s for gap_s, other in self._shortest if other != rank), None)
+
+
+class RankProgress:
+    """The ranks of one fleet.
+
+    Attributes:
+        quiet: Whether no rank is silent, as is usual.
+    """
+
+    def __init__(self) -> None:
+        self.quiet = True
+        self._paces: dict[RankId, _Pace] = {}
+        # For how long each rank was silent, for how long nothing moved at all, and the last look.
+        self._silent_s: dict[RankId, float] = {}
+        self._still_s = 0.0
+        self._looked_s = float("-inf")
+
+    def look(self, now_s: float, elapsed_s: float, sightings: Iterable[Sighting]) -> None:
+        """Take in what is seen now.
+
+        Args:
+            now_s: The time.
+            elapsed_s: Since the last look; 0 if nobody was there to see what came meanwhile.
+            sightings: One for each rank that has a stream.
+        """
+        still: list[RankId] = []
+        moved = False
+        for one in sightings:
+            if one.moved:
+                moved = True
+                self._moved(one.rank, one.gap_s, now_s)
+            elif one.still:
+                still.append(one.rank)
+        if not still and self.quiet:
+            return
+        before, self._silent_s, self._looked_s = self._silent_s, {}, now_s
+        stepping = self.stepping(now_s)
+        for rank in still:
+            counts = stepping.gap_beside_s(rank) is not None
+            self._silent_s[rank] = before.get(rank, 0.0) + elapsed_s * counts
+        if not still:
+            self._still_s = 0.0
+        elif not moved:
+            self._still_s += elapsed_s
+        self.quiet = not self._silent_s
+
+    def _moved(self, rank: RankId, gap_s: float, now_s: float) -> None:
+        pace = self._paces.get(rank)
+        if pace is None:
+            pace = self._paces[rank] = _Pace()
+        pace.moved_s = now_s
+        if gap_s > 0.0:
+            pace.gaps += 1
+            pace.gap_s *= _FADE
+            pace.gap_s = max(pace.gap_s, gap_s)
+        if not self.quiet:
+            self._silent_s.pop(rank, None)
+            self._still_s = 0.0
+
+    def begin_anew(self, rank: RankId) -> None:
+        """Judge a rank again once it has shown its pace: it was away, or is another engine now."""
+        self._paces.pop(rank, None)
+        self._silent_s.pop(rank, None)
+
+    def excuse(self) -> None:
+        """Let the silence of all ranks begin now: somebody told the engines to wait."""
+        self._silent_s.clear()
+        self._still_s = 0.0
+
+    def moved_s(self, rank: RankId) -> float:
+        """Return when a rank's streams moved last; minus infinity for never."""
+        pace = self._paces.get(rank)
+        return float("-inf") if pace is None else pace.moved_s
+
+    def silent_s(self, rank: RankId) -> float:
+        """Return for how long a rank has been silent."""
+        return self._silent_s.get(rank, 0.0)
+
+    def limit_s(self, rank: RankId, now_s: float) -> float | None:
+        """Return for how long it may be silent; None if that cannot be told.
+
+        That is while its own pace is not known yet, and while no other rank steps whose pace is.
+        """
+        return self._limit_s(rank, self.stepping(now_s))
+
+    def _limit_s(self, rank: RankId, stepping: Stepping) -> float | None:
+        own_s, others_s = self._gap_s(rank), stepping.gap_beside_s(rank)
+        if own_s is None or others_s is None:
+            return None
+        return max(FLOOR_S, STEPS * own_s, STEPS * others_s)
+
+    def _gap_s(self, rank: RankId) -> float | None:
+        """Return the longest gap that a rank had lately; None if its pace is not known."""
+        pace = self._paces.get(rank)
+        return None if pace is None or pace.gaps < _LEAST_GAPS else pace.gap_s
+
+    def stepping(self, now_s: float) -> Stepping:
+        """Return the ranks that step now and whose pace is known. O(G)."""
+        gaps = (
+            (pace.gap_s, rank)
+            for rank, pace in self._paces.items()
+            if pace.gaps >= _LEAST_GAPS and pace.steps(now_s)
+        )
+        return Stepping(nsmallest(2, gaps))
+
+    def standing_still(self, now_s: float, allowance_s: Callable[[RankId], float]) -> list[RankId]:
+        """Return the ranks that stand still, those of the longest silence first.
+
+        Args:
+            now_s: The time.
+            allowance_s: Returns how much longer a rank may be silent: it computes a prompt, say. Only
+                asked of ranks that would stand still without.
+        """
+        found: list[tuple[float, RankId]] = []
+        stepping = self.stepping(now_s)
+        for rank in self._fresh(now_s):
+            limit_s, silent_s = self._limit_s(rank, stepping), self.silent_s(rank)
+            if limit_s is None or silent_s < limit_s:
+                continue
+            if silent_s >= limit_s + allowance_s(rank):
+                found.append((-silent_s, rank))
+        return [rank for _, rank in sorted(found)]
+
+    def standstill(self, now_s: float, allowance_s: Callable[[RankId], float]) -> int:
+        """Return how many ranks stand still if no rank at all steps that has streams; else 0.
+
+        All have to be longer silent than the slowest of them may.
+        """
+        ranks = self._fresh(now_s)
+        if not ranks or any(pace.steps(now_s) for pace in self._paces.values()):
+            return 0
+        still_s = self._still_s
+        gaps = [self._gap_s(rank) for rank in ranks]
+        known = [gap_s for gap_s in gaps if gap_s is not None]
+        if len(known) < len(gaps):
+            return 0
+        limit_s = max(FLOOR_S, STEPS * max(known))
+        if still_s < limit_s or still_s < limit_s + max(map(allowance_s, ranks)):
+            return 0
+        return len(ranks)
+
+    def _fresh(self, now_s: float) -> set[RankId]:
+        """Return the ranks that are silent, as far as somebody has just looked."""
+        return set(self._silent_s) if now_s - self._looked_s <= _STALE_S else set()
