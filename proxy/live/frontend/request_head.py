@@ -367,6 +367,7 @@ _HEADERS = (
 _AGENT = b"x-claude-code-agent-id"
 _CLAUDE_CODE = b"x-claude-code-session-id"
 _NAMING = frozenset((*_HEADERS, _AGENT))
+_NAMING_MEMBERS = frozenset({"metadata", "prompt_cache_key", "session_id", "user"})
 # How Claude Code wrote it before its user ids were JSON.
 _SUFFIX = re.compile(r"_session_([0-9A-Za-z-]{1,128})")
 _HASH_BYTES = 8
@@ -395,6 +396,8 @@ def named_in_head(headers: "Headers") -> bytes:
 
 def named_in_body(body: "RequestBody") -> bytes:
     """Return the name in a request's body; empty if there is none."""
+    if _NAMING_MEMBERS.isdisjoint(body.values):
+        return b""
     for user in _users(body):
         found = _SUFFIX.search(user)
         if found is not None and found.end() == len(user):

@@ -66,9 +66,9 @@ _decode_ending = msgspec.json.Decoder(_Ending).decode
 def passable_headers(headers: "Headers") -> "Headers":
     """Return the headers of an engine's answer that go on to the client."""
     withheld = _WITHHELD
-    for name, value in headers:
-        if name == b"connection":  # It names headers that are for the next hop alone.
-            withheld |= {option.strip().lower() for option in value.split(b",")}
+    if b"connection" in dict(headers):  # It names headers that are for the next hop alone.
+        named = b",".join(value for name, value in headers if name == b"connection")
+        withheld |= {option.strip().lower() for option in named.split(b",")}
     return [
         field
         for field in headers
@@ -176,8 +176,10 @@ def counts_of(body: bytes) -> tuple[int, int]:
         return 0, 0
     prompt = _PROMPT_TOKENS.search(body, begin)
     completion = _COMPLETION_TOKENS.search(body, begin)
-    apart = sum(int(one) for one in _CACHE_TOKENS.findall(body, begin))
-    return int(prompt[1]) + apart if prompt else 0, int(completion[1]) if completion else 0
+    prompt_tokens = int(prompt[1]) if prompt else 0
+    if prompt and body.find(b'"cache_', begin) >= 0:
+        prompt_tokens += sum(map(int, _CACHE_TOKENS.findall(body, begin)))
+    return prompt_tokens, int(completion[1]) if completion else 0
 
 
 # A whole answer of one token, written as the events of a stream: vLLM's members, in vLLM's order.

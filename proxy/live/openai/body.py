@@ -132,24 +132,18 @@ class RequestBody:
         """
         if self.model is not None:
             overrides = {"model": self.model, **overrides}
+        if overrides:
+            drop = drop | overrides.keys()
         is_small = len(self._data) <= SMALL_BYTES
         data = self._data if is_small else memoryview(self._data)
         parts: list[bytes | memoryview] = [
-            data[begin:end]
-            for key, (begin, _, end) in self._places.items()
-            if key not in drop and key not in overrides
+            data[begin:end] for key, (begin, _, end) in self._places.items() if key not in drop
         ]
         if overrides:
             parts.append(dump(overrides)[1:-1])
         if last:
             parts.append(last)
-        if not parts:
-            return b"{}"
-        if not is_small:
-            return _in_pieces(parts)
-        parts[0] = b"{" + parts[0]
-        parts[-1] = b"".join((parts[-1], b"}"))
-        return b", ".join(parts)
+        return b"{%b}" % b", ".join(parts) if is_small else _in_pieces(parts)
 
     def member(self, key: str) -> memoryview:
         """Return a member as it stands in the body, key and value; empty if it is absent."""
@@ -349,6 +343,7 @@ def read_object(data: bytes) -> tuple[dict[str, Any], Places]:
 def _parse_text(text: str) -> tuple[dict[str, Any], dict[str, tuple[int, int, int]]]:
     values: dict[str, Any] = {}
     places: dict[str, tuple[int, int, int]] = {}
+    scan, following = _scan, _NEXT.match
     found = _FIRST.match(text)
     if found is None:
         raise BodyError("the body must be a JSON object")
@@ -356,19 +351,18 @@ def _parse_text(text: str) -> tuple[dict[str, Any], dict[str, tuple[int, int, in
     member = None if found[1] is None else found
     while member is not None:
         key = member[1]
-        begin = member.start(1) - 1
+        begin, value_begin = member.start(1) - 1, member.end()
         if "\\" in key:
-            key, _ = _scan(text, begin)
-        value_begin = member.end()
-        value, end = _scan(text, value_begin)
+            key, _ = scan(text, begin)
+        value, end = scan(text, value_begin)
         if key in values:
             raise _twice(key)
-        if len(values) == MAX_MEMBERS:
-            raise BodyError(f"the body has more than {MAX_MEMBERS:,} members")
         values[key] = value
-        places[key] = (begin, value_begin, end)
-        member = _NEXT.match(text, end)
-    if _END.fullmatch(text, end) is None:
+        places[key] = begin, value_begin, end
+        if len(values) > MAX_MEMBERS:
+            raise BodyError(f"the body has more than {MAX_MEMBERS:,} members")
+        member = following(text, end)
+    if text[end:] != "}" and _END.fullmatch(text, end) is None:
         raise json.JSONDecodeError("malformed object", text, end)
     return values, places
 

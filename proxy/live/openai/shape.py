@@ -248,7 +248,9 @@ def _needs_one_engine(
     # The prefill leg replaces these, so a bad value would be found out only after a prefill.
     for name, least in _REPLACED:
         value = values.get(name)
-        if value is not None and count(value, least) is None:
+        if value is None or (type(value) is int and value >= least):
+            continue
+        if count(value, least) is None:
             return name
     return ""
 

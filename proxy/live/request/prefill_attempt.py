@@ -1,5 +1,6 @@
 """A prefiller that was asked for a prompt's KV cache."""
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -56,6 +57,14 @@ if TYPE_CHECKING:
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
 
 
+@cache
+def _pulled_within_s(lease_s: float, margin_s: float) -> float:
+    """Return how long after its beginning a KV cache may be asked for, given its lease."""
+    lease_ns, given_ns = round(1e9 * lease_s), round(1e9 * margin_s)
+    # The request is sent in the first half of the margin.
+    return (lease_ns - lease_margin_ns(lease_ns, given_ns) / 2) / 1e9
+
+
 class PrefillAttempt(Attempt):
     """One prefill leg.
 
@@ -63,7 +72,7 @@ class PrefillAttempt(Attempt):
         sent_s: When it was asked, by the machine's uptime: its lease cannot have begun before.
     """
 
-    __slots__ = ("_began_s", "_least", "_transfer", "prefiller", "sent_s")
+    __slots__ = ("_api", "_began_s", "_least", "_transfer", "prefiller", "sent_s")
 
     def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
         super().__init__(session, PREFILL_LEG, prefiller)
@@ -71,21 +80,24 @@ class PrefillAttempt(Attempt):
         self.sent_s = self._began_s = session.context.uptime_s()
         self._transfer = ""
         self._least = 1  # Tokens before which the answer must not end.
+        self._api = session.shape.api  # As it was asked.
 
     def send(self) -> None:
         """Ask for one token, and for the KV cache to be kept."""
-        session, context = self._session, self._session.context
+        session = self._session
+        context, emitted = session.context, session.emitted
         legs = context.legs
         self._transfer = f"xfer-{context.unique()}"
         params = context.connector.prefill_params(self._transfer)
-        early, members = self._expect_early(), session.emitted.members
+        early, members = self._expect_early(), emitted.members
         api, asked = self._asked()
+        self._api = api
         if early is None:
             self._least = least_tokens(api, asked)
         else:
             members, self._least = {**members, **early.members}, early.min_tokens
         headers, drop = session.headers, legs.drop
-        if legs.names_prompts and session.emitted.continued is None:
+        if legs.names_prompts and emitted.continued is None:
             name = prompt_name(api, asked, session.ticket)
             headers, drop = headers + name, drop | SESSION_MEMBER if name else drop
         body = prefill_body(
@@ -117,7 +129,7 @@ class PrefillAttempt(Attempt):
             session.failed(self, refusal(told, headers, body))
             return
         try:
-            answer = read_prefill_answer(body, session.prompt_tokens, api=self._asked()[0])
+            answer = read_prefill_answer(body, session.prompt_tokens, api=self._api)
         except BadPrefillAnswerError as error:
             session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, str(error)))
             return
@@ -269,12 +281,7 @@ class PrefillAttempt(Attempt):
         context = self._session.context
         if context.legs.lease_s is None:
             return None
-        lease_ns, given_ns = (
-            round(1e9 * context.legs.lease_s),
-            round(1e9 * context.legs.lease_margin_s),
-        )
-        # The request is sent in the first half of the margin.
-        return self._began_s + (lease_ns - lease_margin_ns(lease_ns, given_ns) / 2) / 1e9
+        return self._began_s + _pulled_within_s(context.legs.lease_s, context.legs.lease_margin_s)
 
     def _go_on_without_kv(self, answer: PrefillAnswer, error: MissingKvError) -> None:
         session, legs, reason = self._session, self._session.context.legs, str(error)

@@ -56,12 +56,12 @@ class BufferedLeg(Struct, eq=False):
 
     def on_data(self, data: bytes) -> None:
         """Take a piece of the body."""
-        if self._size > self.max_bytes:
-            return
-        self._size += len(data)
-        if self._size <= self.max_bytes:
+        size = self._size = self._size + len(data)
+        if size <= self.max_bytes:
             self._pieces.append(data)
             return
+        if size - len(data) > self.max_bytes:
+            return  # Whoever was told has not ended it yet.
         self._pieces.clear()
         message = f"the answer is longer than {self.max_bytes} bytes"
         self.broken(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))

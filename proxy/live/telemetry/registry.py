@@ -141,8 +141,9 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self._new.append(value)
-        if len(self._new) >= _TOGETHER:
+        new = self._new
+        new.append(value)
+        if len(new) >= _TOGETHER:
             self.counted()
 
     def counted(self) -> tuple[list[int], float, int]:

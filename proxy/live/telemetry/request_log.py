@@ -208,7 +208,7 @@ def _line(record: RequestRecord, now_ns: int) -> _Line:
         "request ended",
         record.tenant,
         record.refused_for,
-        _between(0, record.expected_ttft_ns),
+        None if record.expected_ttft_ns is None else _seconds(record.expected_ttft_ns),
         record.local_prefill,
         _between(arrived_ns, record.second_token_ns),
         record.early_first_token,

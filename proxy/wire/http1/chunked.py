@@ -121,8 +121,8 @@ class ChunkedDecoder:
 
     def take_lines(self, data: bytes) -> list[bytes]:
         """Return the events in a segment of several such chunks, as `take_line` does that of one."""
-        if self._state is not _SIZE or self._held:
-            return []
+        if data[-4:] != _EVENT_END or self._state is not _SIZE or self._held:
+            return []  # As at the end of every body.
         lines: list[bytes] = []
         at = 0
         while at < len(data):

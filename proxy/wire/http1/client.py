@@ -152,17 +152,10 @@ class Endpoint:
         """
         head = encode_request_head(method, target, self._host_header, headers, body)
         head_only = method == b"HEAD"
-        call = Call(
-            head,
-            body,
-            handler,
-            head_only=head_only,
-            repeatable=head_only or method == b"GET",
-            crashed=crashed,
-            expires_s=expires_s,
-            lines=lines,
-        )
-        connection = self._take_idle(fresh=fresh)
+        repeatable = head_only or method == b"GET"
+        # By place: names would cost as much again as the call.
+        call = Call(head, body, handler, head_only, repeatable, crashed, expires_s, lines)
+        connection = self._take_idle(fresh=fresh) if self._idle else None
         if connection is None:
             self._connect(call)
         else:
@@ -300,7 +293,7 @@ class Endpoint:
         self._connecting += 1
         task = self._loop.create_task(connect)
         task.add_done_callback(self._connected)  # Also runs if it is cancelled before it started.
-        call.connect_with(task)
+        call.connection, call.connecting = None, task
 
     def _connected(self, _: "asyncio.Task[None]") -> None:
         self._connecting -= 1

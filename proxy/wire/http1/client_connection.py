@@ -17,6 +17,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol, cast
 
+from msgspec import Struct
+
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.heads import (
     WITHOUT_BODY,
@@ -71,58 +73,32 @@ class ConnectionPool(Protocol):
         """End a call that was lost with a reused connection: STALE if a new one opens."""
 
 
-class Call:
+class Call(Struct, eq=False):
     """One exchange in flight.
 
     Attributes:
+        sent: Whether bytes of the request were written.
+        answered: Whether any byte of a response arrived.
         lost: Whether its connection is, and its handler hears of that in a moment.
     """
 
-    __slots__ = (
-        "_connecting",
-        "answered",
-        "body",
-        "connection",
-        "crashed",
-        "done",
-        "expires_s",
-        "handler",
-        "head",
-        "head_only",
-        "lines",
-        "lost",
-        "paused",
-        "repeatable",
-        "sent",
-    )
-
-    def __init__(
-        self,
-        head: bytes,
-        body: Payload,
-        handler: ResponseHandler,
-        *,
-        head_only: bool,
-        repeatable: bool,
-        crashed: Callable[[Exception], None] | None = None,
-        expires_s: float | None = None,
-        lines: LineHandler | None = None,
-    ) -> None:
-        self.expires_s = expires_s
-        self.lines = lines
-        self.head = head
-        self.body = body
-        self.handler = handler
-        self.head_only = head_only
-        self.repeatable = repeatable
-        self.crashed = crashed
-        self.sent = False
-        self.answered = False
-        self.done = False
-        self.lost = False
-        self.paused = False
-        self.connection: ClientConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
+    head: bytes
+    body: Payload
+    handler: ResponseHandler
+    head_only: bool = False
+    repeatable: bool = False
+    crashed: Callable[[Exception], None] | None = None
+    expires_s: float | None = None
+    lines: LineHandler | None = None
+    sent: bool = False
+    answered: bool = False
+    done: bool = False
+    lost: bool = False
+    paused: bool = False
+    # While it uses one.
+    connection: "ClientConnection | None" = None
+    # Until it has one.
+    connecting: asyncio.Task[None] | None = None
 
     def abort(self) -> None:
         """Close the connection at once. No callback follows. After the end it does nothing."""
@@ -132,9 +108,9 @@ class Call:
         if self.connection is not None:
             self.connection.drop()
             self.connection = None
-        elif self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
+        elif self.connecting is not None:
+            self.connecting.cancel()
+            self.connecting = None
 
     def pause(self) -> None:
         """Stop reading the response, so that TCP slows the engine down."""
@@ -150,20 +126,10 @@ class Call:
             if self.connection is not None:
                 self.connection.resume_reading()
 
-    def connect_with(self, task: "asyncio.Task[None]") -> None:
-        """Keep the task that opens this call's connection."""
-        self.connection = None
-        self._connecting = task
-
-    def connected(self, connection: "ClientConnection") -> None:
-        """Keep the connection that this call uses from now on."""
-        self._connecting = None
-        self.connection = connection
-
     def fail(self, kind: WireFault, message: str, cause: Exception | None = None) -> None:
         """End with an error, chained to the system's error if there is one."""
         self.done = True
-        self.connection = self._connecting = None
+        self.connection = self.connecting = None
         error = WireError(kind, message, sent=self.sent, answered=self.answered)
         if cause is not None:
             # Its traceback refers to this call, whose body and handler may be large.
@@ -172,15 +138,6 @@ class Call:
             self.handler.on_error(error)
         except Exception as crash:
             self.crash(crash)
-
-    def finish(self) -> None:
-        """End with a complete response."""
-        self.done = True
-        self.connection = None
-        try:
-            self.handler.on_end()
-        except Exception as error:
-            self.crash(error)
 
     def crash(self, error: Exception) -> None:
         """End because the handler raised: call `crashed`, or let the exception propagate."""
@@ -231,7 +188,7 @@ class ClientConnection(asyncio.Protocol):
         self._max_head_bytes = max_head_bytes
         self._reused = False
         self._joined = False
-        self._poll: select.poll | None = None
+        self._poll: Callable[[int], list[tuple[int, int]]] | None = None
         # The present exchange.
         self._call: Call | None = None
         self._lines: LineHandler | None = None
@@ -268,9 +225,10 @@ class ClientConnection(asyncio.Protocol):
             descriptor = socket.fileno()
             if descriptor < 0:  # Of a loop in virtual time, which says what a poll would.
                 return not socket.readable
-            self._poll = select.poll()
-            self._poll.register(descriptor, select.POLLIN)
-        return not self._poll.poll(0)
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            self._poll = poll.poll
+        return not self._poll(0)
 
     def join(self) -> None:
         """Join the pool.
@@ -284,25 +242,27 @@ class ClientConnection(asyncio.Protocol):
     def begin(self, call: Call) -> None:
         """Send a request and wait for its response."""
         self._call = call
-        call.connected(self)
+        call.connecting = None
+        call.connection = self
         self._on_data = call.handler.on_data
         self._lines = call.lines
         self._stage = _HEAD
         self._checked = self._head_bytes = 0
         call.sent = True
-        if isinstance(call.body, Pieces):
-            self._transport.write_pieces([call.head, *call.body.parts])
-        elif len(call.body) > _JOIN_BYTES:
-            self._transport.write_pieces([call.head, call.body])
+        body, transport = call.body, self._transport
+        if isinstance(body, Pieces):
+            transport.write_pieces([call.head, *body.parts])
+        elif len(body) > _JOIN_BYTES:
+            transport.write_pieces([call.head, body])
         elif call.expires_s is None:
-            self._transport.write(call.head + call.body)
+            transport.write(call.head + body)
         else:
             # The process may be stopped before the end of the turn, and its time be over then.
-            self._transport.write_at_once(call.head + call.body)
+            transport.write_at_once(call.head + body)
         if not call.repeatable:
             call.head = call.body = b""  # Frees them: they may be large, and are not sent again.
         if call.paused:
-            self._transport.pause_reading()
+            transport.pause_reading()
 
     def drop(self) -> None:
         """Close at once, without a callback."""
@@ -440,23 +400,22 @@ class ClientConnection(asyncio.Protocol):
         except MalformedError as error:
             self._fail(WireFault.PROTOCOL, str(error))
             return
-        if head is not None:
+        if head is None:
+            return
+        self._keep_alive = head.keep_alive
+        call.handler.on_head(head.status, head.headers)
+        if self._call is not None:
             self._begin_body(call, head, rest)
 
     def _take_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
         """Return the final response's head and what follows it; None if it is not complete."""
         while True:
             end = data.find(b"\r\n\r\n", self._checked and max(0, self._checked - 3)) + 4
-            complete = end >= 4
-            if self._head_bytes + (end if complete else len(data)) > self._max_head_bytes:
-                raise MalformedError("the response's head is too long")
-            if not complete:
-                if not data.startswith(_VERSION[: len(data)]):
-                    raise MalformedError("the response is not HTTP/1")
-                check_partial_head(data, self._checked)
-                self._checked = len(data)
-                self._buffer = data
+            if end < 4:
+                self._check_partial(data)
                 return None, b""
+            if self._head_bytes + end > self._max_head_bytes:
+                raise _too_long()
             head = parse_response_head(data[:end])
             data = data[end:]
             if head.status >= 200:
@@ -467,29 +426,39 @@ class ClientConnection(asyncio.Protocol):
             self._head_bytes += end
             self._checked = 0
 
+    def _check_partial(self, data: bytes) -> None:
+        """Keep the beginning of a head."""
+        if self._head_bytes + len(data) > self._max_head_bytes:
+            raise _too_long()
+        if not data.startswith(_VERSION[: len(data)]):
+            raise MalformedError("the response is not HTTP/1")
+        check_partial_head(data, self._checked)
+        self._checked = len(data)
+        self._buffer = data
+
     def _begin_body(self, call: Call, head: ResponseHead, rest: bytes) -> None:
-        self._keep_alive = head.keep_alive
-        call.handler.on_head(head.status, head.headers)
-        if self._call is None:
-            return
-        if call.head_only or head.status in WITHOUT_BODY or head.content_length == 0:
+        length = head.content_length
+        if call.head_only or length == 0 or head.status in WITHOUT_BODY:
             self._finish(rest)
-            return
-        read: Callable[[bytes], None]
-        if head.chunked:
+        elif head.chunked:
             self._decoder.begin()
             self._stage = _CHUNKED
-            read = self._read_chunked
-        elif head.content_length is not None:
-            self._left = head.content_length
-            self._stage = _LENGTH
-            read = self._read_length
-        else:
+            if rest:
+                self._read_chunked(rest)
+        elif length is None:
             self._keep_alive = False
             self._stage = _Stage.UNTIL_CLOSE
-            read = self._on_data
-        if rest:
-            read(rest)
+            if rest:
+                self._on_data(rest)
+        elif len(rest) < length:
+            self._left = length
+            self._stage = _LENGTH
+            if rest:
+                self._read_length(rest)
+        else:  # As most answers that are not streamed arrive.
+            self._on_data(rest[:length])
+            if self._call is not None:
+                self._finish(rest[length:])
 
     # Ending.
 
@@ -511,7 +480,12 @@ class ClientConnection(asyncio.Protocol):
                 transport.resume_reading()
             self._reused = True
             self._pool.release(self)
-        call.finish()
+        call.done = True
+        call.connection = None
+        try:
+            call.handler.on_end()
+        except Exception as error:
+            call.crash(error)
 
     def _fail(self, kind: WireFault, message: str, cause: Exception | None = None) -> None:
         call = self._call
@@ -529,3 +503,7 @@ class ClientConnection(asyncio.Protocol):
                 self._pool.fail_stale(call, message, cause)
             return
         call.fail(kind, message, cause)
+
+
+def _too_long() -> MalformedError:
+    return MalformedError("the response's head is too long")

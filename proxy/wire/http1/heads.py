@@ -197,15 +197,10 @@ def encode_fields(headers: Headers) -> bytes:
     Raises:
         UnsafeHeaderError: A name is no token, or a value has a control byte.
     """
-    parts: list[bytes] = []
-    safe = True
-    for name, value in headers:
-        if name not in OWN_FIELDS:
-            parts += (name, b": ", value, b"\r\n")
-            # A line end within would match too, as two lines.
-            safe = safe and _LF not in name and _LF not in value
-    block = b"".join(parts)
-    if not (safe and _SAFE_FIELDS.fullmatch(block)):
+    lines = [b"%b: %b\r\n" % field for field in headers if field[0] not in OWN_FIELDS]
+    block = b"".join(lines)
+    # A line end within a header would match too, as two lines.
+    if block.count(_LF) != len(lines) or not _SAFE_FIELDS.fullmatch(block):
         raise UnsafeHeaderError(f"a header cannot be written: {headers!r:.200}")
     return block
 
@@ -239,9 +234,10 @@ def encode_request_head(
         UnsafeHeaderError: A header, the method or the target cannot be written.
     """
     begin = _request_begin(method, target, host)
-    length = b"content-length: %d\r\n" % len(body) if body or method in _WITH_LENGTH else b""
     fields = headers if isinstance(headers, bytes) else encode_fields(headers)
-    return b"%b%b%b\r\n" % (begin, fields, length)
+    if body or method in _WITH_LENGTH:
+        return b"%b%bcontent-length: %d\r\n\r\n" % (begin, fields, len(body))
+    return b"%b%b\r\n" % (begin, fields)
 
 
 @lru_cache(maxsize=128)  # The legs have the same few.

@@ -217,7 +217,8 @@ class IncomingRequest:
 
     def begin(self) -> None:
         """Begin a further request."""
-        self._release_waiting()
+        if self.charged:
+            self._release_waiting()
         self.begun = True
         self._checked = 0
         self._skip_blank = True
@@ -257,8 +258,9 @@ class IncomingRequest:
 
     def skip_body(self) -> bool:
         """Remove the body from the buffer if all of it has arrived; return whether it has."""
-        length = self._arrived_length()
-        if length is None:
+        assert self.head is not None
+        length = self.head.content_length or 0
+        if self.head.chunked or len(self.buffer) < length:
             return False
         self.buffer = self.buffer[length:]
         return True
@@ -271,14 +273,14 @@ class IncomingRequest:
         """
         head, arrived = self.head, self.buffer
         assert head is not None
-        self._body.check_length(head.content_length or 0)
-        length = self._arrived_length()
-        if length is not None:
-            self._body.hold(length)
+        body, length = self._body, head.content_length or 0
+        body.check_length(length)
+        if len(arrived) >= length and not head.chunked:
+            body.hold(length)
             self.buffer = arrived[length:]
             return arrived[:length]
         self.buffer = b""
-        self._body.begin(head)
+        body.begin(head)
         self._body_since_s = self._clock()
         return self.feed_body(arrived) if arrived else None
 
@@ -340,9 +342,3 @@ class IncomingRequest:
         self.buffer = b""
         self._release_waiting()
         self._body.drop()
-
-    def _arrived_length(self) -> int | None:
-        """Return the length of the body if it is declared and all of it has arrived."""
-        assert self.head is not None
-        length = self.head.content_length or 0
-        return None if self.head.chunked or len(self.buffer) < length else length

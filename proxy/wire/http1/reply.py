@@ -79,9 +79,9 @@ class Http1Reply(ReplyState[ReplyTransport]):
             body = b""
         if len(body) > _JOIN_BYTES:
             self._send(head)
-            self._send(body)
         else:
-            self._send(head + body)
+            body = head + body
+        self._send(body)
         self._finish()
 
     def start(self, status: int, headers: Headers) -> None:

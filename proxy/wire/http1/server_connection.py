@@ -398,7 +398,8 @@ class ServerConnection(asyncio.Protocol):
         )
         self._reply = reply
         self._stage = _ANSWER
-        self.closes_after_answer |= not head.keep_alive
+        if not head.keep_alive:
+            self.closes_after_answer = True
         self._watch_writes()
         return reply
 
