@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +64,12 @@ class Slices:
     def __init__(self, role: Role | None) -> None:
         self.version = ""
         self._role = role
-        self._by_name: dict[str, Mapping[str, Any]] = {}
-        # The engines of those that were looked at, each with what names its pod.
-        self._engines_of: dict[str, list[tuple[str, Found]]] = {}
+        self._found: dict[Target, Found] = {}
+        # What slices say of pods; of that what counts; and the pods that have an address.
+        self._by_slice: dict[str, list[tuple[str, Found]]] = {}
+        self._by_pod: defaultdict[str, dict[tuple[str, Target], Found]] = defaultdict(dict)
+        self._counted: dict[str, dict[Target, Found]] = {}
+        self._pods_at: defaultdict[Target, dict[str, Found]] = defaultdict(dict)
         self._unnamed: set[str] = set()  # Without a role; logged once.
 
     def replace(self, pages: "list[Mapping[str, Any]]") -> None:
@@ -77,11 +80,14 @@ class Slices:
         """
         try:
             by_name = {_name(one): one for page in pages for one in page["items"] or ()}
-            version = pages[-1]["metadata"]["resourceVersion"]
+            self.version = pages[-1]["metadata"]["resourceVersion"]
         except (KeyError, TypeError) as error:
             raise WatchError(f"no list of EndpointSlices: {error!r}") from None
-        self._by_name, self.version = by_name, version
-        self._engines_of.clear()
+        self._unnamed &= by_name.keys()
+        for name in [name for name in self._by_slice if name not in by_name]:
+            self._put(name, [])
+        for name, one in by_name.items():
+            self._put(name, self._engines(one))
 
     def apply(self, line: bytes) -> bool:
         """Take a change; return whether the slices are others now.
@@ -99,61 +105,91 @@ class Slices:
             if kind == "BOOKMARK":
                 return False
             name = _name(thing)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WatchError(f"no change of an EndpointSlice: {error!r}") from None
-        self._engines_of.pop(name, None)
         if kind == "DELETED":
-            self._by_name.pop(name, None)
+            self._unnamed.discard(name)
+            self._put(name, [])
         else:
-            self._by_name[name] = thing
+            self._put(name, self._engines(thing))
         return True
 
     def view(self) -> View:
         """Return the engines. What is not as it should be in a slice is left out."""
-        found: dict[Target, Found] = {}
-        seen: dict[str, str] = {}  # The family in which a pod counts.
-        for name, one in sorted(self._by_name.items(), key=lambda item: _family(item[1])):
-            if name not in self._engines_of:
-                self._engines_of[name] = list(self._engines(one))
-            for pod, engine in self._engines_of[name]:
-                if seen.setdefault(pod, _family(one)) != _family(one):
-                    continue
-                before = found.get(engine.target)
-                # Of one that is in two slices, the worse news is the later.
-                if before is None or engine.leaving:
-                    found[engine.target] = engine
-        return found
+        return self._found.copy()
 
-    def _engines(self, one: Mapping[str, Any]) -> Iterator[tuple[str, Found]]:
-        """Yield the engines of a slice, each with what names its pod."""
-        name, labels = _name(one), one["metadata"].get("labels") or {}
-        role = self._role or _role(labels.get(ROLE_LABEL))
-        port = _port(one.get("ports") or ())
-        if role is None or port is None or _family(one) not in _FAMILIES:
-            if name not in self._unnamed:
-                self._unnamed.add(name)
-                what = f"the label {ROLE_LABEL}" if role is None else "one port, or one named api"
-                fields = {"slice": name, "reason": f"it needs {what}"}
-                _log.warning("an EndpointSlice is left out", extra={"fields": fields})
-            return
-        scheme, number = port
-        for endpoint in one.get("endpoints") or ():
-            conditions = endpoint.get("conditions") or {}
-            try:
-                host = valid_host(endpoint["addresses"][0])
-            except (KeyError, IndexError, TypeError, ConfigError):
-                continue
-            target = Target(role, EngineUrl(scheme, host, number).base)
-            pod = (endpoint.get("targetRef") or {}).get("uid") or host
-            # A condition that is not told is true, but for the last.
-            yield (
-                f"{role.value} {pod}",
-                Found(
-                    target,
-                    ready=conditions.get("ready") is not False,
-                    leaving=conditions.get("terminating") is True,
-                ),
+    def _put(self, name: str, engines: list[tuple[str, Found]]) -> None:
+        """Take what a slice says now, and look at the pods that it names or named."""
+        before = self._by_slice.pop(name, [])
+        if engines:
+            self._by_slice[name] = engines
+        for pod, one in before:
+            self._by_pod[pod].pop((name, one.target), None)
+        for pod, one in sorted(engines, key=lambda told: _news(told[1])):
+            self._by_pod[pod][name, one.target] = one
+        for pod in dict.fromkeys(pod for pod, _ in (*before, *engines)):
+            said = sorted(self._by_pod[pod].values(), key=_news)
+            # With addresses of both families it counts once.
+            counted = [one for one in said if "[" not in one.target.url] or said
+            self._count(pod, {one.target: one for one in counted})
+
+    def _count(self, pod: str, engines: dict[Target, Found]) -> None:
+        for target in self._counted.pop(pod, {}) | engines:
+            pods = self._pods_at[target]
+            pods.pop(pod, None)
+            if target in engines:
+                pods[pod] = engines[target]
+            if pods:  # A pod may end while the next one has its address.
+                self._found[target] = max(pods.values(), key=_news)
+            else:
+                del self._pods_at[target], self._found[target]
+        if engines:
+            self._counted[pod] = engines
+        else:
+            del self._by_pod[pod]
+
+    def _engines(self, one: Mapping[str, Any]) -> list[tuple[str, Found]]:
+        """Return the engines of a slice, each with what names its pod."""
+        name, reason = _name(one), "it is malformed"
+        try:
+            role = self._role or _role((one["metadata"].get("labels") or {}).get(ROLE_LABEL))
+            port = _port(one.get("ports") or ())
+            if role is not None and port is not None and one.get("addressType") in _FAMILIES:
+                return list(_engines(one, role, *port))
+            reason = (
+                f"it needs the label {ROLE_LABEL}"
+                if role is None
+                else "it needs one port, or one named api"
             )
+        except (AttributeError, KeyError, TypeError):
+            pass
+        if name not in self._unnamed:
+            self._unnamed.add(name)
+            fields = {"slice": name, "reason": reason}
+            _log.warning("an EndpointSlice is left out", extra={"fields": fields})
+        return []
+
+
+def _engines(
+    one: Mapping[str, Any], role: Role, scheme: str, number: int
+) -> Iterator[tuple[str, Found]]:
+    for endpoint in one.get("endpoints") or ():
+        conditions = endpoint.get("conditions") or {}
+        try:
+            host = valid_host(endpoint["addresses"][0])
+        except (KeyError, IndexError, TypeError, ConfigError):
+            continue
+        target = Target(role, EngineUrl(scheme, host, number).base)
+        pod = (endpoint.get("targetRef") or {}).get("uid") or host
+        # A condition that is not told is true, but for the last.
+        yield (
+            f"{role.value} {pod}",
+            Found(
+                target,
+                ready=conditions.get("ready") is not False,
+                leaving=conditions.get("terminating") is True,
+            ),
+        )
 
 
 def _error(status: Mapping[str, Any]) -> WatchError:
@@ -162,13 +198,14 @@ def _error(status: Mapping[str, Any]) -> WatchError:
     return kind(message)
 
 
+def _news(one: Found) -> tuple[bool, bool]:
+    """Order what is said of one address: of two slices or pods the later counts."""
+    return one.leaving, one.ready
+
+
 def _name(one: Mapping[str, Any]) -> str:
     metadata = one["metadata"]
     return f"{metadata['namespace']}/{metadata['name']}"
-
-
-def _family(one: Mapping[str, Any]) -> str:
-    return str(one.get("addressType"))
 
 
 def _role(word: object) -> Role | None:
@@ -178,10 +215,11 @@ def _role(word: object) -> Role | None:
 def _port(ports: Sequence[Mapping[str, Any]]) -> tuple[str, int] | None:
     """Return the scheme and number of the port of the API: the one of that name, or the only one."""
     named = [one for one in ports if one.get("name") in _PORT_NAMES] or ports
-    if len(named) != 1 or not isinstance(named[0].get("port"), int):
+    number = named[0].get("port") if len(named) == 1 else None
+    if not (isinstance(number, int) and 0 < number < 65_536):
         return None
     is_https = "https" in (named[0].get("name"), named[0].get("appProtocol"))
-    return "https" if is_https else "http", named[0]["port"]
+    return "https" if is_https else "http", number
 
 
 # A long answer, line by line.
@@ -194,10 +232,12 @@ class LineStream:
 
     Attributes:
         status: 0 until the head came.
+        answered: Set when it came, or the answer broke off.
     """
 
     def __init__(self) -> None:
         self.status = 0
+        self.answered = asyncio.Event()
         self._lines: deque[bytes] = deque()
         self._rest = b""
         self._error: WireError | None = None
@@ -228,6 +268,7 @@ class LineStream:
         """Keep the status."""
         del headers
         self.status = status
+        self.answered.set()
 
     def on_data(self, data: bytes) -> None:
         """Cut lines."""
@@ -249,6 +290,7 @@ class LineStream:
     def on_error(self, error: WireError) -> None:
         """Break off."""
         self._error = self._error or error
+        self.answered.set()
         self._more.set()
 
 
@@ -256,11 +298,12 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PAGE_ITEMS = 500
 _PAGE_BYTES = 32 << 20
 _LIST_S = 30.0
+_MOST_PAGES = 1_000
 _WATCH_S = (240, 300)
-# Beyond that a watch has stopped without a word.
-_OVERDUE_S = 30.0
+# A server sends a bookmark about once a minute. After longer silence it is asked again, and answers in time.
+_SILENCE_S, _ANSWER_S = 90.0, 15.0
 _SHORT_S = 1.0
-_BACKOFF_S = (0.5, 30.0)
+_BACKOFF_S = (0.5, 10.0)
 
 
 class KubernetesSlices:
@@ -289,6 +332,7 @@ class KubernetesSlices:
         self._slices = Slices(role)
         self._connect, self._account, self._rng = connect, account, rng
         self._endpoint: Endpoint | None = None
+        self._authority = b""  # Whom it trusts.
         self._backoff_s = _BACKOFF_S[0]
 
     async def run(self, tell: "Callable[[View], None]") -> None:
@@ -305,7 +349,7 @@ class KubernetesSlices:
                     _log.debug("listed again", extra={"fields": {"reason": str(error)}})
                     self._slices.version = ""
                     await self._wait()
-                except (WireError, OSError, WatchError, ConfigError) as error:
+                except (BalanceRouteError, OSError, UnicodeDecodeError) as error:
                     fields = {"selector": self._selector, "reason": str(error)}
                     _log.warning("EndpointSlices cannot be watched", extra={"fields": fields})
                     if isinstance(error, WatchError):
@@ -321,45 +365,41 @@ class KubernetesSlices:
 
     async def _list(self) -> None:
         pages: list[Mapping[str, Any]] = []
-        following = ""
-        while True:
+        following: object = None
+        while following or not pages:
+            if len(pages) == _MOST_PAGES:
+                raise WatchError(f"a list of more than {_MOST_PAGES} pages")
             more = {"continue": following} if following else {}
             response = await fetch(
-                self._server(),
-                b"GET",
-                self._target(limit=_PAGE_ITEMS, **more),
-                self._headers(),
-                b"",
-                timeout_s=_LIST_S,
-                max_bytes=_PAGE_BYTES,
+                *self._request(limit=_PAGE_ITEMS, **more), timeout_s=_LIST_S, max_bytes=_PAGE_BYTES
             )
             _check(response.status, response.body)
             try:
-                page = json.loads(response.body)
-                pages.append(page)
-                following = page["metadata"].get("continue") or ""
+                pages.append(json.loads(response.body))
+                following = pages[-1]["metadata"].get("continue")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise WatchError(f"no list of EndpointSlices: {error!r}") from None
-            if not following:
-                break
         self._slices.replace(pages)
 
     async def _watch(self, tell: "Callable[[View], None]") -> bool:
         """Take changes until the server ends the watch; return whether it was one of some length."""
         clock = asyncio.get_running_loop().time
-        began_s, limit_s = clock(), self._rng.randint(*_WATCH_S)
-        target = self._target(
+        began_s = clock()
+        endpoint, method, target, headers, body = self._request(
             watch=1,
             allowWatchBookmarks="true",
             resourceVersion=self._slices.version,
-            timeoutSeconds=limit_s,
+            timeoutSeconds=self._rng.randint(*_WATCH_S),
         )
         stream = LineStream()
-        call = self._server().request(b"GET", target, self._headers(), b"", stream)
+        call = endpoint.request(method, target, headers, body, stream)
         changed = False
         try:
-            async with asyncio.timeout(limit_s + _OVERDUE_S):
+            async with asyncio.timeout(_ANSWER_S) as limit:
+                await stream.answered.wait()
+                limit.reschedule(clock() + _SILENCE_S)
                 while (line := await stream.next()) is not None:
+                    limit.reschedule(clock() + _SILENCE_S)
                     _check(stream.status, line)
                     changed |= self._slices.apply(line)
                     # What has come together is one reading.
@@ -369,7 +409,9 @@ class KubernetesSlices:
                     self._backoff_s = _BACKOFF_S[0]
                 _check(stream.status, b"")
         except TimeoutError:
-            _log.debug("a watch of EndpointSlices ended without a word")
+            if not stream.answered.is_set():
+                raise TimeoutError(f"no answer from {endpoint.name} in {_ANSWER_S:g} s") from None
+            _log.debug("a watch of EndpointSlices fell silent")
         finally:
             call.abort()
             if changed:  # A line behind it could not be used.
@@ -379,26 +421,32 @@ class KubernetesSlices:
         self._backoff_s = _BACKOFF_S[0]
         return True
 
-    def _server(self) -> "Endpoint":
-        if self._endpoint is None:
-            self._endpoint = self._connect()
-        return self._endpoint
+    def _request(self, **query: object) -> "tuple[Endpoint, bytes, bytes, Headers, bytes]":
+        """Return whom to ask, and what; all but the body's handler.
 
-    def _target(self, **query: object) -> bytes:
-        namespace = self._namespace or self._read("namespace")
-        path = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
-        return f"{path}?{urlencode({'labelSelector': self._selector, **query})}".encode()
-
-    def _headers(self) -> Headers:
+        What the account's folder has is read each time: tokens and certificates are replaced before they
+        expire. A local proxy of kubectl needs none.
+        """
+        try:
+            authority = (self._account / "ca.crt").read_bytes()
+        except FileNotFoundError:
+            authority = b""
+        if self._endpoint is None or authority != self._authority:
+            endpoint = self._connect()
+            if self._endpoint is not None:
+                self._endpoint.close()
+            self._endpoint, self._authority = endpoint, authority
         headers = [
             (b"user-agent", f"balanceroute/{__version__}".encode()),
             (b"accept", b"application/json"),
             (b"accept-encoding", b"identity"),
         ]
-        # Read each time: tokens are replaced before they expire. A local proxy of kubectl needs none.
-        if self._server().name.startswith("https://"):
+        if self._endpoint.name.startswith("https://"):
             headers.append((b"authorization", f"Bearer {self._read('token')}".encode()))
-        return headers
+        namespace = self._namespace or self._read("namespace")
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
+        target = f"{path}?{urlencode({'labelSelector': self._selector, **query})}".encode()
+        return self._endpoint, b"GET", target, headers, b""
 
     def _read(self, name: str) -> str:
         return (self._account / name).read_text(encoding="utf-8").strip()

@@ -54,6 +54,7 @@ class ApiServer:
         requests: All that it got.
         page_items: Slices of a page.
         failure: A status to answer in place of all else; 0 for none.
+        silent: Whether it answers nothing, as one that was stopped.
     """
 
     slices: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -61,13 +62,14 @@ class ApiServer:
     oldest: int = 100
     page_items: int = 500
     failure: int = 0
+    silent: bool = False
     requests: list[HttpRequest] = field(default_factory=list)
     watches: list[Reply] = field(default_factory=list)
     _changes: list[tuple[int, bytes]] = field(default_factory=list)
 
-    async def start(self, ssl: Any = None) -> None:
+    async def start(self, ssl: Any = None, port: int = 0) -> None:
         self.server = Server(self._answer)
-        await self.server.start("127.0.0.1", 0, ssl=ssl)
+        await self.server.start("127.0.0.1", port, ssl=ssl)
 
     @property
     def url(self) -> str:
@@ -130,6 +132,8 @@ class ApiServer:
     def _answer(self, request: HttpRequest, reply: Reply) -> None:
         self.requests.append(request)
         query = {key: values[0] for key, values in parse_qs(request.query.decode()).items()}
+        if self.silent:
+            return
         if self.failure:
             self._refuse(reply, self.failure, "it fails")
         elif request.path.decode() != PATH or "labelSelector" not in query:

@@ -1,10 +1,13 @@
 """Engines in EndpointSlices."""
 
 import json
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from tests.live.discovery.api_server import endpoint, slice_of
+from tests.live.opcodes import counted
 
 from balanceroute.proxy.live.discovery.kubernetes import ExpiredError, Slices, WatchError
 from balanceroute.proxy.live.engines.instances import Role
@@ -22,11 +25,12 @@ def line(kind: str, thing: dict[str, Any], version: int = 8) -> bytes:
 
 
 def shown(known: Slices) -> list[str]:
+    """Return the engines, by their addresses."""
     return [
         f"{one.target.role.value} {one.target.url}"
         + ("" if one.ready else " not ready")
         + (" leaving" if one.leaving else "")
-        for one in known.view().values()
+        for one in sorted(known.view().values(), key=lambda one: one.target.url)
     ]
 
 
@@ -64,7 +68,12 @@ def test_a_pod_with_addresses_of_two_families_is_one_engine() -> None:
     known = listed(
         slice_of("a6", "decode", [six, alone], family="IPv6"), slice_of("b4", "decode", [four])
     )
-    assert shown(known) == ["decode http://10.0.0.1:8000", "decode http://[fd00::2]:8000"]
+    both = ["decode http://10.0.0.1:8000", "decode http://[fd00::2]:8000"]
+    assert shown(known) == both
+    assert known.apply(line("DELETED", slice_of("b4", "decode", [])))
+    assert shown(known) == ["decode http://[fd00::1]:8000", both[1]]
+    assert known.apply(line("ADDED", slice_of("b4", "decode", [four])))
+    assert shown(known) == both
 
 
 def test_an_endpoint_in_two_slices_leaves_if_one_says_so() -> None:
@@ -76,12 +85,63 @@ def test_an_endpoint_in_two_slices_leaves_if_one_says_so() -> None:
         assert shown(known) == ["decode http://10.0.0.1:8000 leaving"]
 
 
+def test_a_pod_that_gets_the_address_of_one_that_ends_waits_for_its_end() -> None:
+    old, new = endpoint("10.0.0.1", terminating=True), endpoint("10.0.0.1", ready=False)
+    new["targetRef"] = {"uid": "new"}
+    known = listed(slice_of("d", "decode", [old, new]))
+    assert shown(known) == ["decode http://10.0.0.1:8000 leaving"]
+    known.apply(line("MODIFIED", slice_of("d", "decode", [new])))
+    assert shown(known) == ["decode http://10.0.0.1:8000 not ready"]
+    known.apply(line("MODIFIED", slice_of("d", "decode", [])))
+    assert shown(known) == []
+
+
+def test_random_changes_leave_what_a_list_of_the_same_slices_gives() -> None:
+    rng, known = random.Random(3), listed()
+    slices: dict[str, dict[str, Any]] = {}
+    for _ in range(400):
+        name, family = rng.choice([("a", "IPv4"), ("b", "IPv4"), ("c", "IPv6"), ("d", "IPv6")])
+        kind = "DELETED" if name in slices and rng.random() < 0.2 else "MODIFIED"
+        ends = []
+        for pod in rng.sample(range(5), rng.randrange(4)):
+            # Two pods have the same address.
+            host = f"10.0.0.{pod % 4}" if family == "IPv4" else f"fd00::{pod % 4}"
+            end = endpoint(host, ready=rng.random() < 0.9, terminating=rng.random() < 0.3)
+            ends.append(end | {"targetRef": {"uid": f"pod {pod}"}})
+        one = slice_of(name, rng.choice(["prefill", "decode"]), ends, family=family)
+        known.apply(line(kind, one))
+        slices.pop(name, None)
+        if kind == "MODIFIED":
+            slices[name] = one
+        assert set(shown(known)) == set(shown(listed(*slices.values())))
+
+
+def test_a_change_costs_what_it_touches() -> None:
+    def cost(slices: int) -> int:
+        ends = [[endpoint(f"10.0.{number // 200}.{number % 200}")] for number in range(slices)]
+        known = listed(*(slice_of(f"d{at}", "decode", end) for at, end in enumerate(ends)))
+        change = line("MODIFIED", slice_of("d0", "decode", [endpoint("10.9.0.1")]))
+        opcodes = Counter[str]()
+        with counted(opcodes):
+            known.apply(change)
+            view = known.view()
+        assert len(view) == slices
+        return opcodes.total()
+
+    assert cost(10) == cost(1_000)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"ports": None},
         {"ports": [{"name": "a", "port": 1}, {"name": "b", "port": 2}]},
         {"ports": [{"name": "api"}]},
+        {"ports": [{"name": "api", "port": 70_000}]},
+        {"ports": {"api": 1}},
+        {"ports": "api"},
+        {"endpoints": 5},
+        {"endpoints": ["10.0.0.1"]},
         {"addressType": "FQDN"},
         {"endpoints": None},
         {"endpoints": [{"addresses": []}, {"addresses": ["a b"]}, {}]},
@@ -111,7 +171,7 @@ def test_changes_are_applied_and_bookmarks_move_the_version() -> None:
     known = listed(slice_of("d", "decode", [endpoint("10.0.0.1")]))
     assert known.apply(line("ADDED", slice_of("e", "decode", [endpoint("10.0.0.2")]), 8))
     assert known.apply(line("MODIFIED", slice_of("d", "decode", [endpoint("10.0.0.3")]), 9))
-    assert shown(known) == ["decode http://10.0.0.3:8000", "decode http://10.0.0.2:8000"]
+    assert shown(known) == ["decode http://10.0.0.2:8000", "decode http://10.0.0.3:8000"]
     assert known.apply(line("DELETED", slice_of("d", "decode", []), 10))
     assert not known.apply(line("BOOKMARK", {}, 15))
     assert known.version == "15"
@@ -130,7 +190,15 @@ def test_an_error_in_a_watch_is_raised(code: int | None, error: type[Exception])
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"[]", b"{}", b'{"type": "ADDED", "object": {"metadata": {}}}', b"[" * 10**5],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"type": "ERROR", "object": []}',
+        b'{"type": "ADDED", "object": {"metadata": {}}}',
+        b"[" * 10**5,
+    ],
 )
 def test_what_is_no_change_is_an_error(text: bytes) -> None:
     with pytest.raises(WatchError, match="no change of an EndpointSlice"):
