@@ -8,10 +8,13 @@ CARGO := $(firstword $(shell command -v cargo) $(wildcard $(HOME)/.cargo/bin/car
 CRATE := proxy/pump
 NATIVE := .venv/.native
 DOCS := build/docs-venv
+JOBS ?= auto
+# A file stays in one process, where its fixtures are.
+PYTEST = $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
 export CARGO_TARGET_DIR := $(CURDIR)/build/native
 
 .DEFAULT_GOAL := check
-.PHONY: check install native check-native lint types test test-without-native test-vllm test-deploy demo qos simulate bench docs fmt clean help
+.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy demo qos simulate bench docs fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -61,11 +64,14 @@ types: $(INSTALLED) ## mypy --strict
 	@$(BIN)/mypy tests
 	@$(BIN)/mypy scripts
 
-test: $(NATIVE) ## the tests; real processes use the native library, where cargo is
-	@$(BIN)/pytest
+test: $(NATIVE) ## the tests, on JOBS cores; real processes use the native library, where cargo is
+	@$(PYTEST)
+
+test-all: $(NATIVE) ## all cases: every policy, and both event loops (about twice as long)
+	@$(PYTEST) -m "not slow"
 
 test-without-native: $(INSTALLED) ## those that stream through real processes again, in Python alone
-	@TEST_NATIVE=off $(BIN)/pytest $(STREAMING)
+	@TEST_NATIVE=off $(PYTEST) $(STREAMING)
 
 test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 20 minutes, and 6 GB once)
 	@$(BIN)/python scripts/checks engines

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 from tests.core.known_request import Known
 from tests.core.reserved_ranks import reserved_ranks
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.errors import LifecycleError
@@ -706,6 +707,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 POLICIES_DRIVEN = ["jsq", "round-robin", "power-of-two", "fifo", "br-0", "br-0 --paper"]
 POLICIES_DRIVEN += ["br-0-bypass", "br-h", "br-h --paper", "dynamo-kv"]
+every_policy = pytest.mark.parametrize("name", usually(USUAL_POLICIES, POLICIES_DRIVEN))
 
 
 def some(rng: random.Random, low: int, high: int) -> int | None:
@@ -748,7 +750,7 @@ def random_newcomers(rng: random.Random) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("name", POLICIES_DRIVEN)
+@every_policy
 def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) -> None:
     # Hypothesis shrinks well but rarely goes deep; a plain walk visits every state hundreds of
     # times. It is the same machine.
@@ -782,7 +784,7 @@ def test_a_long_random_walk_agrees_with_the_naive_model(name: str, seed: int) ->
     machine.teardown()
 
 
-@pytest.mark.parametrize("name", POLICIES_DRIVEN)
+@every_policy
 def test_every_order_of_events_agrees_with_the_naive_model(name: str) -> None:
     class Machine(SchedulerMachine):
         def __init__(self) -> None:

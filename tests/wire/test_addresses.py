@@ -162,6 +162,7 @@ def test_an_engine_that_moved_is_found_once_its_old_address_refuses() -> None:
     play(scene, ["127.0.0.1"])
 
 
+@pytest.mark.both_loops
 def test_every_address_is_tried() -> None:
     async def scene(site: Site) -> None:
         assert await site.who() == "127.0.0.1"
@@ -238,6 +239,7 @@ def test_a_name_that_never_resolved(answer: list[str] | Exception | None, kind: 
     play(scene, answer)
 
 
+@pytest.mark.both_loops
 def test_a_call_may_be_aborted_while_its_name_is_resolved() -> None:
     async def scene(site: Site) -> None:
         with pytest.raises(WireError):

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import pytest
+
 from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -83,6 +85,7 @@ async def test_a_chunked_body_counts_as_it_comes(serving: "Serving", connect: "C
         assert desk.bodies == [b"a" * 600]
 
 
+@pytest.mark.both_loops
 async def test_who_leaves_and_who_needs_the_body_no_more_gives_room(
     serving: "Serving", connect: "Connect"
 ) -> None:

@@ -108,6 +108,7 @@ def play(scenario: Scenario, **limits: Any) -> None:
     run_virtually(main, seed=1)
 
 
+@pytest.mark.both_loops
 def test_beyond_the_limit_a_newcomer_is_told_to_come_again() -> None:
     async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
         busy = [await connect() for _ in range(8)]
@@ -361,6 +362,7 @@ def test_who_waits_for_100_continue_has_a_second_more() -> None:
     play(scenario, connection_limit=1)
 
 
+@pytest.mark.both_loops
 def test_a_refusal_that_is_on_its_way_arrives() -> None:
     """A reset overtook it where somebody else wanted the place."""
 
@@ -589,6 +591,7 @@ async def test_over_tls_a_client_that_does_not_help_to_close_is_evicted_all_the_
 @pytest.mark.parametrize(
     "begun", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x01\x00\x01\x00\x00\xfc\x03\x03"]
 )
+@pytest.mark.both_loops
 async def test_half_tls_handshakes_keep_nobody_out(
     contexts: "tuple[SSLContext, SSLContext]", begun: bytes
 ) -> None:

@@ -43,6 +43,7 @@ def test_probes_take_the_second_half_of_the_time(
 
 @linux
 @pytest.mark.parametrize(("timeout_s", "is_set"), [(30.0, True), (0.0, False)])
+@pytest.mark.both_loops
 async def test_connections_to_engines_are_watched(
     engine: "Engine", timeout_s: float, is_set: bool
 ) -> None:

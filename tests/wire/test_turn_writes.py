@@ -73,6 +73,7 @@ class Bench:
         return self.recorders[0].asked
 
 
+@pytest.mark.both_loops
 def test_the_writes_of_a_turn_are_one_at_its_end() -> None:
     bench = Bench()
     for turn in (b"1", b"2"):
@@ -93,6 +94,7 @@ def test_what_waits_goes_before_anything_else(ask: str) -> None:
     assert bench.asked == [b"a", ask]
 
 
+@pytest.mark.both_loops
 def test_the_size_of_the_buffer_is_that_of_what_the_socket_did_not_take() -> None:
     bench = Bench()
     bench.transports[0].write(b"a")
@@ -132,6 +134,7 @@ def test_a_writer_without_end_fills_the_socket(size: int) -> None:
     assert b"".join(cast("list[bytes]", bench.asked)) == b"".join(sent)
 
 
+@pytest.mark.both_loops
 def test_a_connection_lost_meanwhile_is_written_to_no_more() -> None:
     bench = Bench(2)
     for transport in bench.transports:

@@ -2,6 +2,8 @@
 
 import socket
 
+import pytest
+
 from balanceroute.proxy.wire.turn_writes import WriteProgress, held_by_kernel
 
 
@@ -28,6 +30,7 @@ def test_a_taken_byte_or_an_empty_buffer_is_progress() -> None:
     assert not writes.has_stalled(138.9, written=12, waiting=3)
 
 
+@pytest.mark.both_loops
 def test_what_the_peer_acknowledges_is_progress() -> None:
     writes = WriteProgress(8.0)
     writes.begin(100.0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import as_file, files
 
 import pytest
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, Survival
 from balanceroute.predictors.past import features_of
@@ -156,7 +157,7 @@ def watched(
     return simulation
 
 
-every_policy = pytest.mark.parametrize("name", POLICIES)
+every_policy = pytest.mark.parametrize("name", usually(USUAL_POLICIES, POLICIES))
 every_deployment = pytest.mark.parametrize("deployment", DEPLOYMENTS.values(), ids=DEPLOYMENTS)
 every_pace = pytest.mark.parametrize("workload", PACES.values(), ids=PACES)
 

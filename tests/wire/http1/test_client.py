@@ -176,6 +176,7 @@ WHOLE = {
 
 @pytest.mark.parametrize(("answer", "body"), WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("split", [False, True])
+@pytest.mark.both_loops
 async def test_a_response_is_read_and_its_connection_reused(
     engine: "Engine", answer: bytes, body: bytes, *, split: bool
 ) -> None:
@@ -337,6 +338,7 @@ async def test_a_response_that_is_cut_is_an_error_in_every_phase(
         assert raw.endpoint.idle == 0
 
 
+@pytest.mark.both_loops
 async def test_a_reset_never_ends_a_body_without_a_length(engine: "Engine") -> None:
     handlers: list[Handler] = []
     script = answer_and_close(
@@ -444,6 +446,7 @@ async def test_a_closed_endpoint_keeps_nothing(engine: "Engine") -> None:
     "answer",
     [None, b"", b"HTTP/1.1 200", STREAM, STREAM + b"4\r\ndata\r\n", b"HTTP/1.1 200 O\r\n\r\n"],
 )
+@pytest.mark.both_loops
 async def test_an_aborted_call_closes_its_connection_and_stays_silent(
     engine: "Engine", answer: bytes | None
 ) -> None:
@@ -496,6 +499,7 @@ async def test_a_call_may_be_aborted_from_within_a_callback(
         assert raw.endpoint.idle == 0
 
 
+@pytest.mark.both_loops
 async def test_a_paused_call_holds_the_engine_back(engine: "Engine") -> None:
     piece = bytes(100_000)
     total = 40_000_000  # More than sockets hold.
@@ -537,6 +541,7 @@ async def test_a_paused_call_holds_the_engine_back(engine: "Engine") -> None:
         assert (await exchange(raw.endpoint)).body == b"ok"
 
 
+@pytest.mark.both_loops
 async def test_a_connection_paused_at_its_end_is_read_again(engine: "Engine") -> None:
     async with engine(answering(OK, OK)) as raw:
         handler, call = begin(raw.endpoint)

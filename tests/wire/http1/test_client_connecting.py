@@ -83,6 +83,7 @@ async def test_a_refused_connection_was_never_sent_anything() -> None:
 
 
 @pytest.mark.parametrize("banner", [b"", b"220 mail ESMTP\r\n"])
+@pytest.mark.both_loops
 async def test_an_engine_that_closes_at_once_is_an_error(engine: "Engine", banner: bytes) -> None:
     async def slam(connection: "RawConnection") -> None:
         connection.send(banner)
@@ -114,6 +115,7 @@ async def test_a_connection_lost_before_its_request_was_never_sent_anything(
 
 
 @pytest.mark.parametrize("later", [False, True])
+@pytest.mark.both_loops
 async def test_a_call_aborted_while_its_connection_opens_is_forgotten(
     engine: "Engine",
     monkeypatch: pytest.MonkeyPatch,
@@ -177,6 +179,7 @@ async def test_a_connection_that_was_taken_during_a_standstill_is_in_time() -> N
     await listener.wait_closed()
 
 
+@pytest.mark.both_loops
 async def test_a_name_that_cannot_be_resolved_is_a_connect_error() -> None:
     endpoint = Endpoint("a" * 64 + ".invalid", 80)
     handler = await exchange(endpoint)
@@ -185,6 +188,7 @@ async def test_a_name_that_cannot_be_resolved_is_a_connect_error() -> None:
     await until(lambda: endpoint.connections == 0)
 
 
+@pytest.mark.both_loops
 async def test_an_engine_behind_tls_is_verified(contexts: "tuple[SSLContext, SSLContext]") -> None:
     served = asyncio.Event()
 

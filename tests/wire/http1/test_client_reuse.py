@@ -140,6 +140,7 @@ async def test_a_reused_connection_that_dies_takes_the_other_idle_ones_with_it(
 
 
 @pytest.mark.parametrize("end", ["closed", "reset", "spoke"])
+@pytest.mark.both_loops
 async def test_a_connection_that_the_kernel_knows_to_be_over_is_not_used_again(end: str) -> None:
     """The loop has not read the engine's FIN, RST or stray bytes, but nothing is lost."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -182,6 +183,7 @@ async def test_a_retry_that_fails_is_an_error_that_remembers_what_was_sent(
         assert raw.accepted == 2
 
 
+@pytest.mark.both_loops
 async def test_a_call_may_be_aborted_while_it_is_retried(engine: "Engine") -> None:
     async with engine(stale(reset=False), answering()) as raw:
         assert (await exchange(raw.endpoint)).ended

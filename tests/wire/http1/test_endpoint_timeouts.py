@@ -43,6 +43,7 @@ async def end(server: Server, endpoint: Endpoint, loop: VirtualLoop) -> None:
     assert (endpoint.connections, endpoint.idle, loop.pending_timers) == (0, 0, 0)
 
 
+@pytest.mark.both_loops
 def test_a_connect_that_hangs_ends_in_time() -> None:
     async def main(loop: VirtualLoop) -> None:
         endpoint = Endpoint("127.0.0.1", 8000)
@@ -101,6 +102,7 @@ def test_a_fetch_of_too_much_is_refused() -> None:
     run(main, seed=0)
 
 
+@pytest.mark.both_loops
 def test_a_cancelled_fetch_closes_its_connection() -> None:
     async def main(loop: VirtualLoop) -> None:
         server, endpoint = await served(loop)

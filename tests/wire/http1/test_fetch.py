@@ -48,6 +48,7 @@ async def keep_silent(connection: "RawConnection") -> None:
     await connection.rest()
 
 
+@pytest.mark.both_loops
 async def test_nothing_is_left_of_pages(engine: "Engine", cyclic: Cyclic) -> None:
     async with engine(telling(*[WHOLE] * TIMES)) as raw:
         for _ in range(TIMES):
@@ -86,6 +87,7 @@ async def test_nothing_is_left_of_pages_that_do_not_come(
         assert not left.keys() & {"Call", "Endpoint", "Response", "WireError", "_Collector"}
 
 
+@pytest.mark.both_loops
 async def test_nothing_is_left_of_one_that_is_cut(engine: "Engine", cyclic: Cyclic) -> None:
     async with engine(telling(WHOLE)) as raw:
         assert len((await get(raw.endpoint, max_bytes=1000, cut=True)).body) > 1000

@@ -18,6 +18,7 @@ def answer(_: "HttpRequest", reply: Reply) -> None:
     reply.send(200, [], b"")
 
 
+@pytest.mark.both_loops
 async def test_every_interface_has_a_socket_of_each_family(connect: "Connect") -> None:
     server = Server(answer)
     try:
@@ -33,6 +34,7 @@ async def test_every_interface_has_a_socket_of_each_family(connect: "Connect") -
     assert server.listening == []
 
 
+@pytest.mark.both_loops
 async def test_an_address_that_the_loop_leaves_out_is_refused() -> None:
     async def without_ipv6(**_: object) -> Any:
         return SimpleNamespace(sockets=(), close=lambda: None)  # As loops do.

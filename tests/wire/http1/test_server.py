@@ -59,6 +59,7 @@ def chunked(*chunks: bytes) -> bytes:
     return b"POST /p HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%b0\r\n\r\n" % coded
 
 
+@pytest.mark.both_loops
 async def test_a_request_reaches_the_application_whole(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -148,6 +149,7 @@ async def test_a_target_may_be_a_url_and_goes_before_host(
         assert (await client.answer()).body == understood
 
 
+@pytest.mark.both_loops
 async def test_who_speaks_tls_to_a_plain_port_is_told_so(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -156,6 +158,7 @@ async def test_who_speaks_tls_to_a_plain_port_is_told_so(
         assert b"this is TLS" in (await client.answer()).body
 
 
+@pytest.mark.both_loops
 async def test_a_large_body_comes_through(serving: "Serving", connect: "Connect") -> None:
     body = bytes(range(256)) * 32_768
     assert len(body) == 8 << 20
@@ -296,6 +299,7 @@ async def test_the_refusals_are_the_embedders(connect: "Connect") -> None:
     await server.drain()
 
 
+@pytest.mark.both_loops
 async def test_it_serves_on_sockets_that_are_bound_already(connect: "Connect") -> None:
     places = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     server = Server(echo)
@@ -314,6 +318,7 @@ async def test_it_serves_on_sockets_that_are_bound_already(connect: "Connect") -
             socket.create_connection(("127.0.0.1", port))
 
 
+@pytest.mark.both_loops
 async def test_who_connects_while_it_is_paused_waits(connect: "Connect") -> None:
     server = Server(echo, limits=ServerLimits(connection_limit=5))
     await server.start_on([socket.create_server(("127.0.0.1", 0)) for _ in range(2)])

@@ -66,6 +66,7 @@ class Desk:
 
 @pytest.mark.parametrize("how", ["close", "finish", "reset"])
 @pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.both_loops
 async def test_a_client_that_leaves_closes_its_reply_once(
     serving: "Serving", connect: "Connect", how: str, *, begun: bool
 ) -> None:
@@ -109,6 +110,7 @@ async def test_a_client_that_leaves_early_is_forgotten(
     assert not desk.replies
 
 
+@pytest.mark.both_loops
 async def test_with_half_close_the_answer_is_still_sent(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -150,6 +152,7 @@ async def test_with_half_close_a_client_that_is_gone_shows_when_written_to(
         assert desk.closed == 1
 
 
+@pytest.mark.both_loops
 async def test_a_client_that_stops_reading_pauses_its_reply_at_the_limit(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -255,6 +258,7 @@ async def test_requests_behind_answers_that_nobody_reads_wait_outside_past_a_bou
             assert len((await client.answer()).body) == len(page)
 
 
+@pytest.mark.both_loops
 async def test_an_aborted_stream_is_flushed_and_visibly_cut(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -341,6 +345,7 @@ async def test_a_server_that_stops_closes_the_idle_and_answers_the_busy(
         assert server.connections == 0
 
 
+@pytest.mark.both_loops
 async def test_a_connection_accepted_just_before_the_stop_is_answered_once(
     serving: "Serving", connect: "Connect"
 ) -> None:
@@ -376,6 +381,7 @@ async def test_a_server_that_was_never_started_drains_and_closes() -> None:
     assert server.connections == 0
 
 
+@pytest.mark.both_loops
 async def test_over_tls_a_fin_is_a_client_that_leaves_even_with_half_close(
     contexts: "tuple[SSLContext, SSLContext]",
     caplog: pytest.LogCaptureFixture,

@@ -53,6 +53,7 @@ class Scene:
         assert self._loop.pending_timers == 0
 
 
+@pytest.mark.both_loops
 def test_a_connection_without_a_request_is_closed_silently() -> None:
     async def main(loop: VirtualLoop) -> None:
         scene = Scene(loop)
@@ -225,6 +226,7 @@ def test_a_large_body_may_take_longer_than_a_small_one() -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.both_loops
 def test_a_client_that_stops_reading_is_cut(*, streamed: bool) -> None:
     async def main(loop: VirtualLoop) -> None:
         scene = Scene(loop)

@@ -169,6 +169,7 @@ def test_a_connection_that_is_drained_is_replaced(tmp_path: "Path") -> None:
     play(tmp_path, echo, scenario)
 
 
+@pytest.mark.both_loops
 def test_nobody_there_is_an_error_in_time(tmp_path: "Path") -> None:
     async def scenario(endpoint: Http3Endpoint, server: Server) -> None:
         nowhere = Http3Endpoint("localhost", 9)

@@ -61,6 +61,7 @@ async def test_a_request_is_answered_whole(tmp_path: "Path") -> None:
         assert (b"content-length", b"8") in head.headers
 
 
+@pytest.mark.both_loops
 async def test_a_large_body_and_a_large_answer_pass(tmp_path: "Path") -> None:
     body = bytes(range(256)) * 3_072  # 768 KiB: several windows.
     async with http3_site(echo, tmp_path) as site, site.client() as client:
@@ -277,6 +278,7 @@ async def test_a_comment_begins_a_stream_whose_answer_may_be_any(
         assert dict(answer.headers)[b"x-a"] == b"1"
 
 
+@pytest.mark.both_loops
 async def test_a_drain_lets_present_answers_end(tmp_path: "Path") -> None:
     recorder = Recorder()
     async with http3_site(recorder, tmp_path) as site, site.client() as client:
