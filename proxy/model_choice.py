@@ -27,16 +27,12 @@ from balanceroute.proxy.core.errors import ConfigError
 class Targets:
     """The latency that an answer must keep; an answer that does not is worth nothing.
 
-    Attributes:
-        tpot_ms: Time per output token; None if it does not matter.
-        ttft_ms: Time to the first token; None if it does not matter.
-
     Raises:
         ConfigError: There is no target, or one is not positive.
     """
 
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
+    tpot_ms: float | None = None  # Time per output token; None if it does not matter.
+    ttft_ms: float | None = None  # Time to the first token; None if it does not matter.
 
     def __post_init__(self) -> None:
         given = [one for one in (self.tpot_ms, self.ttft_ms) if one is not None]
@@ -51,15 +47,11 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutlook:
-    """What a request would meet in a group of engines if it were sent there now.
+    """What a request would meet in a group of engines if it were sent there now."""
 
-    Attributes:
-        target_share: Of the targets, what its predicted latency takes; at most 1 if they are kept.
-        healthy: Whether the group has engines that take requests.
-    """
-
+    # Of the targets, what its predicted latency takes; at most 1 if they are kept.
     target_share: float
-    healthy: bool = True
+    healthy: bool = True  # Whether the group has engines that take requests.
 
 
 class ModelChoice(Protocol):

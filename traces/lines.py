@@ -48,31 +48,22 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace.
+    """One request of a trace."""
 
-    Attributes:
-        arrival_ns: When the request arrives, in nanoseconds from the start of the trace.
-        output_tokens: Length of the answer; 0 marks a request that failed when it was recorded.
-        hash_ids: One id per prefix block of the prompt, equal ids for equal prefixes; empty if the
-            trace does not record them.
-        max_tokens: The limit that the client set; None if it set none, or the trace does not record it.
-        tenant: Whose it is; empty if the trace does not say.
-        level: Its class of service; lower goes first, and 0 is the usual one.
-        deadline_ns: How long after its arrival its first token is due; None for never.
-        weight: The share of its tenant.
-        session: The conversation that it is a turn of; empty if the trace does not say.
-    """
-
-    arrival_ns: int
+    arrival_ns: int  # When the request arrives, in nanoseconds from the start of the trace.
     prompt_tokens: int
-    output_tokens: int
+    output_tokens: int  # Length of the answer; 0 marks a request that failed when it was recorded.
+    # One id per prefix block of the prompt, equal ids for equal prefixes; empty if the trace does
+    # not record them.
     hash_ids: tuple[int, ...] = ()
+    # The limit that the client set; None if it set none, or the trace does not record it.
     max_tokens: int | None = None
-    tenant: str = ""
-    level: int = 0
+    tenant: str = ""  # Whose it is; empty if the trace does not say.
+    level: int = 0  # Its class of service; lower goes first, and 0 is the usual one.
+    # How long after its arrival its first token is due; None for never.
     deadline_ns: int | None = None
-    weight: float = 1.0
-    session: str = ""
+    weight: float = 1.0  # The share of its tenant.
+    session: str = ""  # The conversation that it is a turn of; empty if the trace does not say.
 
     def __post_init__(self) -> None:
         """Check types and ranges, so that an invalid record cannot exist.

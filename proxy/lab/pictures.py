@@ -49,15 +49,9 @@ def write_pictures(
     directory: Path,
     style: Mapping[str, float] | None = None,
 ) -> list[Path]:
-    """Draw figures and write each as a PNG file.
+    """Draw figures, by name, and write each as a PNG file into a directory; return the files.
 
-    Args:
-        draws: Makes each figure, by the file's name without its ending.
-        directory: Where to write; it must exist.
-        style: matplotlib settings beside those of every picture.
-
-    Returns:
-        The files, in order.
+    `style` are matplotlib settings beside those of every picture.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -89,16 +83,10 @@ def empty_figure(
     indent: float = 0.012,
     side_inches: float = 0.07,
 ) -> "Figure":
-    """Return an empty figure under a headline.
+    """Return an empty figure under a bold headline and some lines.
 
-    Args:
-        width_inches: Its width.
-        height_inches: Its height without what stands above.
-        headline: The first line, bold.
-        lines: What stands under it.
-        headline_points: Size of the headline's letters.
-        indent: Where the lines begin, as a share of the width.
-        side_inches: Free space left and right of the charts.
+    The height is without these. `indent` is a share of the width, `side_inches` the free space left and right
+    of the charts.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # An extra.
     from matplotlib.figure import Figure  # noqa: PLC0415  # An extra.

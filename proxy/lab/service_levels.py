@@ -26,15 +26,10 @@ class ServiceGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServiceTargets:
-    """What a request must get to count as good.
+    """What a request must get to count as good."""
 
-    Attributes:
-        ttft_s: The longest time to the first token.
-        tpot_s: The longest mean time between tokens.
-    """
-
-    ttft_s: float = inf
-    tpot_s: float = inf
+    ttft_s: float = inf  # The longest time to the first token.
+    tpot_s: float = inf  # The longest mean time between tokens.
 
     def met_by(self, outcome: "ServiceOutcome") -> bool:
         """Return whether a request was answered in full and in time."""
@@ -48,58 +43,35 @@ class ServiceTargets:
 
 @dataclass(frozen=True, slots=True)
 class ServiceOutcome:
-    """What became of a request that arrived in the measured time.
-
-    Attributes:
-        finished: Whether it was answered in full.
-        refused: Whether it was not let in.
-        ttft_s: Time to its first token; None if there was none.
-        tpot_s: Mean time between its tokens; None unless it finished with two or more.
-    """
+    """What became of a request that arrived in the measured time."""
 
     group: ServiceGroup
-    finished: bool
-    refused: bool
-    ttft_s: float | None
-    tpot_s: float | None
+    finished: bool  # Whether it was answered in full.
+    refused: bool  # Whether it was not let in.
+    ttft_s: float | None  # Time to its first token; None if there was none.
+    tpot_s: float | None  # Mean time between its tokens; None unless it finished with two or more.
 
 
 @dataclass(slots=True)
 class GivenService:
-    """What a group got from the ranks in the measured time.
+    """What a group got from the ranks in the measured time."""
 
-    Attributes:
-        requests: Requests that finished.
-        tokens: Prompt tokens of the requests that joined a batch, and output tokens.
-        kv_token_s: KV tokens that were held, times the seconds.
-    """
-
-    requests: float = 0.0
-    tokens: float = 0.0
-    kv_token_s: float = 0.0
+    requests: float = 0.0  # Requests that finished.
+    tokens: float = 0.0  # Prompt tokens of the requests that joined a batch, and output tokens.
+    kv_token_s: float = 0.0  # KV tokens that were held, times the seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """The figures of one group; None if there was nothing to measure.
+    """The figures of one group; None if there was nothing to measure."""
 
-    Attributes:
-        requests: Requests that arrived.
-        refused: Those that were not let in.
-        unserved: Those that were let in and not answered in full: they expired or failed.
-        goodput: Share of the requests that met the targets.
-        share_requests: Share of the requests that finished.
-        share_tokens: Share of the prompt and output tokens.
-        share_kv: Share of the KV-token-seconds on the ranks.
-    """
-
-    requests: float
-    refused: float
-    unserved: float
-    goodput: float | None
-    share_requests: float | None
-    share_tokens: float | None
-    share_kv: float | None
+    requests: float  # Requests that arrived.
+    refused: float  # Those that were not let in.
+    unserved: float  # Those that were let in and not answered in full: they expired or failed.
+    goodput: float | None  # Share of the requests that met the targets.
+    share_requests: float | None  # Share of the requests that finished.
+    share_tokens: float | None  # Share of the prompt and output tokens.
+    share_kv: float | None  # Share of the KV-token-seconds on the ranks.
     ttft_s_p50: float | None
     ttft_s_p95: float | None
     ttft_s_p99: float | None

@@ -23,24 +23,14 @@ _LEAST = 50
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What is to hold of the latencies.
+    """What is to hold of the latencies."""
 
-    Attributes:
-        ttft_p99_s: At most; the 99th percentile of the times to the first token.
-        tpot_p95_s: At most; the 95th percentile of the mean times between tokens.
-    """
-
-    ttft_p99_s: float = inf
-    tpot_p95_s: float = inf
+    ttft_p99_s: float = inf  # At most; the 99th percentile of the times to the first token.
+    tpot_p95_s: float = inf  # At most; the 95th percentile of the mean times between tokens.
 
 
 class MissWatch(ServiceLog):
-    """The account of a run that may be stopped.
-
-    Args:
-        workload: The load, in open loop; a request's id is its place.
-        slo: The targets.
-    """
+    """The account of a run in open loop that is stopped once it must miss its targets."""
 
     def __init__(self, workload: Workload, slo: Slo) -> None:
         super().__init__(workload.requests)
@@ -60,7 +50,6 @@ class MissWatch(ServiceLog):
         return missed and self._left <= 0
 
     def open(self, now_ns: int) -> None:
-        """See `ServiceLog`."""
         super().open(now_ns)
         self._since_ns = now_ns
         measured = self._requests[bisect_left(self._arrivals_ns, now_ns) :]
@@ -68,14 +57,12 @@ class MissWatch(ServiceLog):
         self._too_slow = beyond(sum(one.output_tokens > 1 for one in measured), 95)
 
     def first_token(self, request: RequestId, now_ns: int) -> None:
-        """See `ServiceLog`."""
         super().first_token(request, now_ns)
         if self._is_measured(request):
             took_s = (now_ns - self._times[request].arrived_ns) / 1e9
             self._late += took_s > self._slo.ttft_p99_s
 
     def finish(self, request: RequestId, now_ns: int) -> None:
-        """See `ServiceLog`."""
         super().finish(request, now_ns)
         gaps = self._requests[request].output_tokens - 1
         if self._since_ns is None or not gaps:
@@ -100,28 +87,21 @@ def beyond(values: int, percent: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FleetTrial:
-    """What a fleet of P prefillers and G ranks does with the load.
-
-    Attributes:
-        ttft_p99_s: Of all requests that arrived in the measured time, whenever they were served.
-        tpot_p95_s: Likewise.
-        pool_wait_p99_s: The part of the time to the first token in which requests wait for ranks.
-        idle: Share of rank time lost at the barrier.
-        prefill_work: Prefillers that are busy all the time, if there were enough of them.
-        slots_share: Share of the ranks' slots in use.
-        stopped: Whether it was stopped, as it could no longer meet the targets; the figures are then those
-            until it was.
-    """
+    """What a fleet of P prefillers and G ranks does with the load."""
 
     prefillers: int
     ranks: int
+    # Of all requests that arrived in the measured time, whenever they were served.
     ttft_p99_s: float
-    tpot_p95_s: float
+    tpot_p95_s: float  # Likewise.
+    # The part of the time to the first token in which requests wait for ranks.
     pool_wait_p99_s: float
     output_tokens_per_s: float
-    idle: float
-    prefill_work: float
-    slots_share: float
+    idle: float  # Share of rank time lost at the barrier.
+    prefill_work: float  # Prefillers that are busy all the time, if there were enough of them.
+    slots_share: float  # Share of the ranks' slots in use.
+    # Whether it was stopped, as it could no longer meet the targets; the figures are then those
+    # until it was.
     stopped: bool = False
 
     @property
@@ -147,16 +127,7 @@ class FleetTrial:
 
 
 class Fleets:
-    """Tries fleets; each size once.
-
-    Args:
-        deployment: The machines but for their numbers.
-        workload: The load, in open loop.
-        policy: Of the ranks.
-        forecast: Makes the predictor.
-        seed: Of random policies.
-        tried: Called with each trial.
-    """
+    """Tries fleets of the same machines and policy under a load in open loop, each size once."""
 
     def __init__(
         self,
@@ -258,14 +229,10 @@ class Fleets:
 
 @dataclass(frozen=True, slots=True)
 class SizePlan:
-    """The smallest fleet found, and why no role can have one less.
+    """The smallest fleet found, and why no role can have one less."""
 
-    Attributes:
-        chosen: It meets the targets.
-        fewer: The fleets with one prefiller, or one rank, less; none of one where there is one only.
-    """
-
-    chosen: FleetTrial
+    chosen: FleetTrial  # It meets the targets.
+    # The fleets with one prefiller, or one rank, less; none of one where there is one only.
     fewer: Sequence[FleetTrial]
 
 

@@ -31,19 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of one role.
+    """Of one role."""
 
-    Attributes:
-        now: Instances that there are.
-        work: Instances that the present load keeps busy all the time; None if nobody knows.
-        wanted: Instances that it would keep busy for the share that is aimed at; None likewise.
-        at_least: Whether more may be needed: the role is full, so its load is not seen whole.
-    """
-
-    now: int
+    now: int  # Instances that there are.
+    # Instances that the present load keeps busy all the time; None if nobody knows.
     work: float | None
+    # Instances that it would keep busy for the share that is aimed at; None likewise.
     wanted: int | None
-    at_least: bool
+    at_least: bool  # Whether more may be needed: the role is full, so its load is not seen whole.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +59,10 @@ def needs(
     decode_work: float,
     busy: float,
 ) -> Needs:
-    """Return how many instances are wanted.
+    """Return how many instances are wanted, of which a share `busy` of the time or slots is used.
 
-    Args:
-        verdict: What bounds the fleet now.
-        prefillers: P.
-        ranks: G.
-        prefill_work: Prefillers that the load keeps busy all the time.
-        decode_work: Ranks that it keeps full all the time, of what runs and waits.
-        busy: Share of the time, or of the slots, that is to be used.
+    `prefill_work` and `decode_work` are the prefillers that the load keeps busy all the time, and the
+    ranks that what runs and waits keeps full.
     """
     return Needs(
         verdict,
@@ -189,19 +179,14 @@ _WANTED = tuple(
 
 
 class ProxyPages(Watcher):
-    """The metrics of a proxy, at its public or its admin address.
-
-    Attributes:
-        batch: Slots of a rank, once it was looked at.
-    """
+    """The metrics of a proxy, at its public or its admin address."""
 
     def __init__(self, url: str, pages: "PageClient") -> None:
-        self.batch = 1
+        self.batch = 1  # Slots of a rank, once it was looked at.
         self._url, self._at = url, metrics_url("--proxy", url)
         self._pages = pages
 
     async def look(self) -> Look:
-        """Look at the page once."""
         try:
             page = await self._pages.page(self._at)
             look, self.batch = read_proxy_page(page, asyncio.get_running_loop().time())

@@ -59,36 +59,24 @@ class PageSample(NamedTuple):
 
 @dataclass(slots=True)
 class LengthSums:
-    """A histogram of lengths since the engine's start.
+    """A histogram of lengths since the engine's start."""
 
-    Attributes:
-        counts: By the upper end of the bucket, cumulated.
-        total: Sum of the lengths.
-    """
-
+    # By the upper end of the bucket, cumulated.
     counts: dict[float, float] = field(default_factory=dict)
-    total: float = 0.0
+    total: float = 0.0  # Sum of the lengths.
 
 
 @dataclass(slots=True)
 class RankPage:
-    """What is told of one rank; None for what is not.
+    """What is told of one rank; None for what is not."""
 
-    Attributes:
-        running: Requests in its batch.
-        waiting: Requests that wait in the engine.
-        kv_tokens: KV tokens in use.
-        generated: Tokens generated since the start.
-        prompts: Lengths of the prompts of requests that ended.
-        outputs: Lengths of their outputs.
-    """
-
-    running: float | None = None
-    waiting: float | None = None
-    kv_tokens: float | None = None
-    generated: float | None = None
+    running: float | None = None  # Requests in its batch.
+    waiting: float | None = None  # Requests that wait in the engine.
+    kv_tokens: float | None = None  # KV tokens in use.
+    generated: float | None = None  # Tokens generated since the start.
+    # Lengths of the prompts of requests that ended.
     prompts: LengthSums = field(default_factory=LengthSums)
-    outputs: LengthSums = field(default_factory=LengthSums)
+    outputs: LengthSums = field(default_factory=LengthSums)  # Lengths of their outputs.
 
 
 def read_page(page: bytes) -> dict[str, RankPage]:
@@ -246,14 +234,10 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True)
 class BoundVerdict:
-    """What bounds a fleet, and the ratio of its roles that would not.
+    """What bounds a fleet, and the ratio of its roles that would not."""
 
-    Attributes:
-        bound: What.
-        prefillers_per_rank: At which both roles would be equally busy; None where one did nothing.
-    """
-
-    bound: Bound
+    bound: Bound  # What.
+    # At which both roles would be equally busy; None where one did nothing.
     prefillers_per_rank: float | None
 
 
@@ -262,12 +246,8 @@ def judge(
 ) -> BoundVerdict:
     """Return what bounds a fleet.
 
-    Args:
-        prefillers: P.
-        ranks: G.
-        prefill_busy: Mean share of prefillers that have work; None if nobody knows.
-        slots_share: Mean share of the ranks' slots in use.
-        idle: Share of rank time lost at the barrier.
+    `prefill_busy` is the mean share of prefillers that have work, None if nobody knows; `slots_share` that
+    of the slots in use; `idle` the share of rank time lost at the barrier.
     """
     if slots_share >= _BUSY:
         bound = Bound.BARRIER if idle >= _WORTH_IT else Bound.DECODE
@@ -307,60 +287,39 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What was seen of a fleet of G ranks.
+    """What was seen of a fleet of G ranks."""
 
-    Attributes:
-        ranks: Names, G.
-        prefillers: P.
-        seconds: From the first look to the last.
-        loads: float64[looks, G], KV tokens.
-        batch: Slots of a rank: as given, or the most requests that any rank ran.
-        idle: Share of rank time lost at the barrier, by the loads: sum (max L - L_g) / sum G max L.
-        idle_error: Its standard error, by the spread between parts of the time.
-        mean_load: Mean KV tokens of a rank, over the steps as `idle` is.
-        imbalance_tokens: Mean of max L - min L.
-        output_tokens_per_s: Of all ranks; NaN if they do not tell it.
-        running: Mean requests in the batches of all ranks.
-        waiting: Mean requests that wait in the decode engines.
-        prefilling: Mean requests that run or wait at all prefillers.
-        fit: The line of the step's time over max L, in time of the wall; None if it cannot be told.
-        prefill_busy: Mean share of prefillers that have a request; None without prefillers.
-        prefill_waiting: Mean requests that wait at a prefiller.
-        prefill_ns_per_token: Time of a prefiller for a prompt token; None if no prefill was seen.
-        prompts: Lengths of the prompts that ended meanwhile, by bucket.
-        longest_prompt: About the longest of them; inf if the looks do not tell.
-        outputs: Lengths of their outputs.
-    """
-
-    ranks: tuple[str, ...]
-    prefillers: int
-    seconds: float
-    loads: NDArray[np.float64]
-    batch: int
+    ranks: tuple[str, ...]  # Names, G.
+    prefillers: int  # P.
+    seconds: float  # From the first look to the last.
+    loads: NDArray[np.float64]  # float64[looks, G], KV tokens.
+    batch: int  # Slots of a rank: as given, or the most requests that any rank ran.
+    # Share of rank time lost at the barrier, by the loads: sum (max L - L_g) / sum G max L.
     idle: float
-    idle_error: float
-    mean_load: float
-    imbalance_tokens: float
-    output_tokens_per_s: float
-    running: float
-    waiting: float
-    prefilling: float
+    idle_error: float  # Its standard error, by the spread between parts of the time.
+    mean_load: float  # Mean KV tokens of a rank, over the steps as `idle` is.
+    imbalance_tokens: float  # Mean of max L - min L.
+    output_tokens_per_s: float  # Of all ranks; NaN if they do not tell it.
+    running: float  # Mean requests in the batches of all ranks.
+    waiting: float  # Mean requests that wait in the decode engines.
+    prefilling: float  # Mean requests that run or wait at all prefillers.
+    # The line of the step's time over max L, in time of the wall; None if it cannot be told.
     fit: Fit | None
+    # Mean share of prefillers that have a request; None without prefillers.
     prefill_busy: float | None
-    prefill_waiting: float
+    prefill_waiting: float  # Mean requests that wait at a prefiller.
+    # Time of a prefiller for a prompt token; None if no prefill was seen.
     prefill_ns_per_token: float | None
-    prompts: LengthSums
-    longest_prompt: float
-    outputs: LengthSums
+    prompts: LengthSums  # Lengths of the prompts that ended meanwhile, by bucket.
+    longest_prompt: float  # About the longest of them; inf if the looks do not tell.
+    outputs: LengthSums  # Lengths of their outputs.
 
     @property
     def slots_share(self) -> float:
-        """Share of the slots in use."""
         return self.running / (self.batch * len(self.ranks))
 
     @property
     def verdict(self) -> BoundVerdict:
-        """What bounds it."""
         return judge(
             prefillers=self.prefillers,
             ranks=len(self.ranks),
@@ -378,12 +337,10 @@ class Observation:
 def observe(
     looks: Sequence[Look], *, batch: int | None = None, outputs_told: bool = True
 ) -> Observation:
-    """Return what the looks say.
+    """Return what looks at the same engines say.
 
-    Args:
-        looks: All of the same engines.
-        batch: Slots of a rank; None for the most that were in use.
-        outputs_told: Whether ranks tell the tokens that they generate; a proxy does not tell them.
+    `batch` is the slots of a rank, None for the most that were in use. A proxy does not tell the tokens that
+    its ranks generate: then `outputs_told` is false.
 
     Raises:
         ConfigError: They are too few, ranks do not tell what they must, or nothing was decoded.
@@ -499,9 +456,7 @@ def _idle_error(loads: NDArray[np.float64], steps: NDArray[np.float64]) -> float
 
 
 def _longest_prompt(
-    loads: NDArray[np.float64],
-    running: NDArray[np.float64],
-    outputs: LengthSums,
+    loads: NDArray[np.float64], running: NDArray[np.float64], outputs: LengthSums
 ) -> float:
     """Return the most that a rank's load grew between two looks, and what the mean request holds.
 
@@ -576,13 +531,7 @@ class Watcher:
 
 
 class AuditedEngines(Watcher):
-    """The engines of a fleet.
-
-    Args:
-        prefill: Addresses of prefillers, http://host:port, with or without /metrics.
-        decode: Those of decode engines; their ranks in the order of the pages are the fleet's.
-        pages: Asks them.
-    """
+    """The engines of a fleet, by addresses with or without /metrics; ranks in the order of the pages."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], pages: "PageClient") -> None:
         self._prefill = {url: metrics_url("--prefill", url) for url in prefill}
@@ -590,7 +539,6 @@ class AuditedEngines(Watcher):
         self._pages = pages
 
     async def look(self) -> Look:
-        """Look at all engines once."""
         decode, prefill = await asyncio.gather(self._look(self._decode), self._look(self._prefill))
         return Look(asyncio.get_running_loop().time(), decode, prefill)
 

@@ -59,15 +59,9 @@ async def looks_of(
     window: PrometheusWindow,
     pages: "PageClient",
 ) -> list[Look]:
-    """Return the looks that a server's samples are.
+    """Return the looks that the samples of a server are, at a URL that may have a path.
 
-    Args:
-        server: Its URL, which may have a path in front of the interface's.
-        prefill: Addresses of prefillers, http://host:port: series belong to one by their label
-            `instance`, which is host:port.
-        decode: Those of decode engines.
-        window: When.
-        pages: Asks the server.
+    Addresses are http://host:port; a series belongs to one by its label `instance`, which is host:port.
 
     Raises:
         ConfigError: The server cannot be read, or has nothing of an engine.

@@ -42,34 +42,24 @@ _OVERFLOW = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a policy would make of the load.
-
-    Attributes:
-        gain: Output tokens per second beside those that were seen, less 1.
-        error: Standard error of the gain, by those of both idle shares. The simulated one is taken to be as
-            wrong, in proportion, as that of the baseline is.
-    """
+    """What a policy would make of the load."""
 
     policy: str
     idle: float
     output_tokens_per_s: float
-    gain: float
+    gain: float  # Output tokens per second beside those that were seen, less 1.
+    # Standard error of the gain, by those of both idle shares. The simulated one is taken to be as
+    # wrong, in proportion, as that of the baseline is.
     error: float
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRecovery:
-    """What the policies would make of the load.
+    """What the policies would make of the load."""
 
-    Attributes:
-        in_flight: Requests that are always under way.
-        baseline: The simple policy whose idle share and busy slots are nearest to what was seen.
-        predictions: Of all policies.
-    """
-
-    in_flight: int
-    baseline: str
-    predictions: tuple[Prediction, ...]
+    in_flight: int  # Requests that are always under way.
+    baseline: str  # The simple policy whose idle share and busy slots are nearest to what was seen.
+    predictions: tuple[Prediction, ...]  # Of all policies.
 
 
 def requests_like(
@@ -124,15 +114,10 @@ def recover(
     in_flight: int | None = None,
     seed: int = 0,
 ) -> AuditRecovery:
-    """Simulate the load.
+    """Simulate the observed load, or `requests` as the same load.
 
-    Args:
-        seen: What was observed.
-        requests: The same load as a trace; None to draw requests from the engines' histograms.
-        step_base_ms: a of a step's time, where the observation does not tell it.
-        step_us_per_token: b, likewise.
-        in_flight: Requests that clients have under way; None for what the engines tell.
-        seed: Of the draws.
+    The step times are used where the observation does not tell them. `in_flight` is what clients have under
+    way; None for what the engines tell.
 
     Raises:
         ConfigError: There are too few requests.
@@ -212,8 +197,7 @@ def _predict(
     idle_error = one.stderr["idle_fraction"] + missed * idle / max(seen.idle, missed, 1e-9)
     found = gain(seen.idle, idle)
     error = hypot(
-        gain(seen.idle, idle + idle_error) - found,
-        gain(seen.idle + seen.idle_error, idle) - found,
+        gain(seen.idle, idle + idle_error) - found, gain(seen.idle + seen.idle_error, idle) - found
     )
     rate = seen.output_tokens_per_s * (1.0 + found)
     return Prediction(one.policy, idle, rate, found, error)

@@ -36,17 +36,13 @@ def lost_shares(idle: float, *, base_ms: float, step_ms: float) -> tuple[float, 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an audit found.
-
-    Attributes:
-        recovery: What policies would recover; None if it could not be simulated.
-        unknown: Why not; empty if it was.
-    """
+    """What an audit found."""
 
     seen: Observation
     verdict: BoundVerdict
+    # What policies would recover; None if it could not be simulated.
     recovery: AuditRecovery | None
-    unknown: str = ""
+    unknown: str = ""  # Why not; empty if it was.
 
     @property
     def energy_lost(self) -> tuple[float, float] | None:

@@ -51,19 +51,12 @@ class Channel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of a tool call.
+    """One token of a tool call."""
 
-    Attributes:
-        token: Its id.
-        said: Its text.
-        channel: Its part of the answer.
-        shown: Its text there.
-    """
-
-    token: int
-    said: str
-    channel: Channel
-    shown: str
+    token: int  # Its id.
+    said: str  # Its text.
+    channel: Channel  # Its part of the answer.
+    shown: str  # Its text there.
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +153,14 @@ _REASONING_BELOW = 16
 
 @dataclass(slots=True)
 class Delta:
-    """What one token, or several in one event, adds to a choice.
+    """What one token, or several in one event, adds to a choice."""
 
-    Attributes:
-        text: The visible text; in a tool call, its name or a part of its arguments.
-        channel: The field that it belongs to.
-        token_ids: The tokens, or none if the choice ended without one.
-        logprobs: Log-probabilities of each, if requested.
-        offset: Characters of the choice before the first of the tokens.
-        late: Whether the server lags, so that this is sent with the next token.
-    """
-
-    text: str = ""
-    channel: Channel = Channel.CONTENT
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    offset: int = 0
-    late: bool = False
+    text: str = ""  # The visible text; in a tool call, its name or a part of its arguments.
+    channel: Channel = Channel.CONTENT  # The field that it belongs to.
+    token_ids: tuple[int, ...] = ()  # The tokens, or none if the choice ended without one.
+    logprobs: tuple[TokenLogprob, ...] = ()  # Log-probabilities of each, if requested.
+    offset: int = 0  # Characters of the choice before the first of the tokens.
+    late: bool = False  # Whether the server lags, so that this is sent with the next token.
 
     def merged(self, later: "Delta") -> "Delta":
         """Return this and the next one joined."""
@@ -191,46 +175,31 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence of tokens and its state.
-
-    Attributes:
-        index: Its place among the choices of the answer.
-        mean_tokens: Mean length of a text that ends by itself.
-        eos_first: Whether the first token ends it, whatever the request says.
-        length: Tokens of the text, including the one that ends it, whatever the request says except
-            its limit; None for the model to decide.
-        partial_utf8: Probability that a token ends within a character, so that its text is sent with
-            the next one's.
-        merged_outputs: Probability that a token is sent in one event with the next.
-        cached_tokens: Tokens of the prompt that its engine had in its prefix cache.
-        emitted: Tokens so far, including the one that ends it.
-        text: Its text, unless it is plain.
-        reasoning: The reasoning before the text.
-        most_reasoning: The tokens of reasoning, if it does not end before.
-        finish_reason: "stop" or "length" once it has ended.
-        stop_reason: The stop string or token id, or "recomputed"; None for the end of the text.
-        script: The tool call that it makes.
-        plain: Whether each token is only its text, so that a fast path may write it.
-    """
+    """One sequence of tokens and its state."""
 
     request: GenerationRequest
-    index: int
+    index: int  # Its place among the choices of the answer.
     prompt: Prompt
     max_tokens: int
-    mean_tokens: float
-    eos_first: bool = False
+    mean_tokens: float  # Mean length of a text that ends by itself.
+    eos_first: bool = False  # Whether the first token ends it, whatever the request says.
+    # Tokens of the text, including the one that ends it, whatever the request says except its
+    # limit; None for the model to decide.
     length: int | None = None
+    # Probability that a token ends within a character, so that its text is sent with the next
+    # one's.
     partial_utf8: float = 0.0
-    merged_outputs: float = 0.0
-    cached_tokens: int = 0
-    emitted: int = 0
-    text: str = ""
-    reasoning: str = ""
-    most_reasoning: int = 0
-    finish_reason: str | None = None
+    merged_outputs: float = 0.0  # Probability that a token is sent in one event with the next.
+    cached_tokens: int = 0  # Tokens of the prompt that its engine had in its prefix cache.
+    emitted: int = 0  # Tokens so far, including the one that ends it.
+    text: str = ""  # Its text, unless it is plain.
+    reasoning: str = ""  # The reasoning before the text.
+    most_reasoning: int = 0  # The tokens of reasoning, if it does not end before.
+    finish_reason: str | None = None  # "stop" or "length" once it has ended.
+    # The stop string or token id, or "recomputed"; None for the end of the text.
     stop_reason: str | int | None = None
-    script: ToolScript | None = None
-    plain: bool = True
+    script: ToolScript | None = None  # The tool call that it makes.
+    plain: bool = True  # Whether each token is only its text, so that a fast path may write it.
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     sampler: Sampler = field(init=False)
@@ -247,11 +216,7 @@ class Choice:
             self._again, self.plain = self.prompt.said, False
 
     def begin(self, read: Prompt) -> None:
-        """Start the text that follows a prompt.
-
-        Args:
-            read: The prompt whose KV cache was read; another one after a misread.
-        """
+        """Start the text that follows the prompt whose KV cache was read; another one after a misread."""
         request = self.request
         key = request.sampling + (self.index % request.n).to_bytes(4, "little")
         if request.penalised:  # By where the answer begins.
@@ -276,12 +241,10 @@ class Choice:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the KV cache."""
         return len(self.prompt.tokens) + self.emitted
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens that a reasoning parser read."""
         return min(self.emitted, self.most_reasoning)
 
     @property
@@ -293,7 +256,6 @@ class Choice:
 
     @property
     def calls_tool(self) -> bool:
-        """Whether the choice is a complete tool call."""
         script = self.script
         return script is not None and bool(script.name) and self.emitted >= len(script.pieces)
 
@@ -406,20 +368,13 @@ TOKEN_TEXTS_JSON = tuple(
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The fields that every part of an answer repeats.
+    """The fields that every part of an answer repeats."""
 
-    Attributes:
-        id: "chatcmpl-…" or "cmpl-…".
-        created: Unix time, seconds.
-        fingerprint: `system_fingerprint`.
-        report_cached: Whether usage has the cached prompt tokens.
-    """
-
-    id: str
-    created: int
+    id: str  # "chatcmpl-…" or "cmpl-…".
+    created: int  # Unix time, seconds.
     model: str
-    fingerprint: str
-    report_cached: bool
+    fingerprint: str  # `system_fingerprint`.
+    report_cached: bool  # Whether usage has the cached prompt tokens.
 
     def opening(self, kind: str) -> str:
         """Return the first members of an object, without the closing brace."""
@@ -451,7 +406,6 @@ class AnswerFormat:
         raise NotImplementedError
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event with the usage at the end of a stream."""
         usage = final_usage(self._request, choices, cached=self._head.report_cached)
         fingerprint = quoted(self._head.fingerprint)
         return as_bytes(f'{self._chunk}],"usage":{usage},"system_fingerprint":{fingerprint}}}\n\n')
@@ -477,14 +431,7 @@ def as_bytes(text: str) -> bytes:
 
 
 def plain_event(request: GenerationRequest, choice: Choice, before: str, behind: str) -> PlainEvent:
-    """Return a writer of the events of a choice's plain tokens.
-
-    Args:
-        request: The request.
-        choice: The choice.
-        before: The text of the event before the token's text.
-        behind: The text after it, up to usage.
-    """
+    """Return a writer of the events of a choice's plain tokens, from what stands around the text."""
     if not request.continuous_usage:
         begin, end = as_bytes(before), as_bytes(f"{behind}}}\n\n")
         return lambda said, _: begin + said + end
@@ -542,12 +489,7 @@ def stream_headers(date: bytes) -> Headers:
 
 
 def _headers(date: bytes, kind: bytes) -> Headers:
-    return [
-        (b"date", date),
-        (b"server", b"uvicorn"),
-        (b"content-type", kind),
-        (b"vary", b"Origin"),
-    ]
+    return [(b"date", date), (b"server", b"uvicorn"), (b"content-type", kind), (b"vary", b"Origin")]
 
 
 def _usage_member(request: GenerationRequest, choice: Choice) -> str:

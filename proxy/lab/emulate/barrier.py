@@ -49,27 +49,18 @@ class Batched(Protocol):
 
 @dataclass(slots=True)
 class StepCounters:
-    """The barrier's measurements since the last reset, over steps in which a sequence ran.
-
-    Attributes:
-        idle_tokens: Sum over steps and ranks of the heaviest load minus the rank's load.
-        capacity_tokens: Sum of ranks x heaviest load.
-        imbalance_tokens: Sum of heaviest minus lightest load.
-        busy_ns: Emulated time of the steps.
-        late_s: The largest delay of a step's end, by the event loop's clock.
-        total_late_s: The sum of the delays.
-        picture: Loads by rank of the first `PICTURE_STEPS` steps.
-    """
+    """The barrier's measurements since the last reset, over steps in which a sequence ran."""
 
     steps: int = 0
-    idle_tokens: int = 0
-    capacity_tokens: int = 0
-    imbalance_tokens: int = 0
+    idle_tokens: int = 0  # Sum over steps and ranks of the heaviest load minus the rank's load.
+    capacity_tokens: int = 0  # Sum of ranks x heaviest load.
+    imbalance_tokens: int = 0  # Sum of heaviest minus lightest load.
     output_tokens: int = 0
-    busy_ns: int = 0
+    busy_ns: int = 0  # Emulated time of the steps.
     preemptions: int = 0
-    late_s: float = 0.0
-    total_late_s: float = 0.0
+    late_s: float = 0.0  # The largest delay of a step's end, by the event loop's clock.
+    total_late_s: float = 0.0  # The sum of the delays.
+    # Loads by rank of the first `PICTURE_STEPS` steps.
     picture: list[list[int]] = field(default_factory=list)
 
 
@@ -106,15 +97,12 @@ class Barrier:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence runs or waits."""
         return not self._sequences
 
     def running(self, rank: int) -> int:
-        """Return the number of sequences in a rank's batch."""
         return self._fleet.running_on(RankId(rank))
 
     def waiting(self, rank: int) -> int:
-        """Return the number of sequences that wait for a rank's batch."""
         return self._fleet.queued_on(RankId(rank))
 
     def freeze(self, ranks: Collection[int], *, holds: bool) -> None:
@@ -124,7 +112,6 @@ class Barrier:
             self._holding.update(ranks)
 
     def thaw(self, ranks: Collection[int]) -> None:
-        """Have ranks go on."""
         self._fleet.frozen.difference_update(ranks)
         self._holding.difference_update(ranks)
         if self._timer is None and self._sequences:
@@ -158,7 +145,6 @@ class Barrier:
             self._fleet.withdraw(request)
 
     def close(self) -> None:
-        """Stop the clock."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -76,7 +76,6 @@ class Decoder:
         self._arrivals: dict[_Arrival, None] = {}
 
     def running(self, rank: int) -> int:
-        """Return the number of sequences in a rank's batch."""
         return self._barrier.running(self._ranks[rank])
 
     def arriving(self, rank: int) -> int:
@@ -88,7 +87,6 @@ class Decoder:
         )
 
     def waiting(self, rank: int) -> int:
-        """Return the number of sequences that wait for a rank's batch."""
         return self._barrier.waiting(self._ranks[rank])
 
     def usage(self, rank: int) -> float:
@@ -97,7 +95,6 @@ class Decoder:
         return 0.0 if tokens is None else self._barrier.loads[self._ranks[rank]] / tokens
 
     def serve(self, call: EngineCall) -> None:
-        """Start a request."""
         exchange = call.exchange
         if call.remote_prefill and exchange.request.prompt_logprobs is not None:
             # They need the prompt computed here.

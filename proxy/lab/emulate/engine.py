@@ -148,42 +148,22 @@ def _text(values: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineRole:
-    """The identity and size of an engine.
+    """The identity and size of an engine."""
 
-    Attributes:
-        name: "prefill/0", "decode/3": role and number.
-        ranks: The data-parallel ranks behind its server, by their number in the fleet.
-        kv_tokens: KV tokens that fit on each; None for no limit.
-        side_port: Port of its KV transport; no server listens on it.
-        has_bootstrap: Whether a second server gives decoders its engine id (Mooncake).
-    """
-
-    name: str
+    name: str  # "prefill/0", "decode/3": role and number.
+    # The data-parallel ranks behind its server, by their number in the fleet.
     ranks: tuple[int, ...]
-    kv_tokens: int | None
-    side_port: int
-    has_bootstrap: bool = False
+    kv_tokens: int | None  # KV tokens that fit on each; None for no limit.
+    side_port: int  # Port of its KV transport; no server listens on it.
+    has_bootstrap: bool = False  # Whether a second server gives decoders its engine id (Mooncake).
 
 
 class Engine:
-    """One emulated engine.
-
-    Args:
-        role: Its identity and size.
-        hub: What it shares with the others.
-        begin: Makes the executor behind the server; called at each start of the engine.
-        routes: Makes what answers the server's requests; called once.
+    """One emulated engine; `begin` makes the executor behind its server at each start.
 
     Attributes:
-        engine_id: New with each start.
-        fingerprint: `system_fingerprint` of its answers, new with each start.
-        bootstrap_port: The bootstrap server's; 0 if there is none.
-        work: The executor behind the server.
-        exchanges: Generation requests in progress.
-        held: Requests that a fault keeps unprocessed.
         paused: Whether it was told to pause, or to sleep at whatever level.
         asleep: Whether it was told to sleep.
-        publisher: Of its KV cache events, the last one; None if it has had none.
     """
 
     def __init__(
@@ -196,17 +176,18 @@ class Engine:
     ) -> None:
         self.role = role
         self.alive = False
-        self.engine_id = ""
-        self.fingerprint = ""
+        self.engine_id = ""  # New with each start.
+        self.fingerprint = ""  # `system_fingerprint` of its answers, new with each start.
         self.host = ""
         self.port = 0
-        self.bootstrap_port = 0
+        self.bootstrap_port = 0  # The bootstrap server's; 0 if there is none.
         self.faults = Faults()
         self.counters: list[RankCounters] = []
-        self.work: EmulatedPrefiller | Decoder
-        self.exchanges: dict[EngineExchange, EngineCall] = {}
-        self.held: dict[Reply, None] = {}
+        self.work: EmulatedPrefiller | Decoder  # The executor behind the server.
+        self.exchanges: dict[EngineExchange, EngineCall] = {}  # Generation requests in progress.
+        self.held: dict[Reply, None] = {}  # Requests that a fault keeps unprocessed.
         self.paused = self.asleep = False
+        # Of its KV cache events, the last one; None if it has had none.
         self.publisher: Publisher | None = None
         self._hub = hub
         self._begin = begin
@@ -216,22 +197,18 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Role and number."""
         return self.role.name
 
     @property
     def side_port(self) -> int:
-        """Port of its KV transport."""
         return self.role.side_port
 
     @property
     def version(self) -> str:
-        """What it tells at /version."""
         return self._hub.settings.engine_versions.get(self.name, VERSION)
 
     @property
     def url(self) -> str:
-        """The server's URL."""
         return self._url(self.port)
 
     @property
@@ -255,21 +232,14 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no request."""
         return not self.exchanges and not self.held
 
     @property
     def connections(self) -> int:
-        """Open connections of clients."""
         return sum(server.connections for server in self._servers)
 
     async def start(self, host: str, port: int, bootstrap_port: int) -> None:
-        """Start the engine and listen.
-
-        Args:
-            host: The address to listen on.
-            port: The engine's port; 0 for a free one.
-            bootstrap_port: The port of its bootstrap server, if it has one; 0 for a free one.
+        """Start the engine and listen on its ports; 0 is a free one.
 
         Raises:
             OSError: The address cannot be bound.
@@ -359,7 +329,6 @@ class Engine:
         return busy.index(min(busy))
 
     def states(self) -> list[EmulatedRankState]:
-        """Return the present state of each rank."""
         counted = [replace(counters) for counters in self.counters]
         for exchange, call in self.exchanges.items():
             _count(exchange, counted[call.rank])
@@ -372,7 +341,6 @@ class Engine:
         ]
 
     def add(self, exchange: EngineExchange, call: EngineCall) -> None:
-        """Register a request until it is done."""
         self.exchanges[exchange] = call
 
     def done(self, exchange: EngineExchange) -> None:

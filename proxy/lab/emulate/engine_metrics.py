@@ -24,64 +24,45 @@ _LENGTH_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 
 
 @dataclass(slots=True)
 class LengthCounts:
-    """How many requests had which length.
+    """How many requests had which length."""
 
-    Attributes:
-        counts: By bucket, not cumulated; the last one has no upper end.
-        total: Sum of the lengths.
-    """
-
+    # By bucket, not cumulated; the last one has no upper end.
     counts: list[int] = field(default_factory=lambda: [0] * (len(_LENGTH_BOUNDS) + 1))
-    total: int = 0
+    total: int = 0  # Sum of the lengths.
 
     def add(self, tokens: int) -> None:
-        """Count one."""
         self.counts[bisect_left(_LENGTH_BOUNDS, tokens)] += 1
         self.total += tokens
 
 
 @dataclass(slots=True)
 class RankCounters:
-    """Counters of one rank of an engine.
-
-    Attributes:
-        pulls: Blocks of each KV cache that was pulled.
-        prefix_queries: Prompt tokens that were looked up in the prefix cache.
-        prefix_hits: Those that were found.
-        finished: Sequences by their finish reason, or "abort".
-        prompts: Prompts of requests that were answered.
-        outputs: Their outputs, by sequence.
-    """
+    """Counters of one rank of an engine."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     pulled_tokens: int = 0
+    # Blocks of each KV cache that was pulled.
     pulls: LengthCounts = field(default_factory=LengthCounts)
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    prefix_queries: int = 0  # Prompt tokens that were looked up in the prefix cache.
+    prefix_hits: int = 0  # Those that were found.
     preemptions: int = 0
+    # Sequences by their finish reason, or "abort".
     finished: Counter[str] = field(default_factory=Counter)
+    # Prompts of requests that were answered.
     prompts: LengthCounts = field(default_factory=LengthCounts)
-    outputs: LengthCounts = field(default_factory=LengthCounts)
+    outputs: LengthCounts = field(default_factory=LengthCounts)  # Their outputs, by sequence.
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRankState:
-    """The present state of one rank of an engine.
+    """The present state of one rank of an engine."""
 
-    Attributes:
-        rank: Its number, the `engine` label.
-        running: Sequences in the batch, or prompts being computed.
-        waiting: Sequences that wait for a slot or for blocks.
-        arriving: Sequences that wait for their KV cache.
-        usage: Share of the KV cache in use.
-    """
-
-    rank: int
-    running: int
-    waiting: int
-    arriving: int
-    usage: float
+    rank: int  # Its number, the `engine` label.
+    running: int  # Sequences in the batch, or prompts being computed.
+    waiting: int  # Sequences that wait for a slot or for blocks.
+    arriving: int  # Sequences that wait for their KV cache.
+    usage: float  # Share of the KV cache in use.
     counters: RankCounters
 
 

@@ -31,21 +31,17 @@ Cancel = Callable[[bool], None]
 
 
 class TokenSequence:
-    """One choice of the answer, as a member of the batch.
-
-    Attributes:
-        on_end: Called when it has emitted its last token, before that is written.
-        on_drop: Called if the batch's KV cache had no room for it.
-        late: What is sent with the next token.
-    """
+    """One choice of the answer, as a member of the batch."""
 
     __slots__ = ("_event", "_exchange", "choice", "late", "on_drop", "on_end")
 
     def __init__(self, exchange: "EngineExchange", choice: Choice) -> None:
         self.choice = choice
+        # Called when it has emitted its last token, before that is written.
         self.on_end: Callable[[TokenSequence], None] | None = None
+        # Called if the batch's KV cache had no room for it.
         self.on_drop: Callable[[TokenSequence], None] | None = None
-        self.late: Delta | None = None
+        self.late: Delta | None = None  # What is sent with the next token.
         self._exchange = exchange
         self._choose_path()
 
@@ -61,7 +57,6 @@ class TokenSequence:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the KV cache."""
         return self.choice.kv_tokens
 
     @property
@@ -95,21 +90,10 @@ class TokenSequence:
 
 
 class EngineExchange:
-    """One generation request.
+    """One generation request, its choices in `sequences` prompt by prompt.
 
-    Args:
-        request: The parsed request.
-        reply: Receives the answer.
-        answer_format: Writes the answer.
-        faults: The faults to show.
-        on_done: Called once, when the engine holds nothing of the request any more.
-        respond: Sends an answer that is not streamed: status and body.
-
-    Attributes:
-        sequences: All choices, prompt by prompt.
-        kv_transfer_params: Those of the answer.
-        stages: What has to be cancelled if the client leaves, by prompt or choice.
-        write: Writes one piece of a stream.
+    `on_done` is called once, when the engine holds nothing of it any more; `respond` sends an answer that is
+    not streamed: status and body.
     """
 
     def __init__(
@@ -130,13 +114,15 @@ class EngineExchange:
         self.opened = False
         self.over = False
         self.streams = request.stream
-        self.kv_transfer_params: object = None
+        self.kv_transfer_params: object = None  # Those of the answer.
+        # What has to be cancelled if the client leaves, by prompt or choice.
         self.stages: dict[object, Cancel] = {}
-        self.write: Callable[[bytes], None] = reply.write
+        self.write: Callable[[bytes], None] = reply.write  # Writes one piece of a stream.
         if faults.malformed is not None:
             self.write = malformed_write(faults.malformed, reply.write)
         self._on_done = on_done
         self._respond = respond
+        # All choices, prompt by prompt.
         self.sequences = [TokenSequence(self, choice) for choice in choices]
         self._open = len(self.sequences)
         reply.on_closed = self.abandon

@@ -93,75 +93,50 @@ class MalformedScrape(Enum):
 class Faults:
     """The faults of an engine. Probabilities are per request, drawn on arrival.
 
-    Attributes:
-        status_400: Probability of an error with this status; likewise the next four.
-        retry_after_s: `Retry-After` of the 429 and 503.
-        error_form: How errors are written; None for as vLLM does.
-        errors_in_200: Whether refusals have the status 200: of a stream they are its first event.
-        reset_before_headers: Probability of a reset instead of an answer.
-        hang: Requests are accepted and never answered.
-        refuse: Connections are refused; answers in progress continue.
-        unhealthy: GET /health answers 503.
-        frozen: A decode engine's ranks do nothing more; None for they work.
-        stopping: The engine was told to stop: it aborts what is in progress, and what comes at once.
-        delay_s: Emulated time that a request waits before it is processed.
-        reset_after_tokens: The connection is reset after so many tokens of a choice; with 0 after
-            the headers. An answer that ends sooner has no fault. Likewise the next four.
-        end_after_tokens: The stream ends properly, but without a finish reason or `[DONE]`.
-        stall_after_tokens: No further token is emitted, and the slot stays taken.
-        error_event_after_tokens: The engine fails as vLLM does.
-        recomputed_after_tokens: The choice ends with `stop_reason` "recomputed".
-        lose_end: Streams are reset behind their last token: no usage, no `[DONE]`.
-        keep_alive_s: Loop time between two comments in streams, however little else comes; None for none.
-        eos_first: Probability that the first token ends the text, whatever `min_tokens` says.
-        drop_kv_params: Probability that a prefill answer has no `kv_transfer_params`.
-        alien_kv_params: Probability that it has those of another request.
-        after_pull: What happens to requests whose KV cache has been pulled.
-        after_pull_s: Emulated time from the pull to that.
-        lease_s: Lease of prefilled KV caches, instead of the fleet's setting.
-        malformed: What is wrong with streams.
-        malformed_answer: What is wrong with other answers.
-        trickle_s: Loop time between two bytes of a trickling answer.
-        slow_scrape_s: Loop time until GET /metrics answers.
-        malformed_scrape: What is wrong with /metrics.
-
     Raises:
         ConfigError: A value is invalid; the message begins with its name.
     """
 
-    status_400: float = 0.0
+    status_400: float = 0.0  # Probability of an error with this status; likewise the next four.
     status_413: float = 0.0
     status_429: float = 0.0
     status_500: float = 0.0
     status_503: float = 0.0
-    retry_after_s: int = 1
-    error_form: ErrorForm | None = None
+    retry_after_s: int = 1  # `Retry-After` of the 429 and 503.
+    error_form: ErrorForm | None = None  # How errors are written; None for as vLLM does.
+    # Whether refusals have the status 200: of a stream they are its first event.
     errors_in_200: bool = False
-    reset_before_headers: float = 0.0
-    hang: bool = False
-    refuse: bool = False
-    unhealthy: bool = False
+    reset_before_headers: float = 0.0  # Probability of a reset instead of an answer.
+    hang: bool = False  # Requests are accepted and never answered.
+    refuse: bool = False  # Connections are refused; answers in progress continue.
+    unhealthy: bool = False  # GET /health answers 503.
+    # The engine was told to stop: it aborts what is in progress, and what comes at once.
     stopping: bool = False
-    frozen: Frozen | None = None
-    delay_s: float = 0.0
+    frozen: Frozen | None = None  # A decode engine's ranks do nothing more; None for they work.
+    delay_s: float = 0.0  # Emulated time that a request waits before it is processed.
+    # The connection is reset after so many tokens of a choice; with 0 after the headers. An answer
+    # that ends sooner has no fault. Likewise the next four.
     reset_after_tokens: int | None = None
+    # The stream ends properly, but without a finish reason or `[DONE]`.
     end_after_tokens: int | None = None
-    stall_after_tokens: int | None = None
-    error_event_after_tokens: int | None = None
-    recomputed_after_tokens: int | None = None
-    lose_end: bool = False
+    stall_after_tokens: int | None = None  # No further token is emitted, and the slot stays taken.
+    error_event_after_tokens: int | None = None  # The engine fails as vLLM does.
+    recomputed_after_tokens: int | None = None  # The choice ends with `stop_reason` "recomputed".
+    lose_end: bool = False  # Streams are reset behind their last token: no usage, no `[DONE]`.
+    # Loop time between two comments in streams, however little else comes; None for none.
     keep_alive_s: float | None = None
+    # Probability that the first token ends the text, whatever `min_tokens` says.
     eos_first: float = 0.0
-    drop_kv_params: float = 0.0
-    alien_kv_params: float = 0.0
-    after_pull: AfterPull | None = None
-    after_pull_s: float = 0.0
-    lease_s: float | None = None
-    malformed: MalformedStream | None = None
-    malformed_answer: MalformedAnswer | None = None
-    trickle_s: float = 0.1
-    slow_scrape_s: float = 0.0
-    malformed_scrape: MalformedScrape | None = None
+    drop_kv_params: float = 0.0  # Probability that a prefill answer has no `kv_transfer_params`.
+    alien_kv_params: float = 0.0  # Probability that it has those of another request.
+    after_pull: AfterPull | None = None  # What happens to requests whose KV cache has been pulled.
+    after_pull_s: float = 0.0  # Emulated time from the pull to that.
+    lease_s: float | None = None  # Lease of prefilled KV caches, instead of the fleet's setting.
+    malformed: MalformedStream | None = None  # What is wrong with streams.
+    malformed_answer: MalformedAnswer | None = None  # What is wrong with other answers.
+    trickle_s: float = 0.1  # Loop time between two bytes of a trickling answer.
+    slow_scrape_s: float = 0.0  # Loop time until GET /metrics answers.
+    malformed_scrape: MalformedScrape | None = None  # What is wrong with /metrics.
 
     def __post_init__(self) -> None:
         for name in _PROBABILITIES:
@@ -183,10 +158,7 @@ class Faults:
         return any(getattr(self, name) is not None for name in TOKEN_FAULTS)
 
     def changed(self, changes: Mapping[str, Any]) -> "Faults":
-        """Return these faults with some of them changed.
-
-        Args:
-            changes: New values by field, as parsed from JSON; enumerations are strings.
+        """Return these faults with some changed, by field, as parsed from JSON.
 
         Raises:
             ConfigError: A field is unknown, or a value is invalid.
@@ -262,18 +234,37 @@ Write = Callable[[bytes], None]
 
 def malformed_write(kind: MalformedStream, write: Write) -> Write:
     """Return a function that writes malformed events."""
-    broken: Write
     match kind:
         case MalformedStream.BYTES:
-            broken = _Bytewise(write).write
+
+            def broken(event: bytes) -> None:
+                for i in range(len(event)):
+                    write(event[i : i + 1])
+
         case MalformedStream.JOINED:
-            broken = _Joined(write).write
-        case MalformedStream.BOM:
-            broken = _Marked(write, b"\xef\xbb\xbf").write
-        case MalformedStream.HUGE:
-            broken = _Marked(write, b":" + b"x" * _HUGE_BYTES + b"\n").write
+            waiting = b""
+
+            def broken(event: bytes) -> None:
+                nonlocal waiting
+                waiting += event
+                if len(waiting) >= _JOINED_BYTES or event.startswith(_DONE):
+                    write(waiting)
+                    waiting = b""
+
+        case MalformedStream.BOM | MalformedStream.HUGE:
+            mark = b"\xef\xbb\xbf"
+            if kind is MalformedStream.HUGE:
+                mark = b":" + b"x" * _HUGE_BYTES + b"\n"
+
+            def broken(event: bytes) -> None:
+                nonlocal mark
+                write(mark + event)
+                mark = b""
+
         case _:
-            broken = _Spoilt(write, kind).write
+
+            def broken(event: bytes) -> None:
+                write(_spoilt(kind, event))
 
     def write_event(event: bytes) -> None:
         if event:  # Some tokens have no visible text.
@@ -333,54 +324,6 @@ def _go_on(reply: Reply) -> None:
     if not reply.closed:
         reply.write(_NOTHING)
         asyncio.get_running_loop().call_later(_NOTHING_S, _go_on, reply)
-
-
-class _Bytewise:
-    """Writes one byte at a time."""
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-
-    def write(self, event: bytes) -> None:
-        for i in range(len(event)):
-            self._write(event[i : i + 1])
-
-
-class _Joined:
-    """Collects events and writes many at once."""
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self._waiting = b""
-
-    def write(self, event: bytes) -> None:
-        self._waiting += event
-        if len(self._waiting) >= _JOINED_BYTES or event.startswith(_DONE):
-            self._write(self._waiting)
-            self._waiting = b""
-
-
-class _Marked:
-    """Writes something before the first event."""
-
-    def __init__(self, write: Write, mark: bytes) -> None:
-        self._write = write
-        self._mark = mark
-
-    def write(self, event: bytes) -> None:
-        self._write(self._mark + event)
-        self._mark = b""
-
-
-class _Spoilt:
-    """Writes each event with something wrong in it."""
-
-    def __init__(self, write: Write, kind: MalformedStream) -> None:
-        self._write = write
-        self._kind = kind
-
-    def write(self, event: bytes) -> None:
-        self._write(_spoilt(self._kind, event))
 
 
 def _spoilt(kind: MalformedStream, event: bytes) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from ssl import SSLContext
-from typing import Any, Protocol
+from typing import Any
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate.barrier import Barrier, StepCounters
@@ -101,51 +101,20 @@ class FaultBoard:
             _LOG.warning("%s cannot listen again: %s", engine.name, error)
 
 
-# The `/emulation` endpoints, on every engine's server: measurements, faults and lengths at run
-# time.
+# The `/emulation` endpoints, on every engine's server: measurements, faults and lengths at run time.
 #
-# GET /emulation/stats GET /emulation/stats/picture POST /emulation/stats/reset GET
-# /emulation/faults POST /emulation/faults {"engine": "decode/3", "hang": true} POST
-# /emulation/faults/clear {"engine": "all"} POST /emulation/lengths {"replay-1-0": 120,
-# "replay-1-1": 7} POST /emulation/kill {"engine": "prefill/0"} POST /emulation/restore {"engine":
-# "prefill/0"}
-
-
-class ControlledFleet(Protocol):
-    """What the endpoints use of the fleet; see `EmulatedFleet`."""
-
-    faults: FaultBoard
-
-    @property
-    def lengths(self) -> AnswerLengths:
-        """Lengths of the answers to named requests."""
-        ...
-
-    def stats(self) -> dict[str, Any]:
-        """Return the measurements."""
-        ...
-
-    def picture(self) -> list[list[int]]:
-        """Return the loads of the first steps."""
-        ...
-
-    def reset_stats(self) -> None:
-        """Reset all measurements."""
-        ...
-
-    def engine(self, name: object) -> Engine:
-        """Return an engine."""
-        ...
-
-    async def restore(self, engine: str | int) -> None:
-        """Restart a killed engine."""
-        ...
+# GET  /emulation/stats, /emulation/stats/picture, /emulation/faults
+# POST /emulation/stats/reset
+# POST /emulation/faults {"engine": "decode/3", "hang": true}
+# POST /emulation/faults/clear {"engine": "all"}
+# POST /emulation/lengths {"replay-1-0": 120, "replay-1-1": 7}
+# POST /emulation/kill, /emulation/restore {"engine": "prefill/0"}
 
 
 class FleetControl:
     """Answers requests under `/emulation`."""
 
-    def __init__(self, fleet: ControlledFleet) -> None:
+    def __init__(self, fleet: "EmulatedFleet") -> None:
         self._fleet = fleet
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -275,7 +244,7 @@ class EmulatedFleet:
                 settings, ranks=max(1, settings.ranks), rank_kv_tokens=settings.rank_kv_tokens
             ),
             poster=self._poster,
-            control=FleetControl(self),
+            control=FleetControl(self).handle,
         )
         self.engines = [self._engine(role) for role in self._roles()]
         self._hub.sources.extend(self.engines[: settings.prefillers])
@@ -290,7 +259,6 @@ class EmulatedFleet:
 
     @property
     def prefill_urls(self) -> list[str]:
-        """URLs of the prefillers."""
         return [engine.url for engine in self.engines[: self.settings.prefillers]]
 
     @property
@@ -315,7 +283,6 @@ class EmulatedFleet:
 
     @property
     def lengths(self) -> AnswerLengths:
-        """Lengths of the answers to named requests."""
         return self._hub.lengths
 
     @property
@@ -427,7 +394,6 @@ class EmulatedFleet:
         self._hub.book.age(seconds)
 
     def reset_stats(self) -> None:
-        """Reset all measurements."""
         self._hub.barrier.counters = StepCounters()
         self._hub.book.ends.clear()
         self._hub.book.misses.clear()

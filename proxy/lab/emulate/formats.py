@@ -40,7 +40,6 @@ class ChatFormat(AnswerFormat):
         )
 
     def plain(self, choice: Choice) -> PlainEvent | None:
-        """Return a writer of plain tokens' events."""
         request = self._request
         if request.return_token_ids:
             return None
@@ -67,7 +66,6 @@ class ChatFormat(AnswerFormat):
         )
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
-        """Return the body of an answer that is not streamed."""
         request, head = self._request, self._head
         usage = whole_usage(request, choices, cached=head.report_cached)
         prompt = request.prompts[0]
@@ -157,7 +155,6 @@ class CompletionFormat(AnswerFormat):
     kind = "text_completion"
 
     def plain(self, choice: Choice) -> PlainEvent | None:
-        """Return a writer of plain tokens' events."""
         request = self._request
         if request.return_token_ids or request.echo:
             return None
@@ -169,7 +166,6 @@ class CompletionFormat(AnswerFormat):
         return plain_event(request, choice, before, behind)
 
     def event(self, choice: Choice, delta: Delta) -> bytes:
-        """Return the event of a token."""
         request = self._request
         # Not in the event of a choice that is handed back behind its first token.
         first = 0 < len(delta.token_ids) == choice.emitted
@@ -187,7 +183,6 @@ class CompletionFormat(AnswerFormat):
         )
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
-        """Return the body of an answer that is not streamed."""
         head = self._head
         usage = whole_usage(self._request, choices, cached=head.report_cached)
         return as_bytes(
@@ -283,12 +278,10 @@ class TokenFormat(AnswerFormat):
         )
 
     def usage_event(self, choices: Sequence[Choice]) -> bytes:
-        """Return the event with the usage at the end of a stream."""
         usage = final_usage(self._request, choices, cached=self._head.report_cached)
         return as_bytes(f'{self._chunk}{usage},"output_mode":"{self._mode}","choices":[]}}\n\n')
 
     def whole(self, choices: Sequence[Choice], kv_transfer_params: object) -> bytes:
-        """Return the body of an answer that is not streamed."""
         head = self._head
         usage = whole_usage(self._request, choices, cached=head.report_cached)
         shows = self._output.prompt_ids
@@ -306,11 +299,7 @@ class TokenFormat(AnswerFormat):
         )
 
     def _members(
-        self,
-        choice: Choice,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
+        self, choice: Choice, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> str:
         reason = "null" if choice.finish_reason is None else f'"{choice.finish_reason}"'
         said = f'"text":{quoted(text)},' if self._output.text else ""

@@ -70,19 +70,15 @@ class EmulatedGeneration:
         self._hub = hub
 
     def chat(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Handle a request to /v1/chat/completions."""
         self._take(request, reply, _read_chat)
 
     def completion(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Handle a request to /v1/completions."""
         self._take(request, reply, _read_completion)
 
     def tokens(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Handle a request to /inference/v1/generate."""
         self._take(request, reply, read_tokens)
 
     def messages(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Handle a request to /v1/messages."""
         try:
             chat = read_messages(read_json(request.body))
         except ApiError as error:
@@ -93,7 +89,6 @@ class EmulatedGeneration:
         self.chat(translated, cast("Reply", MessagesReply(reply, self._hub)))
 
     def responses(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Handle a request to /v1/responses."""
         try:
             values = read_json(request.body)
             chat = read_responses(values, self._hub)
@@ -335,7 +330,7 @@ class Routes:
         """Answer a request: the server's application."""
         if request.path.startswith(_EMULATION):
             name = request.path.removeprefix(_EMULATION).decode("latin-1")
-            status, value = self._hub.control.handle(request.method, name, request.body)
+            status, value = self._hub.control(request.method, name, request.body)
             self._send(reply, status, value)
             return
         route = self._routes.get(request.path)

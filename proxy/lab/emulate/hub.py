@@ -4,10 +4,10 @@ import asyncio
 import logging
 import random
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
@@ -24,28 +24,17 @@ from balanceroute.proxy.wire.messages import WireError
 
 @dataclass(slots=True)
 class EngineCall:
-    """One request in an engine.
-
-    Attributes:
-        request_id: The id of the answer, which carries the client's `X-Request-Id`.
-        suffix: Makes the id unique inside the engine.
-        rank: Which of the engine's ranks serves it.
-        arrived_s: When the request had arrived, on the event loop's clock.
-        length_name: The id by which the length of its answer may be known.
-        drop_kv: Leave `kv_transfer_params` out of the answer.
-        alien_kv: Answer with those of another request.
-        session: What KV cache events call it; empty for nothing.
-    """
+    """One request in an engine."""
 
     exchange: EngineExchange
-    request_id: str
-    suffix: str
-    rank: int
-    length_name: str
-    arrived_s: float
-    drop_kv: bool = False
-    alien_kv: bool = False
-    session: str = ""
+    request_id: str  # The id of the answer, which carries the client's `X-Request-Id`.
+    suffix: str  # Makes the id unique inside the engine.
+    rank: int  # Which of the engine's ranks serves it.
+    length_name: str  # The id by which the length of its answer may be known.
+    arrived_s: float  # When the request had arrived, on the event loop's clock.
+    drop_kv: bool = False  # Leave `kv_transfer_params` out of the answer.
+    alien_kv: bool = False  # Answer with those of another request.
+    session: str = ""  # What KV cache events call it; empty for nothing.
 
     @property
     def kv(self) -> Mapping[str, Any]:
@@ -88,11 +77,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class HttpPoster:
-    """Posts JSON over HTTP or HTTPS.
-
-    Args:
-        trust: Whom to trust over HTTPS; None for everybody.
-    """
+    """Posts JSON over HTTP, or over HTTPS to whom `trust` names; None for everybody."""
 
     def __init__(self, trust: ssl.SSLContext | None = None) -> None:
         self._trust = trust
@@ -106,7 +91,6 @@ class HttpPoster:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel posts in progress and close the connections."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -150,52 +134,35 @@ class HttpPoster:
         return self._trust
 
 
-class EmulationControl(Protocol):
-    """The fleet, as its engines' `/emulation` endpoints use it."""
-
-    def handle(self, method: bytes, name: str, body: bytes) -> tuple[int, object]:
-        """Return status and JSON of a request to `/emulation/<name>`."""
-        ...
-
-
 @dataclass(slots=True)
 class Hub:
-    """What the engines of a fleet share.
-
-    Attributes:
-        rng: For ids and faults.
-        epoch_s: Unix time at 0 of the event loop's clock.
-        sources: The prefillers, including dead ones.
-        control: Answers requests below `/emulation`.
-        lengths: The lengths of the answers to named requests.
-    """
+    """What the engines of a fleet share."""
 
     settings: EmulationSettings
-    rng: random.Random
-    epoch_s: float
+    rng: random.Random  # For ids and faults.
+    epoch_s: float  # Unix time at 0 of the event loop's clock.
     barrier: Barrier
     poster: HttpPoster
-    control: EmulationControl
+    # Returns status and JSON of a request below `/emulation`, by method, path below it, and body.
+    control: Callable[[bytes, str, bytes], tuple[int, object]]
     book: LeaseBook = field(default_factory=LeaseBook)
-    sources: list[KvSource] = field(default_factory=list)
+    sources: list[KvSource] = field(default_factory=list)  # The prefillers, including dead ones.
+    # The lengths of the answers to named requests.
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _date: tuple[int, bytes] = (-1, b"")
 
     @property
     def unix_s(self) -> int:
-        """The Unix time in seconds."""
         return int(self.epoch_s + self.loop.time())
 
     def date(self) -> bytes:
-        """Return the value of a Date header."""
         now = self.unix_s
         if self._date[0] != now:
             self._date = now, formatdate(now, usegmt=True).encode()
         return self._date[1]
 
     def hexadecimal(self, digits: int) -> str:
-        """Return random digits."""
         return f"{self.rng.getrandbits(4 * digits):0{digits}x}"
 
     def uuid(self) -> str:

@@ -25,15 +25,11 @@ class LeaseEnd(Enum):
 
 
 class BlockPool:
-    """The KV blocks of a prefiller.
-
-    Attributes:
-        on_free: Called when blocks were freed.
-    """
+    """The KV blocks of a prefiller."""
 
     def __init__(self, blocks: int | None) -> None:
         self.used = 0
-        self.on_free: Callable[[], None] | None = None
+        self.on_free: Callable[[], None] | None = None  # Called when blocks were freed.
         self._blocks = blocks
         self._free: list[int] = []
         self._next = 1  # vLLM never hands out block 0.
@@ -60,7 +56,6 @@ class BlockPool:
         return taken
 
     def free(self, blocks: list[int]) -> None:
-        """Free blocks."""
         self.used -= len(blocks)
         self._free += blocks
         if self.on_free is not None:
@@ -69,92 +64,64 @@ class BlockPool:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The KV cache of one prompt, on the prefiller that computed it.
+    """The KV cache of one prompt, on the prefiller that computed it."""
 
-    Attributes:
-        prefiller: The engine id of the prefiller.
-        key: Names the lease for a decode rank: an engine id and a request or transfer id.
-        end: How it ended; None while it is held.
-        pulling: Whether a decode rank is reading it; it cannot expire then (the decoder's
-            heartbeats renew it).
-        overdue: Whether its time ended while it was being read.
-        short: Whether it is shorter than its prefiller says, by a fault.
-        granted_s: When it began, on the event loop's clock.
-    """
-
-    prefiller: str
+    prefiller: str  # The engine id of the prefiller.
+    # Names the lease for a decode rank: an engine id and a request or transfer id.
     key: tuple[str, str]
     prompt: Prompt
     blocks: list[int]
     pool: BlockPool
-    end: LeaseEnd | None = None
+    end: LeaseEnd | None = None  # How it ended; None while it is held.
+    # Whether a decode rank is reading it; it cannot expire then (the decoder's heartbeats renew
+    # it).
     pulling: bool = False
-    overdue: bool = False
-    short: bool = False
-    granted_s: float = 0.0
+    overdue: bool = False  # Whether its time ended while it was being read.
+    short: bool = False  # Whether it is shorter than its prefiller says, by a fault.
+    granted_s: float = 0.0  # When it began, on the event loop's clock.
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EndedLease:
-    """What is known of a lease that ended. Times are those of the event loop's clock.
+    """What is known of a lease that ended. Times are those of the event loop's clock."""
 
-    Attributes:
-        end: How it ended.
-        granted_s: When it began.
-        ended_s: When it ended.
-        short: See `Lease`.
-    """
-
-    end: LeaseEnd
-    granted_s: float
-    ended_s: float
-    short: bool
+    end: LeaseEnd  # How it ended.
+    granted_s: float  # When it began.
+    ended_s: float  # When it ended.
+    short: bool  # See `Lease`.
 
 
 @dataclass(frozen=True, slots=True)
 class Misread:
-    """A request that was answered with the KV cache of another prompt.
+    """A request that was answered with the KV cache of another prompt."""
 
-    Attributes:
-        request_id: The id of its answer.
-        lease: The named lease; None if it is held, or was never granted.
-        engine: The name of the engine that read it.
-        arrived_s: When the request had arrived there, on the event loop's clock.
-        again: Whether it comes from the rank's prefix cache, where an earlier misread has left it.
-        prefiller: The name of the engine that gave the lease; empty if that is not known.
-    """
-
-    request_id: str
-    lease: EndedLease | None
-    engine: str
-    arrived_s: float
+    request_id: str  # The id of its answer.
+    lease: EndedLease | None  # The named lease; None if it is held, or was never granted.
+    engine: str  # The name of the engine that read it.
+    arrived_s: float  # When the request had arrived there, on the event loop's clock.
+    # Whether it comes from the rank's prefix cache, where an earlier misread has left it.
     again: bool = False
-    prefiller: str = ""
+    prefiller: str = ""  # The name of the engine that gave the lease; empty if that is not known.
 
     @property
     def end(self) -> LeaseEnd | None:
-        """How the named lease ended."""
         return None if self.lease is None else self.lease.end
 
 
 @dataclass(slots=True)
 class LeaseBook:
-    """All leases of a fleet, in one process, as the KV transport sees them.
+    """All leases of a fleet, in one process, as the KV transport sees them."""
 
-    Attributes:
-        ends: Number of ended leases, by how they ended.
-        misses: How often a decode rank claimed an ended lease, by how it had ended.
-        misreads: The requests that were answered with another prompt's KV cache.
-        overruns: The requests of which a decode engine died, as they need more blocks than there are.
-        mixed_pairs: How often a decode rank refused a prefiller of another version.
-    """
-
+    # Number of ended leases, by how they ended.
     ends: Counter[LeaseEnd] = field(default_factory=Counter)
+    # How often a decode rank claimed an ended lease, by how it had ended.
     misses: Counter[LeaseEnd] = field(default_factory=Counter)
+    # The requests that were answered with another prompt's KV cache.
     misreads: list[Misread] = field(default_factory=list)
+    # The requests of which a decode engine died, as they need more blocks than there are.
     overruns: list[str] = field(default_factory=list)
-    mixed_pairs: int = 0
+    mixed_pairs: int = 0  # How often a decode rank refused a prefiller of another version.
     # The last two different prompts of each prefiller, the later one last.
     _written: dict[str, list[Prompt]] = field(default_factory=dict)
     _held: dict[Lease, None] = field(default_factory=dict)
@@ -165,7 +132,6 @@ class LeaseBook:
 
     @property
     def held(self) -> int:
-        """Leases that have not ended."""
         return len(self._held)
 
     @property
@@ -362,15 +328,10 @@ class AskMetaserver:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The decoder reads blocks that no longer hold the prompt's KV cache.
+    """The decoder reads blocks that no longer hold the prompt's KV cache."""
 
-    Attributes:
-        engine_id: The engine that has the blocks.
-        lease: The named lease; None if it is held, or was never granted.
-    """
-
-    engine_id: str
-    lease: EndedLease | None
+    engine_id: str  # The engine that has the blocks.
+    lease: EndedLease | None  # The named lease; None if it is held, or was never granted.
 
 
 class Hang:
@@ -387,15 +348,7 @@ def claim(
     book: LeaseBook,
     peer: KvPeer,
 ) -> Claim:
-    """Return what a decode rank does about the parameters of a request.
-
-    Args:
-        connector: The name of the fleet's connector.
-        params: `kv_transfer_params` that ask for a remote prefill.
-        sources: All prefillers, including dead ones.
-        book: Their leases.
-        peer: The rank's engine.
-    """
+    """Return what a decode rank does about the `kv_transfer_params` of a request."""
     match CONNECTORS[connector].flow:
         case KvFlow.PULL:
             same = peer.version if connector == "nixl" else None
@@ -421,7 +374,7 @@ def prefill_answer(
         "remote_request_id": lease.key[1],
         "remote_host": source.host,
         "remote_port": source.side_port,
-        **_OWN_KEYS[connector](lease, block_tokens, last_token),
+        **_own_keys(connector, lease, block_tokens, last_token),
     }
 
 
@@ -430,11 +383,7 @@ def lease_key(
 ) -> tuple[str, str]:
     """Return the key by which a decoder names a prefill.
 
-    Args:
-        connector: The name of the fleet's connector.
-        source: The prefiller.
-        params: `kv_transfer_params` of the prefill request.
-        internal_id: The request's id inside the prefiller.
+    `params` are the `kv_transfer_params` of the prefill request, `internal_id` its id in the prefiller.
     """
     match CONNECTORS[connector].flow:
         case KvFlow.PULL:
@@ -476,45 +425,30 @@ def alien_params(params: dict[str, object]) -> dict[str, object]:
     }
 
 
-def _nixl_keys(lease: Lease, _block_tokens: int, _last_token: int) -> dict[str, object]:
-    return {
-        "tp_size": 1,
-        "dcp_size": 1,
-        "pp_size": 1,
-        "remote_num_tokens": len(lease.prompt.tokens),
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": "pull",
-        "remote_prefill_cached_tokens": 0,
-    }
-
-
-def _ascend_keys(lease: Lease, block_tokens: int, last_token: int) -> dict[str, object]:
-    return {
-        "remote_pcp_size": 1,
-        "remote_dcp_size": 1,
-        "remote_ptp_size": 1,
-        "last_token_id": last_token,
-        "remote_multi_nodes_meta_mapping": {},
-        "num_prompt_blocks": len(lease.blocks),
-        "remote_block_size": block_tokens,
-    }
-
-
-def _hybrid_keys(lease: Lease, _block_tokens: int, last_token: int) -> dict[str, object]:
-    return {
+def _own_keys(
+    connector: str, lease: Lease, block_tokens: int, last_token: int
+) -> dict[str, object]:
+    """Return what a prefill answer has beside the keys that every pull needs."""
+    if connector == "nixl":
+        return {
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": len(lease.prompt.tokens),
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": 0,
+        }
+    ascend = {
         "remote_ptp_size": 1,
         "last_token_id": last_token,
         "remote_multi_nodes_meta_mapping": {},
         "num_prompt_blocks": len(lease.blocks),
     }
-
-
-# What a prefill answer has in addition to the keys that every pull needs.
-_OWN_KEYS: dict[str, Callable[[Lease, int, int], dict[str, object]]] = {
-    "nixl": _nixl_keys,
-    "mooncake-ascend": _ascend_keys,
-    "mooncake-hybrid": _hybrid_keys,
-}
+    if connector == "mooncake-hybrid":
+        return ascend
+    groups = {"remote_pcp_size": 1, "remote_dcp_size": 1}
+    return groups | ascend | {"remote_block_size": block_tokens}
 
 
 # vLLM's NIXL and vllm-ascend's Mooncake read the named blocks. Neither checks whether these are, or

@@ -369,13 +369,9 @@ def _message_head(chunk: Mapping[str, Any]) -> dict[str, object]:
 def _stop(
     finish: str | None, matched: object, *, called: bool, complete: bool
 ) -> dict[str, object]:
-    """Return why a message ended.
+    """Return why a message ended, by the chat's finish and stop reason.
 
-    Args:
-        finish: The chat's finish reason.
-        matched: Its stop reason: a string that was matched, or "recomputed".
-        called: Whether a tool was called.
-        complete: Whether the call's arguments are.
+    A tool may have been called, with complete arguments or not.
     """
     reason: str | None = "end_turn"
     sequence = None

@@ -39,22 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class EmulatedPrefill:
-    """One prompt to compute.
-
-    Attributes:
-        begin: Called when its computation begins; returns the tokens that need none.
-        num_blocks: KV blocks that its computation takes.
-        done: Called when it is computed; the caller then owns the blocks.
-        blocks: Its blocks, once the computation has begun.
-        cached_tokens: The tokens that need none.
-    """
+    """One prompt to compute."""
 
     prompt_tokens: int
-    num_blocks: int
+    num_blocks: int  # KV blocks that its computation takes.
+    # Called when its computation begins; returns the tokens that need none.
     begin: "Callable[[], int]"
+    # Called when it is computed; the caller then owns the blocks.
     done: "Callable[[EmulatedPrefill], None]"
-    blocks: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)  # Its blocks, once the computation has begun.
+    cached_tokens: int = 0  # The tokens that need none.
 
 
 class EmulatedPrefillQueue:
@@ -76,11 +70,9 @@ class EmulatedPrefillQueue:
 
     @property
     def waiting(self) -> int:
-        """Prompts that wait."""
         return len(self._waiting)
 
     def submit(self, job: EmulatedPrefill) -> None:
-        """Queue a prompt."""
         self._waiting.append(job)
         self._begin_next()
 
@@ -135,11 +127,9 @@ class EmulatedPrefiller:
         self._barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
 
     def running(self, rank: int) -> int:
-        """Return the number of requests being computed."""
         return self._queue.running + self._barrier.running(rank)
 
     def waiting(self, rank: int) -> int:
-        """Return the number of requests that wait."""
         return self._queue.waiting + self._barrier.waiting(rank)
 
     def arriving(self, rank: int) -> int:
@@ -170,7 +160,6 @@ class EmulatedPrefiller:
             self._queue.submit(job)
 
     def close(self) -> None:
-        """Stop the clock."""
         self._barrier.close()
 
     def _prefilled(self, call: EngineCall, number: int, job: EmulatedPrefill) -> None:

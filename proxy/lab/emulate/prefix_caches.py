@@ -56,15 +56,10 @@ Listener = Callable[[int, bytes], None]
 
 
 class Publisher(Protocol):
-    """Serves one engine's log.
+    """Serves one engine's log."""
 
-    Attributes:
-        events: Where batches are published, as in `tcp://127.0.0.1:5557`.
-        replay: Where they are sent again.
-    """
-
-    events: str
-    replay: str
+    events: str  # Where batches are published, as in `tcp://127.0.0.1:5557`.
+    replay: str  # Where they are sent again.
 
     def close(self) -> None:
         """End like a process that ends; a second time changes nothing."""
@@ -76,20 +71,12 @@ Publish = Callable[["KvLog", str, tuple[int, int]], Publisher]
 
 
 class KvLog:
-    """One engine's batches from its start on, and who listens to them.
-
-    Args:
-        settings: The probability that a batch is not published as it should be, and blocks' sizes.
-        rng: For the seed of the engine's hashes, and faults.
-
-    Attributes:
-        batches: The latest ones with their numbers, as they should be.
-        listeners: Called with each batch that is published.
-    """
+    """One engine's batches from its start on, and who listens to them."""
 
     def __init__(self, settings: EmulationSettings, rng: random.Random) -> None:
+        # The latest ones with their numbers, as they should be.
         self.batches: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
-        self.listeners: list[Listener] = []
+        self.listeners: list[Listener] = []  # Called with each batch that is published.
         self._settings = settings
         self._rng = rng
         self._seed = rng.getrandbits(64)
@@ -106,12 +93,8 @@ class KvLog:
     ) -> None:
         """Publish what one prompt changed; nothing if that is nothing.
 
-        Args:
-            stored: Hashes of consecutive blocks that were not there before.
-            before: That of the block before them; None if they begin the prompt.
-            tokens: Their token ids.
-            dropped: Hashes of blocks that are there no more.
-            session: What the request called its session; empty for nothing.
+        `stored` and `dropped` are hashes of consecutive blocks, `before` that of the block in front of those
+        stored, None if they begin the prompt, and `tokens` are theirs.
         """
         events: list[dict[str, object]] = []
         if stored:
@@ -180,13 +163,7 @@ class KvLog:
 
 
 class PrefixCaches:
-    """One cache for each rank, or none without `prefix_cache_tokens`; counts what it is asked for.
-
-    Args:
-        settings: Their size.
-        counters: Of each rank.
-        logs: Of each rank, told what changes; empty if nobody listens.
-    """
+    """One cache for each rank, or none without `prefix_cache_tokens`; tells what changes to the ranks' logs."""
 
     def __init__(
         self,

@@ -27,28 +27,22 @@ ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the 
 
 
 class ApiError(BalanceRouteError):
-    """A request that is answered with an error.
-
-    Attributes:
-        kind: The `type` of the error object.
-    """
+    """A request that is answered with an error."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str, param: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind
+        self.kind = kind  # The `type` of the error object.
         self.param = param
 
     @property
     def value(self) -> dict[str, object]:
-        """The error object."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}
         return {"error": error}
 
     def body(self, form: ErrorForm | None = None) -> bytes:
-        """Return the body of an answer."""
         return compact(written(self.value, form))
 
     def event(self, form: ErrorForm | None = None) -> bytes:
@@ -159,15 +153,10 @@ _SAMPLING = ("top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_p
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        tokens: Its token ids.
-        text: Its text; None if it was sent as token ids.
-    """
-
-    tokens: list[int]
-    text: str | None
+    tokens: list[int]  # Its token ids.
+    text: str | None  # Its text; None if it was sent as token ids.
 
     @cached_property
     def packed(self) -> bytes:
@@ -192,40 +181,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What an answer of /inference/v1/generate says.
+    """What an answer of /inference/v1/generate says."""
 
-    Attributes:
-        text: Whether it has the text beside the ids.
-        prompt_ids: Whether it has the prompt's ids.
-    """
-
-    text: bool
-    prompt_ids: bool
+    text: bool  # Whether it has the text beside the ids.
+    prompt_ids: bool  # Whether it has the prompt's ids.
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A valid request.
-
-    Attributes:
-        prompts: One, or several for a completion.
-        n: Choices for each prompt.
-        max_tokens: Limit of each prompt's choices; by default the end of the context.
-        logprobs: Number of candidates with a log-probability, including the token itself; 0 for
-            none, 1 for the token alone.
-        top_logprobs: How many of these to list.
-        prompt_logprobs: The same for the prompt's tokens; None for none.
-        sampling: What determines the text in addition to the prompt.
-        tool_choice: "none", "auto", "required" or "named".
-        reasoning_parser: Whether a reasoning parser reads the answer.
-        penalised: Whether tokens count that the answer has already, but not those of the prompt.
-        schema: The JSON schema that the answer follows; None if it is free.
-        token_output: Of a request to /inference/v1/generate; None for any other.
-    """
+    """A valid request."""
 
     chat: bool
-    prompts: tuple[Prompt, ...]
-    n: int
+    prompts: tuple[Prompt, ...]  # One, or several for a completion.
+    n: int  # Choices for each prompt.
+    # Limit of each prompt's choices; by default the end of the context.
     max_tokens: tuple[int, ...]
     min_tokens: int
     ignore_eos: bool
@@ -235,24 +204,28 @@ class GenerationRequest:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    # Number of candidates with a log-probability, including the token itself; 0 for none, 1 for the
+    # token alone.
     logprobs: int
-    top_logprobs: int
-    prompt_logprobs: int | None
+    top_logprobs: int  # How many of these to list.
+    prompt_logprobs: int | None  # The same for the prompt's tokens; None for none.
     echo: bool
     return_token_ids: bool
-    sampling: bytes
+    sampling: bytes  # What determines the text in addition to the prompt.
     tools: tuple[Mapping[str, Any], ...]
-    tool_choice: str
+    tool_choice: str  # "none", "auto", "required" or "named".
     tool_name: str | None
     kv: Mapping[str, Any] | None
-    reasoning_parser: bool
+    reasoning_parser: bool  # Whether a reasoning parser reads the answer.
+    # Whether tokens count that the answer has already, but not those of the prompt.
     penalised: bool = False
+    # The JSON schema that the answer follows; None if it is free.
     schema: Mapping[str, Any] | None = None
+    # Of a request to /inference/v1/generate; None for any other.
     token_output: TokenOutput | None = None
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(prompt.tokens) for prompt in self.prompts)
 
 
@@ -282,13 +255,9 @@ def read_json(body: bytes) -> dict[str, Any]:
 def read_generation(
     values: Mapping[str, Any], settings: EmulationSettings, *, chat: bool, clips: bool = False
 ) -> GenerationRequest:
-    """Parse a body.
+    """Parse a body of the chat or of the completions API.
 
-    Args:
-        values: Its members.
-        settings: The fleet's.
-        chat: Whether it is one of the chat API.
-        clips: Whether a limit past the context is the rest of the context, and no error.
+    With `clips` a limit past the context is the rest of the context, and no error.
 
     Raises:
         ApiError: It cannot be served; this is the answer.
@@ -542,9 +511,7 @@ def _limit(
     return int(limit)
 
 
-def _tools(
-    values: Mapping[str, Any],
-) -> tuple[tuple[Mapping[str, Any], ...], str, str | None]:
+def _tools(values: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], str, str | None]:
     """Return the tools, the tool choice, and the name of the named one."""
     tools = values.get("tools") or []
     if not isinstance(tools, list):

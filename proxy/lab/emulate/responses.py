@@ -337,7 +337,6 @@ class _Response:
     def said(
         self, status: str, output: list[dict[str, object]], usage: object, kv: object = None
     ) -> dict[str, object]:
-        """Return the object in a state."""
         values = self._values
         tools = values.get("tools") or []
         choice = values.get("tool_choice") or "auto"
@@ -392,7 +391,6 @@ class _Response:
         return items
 
     def call_id(self, name: str) -> str:
-        """Return a new id of a call of a tool."""
         return self.name("ctc" if name in self.custom else "fc")
 
     def call(
@@ -429,7 +427,6 @@ class _Stream:
             yield self._event(kind, {"response": said})
 
     def events(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yield the events for one event of a chat."""
         if not chunk["choices"]:
             yield from self._close()
             said = self._response.said(self._status, self._output, _usage(chunk["usage"]))

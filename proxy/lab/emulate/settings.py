@@ -36,77 +36,57 @@ class Frontend(Enum):
 class EmulationSettings:
     """Sizes, speeds and protocol of the engines. All times are emulated times.
 
-    Attributes:
-        prefillers: P.
-        ranks: G.
-        batch_limit: B.
-        step_base_ns: a of T = a + b x max load.
-        step_ns_per_token: b.
-        prefill_base_ns: c of the service time c + d x prompt tokens.
-        prefill_ns_per_token: d.
-        transfer_base_ns: e of the KV transfer's time e + f x prompt tokens.
-        transfer_ns_per_token: f.
-        rank_kv_tokens: KV tokens that fit on a decode rank; None for no limit.
-        prefiller_kv_tokens: KV tokens that fit on a prefiller; None for no limit.
-        block_tokens: Tokens of a KV block.
-        prefix_cache_tokens: Size of each engine's prefix cache (of each rank's); None for none.
-        kv_events: Whether prefillers publish the events of their prefix caches.
-        kv_event_faults: Probability that a batch of them is lost, repeated, late, misnumbered or wrong.
-        lease_s: How long a prefiller keeps blocks that no decode rank pulls.
-        time_scale: How many emulated seconds pass in one second of the event loop.
-        engine_models: The names of the model and its adapters, for engines that serve another model, by
-            the engine's name ("decode/3").
-        engine_versions: The versions of engines that tell another one than the rest, likewise.
-        max_model_len: Limit of a request's prompt and output tokens together.
-        mean_output_tokens: Mean length of an answer that ends by itself.
-        prompt_tokens_details: Whether usage has `cached_tokens` (`--enable-prompt-tokens-details`).
-        reasoning_parser: Whether chats begin with reasoning and usage has `reasoning_tokens`
-            (`--reasoning-parser`).
-        partial_utf8: Probability that a token ends within a character, so that its text is sent with
-            the next one's. The text determines which tokens, so every engine agrees; likewise for
-            the next setting.
-        merged_outputs: Probability that the API server lags behind the engine, so that a token is
-            sent in one event with the next.
-        frontend: Who writes the answers of the chat, completions and token APIs.
-        keep_alive_s: Idle time after which a server closes a connection (uvicorn's is 5 s).
-        engines: How the decode ranks differ from plain ones.
-
     Raises:
         ConfigError: A value is invalid; the message begins with its name.
     """
 
-    prefillers: int = 2
-    ranks: int = 8
-    batch_limit: int = 16
-    step_base_ns: int = 30_000_000
-    step_ns_per_token: float = 200.0
-    prefill_base_ns: int = 20_000_000
-    prefill_ns_per_token: float = 50_000.0
-    transfer_base_ns: int = 2_000_000
-    transfer_ns_per_token: float = 1_000.0
-    rank_kv_tokens: int | None = None
-    prefiller_kv_tokens: int | None = None
-    block_tokens: int = 32
+    prefillers: int = 2  # P.
+    ranks: int = 8  # G.
+    batch_limit: int = 16  # B.
+    step_base_ns: int = 30_000_000  # a of T = a + b x max load.
+    step_ns_per_token: float = 200.0  # b.
+    prefill_base_ns: int = 20_000_000  # c of the service time c + d x prompt tokens.
+    prefill_ns_per_token: float = 50_000.0  # d.
+    transfer_base_ns: int = 2_000_000  # e of the KV transfer's time e + f x prompt tokens.
+    transfer_ns_per_token: float = 1_000.0  # f.
+    rank_kv_tokens: int | None = None  # KV tokens that fit on a decode rank; None for no limit.
+    prefiller_kv_tokens: int | None = None  # KV tokens that fit on a prefiller; None for no limit.
+    block_tokens: int = 32  # Tokens of a KV block.
+    # Size of each engine's prefix cache (of each rank's); None for none.
     prefix_cache_tokens: int | None = None
-    kv_events: bool = False
+    kv_events: bool = False  # Whether prefillers publish the events of their prefix caches.
+    # Probability that a batch of them is lost, repeated, late, misnumbered or wrong.
     kv_event_faults: float = 0.0
-    lease_s: float = 30.0
+    lease_s: float = 30.0  # How long a prefiller keeps blocks that no decode rank pulls.
     connector: str = "nixl"
     dp_mode: DpMode = DpMode.PORTS
     preemption: Preemption = Preemption.INTERNAL
-    time_scale: float = 1.0
+    time_scale: float = 1.0  # How many emulated seconds pass in one second of the event loop.
     model: str = "emulated"
     adapters: tuple[str, ...] = ()
+    # The names of the model and its adapters, for engines that serve another model, by the engine's
+    # name ("decode/3").
     engine_models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # The versions of engines that tell another one than the rest, likewise.
     engine_versions: Mapping[str, str] = field(default_factory=dict)
-    max_model_len: int = 131_072
-    mean_output_tokens: float = 256.0
+    max_model_len: int = 131_072  # Limit of a request's prompt and output tokens together.
+    mean_output_tokens: float = 256.0  # Mean length of an answer that ends by itself.
+    # Whether usage has `cached_tokens` (`--enable-prompt-tokens-details`).
     prompt_tokens_details: bool = False
+    # Whether chats begin with reasoning and usage has `reasoning_tokens` (`--reasoning-parser`).
     reasoning_parser: bool = False
+    # Probability that a token ends within a character, so that its text is sent with the next
+    # one's. The text determines which tokens, so every engine agrees; likewise for the next
+    # setting.
     partial_utf8: float = 0.0
+    # Probability that the API server lags behind the engine, so that a token is sent in one event
+    # with the next.
     merged_outputs: float = 0.0
+    # Who writes the answers of the chat, completions and token APIs.
     frontend: Frontend = Frontend.PYTHON
+    # Idle time after which a server closes a connection (uvicorn's is 5 s).
     keep_alive_s: float = 5.0
+    # How the decode ranks differ from plain ones.
     engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
 
     def __post_init__(self) -> None:

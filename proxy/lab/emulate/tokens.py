@@ -153,11 +153,7 @@ def render_chat(
 ) -> str:
     """Return a conversation as the text that is tokenised.
 
-    Args:
-        messages: OpenAI messages.
-        tools: OpenAI tool definitions, or None.
-        add_generation_prompt: Open the assistant's turn at the end.
-        continue_final_message: Leave the last message open, to continue it.
+    At its end the assistant's turn is opened, or the last message is left open to be continued.
     """
     parts = ["<|begin|>"]
     if tools:
@@ -209,26 +205,16 @@ def unit_draws(seed: bytes) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token.
-
-    Attributes:
-        logprob: Natural logarithm of its probability.
-        others: Ids of further candidates, most likely first, with theirs.
-    """
+    """The log-probability of a token."""
 
     token: str
-    logprob: float
+    logprob: float  # Natural logarithm of its probability.
+    # Ids of further candidates, most likely first, with theirs.
     others: tuple[tuple[int, float], ...]
 
 
 class Sampler:
-    """Generates a text, token by token.
-
-    Args:
-        prompt: Packed token ids.
-        key: Further input of the hash, at most 64 bytes.
-        mean_tokens: Mean number of tokens until the text ends by itself.
-    """
+    """Generates a text, token by token, from packed token ids and a key of at most 64 bytes."""
 
     __slots__ = ("_eos_below", "_state", "draw")
 
@@ -304,10 +290,7 @@ class AnswerLengths:
         self._tokens: dict[str, int] = {}
 
     def add(self, tokens: Mapping[str, Any]) -> int:
-        """Set how many tokens some answers have, including the one that ends each.
-
-        Returns:
-            How many were set.
+        """Set how many tokens some answers have, including the one that ends each; return how many.
 
         Raises:
             ConfigError: One is not a whole number from 1 to 2**31 - 1; none is set.

@@ -22,13 +22,10 @@ class TranslatedReply:
     """A reply that gets the chat API's answer, and sends another one.
 
     What is no such answer (an injected fault) is forwarded unchanged.
-
-    Attributes:
-        reply: The one that is sent.
     """
 
     def __init__(self, reply: "Reply") -> None:
-        self.reply = reply
+        self.reply = reply  # The one that is sent.
         self._put: Callable[[bytes], None] = reply.write
         self._scanner = EventScanner(max_event_bytes=_MAX_EVENT_BYTES)
 
@@ -50,22 +47,18 @@ class TranslatedReply:
         self._put = malformed_write(kind, self.reply.write)
 
     def translated(self, status: int, body: bytes) -> bytes:
-        """Return a whole answer's body."""
         try:
             return compact(self._whole(status, json.loads(body)))
         except (ValueError, KeyError, TypeError):
             return body
 
     def send(self, status: int, headers: "Headers", body: bytes) -> None:
-        """Send a whole answer."""
         self.reply.send(status, headers, self.translated(status, body))
 
     def start(self, status: int, headers: "Headers") -> None:
-        """Begin a stream."""
         self.reply.start(status, headers)
 
     def write(self, data: bytes) -> None:
-        """Translate a piece of a stream."""
         for event in self._scanner.feed(data):
             try:
                 translated = list(self._events(event_data(event)))
@@ -75,11 +68,9 @@ class TranslatedReply:
                 self._put(one)
 
     def end(self) -> None:
-        """End a stream."""
         self.reply.end()
 
     def abort(self) -> None:
-        """Cut the answer."""
         self.reply.abort()
 
     def _whole(self, status: int, value: dict[str, Any]) -> object:

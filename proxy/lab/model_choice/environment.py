@@ -22,47 +22,31 @@ from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook, Targets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupModel:
-    """A deployment of one model: data-parallel decode ranks behind a barrier, evenly loaded.
+    """A deployment of one model: data-parallel decode ranks behind a barrier, evenly loaded."""
 
-    Attributes:
-        name: The model's.
-        ranks: Its decode ranks.
-        slots: Requests that a rank decodes at once.
-        step_base_ms: What a decode step takes without load.
-        step_us_per_token: What each KV token of a rank adds to it.
-        prefill_servers: Its prefillers; 0 if a prefill takes no time.
-        prefill_base_ms: What a prefill takes beside its tokens.
-        prefill_us_per_token: What each prompt token adds to it.
-    """
-
-    name: str
-    ranks: int
-    slots: int
-    step_base_ms: float
-    step_us_per_token: float
-    prefill_servers: int = 0
-    prefill_base_ms: float = 0.0
-    prefill_us_per_token: float = 0.0
+    name: str  # The model's.
+    ranks: int  # Its decode ranks.
+    slots: int  # Requests that a rank decodes at once.
+    step_base_ms: float  # What a decode step takes without load.
+    step_us_per_token: float  # What each KV token of a rank adds to it.
+    prefill_servers: int = 0  # Its prefillers; 0 if a prefill takes no time.
+    prefill_base_ms: float = 0.0  # What a prefill takes beside its tokens.
+    prefill_us_per_token: float = 0.0  # What each prompt token adds to it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """An alias: its groups, and the worth of their answers.
 
-    Attributes:
-        groups: From the smallest model to the largest.
-        tasks: What requests ask for.
-        scores: The worth of an answer in time, by task and by group: of shape (tasks, groups).
-        targets: What "in time" means.
-
     Raises:
         ConfigError: The scores have another shape, or are no shares.
     """
 
-    groups: tuple[GroupModel, ...]
-    tasks: tuple[str, ...]
+    groups: tuple[GroupModel, ...]  # From the smallest model to the largest.
+    tasks: tuple[str, ...]  # What requests ask for.
+    # The worth of an answer in time, by task and by group: of shape (tasks, groups).
     scores: tuple[tuple[float, ...], ...]
-    targets: Targets
+    targets: Targets  # What "in time" means.
 
     def __post_init__(self) -> None:
         if not self.groups or not self.tasks:
@@ -114,17 +98,11 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAnswer:
-    """How long a request took.
+    """How long a request took."""
 
-    Attributes:
-        number: The request's.
-        ttft_ms: From its arrival to its first token.
-        tpot_ms: Mean time of the output tokens after the first; 0 if there are none.
-    """
-
-    number: int
-    ttft_ms: float
-    tpot_ms: float
+    number: int  # The request's.
+    ttft_ms: float  # From its arrival to its first token.
+    tpot_ms: float  # Mean time of the output tokens after the first; 0 if there are none.
 
 
 class GroupSim:
@@ -241,19 +219,12 @@ class GroupSim:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedArrival:
-    """A request that is to be sent.
+    """A request that is to be sent."""
 
-    Attributes:
-        number: From 0, in order.
-        task: Its task's place in the scenario.
-        rate_per_s: Requests a second, of late.
-        outlooks: What it would meet in each group.
-    """
-
-    number: int
-    task: int
-    rate_per_s: float
-    outlooks: tuple[GroupOutlook, ...]
+    number: int  # From 0, in order.
+    task: int  # Its task's place in the scenario.
+    rate_per_s: float  # Requests a second, of late.
+    outlooks: tuple[GroupOutlook, ...]  # What it would meet in each group.
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,17 +54,11 @@ _WINDOW_WORTH = 0.03  # Of a window that is kept, beside the worth of its answer
 
 @dataclass(frozen=True, slots=True)
 class TrainingWindow:
-    """What the training got in a part of it.
+    """What the training got in a part of it."""
 
-    Attributes:
-        step: Requests until its end.
-        reward: Mean worth of an answer.
-        shares: How many of the requests each group got.
-    """
-
-    step: int
-    reward: float
-    shares: tuple[float, ...]
+    step: int  # Requests until its end.
+    reward: float  # Mean worth of an answer.
+    shares: tuple[float, ...]  # How many of the requests each group got.
 
 
 class _Memory:
@@ -201,21 +195,14 @@ THRESHOLDS = (1.0, 0.99, 0.98, 0.96, 0.94)
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJudgement:
-    """How one choice did.
+    """How one choice did."""
 
-    Attributes:
-        scores: The worth of each answer, in order of arrival.
-        groups: Which group each went to.
-        tasks: Which task each was.
-    """
-
-    scores: tuple[float, ...]
-    groups: tuple[int, ...]
-    tasks: tuple[int, ...]
+    scores: tuple[float, ...]  # The worth of each answer, in order of arrival.
+    groups: tuple[int, ...]  # Which group each went to.
+    tasks: tuple[int, ...]  # Which task each was.
 
     @property
     def mean(self) -> float:
-        """The mean worth of an answer."""
         return float(np.mean(self.scores))
 
     def windows(self) -> tuple[int, ...]:

@@ -54,31 +54,20 @@ LENGTHS_AT_ONCE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class FleetFigures:
-    """The figures of the decode ranks over a stretch of time.
+    """The figures of the decode ranks over a stretch of time."""
 
-    Attributes:
-        mean_imbalance_tokens: max − min of the ranks' loads, mean over steps.
-        idle_fraction: The share of rank time spent waiting at the barrier.
-        tokens_per_s: Output tokens over the emulated time of the steps. A machine that cannot keep
-            up makes the client's rate smaller, but not this one.
-        steps: Decode steps.
-        mean_late_s: How much later than due a step ended, mean over steps, in real seconds.
-        late_s: The maximum of that.
-    """
-
-    mean_imbalance_tokens: float
-    idle_fraction: float
+    mean_imbalance_tokens: float  # max − min of the ranks' loads, mean over steps.
+    idle_fraction: float  # The share of rank time spent waiting at the barrier.
+    # Output tokens over the emulated time of the steps. A machine that cannot keep up makes the
+    # client's rate smaller, but not this one.
     tokens_per_s: float
-    steps: float
-    mean_late_s: float
-    late_s: float
+    steps: float  # Decode steps.
+    mean_late_s: float  # How much later than due a step ended, mean over steps, in real seconds.
+    late_s: float  # The maximum of that.
 
 
 class FleetClient:
-    """Resets and reads the figures of an emulated fleet, and sends it the lengths of answers.
-
-    Args:
-        url: The URL of any server of the fleet.
+    """Resets and reads the figures of an emulated fleet, at the URL of any of its servers; sends it lengths.
 
     Raises:
         ConfigError: The URL is malformed.
@@ -130,7 +119,6 @@ class FleetClient:
         return FleetFigures(**values)
 
     def close(self) -> None:
-        """Close the connections."""
         self._endpoint.close()
 
 
@@ -139,44 +127,30 @@ _PROGRESS_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ReplayProgress:
-    """The progress of a replay.
+    """The progress of a replay."""
 
-    Attributes:
-        total: Requests of the run.
-        ended: Those that have finished, failed or been cancelled.
-        running: Those sent and not ended.
-        token_events: Token events so far.
-        elapsed_s: Seconds of the target's time since the replay began.
-    """
-
-    total: int
-    ended: int
-    running: int
+    total: int  # Requests of the run.
+    ended: int  # Those that have finished, failed or been cancelled.
+    running: int  # Those sent and not ended.
     errors: int
-    token_events: int
-    elapsed_s: float
+    token_events: int  # Token events so far.
+    elapsed_s: float  # Seconds of the target's time since the replay began.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay measured.
-
-    Attributes:
-        fleet: The emulated fleet's own figures of the same window; None if there are none.
-        faults: The kinds of failure, the most frequent first.
-        samples: What happened to each request sent, in order, in times of the clock.
-        start_ns: The clock when the replay began.
-        interrupted: Whether it was stopped before its end.
-        groups: The figures of each tenant and class; empty if not asked for.
-    """
+    """What a replay measured."""
 
     model: str
     figures: ReplayFigures
+    # The emulated fleet's own figures of the same window; None if there are none.
     fleet: FleetFigures | None
-    faults: Sequence[FaultCount]
+    faults: Sequence[FaultCount]  # The kinds of failure, the most frequent first.
+    # What happened to each request sent, in order, in times of the clock.
     samples: Sequence[RequestSample]
-    start_ns: int
-    interrupted: bool
+    start_ns: int  # The clock when the replay began.
+    interrupted: bool  # Whether it was stopped before its end.
+    # The figures of each tenant and class; empty if not asked for.
     groups: ByGroup = field(default_factory=dict)
 
 

@@ -49,14 +49,7 @@ _INPUT_TOKENS = ("input_tokens", "cache_read_input_tokens", "cache_creation_inpu
 
 
 class AnswerReader:
-    """One answer.
-
-    Attributes:
-        fault: Why the answer failed; None so far.
-        prompt_tokens: The engine's count; None before its usage arrived.
-        completion_tokens: The engine's count; None before its usage arrived.
-        finish_reason: The first choice's; None before it arrived.
-    """
+    """One answer."""
 
     __slots__ = (
         "_done",
@@ -68,10 +61,11 @@ class AnswerReader:
     )
 
     def __init__(self) -> None:
-        self.fault: ReplayFault | None = None
-        self.prompt_tokens: int | None = None
+        self.fault: ReplayFault | None = None  # Why the answer failed; None so far.
+        self.prompt_tokens: int | None = None  # The engine's count; None before its usage arrived.
+        # The engine's count; None before its usage arrived.
         self.completion_tokens: int | None = None
-        self.finish_reason: str | None = None
+        self.finish_reason: str | None = None  # The first choice's; None before it arrived.
         self._scanner = EventScanner()
         self._done = False
 
@@ -212,12 +206,7 @@ _ERROR_BYTES = 4096
 class ReplayExchange:
     """One request in flight; the connection calls `on_head`, `on_data`, and `on_end` or `on_error`.
 
-    Args:
-        sample: Its measurements.
-        recorder: Records tokens and the end.
-        loop: The running loop.
-        clock_ns: The replay's clock.
-        on_over: Called once when the request has ended, but not when it is cancelled.
+    `on_over` is called once when the request has ended, but not when it is cancelled.
     """
 
     __slots__ = (
@@ -254,41 +243,24 @@ class ReplayExchange:
         self._refusal = bytearray()
 
     def start(
-        self,
-        endpoint: Caller,
-        target: bytes,
-        headers: Headers,
-        body: bytes,
-        *,
-        timeout_s: float,
+        self, endpoint: Caller, target: bytes, headers: Headers, body: bytes, *, timeout_s: float
     ) -> None:
-        """Send the request.
-
-        Args:
-            endpoint: The target.
-            target: The request target.
-            headers: Other than host and content-length.
-            body: The body.
-            timeout_s: Real seconds until the answer must be complete.
-        """
+        """Send the request; its answer must be complete within some real seconds."""
         self._call = endpoint.request(b"POST", target, headers, body, self)
         self._timer = self._loop.call_later(timeout_s, self._time_out)
 
     def cancel(self) -> None:
-        """Cancel the request."""
         self._timer.cancel()
         self._call.abort()
         self._recorder.cancel(self.sample, self._clock_ns())
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See `ResponseHandler`."""
         self._status = status
         retry_after = first_value(headers, b"retry-after")
         if retry_after is not None:
             self.sample.retry_after = shown(retry_after.decode("latin-1"))
 
     def on_data(self, data: bytes) -> None:
-        """See `ResponseHandler`."""
         if self._status != 200:
             self._refusal += data[: _ERROR_BYTES - len(self._refusal)]
             return
@@ -302,7 +274,6 @@ class ReplayExchange:
             self._recorder.tokens(self.sample, tokens, self._clock_ns())
 
     def on_end(self) -> None:
-        """See `ResponseHandler`."""
         if self._status != 200:
             self._fail(from_status(self._status, bytes(self._refusal)))
             return
@@ -321,7 +292,6 @@ class ReplayExchange:
         self._on_over()
 
     def on_error(self, error: WireError) -> None:
-        """See `ResponseHandler`."""
         # An error event with the cause arrived before the connection broke.
         self._fail(self._answer.fault or from_wire(error))
 
@@ -349,27 +319,16 @@ class TargetError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayTarget:
-    """An HTTP server.
-
-    Attributes:
-        host: A name or an address, without brackets.
-        tls: Whether to use TLS, verified with the system's authorities.
-        prefix: Comes before every path, without the last slash.
-    """
+    """An HTTP server."""
 
     url: str
-    host: str
+    host: str  # A name or an address, without brackets.
     port: int
-    tls: bool
-    prefix: str
+    tls: bool  # Whether to use TLS, verified with the system's authorities.
+    prefix: str  # Comes before every path, without the last slash.
 
     def connect(self, *, http3: bool = False) -> Caller:
-        """Return what sends requests to it; needs a running loop.
-
-        Args:
-            http3: Over one connection of HTTP/3, which needs the extra `h3`; otherwise a pool of those
-                of HTTP/1.1.
-        """
+        """Return what sends requests to it, over HTTP/1.1 or one connection of HTTP/3 (the extra `h3`)."""
         if http3:
             # Here, so that nothing of it is loaded without the flag: an extra.
             from balanceroute.proxy.wire.http3.client import Http3Endpoint  # noqa: PLC0415

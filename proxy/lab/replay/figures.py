@@ -103,36 +103,23 @@ def shown(text: str) -> str:
 
 @dataclass(slots=True)
 class RequestSample:
-    """What happened to one request; times are of the replay's clock.
-
-    Attributes:
-        first_ns: When its first token arrived.
-        second_ns: When its second token arrived.
-        last_ns: When its latest token arrived.
-        end_ns: When it ended; None while it runs.
-        events: Token events so far.
-        window_events: Those inside the window.
-        prompt_tokens: The engine's count, if reported.
-        output_tokens: The engine's count if reported, else the events; 0 until it has finished.
-        fault: Why it failed; None if it did not.
-        retry_after: The header of a refusal; None without one.
-        cancelled: Whether it was cancelled when the replay was interrupted.
-    """
+    """What happened to one request; times are of the replay's clock."""
 
     request: PlannedRequest
     due_ns: int
     sent_ns: int
-    first_ns: int = 0
-    second_ns: int = 0
-    last_ns: int = 0
-    end_ns: int | None = None
-    events: int = 0
-    window_events: int = 0
-    prompt_tokens: int | None = None
+    first_ns: int = 0  # When its first token arrived.
+    second_ns: int = 0  # When its second token arrived.
+    last_ns: int = 0  # When its latest token arrived.
+    end_ns: int | None = None  # When it ended; None while it runs.
+    events: int = 0  # Token events so far.
+    window_events: int = 0  # Those inside the window.
+    prompt_tokens: int | None = None  # The engine's count, if reported.
+    # The engine's count if reported, else the events; 0 until it has finished.
     output_tokens: int = 0
-    fault: ReplayFault | None = None
-    retry_after: str | None = None
-    cancelled: bool = False
+    fault: ReplayFault | None = None  # Why it failed; None if it did not.
+    retry_after: str | None = None  # The header of a refusal; None without one.
+    cancelled: bool = False  # Whether it was cancelled when the replay was interrupted.
 
     @property
     def finished(self) -> bool:
@@ -174,95 +161,60 @@ WHOLE_RUN = "the whole run, too short for a steady state"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The samples of a stretch of time.
-
-    Attributes:
-        sent: Requests sent in it.
-        ended: Requests that ended in it.
-        ttft_ns: Times to first tokens that arrived in it.
-        ttst_ns: The same of second tokens.
-        gaps_ns: Gaps between tokens that ended in it.
-        tokens: Output tokens that arrived in it.
-    """
+    """The samples of a stretch of time."""
 
     duration_ns: int
-    sent: int
-    ended: Sequence[RequestSample]
-    ttft_ns: NDArray[np.int64]
-    ttst_ns: NDArray[np.int64]
-    gaps_ns: NDArray[np.int64]
-    tokens: float
+    sent: int  # Requests sent in it.
+    ended: Sequence[RequestSample]  # Requests that ended in it.
+    ttft_ns: NDArray[np.int64]  # Times to first tokens that arrived in it.
+    ttst_ns: NDArray[np.int64]  # The same of second tokens.
+    gaps_ns: NDArray[np.int64]  # Gaps between tokens that ended in it.
+    tokens: float  # Output tokens that arrived in it.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayFigures:
-    """The figures of one replay, in the target's time; None if there was nothing to measure.
+    """The figures of one replay, in the target's time; None if there was nothing to measure."""
 
-    Attributes:
-        window: The time span of the figures up to `duration_s`; those below are of the whole run.
-        output_tokens_per_s: Tokens that arrived, over the duration.
-        tpot_ms_p50: Of requests that finished, the mean time between tokens after the first.
-        ttft_ms_p50: Time from sending to the first token.
-        ttst_ms_p50: Time from sending to the second token, which a proxy that gives the first one
-            early does not shorten.
-        itl_ms_p50: Each gap between two tokens that followed each other.
-        e2e_s_p50: Of requests that finished, the time from sending to the end.
-        requests: Requests that finished.
-        requests_per_s: Those over the duration.
-        request_rate: Requests sent, over the duration.
-        duration_s: Length of the window.
-        finished: Requests that finished.
-        errors: Requests that failed.
-        cancelled: Requests cancelled when the replay was interrupted.
-        run_s: From the first request sent to the last one ended.
-        send_late_ms_p99: How late requests were sent, a delay of the replay itself.
-        prompt_tokens_asked: Words of the prompts of requests that finished.
-        prompt_tokens: The engines' count of them; None unless reported for every request.
-        output_tokens_asked: Recorded output, cut at the limits, of requests that finished.
-        output_tokens: The engines' count of it.
-        wrong_lengths: Finished requests with more or less output than asked.
-        uneven_events: Finished requests with another number of token events than tokens.
-    """
-
+    # The time span of the figures up to `duration_s`; those below are of the whole run.
     window: str
-    output_tokens_per_s: float | None
+    output_tokens_per_s: float | None  # Tokens that arrived, over the duration.
+    # Of requests that finished, the mean time between tokens after the first.
     tpot_ms_p50: float | None
     tpot_ms_p95: float | None
-    ttft_ms_p50: float | None
+    ttft_ms_p50: float | None  # Time from sending to the first token.
     ttft_ms_p95: float | None
     ttft_ms_p99: float | None
+    # Time from sending to the second token, which a proxy that gives the first one early does not
+    # shorten.
     ttst_ms_p50: float | None
     ttst_ms_p95: float | None
     ttst_ms_p99: float | None
-    itl_ms_p50: float | None
+    itl_ms_p50: float | None  # Each gap between two tokens that followed each other.
     itl_ms_p95: float | None
     itl_ms_p99: float | None
-    e2e_s_p50: float | None
+    e2e_s_p50: float | None  # Of requests that finished, the time from sending to the end.
     e2e_s_p95: float | None
     e2e_s_p99: float | None
-    requests: int
-    requests_per_s: float | None
-    request_rate: float | None
-    duration_s: float
-    finished: int
-    errors: int
-    cancelled: int
-    run_s: float
-    send_late_ms_p99: float | None
-    prompt_tokens_asked: int
-    prompt_tokens: int | None
-    output_tokens_asked: int
-    output_tokens: int
-    wrong_lengths: int
-    uneven_events: int
+    requests: int  # Requests that finished.
+    requests_per_s: float | None  # Those over the duration.
+    request_rate: float | None  # Requests sent, over the duration.
+    duration_s: float  # Length of the window.
+    finished: int  # Requests that finished.
+    errors: int  # Requests that failed.
+    cancelled: int  # Requests cancelled when the replay was interrupted.
+    run_s: float  # From the first request sent to the last one ended.
+    send_late_ms_p99: float | None  # How late requests were sent, a delay of the replay itself.
+    prompt_tokens_asked: int  # Words of the prompts of requests that finished.
+    prompt_tokens: int | None  # The engines' count of them; None unless reported for every request.
+    output_tokens_asked: int  # Recorded output, cut at the limits, of requests that finished.
+    output_tokens: int  # The engines' count of it.
+    wrong_lengths: int  # Finished requests with more or less output than asked.
+    uneven_events: int  # Finished requests with another number of token events than tokens.
 
 
 def derive(
-    samples: Sequence[RequestSample],
-    *,
-    whole: Measured,
-    window: Measured | None,
-    time_scale: float,
+    samples: Sequence[RequestSample], *, whole: Measured, window: Measured | None, time_scale: float
 ) -> ReplayFigures:
     """Return the figures of a run.
 
@@ -424,21 +376,14 @@ class ReplayRecorder:
     """Collects the samples of one run.
 
     Times must not decrease from call to call: the window is then a slice of every list of samples.
-
-    Attributes:
-        samples: Those sent, in order.
-        events: Token events so far.
-        errors: Failed requests so far.
-        opened: Where the window opened; None before.
-        closed: Where it closed; None before.
     """
 
     num_requests: int
-    samples: list[RequestSample] = field(default_factory=list)
-    events: int = 0
-    errors: int = 0
-    opened: _Mark | None = None
-    closed: _Mark | None = None
+    samples: list[RequestSample] = field(default_factory=list)  # Those sent, in order.
+    events: int = 0  # Token events so far.
+    errors: int = 0  # Failed requests so far.
+    opened: _Mark | None = None  # Where the window opened; None before.
+    closed: _Mark | None = None  # Where it closed; None before.
     _ended: list[RequestSample] = field(default_factory=list)
     _last_end_ns: int = 0
     _ttft_ns: "array[int]" = field(default_factory=lambda: array("q"))
@@ -452,7 +397,6 @@ class ReplayRecorder:
 
     @property
     def running(self) -> int:
-        """Return how many requests have been sent and not ended."""
         return len(self.samples) - len(self._ended)
 
     def sent(self, request: PlannedRequest, due_ns: int, now_ns: int) -> RequestSample:
@@ -500,13 +444,11 @@ class ReplayRecorder:
         self._end(sample, now_ns)
 
     def fail(self, sample: RequestSample, now_ns: int, fault: ReplayFault) -> None:
-        """Note that a request failed."""
         sample.fault = fault
         self.errors += 1
         self._end(sample, now_ns)
 
     def cancel(self, sample: RequestSample, now_ns: int) -> None:
-        """Note that the replay cancelled a request."""
         sample.cancelled = True
         self._end(sample, now_ns)
 

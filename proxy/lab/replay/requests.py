@@ -23,37 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request to send.
+    """One request to send."""
 
-    Attributes:
-        number: Its place in the whole trace, from 0; it decides the prompt's words.
-        arrival_ns: When it arrives in the trace.
-        prompt_tokens: Length of the prompt, at least 1.
-        output_tokens: Length of the answer without a limit, at least 1.
-        hash_ids: Ids of the prompt's blocks; empty if the trace has none.
-        text: The prompt itself, where it is given; None to build it from words.
-        max_tokens: The limit that the client sets, where lengths are hidden; None for none.
-        tenant: Whose it is; "" for nobody's.
-        level: Its class, of which the lowest goes first.
-        deadline_ns: How long after it is sent its first token is due; None for no deadline.
-        session: The conversation that it is a turn of; empty for none.
-    """
-
-    number: int
-    arrival_ns: int
-    prompt_tokens: int
-    output_tokens: int
-    hash_ids: tuple[int, ...] = ()
-    text: str | None = None
+    number: int  # Its place in the whole trace, from 0; it decides the prompt's words.
+    arrival_ns: int  # When it arrives in the trace.
+    prompt_tokens: int  # Length of the prompt, at least 1.
+    output_tokens: int  # Length of the answer without a limit, at least 1.
+    hash_ids: tuple[int, ...] = ()  # Ids of the prompt's blocks; empty if the trace has none.
+    text: str | None = None  # The prompt itself, where it is given; None to build it from words.
+    # The limit that the client sets, where lengths are hidden; None for none.
     max_tokens: int | None = None
-    tenant: str = ""
-    level: int = 0
+    tenant: str = ""  # Whose it is; "" for nobody's.
+    level: int = 0  # Its class, of which the lowest goes first.
+    # How long after it is sent its first token is due; None for no deadline.
     deadline_ns: int | None = None
-    session: str = ""
+    session: str = ""  # The conversation that it is a turn of; empty for none.
 
     @property
     def group(self) -> ServiceGroup:
-        """Return its tenant and class."""
         return ServiceGroup(self.tenant, self.level)
 
     def name(self, prefix: str) -> str:
@@ -108,12 +95,7 @@ def plan(
 
 
 def due_s(requests: Iterable[PlannedRequest], *, speed: float) -> list[float]:
-    """Return when each request is due, in seconds from the first.
-
-    Args:
-        requests: In order of arrival.
-        speed: The trace's times are divided by this.
-    """
+    """Return when each request is due, in seconds from the first, at a speed that divides the trace's times."""
     times_ns = [request.arrival_ns for request in requests]
     return [(time_ns - times_ns[0]) / 1e9 / speed for time_ns in times_ns]
 
@@ -135,7 +117,6 @@ class ReplayApi(Enum):
 
     @property
     def path(self) -> str:
-        """Return the endpoint's path."""
         return "/v1/chat/completions" if self is ReplayApi.CHAT else f"/v1/{self.value}"
 
 
@@ -150,13 +131,8 @@ def request_body(
 ) -> bytes:
     """Return the body of one request.
 
-    Args:
-        api: The endpoint.
-        model: The model's name.
-        prompt: The prompt, or the one message of the user.
-        max_tokens: Limit of the answer; None for none.
-        ignore_eos: vLLM's: the answer ends at `max_tokens` and nowhere else.
-        request_id: vLLM's: names the request where a router replaces its `X-Request-Id`; None for none.
+    `ignore_eos` is vLLM's: the answer ends at `max_tokens` and nowhere else. So is `request_id`, which names
+    the request where a router replaces its `X-Request-Id`.
     """
     given: object = [{"role": "user", "content": prompt}]
     name, limit = "messages", "max_tokens"
@@ -197,44 +173,33 @@ class ReplayLengths(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """How to replay; times and rates are the target's.
+    """How to replay; times and rates are the target's."""
 
-    Attributes:
-        target: URL of the OpenAI-compatible endpoint.
-        model: Its name; None for the first that the target lists.
-        rate: Open loop: the trace's times are divided by this.
-        concurrency: Closed loop: this many requests are always outstanding; None for open loop.
-        time_scale: Seconds of the target's time that pass in one real second: more than 1 for an
-            emulated fleet that runs faster than real time.
-        timeout_s: Seconds until the answer must be complete.
-        api_key: Sent as a bearer token; None for none.
-        tenant_keys: The key of each tenant, sent instead; empty if all requests have one key.
-        seed: Of the prompts' words.
-        request_ids: The prefix of the requests' ids; clients that run at the same time need different
-            ones.
-        emulation: URL of an emulated fleet whose own figures are read; None for none.
-        lengths: How the engines get the answers' lengths; HIDDEN needs `emulation`.
-        drain: Whether to wait for every answer. Otherwise the replay ends when its last request is
-            sent, which closes the window of the figures, and cancels what still runs.
-        http3: Whether to send over HTTP/3.
-        targets: What a good request gets, for figures by tenant and class; None for none of these.
-    """
-
-    target: str
-    model: str | None = None
+    target: str  # URL of the OpenAI-compatible endpoint.
+    model: str | None = None  # Its name; None for the first that the target lists.
     api: ReplayApi = ReplayApi.COMPLETIONS
-    rate: float = 1.0
+    rate: float = 1.0  # Open loop: the trace's times are divided by this.
+    # Closed loop: this many requests are always outstanding; None for open loop.
     concurrency: int | None = None
+    # Seconds of the target's time that pass in one real second: more than 1 for an emulated fleet
+    # that runs faster than real time.
     time_scale: float = 1.0
-    timeout_s: float = 3600.0
-    api_key: str | None = None
+    timeout_s: float = 3600.0  # Seconds until the answer must be complete.
+    api_key: str | None = None  # Sent as a bearer token; None for none.
+    # The key of each tenant, sent instead; empty if all requests have one key.
     tenant_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    seed: int = 0
+    seed: int = 0  # Of the prompts' words.
+    # The prefix of the requests' ids; clients that run at the same time need different ones.
     request_ids: str = "replay"
+    # URL of an emulated fleet whose own figures are read; None for none.
     emulation: str | None = None
+    # How the engines get the answers' lengths; HIDDEN needs `emulation`.
     lengths: ReplayLengths = ReplayLengths.MAX_TOKENS
+    # Whether to wait for every answer. Otherwise the replay ends when its last request is sent,
+    # which closes the window of the figures, and cancels what still runs.
     drain: bool = True
-    http3: bool = False
+    http3: bool = False  # Whether to send over HTTP/3.
+    # What a good request gets, for figures by tenant and class; None for none of these.
     targets: ServiceTargets | None = None
 
 
@@ -257,12 +222,7 @@ _NUMBERS = struct.Struct(f"<{BLOCK_WORDS}H")
 
 
 class PromptBuilder:
-    """Builds prompts, at about 30 µs per block that is not cached.
-
-    Args:
-        seed: Determines the tokens.
-        cached_blocks: Blocks with an id that are cached; one takes about 4 kB.
-    """
+    """Builds prompts of a seed, at about 30 µs per block that is not cached; a cached one takes 4 kB."""
 
     def __init__(self, seed: int, *, cached_blocks: int = 4096) -> None:
         self._seed = seed
@@ -346,7 +306,6 @@ class ReplayBodies:
         return body
 
     def close(self) -> None:
-        """Stop building."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -445,13 +404,10 @@ _LARGEST = max(limit for limit in SHARES if limit is not None)
 def with_limits(
     requests: Iterable[PlannedRequest], *, seed: int, api: ReplayApi
 ) -> list[PlannedRequest]:
-    """Give every request the limit of some client.
+    """Give every request the limit of some client, drawn by a seed.
 
-    Args:
-        requests: The requests.
-        seed: Another seed draws other limits.
-        api: The endpoint. A completion without `max_tokens` has 16 tokens in vLLM, and a message must
-            have it, so there a client without a limit sends the largest.
+    A completion without `max_tokens` has 16 tokens in vLLM, and a message must have it, so there a client
+    without a limit sends the largest.
     """
     return [replace(request, max_tokens=_limit(seed, request.number, api)) for request in requests]
 

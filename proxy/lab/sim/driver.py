@@ -86,11 +86,7 @@ class _Guest:
 
 
 class Entrance:
-    """What stands between the clients of a simulation and its scheduler.
-
-    Args:
-        make_admission: Makes the rule; None lets in all.
-    """
+    """What stands between the clients of a simulation and its scheduler: an admission rule, or none."""
 
     def __init__(self, make_admission: Callable[[], Admission] | None) -> None:
         self._admission = None if make_admission is None else make_admission()
@@ -145,15 +141,7 @@ class Entrance:
 
 
 class Handover:
-    """Gives requests to a fleet.
-
-    Args:
-        fleet: The ranks.
-        loop: Virtual time.
-        transfer_ns: e and f.
-        prefill: Of the prefill servers; None if there are none.
-        cache_tokens: Size of each rank's prefix cache; None for none.
-    """
+    """Gives requests to a fleet, after e + f x KV tokens of `transfer_ns`, by ranks with prefix caches or none."""
 
     def __init__(
         self,
@@ -179,14 +167,9 @@ class Handover:
     def send(
         self, request: RequestId, rank: RankId, trace: TraceRequest, *, emitted: int, local: bool
     ) -> int:
-        """Send a request to a rank; return the KV tokens that are transferred.
+        """Send a request, of which `emitted` tokens exist, to a rank; return the KV tokens that are transferred.
 
-        Args:
-            request: The request.
-            rank: Its rank.
-            trace: What it is.
-            emitted: Tokens that it emitted before.
-            local: Whether the rank computes the prompt.
+        A `local` one has its prompt computed by the rank.
         """
         kv_tokens = trace.prompt_tokens + emitted
         cached = self._cached(rank, trace)
@@ -229,80 +212,60 @@ _HASH = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDeployment:
-    """The machines.
+    """The machines."""
 
-    Attributes:
-        ranks: G.
-        batch_limit: B.
-        step_base_ns: a of T = a + b x max load.
-        step_ns_per_token: b.
-        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
-        recompute_ns_per_token: What a rank takes to compute a request again that its KV cache had no
-            room for, within a step; None if it is prefilled again.
-        prefill: The prefill servers; None prefills at once.
-        prefill_choice: A name of `PREFILL_CHOICES`: which server takes a request.
-        score_limits: For choices by a score.
-        scrape_ns: Time between two scrapes of the servers, for choices by their metrics.
-        probe_limit: Prefills on a server at a time, also those that wait there; None for no limit.
-        prefiller_kv_tokens: KV tokens that a server may hold; None for no limit.
-        transfer_base_ns: e of the KV transfer's time e + f x KV tokens, from admission to the rank's
-            queue; 0 with f = 0 lets a request join at once.
-        transfer_ns_per_token: f.
-        local_prefill_tokens: The longest prompt that a rank computes instead of a prefiller, where that
-            delays all requests less; None for none. It takes d of the prefill servers for a token.
-        rank_cache_tokens: Size of a rank's prefix cache; None for none. A rank pulls or computes what it
-            lacks.
-        local_prefill_always: Have ranks compute all prompts up to that, whatever it costs.
-        deadline_ns: Pool wait after which a request goes first; None for never.
-        pool_limit: Requests in prefill or in the pool; others wait before prefill. None for no limit.
-        deep_pool: See `SchedulerConfig`.
-        early_tokens: Whether clients get the first token when the prefill ends.
-        queue_order: A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
-        fair_queue: A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
-        admission: Makes the rule that lets requests in; None lets in all.
-        expects_first_tokens: Whether that rule is told when first tokens are to be expected.
-        aimd: The limit on requests in flight; None for none.
-        queue_ttl_ns: Wait before prefill after which a request expires; None for never.
-        lease_ns: How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it
-            counts from the start of the prefill, the earliest moment at which it can have begun.
-        lease_margin_ns: See `SchedulerConfig`.
-        engines: How the decode ranks differ from plain ones.
-        speeds_known: Whether the scheduler is told the speeds of the ranks.
-        learn_speeds: Whether it learns them, unless it is told.
-    """
-
-    ranks: int
-    batch_limit: int
-    step_base_ns: int = 30_000_000
-    step_ns_per_token: float = 200.0
-    rank_kv_tokens: int | None = None
+    ranks: int  # G.
+    batch_limit: int  # B.
+    step_base_ns: int = 30_000_000  # a of T = a + b x max load.
+    step_ns_per_token: float = 200.0  # b.
+    rank_kv_tokens: int | None = None  # KV tokens that fit on a rank; None for no limit.
+    # What a rank takes to compute a request again that its KV cache had no room for, within a step;
+    # None if it is prefilled again.
     recompute_ns_per_token: float | None = None
-    prefill: PrefillModel | None = None
+    prefill: PrefillModel | None = None  # The prefill servers; None prefills at once.
+    # A name of `PREFILL_CHOICES`: which server takes a request.
     prefill_choice: str = "fewest-tokens"
-    score_limits: ScoreLimits = ScoreLimits()
+    score_limits: ScoreLimits = ScoreLimits()  # For choices by a score.
+    # Time between two scrapes of the servers, for choices by their metrics.
     scrape_ns: int = 1_000_000_000
+    # Prefills on a server at a time, also those that wait there; None for no limit.
     probe_limit: int | None = 1
-    prefiller_kv_tokens: int | None = None
+    prefiller_kv_tokens: int | None = None  # KV tokens that a server may hold; None for no limit.
+    # e of the KV transfer's time e + f x KV tokens, from admission to the rank's queue; 0 with f =
+    # 0 lets a request join at once.
     transfer_base_ns: int = 0
-    transfer_ns_per_token: float = 0.0
+    transfer_ns_per_token: float = 0.0  # f.
+    # The longest prompt that a rank computes instead of a prefiller, where that delays all requests
+    # less; None for none. It takes d of the prefill servers for a token.
     local_prefill_tokens: int | None = None
+    # Have ranks compute all prompts up to that, whatever it costs.
     local_prefill_always: bool = False
+    # Size of a rank's prefix cache; None for none. A rank pulls or computes what it lacks.
     rank_cache_tokens: int | None = None
-    deadline_ns: int | None = None
+    deadline_ns: int | None = None  # Pool wait after which a request goes first; None for never.
+    # Requests in prefill or in the pool; others wait before prefill. None for no limit.
     pool_limit: int | None = None
-    deep_pool: bool = False
-    early_tokens: bool = False
+    deep_pool: bool = False  # See `SchedulerConfig`.
+    early_tokens: bool = False  # Whether clients get the first token when the prefill ends.
+    # A name of `QUEUE_ORDERS`, for requests before prefill and in the pool.
     queue_order: str = "fcfs"
+    # A name of `FAIR_COSTS`, by which tenants share the starts; None for no sharing.
     fair_queue: str | None = None
+    # Makes the rule that lets requests in; None lets in all.
     admission: Callable[[], Admission] | None = None
+    # Whether that rule is told when first tokens are to be expected.
     expects_first_tokens: bool = False
-    aimd: AimdSettings | None = None
+    aimd: AimdSettings | None = None  # The limit on requests in flight; None for none.
+    # Wait before prefill after which a request expires; None for never.
     queue_ttl_ns: int | None = None
+    # How long a prefiller keeps a KV cache for a rank; None for ever. As in the proxy, it counts
+    # from the start of the prefill, the earliest moment at which it can have begun.
     lease_ns: int | None = None
-    lease_margin_ns: int = 5_000_000_000
+    lease_margin_ns: int = 5_000_000_000  # See `SchedulerConfig`.
+    # How the decode ranks differ from plain ones.
     engines: SimulatedEngineOptions = field(default_factory=SimulatedEngineOptions)
-    speeds_known: bool = True
-    learn_speeds: bool = False
+    speeds_known: bool = True  # Whether the scheduler is told the speeds of the ranks.
+    learn_speeds: bool = False  # Whether it learns them, unless it is told.
 
     def intake(self) -> Intake:
         """Return what limits and measures the starts of one run."""

@@ -14,17 +14,12 @@ from balanceroute.proxy.core.events import EngineLoad, PrefillerId, RankId, Requ
 
 
 class EventLoop:
-    """Runs callbacks in order of virtual time.
-
-    Attributes:
-        now_ns: The present time, integer nanoseconds from the start.
-        stopped: Set to end the run after this instant.
-    """
+    """Runs callbacks in order of virtual time."""
 
     def __init__(self) -> None:
-        self.now_ns = 0
+        self.now_ns = 0  # The present time, integer nanoseconds from the start.
         self._order = 0
-        self.stopped = False
+        self.stopped = False  # Set to end the run after this instant.
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
 
     def call_at(self, time_ns: int, callback: Callable[[], None]) -> None:
@@ -59,23 +54,19 @@ _Value = TypeVar("_Value")
 class SimulatedEngineOptions:
     """How engines differ from plain ones. The lists are repeated over the ranks; empty is equal ranks.
 
-    Attributes:
-        rank_speeds: How fast each rank reads its KV cache, relative to b of the step time.
-        rank_batches: Batch limit of each rank, instead of the one of all.
-        tokens_per_step: Mean tokens that a request emits in a step (speculative decoding).
-        pause_above: A rank pauses requests while the share of the heaviest rank's time that the mean
-            rank idles is at least this (vllm-ascend's DyntraLB); None for never.
-        speculation_seed: Of the numbers of accepted tokens.
-
     Raises:
         ConfigError: A value is out of range; the message begins with its name.
     """
 
+    # How fast each rank reads its KV cache, relative to b of the step time.
     rank_speeds: tuple[float, ...] = ()
-    rank_batches: tuple[int, ...] = ()
+    rank_batches: tuple[int, ...] = ()  # Batch limit of each rank, instead of the one of all.
+    # Mean tokens that a request emits in a step (speculative decoding).
     tokens_per_step: float = 1.0
+    # A rank pauses requests while the share of the heaviest rank's time that the mean rank idles is
+    # at least this (vllm-ascend's DyntraLB); None for never.
     pause_above: float | None = None
-    speculation_seed: int = 0
+    speculation_seed: int = 0  # Of the numbers of accepted tokens.
 
     def __post_init__(self) -> None:
         for name, values, least, most in (
@@ -93,7 +84,6 @@ class SimulatedEngineOptions:
         return _repeated(self.rank_speeds, ranks) if self.rank_speeds else None
 
     def batches_of(self, ranks: int, batch_limit: int) -> list[int]:
-        """Return the batch limit of each rank."""
         return _repeated(self.rank_batches or (batch_limit,), ranks)
 
 
@@ -102,10 +92,6 @@ class Speculation:
 
     Each draft is accepted with one probability, so that the mean is as asked. A request's draws
     depend on the seed, its id and its steps alone.
-
-    Args:
-        mean_tokens: Tokens per step, above 1.
-        seed: Of the draws.
     """
 
     def __init__(self, mean_tokens: float, seed: int) -> None:
@@ -127,7 +113,6 @@ class Speculation:
         return tokens
 
     def forget(self, request: RequestId) -> None:
-        """Drop what is kept of a request."""
         self._draws.pop(request, None)
 
 
@@ -199,11 +184,7 @@ def _acceptance(mean_accepted: float, drafts: int) -> float:
 
 
 class PrefixCache:
-    """The blocks of one engine.
-
-    Args:
-        blocks: How many it holds; None for no limit.
-        block_tokens: Tokens of a block.
+    """The blocks of one engine, at most so many; None for no limit.
 
     Attributes:
         dropped: Blocks that it held before its last use, or got then, and holds no more.
@@ -223,14 +204,10 @@ class PrefixCache:
         return known
 
     def use(self, blocks: Sequence[Hashable], prompt_tokens: int) -> int:
-        """Look a prompt up and keep it.
+        """Look a prompt up and keep it; return how many of its tokens were cached.
 
-        Args:
-            blocks: Hashes of its blocks, each of all that comes before it too. Only full ones count.
-            prompt_tokens: Its length.
-
-        Returns:
-            The tokens that were cached. The last one never counts: it is computed for its output.
+        Blocks are hashes, each of all that comes before it too, and only full ones count. The last token never
+        counts: it is computed for its output.
         """
         held = self._held
         full = blocks[: prompt_tokens // self._block_tokens]
@@ -259,47 +236,32 @@ _KV_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Service time of P prefill servers.
+    """Service time of P prefill servers."""
 
-    Attributes:
-        servers: P.
-        base_ns: c.
-        ns_per_token: d.
-        cache_tokens: Size of a server's prefix cache; None for none.
-        block_tokens: Tokens of its blocks.
-    """
-
-    servers: int
-    base_ns: int
-    ns_per_token: float
-    cache_tokens: int | None = None
-    block_tokens: int = 512
+    servers: int  # P.
+    base_ns: int  # c.
+    ns_per_token: float  # d.
+    cache_tokens: int | None = None  # Size of a server's prefix cache; None for none.
+    block_tokens: int = 512  # Tokens of its blocks.
 
     def service_ns(self, tokens: int) -> int:
-        """Return the duration of a prefill that computes `tokens`."""
         return self.base_ns + round(self.ns_per_token * tokens)
 
 
 @dataclass(slots=True)
 class PrefillJob:
-    """One prompt to compute.
-
-    Attributes:
-        blocks: Hashes of its blocks; see `PrefixCache.use`.
-        done: Called when it is computed.
-        cached_tokens: Found in the prefix cache, once it began; None without a cache.
-    """
+    """One prompt to compute."""
 
     request: RequestId
     prefiller: PrefillerId
     prompt_tokens: int
-    blocks: tuple[int, ...]
-    done: "Callable[[PrefillJob], None]"
+    blocks: tuple[int, ...]  # Hashes of its blocks; see `PrefixCache.use`.
+    done: "Callable[[PrefillJob], None]"  # Called when it is computed.
+    # Found in the prefix cache, once it began; None without a cache.
     cached_tokens: int | None = None
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that are computed."""
         return self.prompt_tokens - (self.cached_tokens or 0)
 
 
@@ -316,7 +278,6 @@ class PrefillFleet:
             self._caches = [PrefixCache(blocks, model.block_tokens) for _ in self._queues]
 
     def submit(self, job: PrefillJob) -> None:
-        """Queue a prompt at its server."""
         queue = self._queues[job.prefiller]
         queue.append(job)
         if len(queue) == 1:
@@ -391,14 +352,6 @@ class DecodeFleet:
         recompute_ns: How long a rank takes to compute so many tokens of a dropped request again; None
             if it does not.
         options: How the engines differ from plain ones.
-
-    Attributes:
-        loads: KV tokens of the running requests, by rank.
-        running: Number of running requests in the fleet.
-        step_loads: What each rank reads in the step that has begun, in KV tokens of speed 1.
-        frozen: Ranks that do nothing, while the others go on.
-        emissions: Tokens of each running or dropped request in the step that has begun; empty if each
-            emits one.
     """
 
     def __init__(
@@ -412,11 +365,14 @@ class DecodeFleet:
         recompute_ns: Callable[[int], int] | None = None,
         options: SimulatedEngineOptions = _PLAIN,
     ) -> None:
-        self.loads = [0] * ranks
-        self.running = 0
+        self.loads = [0] * ranks  # KV tokens of the running requests, by rank.
+        self.running = 0  # Number of running requests in the fleet.
+        # What each rank reads in the step that has begun, in KV tokens of speed 1.
         self.step_loads = self.loads
+        # Tokens of each running or dropped request in the step that has begun; empty if each emits
+        # one.
         self.emissions: dict[RequestId, int] = {}
-        self.frozen: set[int] = set()
+        self.frozen: set[int] = set()  # Ranks that do nothing, while the others go on.
         self._ranks = [_Rank() for _ in range(ranks)]
         self._batch_limits = options.batches_of(ranks, batch_limit)
         self._step_base_ns = step_base_ns
@@ -469,11 +425,9 @@ class DecodeFleet:
         self._leave(job)
 
     def running_on(self, rank: RankId) -> int:
-        """Return the number of running requests of a rank."""
         return len(self._ranks[rank].running)
 
     def queued_on(self, rank: RankId) -> int:
-        """Return the number of requests that wait to join a rank's batch."""
         return len(self._ranks[rank].queue)
 
     def join(self) -> list[RequestId]:

@@ -139,25 +139,17 @@ METRICS = tuple(one.name for one in fields(RunMetrics))
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """One policy's figures.
+    """One policy's figures."""
 
-    Attributes:
-        policy: Its name.
-        mean: Of each of `METRICS` over the segments.
-        stderr: The standard error of each mean; 0 for a single segment, which has none.
-        segments: How many runs the means are of.
-        groups: The means of each tenant and class; empty if not asked for.
-        service: The first segment's account of them.
-        picture: Loads by step and rank in the first segment's steady state.
-    """
-
-    policy: str
-    mean: dict[str, float]
+    policy: str  # Its name.
+    mean: dict[str, float]  # Of each of `METRICS` over the segments.
+    # The standard error of each mean; 0 for a single segment, which has none.
     stderr: dict[str, float]
-    picture: list[list[int]]
-    segments: int = 1
+    picture: list[list[int]]  # Loads by step and rank in the first segment's steady state.
+    segments: int = 1  # How many runs the means are of.
+    # The means of each tenant and class; empty if not asked for.
     groups: ByGroup = field(default_factory=dict)
-    service: ServiceLog | None = None
+    service: ServiceLog | None = None  # The first segment's account of them.
 
 
 def run_experiment(

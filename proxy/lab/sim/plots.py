@@ -56,15 +56,7 @@ class _Box(NamedTuple):
 
 
 def write_plots(results: Sequence[PolicyResult], directory: Path, *, title: str) -> list[Path]:
-    """Write `rank_loads.png`, `imbalance_throughput.png` and `throughput_wait.png`.
-
-    Args:
-        results: At least one, in the order of the pictures.
-        directory: Where to write; it must exist.
-        title: The workload, for the top of every picture.
-
-    Returns:
-        The files.
+    """Write `rank_loads.png`, `imbalance_throughput.png` and `throughput_wait.png`; return the files.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -84,16 +76,8 @@ def write_prediction_plots(
 ) -> list[Path]:
     """Write `live_rank_loads.png` and `live_simulated.png`: what was measured and what was predicted.
 
-    Args:
-        live: The measurement of each policy. Of `mean` only the imbalance, the idle fraction and the
-            output rate are used.
-        simulated: The predictions, in the same order. A live run is a single run, so `stderr` is the
-            standard deviation of single runs.
-        directory: Where to write; it must exist.
-        title: The workload, for the top of every picture.
-
-    Returns:
-        The files.
+    Of `live` only the imbalance, the idle fraction and the output rate are used. A live run is a single run, so
+    the `stderr` of `simulated` is the standard deviation of single runs.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -354,12 +338,9 @@ def _scale_waits(
 def _label_points(
     chart: "Axes", names: Sequence[str], spans: Sequence[tuple[float, float, float, float]]
 ) -> None:
-    """Name the points, each label in the nearest place that is free.
+    """Name the points, of x, y and the errors of both, each label in the nearest place that is free.
 
-    Args:
-        chart: Its limits are final; the layout is frozen here.
-        names: Of the points.
-        spans: x, y and the errors of both.
+    The limits of the chart are final; the layout is frozen here.
     """
     figure = chart.get_figure(root=True)
     assert figure is not None
@@ -492,13 +473,8 @@ def write_service_plots(
 ) -> list[Path]:
     """Write `service_POLICY.png` for each policy: its first segment, from start to end.
 
-    It shows the shares of the KV-token-seconds, the p99 of the time to first token and, with a limit
-    on requests in flight, that limit.
-
-    Args:
-        results: Those without figures of tenants and classes are left out.
-        directory: Where to write; it must exist.
-        title: The workload, for the top of every picture.
+    It shows the shares of the KV-token-seconds, the p99 of the time to first token and, with a limit on
+    requests in flight, that limit. Results without figures of tenants and classes are left out.
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -55,19 +55,10 @@ class _Times:
 
 
 class ServiceLog:
-    """The account of one run.
-
-    Args:
-        requests: Those of the run; a request's id is its place.
-
-    Attributes:
-        groups: The tenants and classes, in order.
-        samples: The sums, about once a second.
-        limits: Times and the limit on requests in flight from then on.
-    """
+    """The account of one run, in which a request's id is its place."""
 
     def __init__(self, requests: "Sequence[TraceRequest]") -> None:
-        self.groups = groups_of(requests)
+        self.groups = groups_of(requests)  # The tenants and classes, in order.
         numbers = {group: number for number, group in enumerate(self.groups)}
         self._requests = requests
         self._group = [numbers[_group(request)] for request in requests]
@@ -80,19 +71,17 @@ class ServiceLog:
         self._times: dict[RequestId, _Times] = {}
         self._opened: Sample | None = None
         self._closed: Sample | None = None
-        self.samples: list[Sample] = []
+        self.samples: list[Sample] = []  # The sums, about once a second.
+        # Times and the limit on requests in flight from then on.
         self.limits: list[tuple[int, int]] = []
 
     def arrived(self, request: RequestId, now_ns: int) -> None:
-        """Note an arrival."""
         self._times[request] = _Times(self._group[request], now_ns)
 
     def refused(self, request: RequestId) -> None:
-        """Note that a request that arrived is not let in."""
         self._times[request].refused = True
 
     def joined(self, request: RequestId, kv_tokens: int) -> None:
-        """Note that a request joined a batch."""
         group = self._group[request]
         self._loads[group] += kv_tokens
         self._tokens[group] += kv_tokens
@@ -112,7 +101,6 @@ class ServiceLog:
         self._loads += emitted
 
     def first_token(self, request: RequestId, now_ns: int) -> None:
-        """Note the first token of a request."""
         self._times[request].first_ns = now_ns
 
     def first_tokens(self, group: int) -> "tuple[NDArray[np.float64], NDArray[np.float64]]":
@@ -126,29 +114,24 @@ class ServiceLog:
         return came, took
 
     def limit(self, requests: int, now_ns: int) -> None:
-        """Note the limit on requests in flight."""
         if not self.limits or self.limits[-1][1] != requests:
             self.limits.append((now_ns, requests))
 
     def left(self, request: RequestId, kv_tokens: int) -> None:
-        """Note that a request left its batch."""
         group = self._group[request]
         self._loads[group] -= kv_tokens
         self._running[group] -= 1
 
     def finish(self, request: RequestId, now_ns: int) -> None:
-        """Note that a request emitted its last token."""
         traced = self._requests[request]
         self.left(request, traced.prompt_tokens + traced.output_tokens)
         self._finished[self._group[request]] += 1
         self._times[request].ended_ns = now_ns
 
     def open(self, now_ns: int) -> None:
-        """Begin the measured time."""
         self._opened = self._sample(now_ns)
 
     def close(self, now_ns: int) -> None:
-        """End the measured time."""
         self._closed = self._sample(now_ns)
 
     def figures(self, targets: ServiceTargets) -> ByGroup:
@@ -202,20 +185,7 @@ PICTURE_STEPS = 500
 
 @dataclass(slots=True)
 class RunMetrics:
-    """The figures of one run; the field names are those of the JSON report.
-
-    Attributes:
-        latency_s_mean: From the arrival to the last token.
-        prefill_tokens: Prompt tokens that prefillers computed.
-        prefix_hit_fraction: Share of the prompt tokens that they had in their prefix caches.
-        prefiller_peak: What the busiest prefiller computed, over their mean; 0 if none did.
-        local_prefills: Requests whose prompts ranks computed.
-        pulled_fraction: Share of the KV tokens of requests from prefillers that their ranks pulled, as they
-            had no more in their prefix caches.
-        hottest_rank: KV tokens of the rank with the most over the window, over the mean of all ranks.
-        prefilled_s_p50: From the arrival to the end of the first prefill.
-        held_tokens: KV tokens that prefillers held for requests, mean over the steps.
-    """
+    """The figures of one run; the field names are those of the JSON report."""
 
     mean_imbalance_tokens: float
     idle_fraction: float
@@ -229,7 +199,7 @@ class RunMetrics:
     ttft_s_p95: float
     ttft_s_p99: float
     ttft_s_max: float
-    latency_s_mean: float
+    latency_s_mean: float  # From the arrival to the last token.
     steps: float
     requests: float
     recomputes: float
@@ -239,34 +209,31 @@ class RunMetrics:
     mean_running: float
     refused: float
     expired: float
-    prefill_tokens: float
-    prefix_hit_fraction: float
-    prefiller_peak: float
-    local_prefills: float
+    prefill_tokens: float  # Prompt tokens that prefillers computed.
+    prefix_hit_fraction: float  # Share of the prompt tokens that they had in their prefix caches.
+    prefiller_peak: float  # What the busiest prefiller computed, over their mean; 0 if none did.
+    local_prefills: float  # Requests whose prompts ranks computed.
+    # Share of the KV tokens of requests from prefillers that their ranks pulled, as they had no
+    # more in their prefix caches.
     pulled_fraction: float
+    # KV tokens of the rank with the most over the window, over the mean of all ranks.
     hottest_rank: float
-    prefilled_s_p50: float
+    prefilled_s_p50: float  # From the arrival to the end of the first prefill.
     prefilled_s_p99: float
-    held_tokens: float
+    held_tokens: float  # KV tokens that prefillers held for requests, mean over the steps.
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects the samples of one run.
+    """Collects the samples of one run."""
 
-    Attributes:
-        num_requests: Requests of the run.
-        service: Told of what concerns tenants and classes; None if nobody asks.
-        prefillers: P.
-        picture: Loads by rank of the first `PICTURE_STEPS` steps of the window.
-        ended: Requests that finished, were refused or expired.
-    """
-
-    num_requests: int
+    num_requests: int  # Requests of the run.
+    # Told of what concerns tenants and classes; None if nobody asks.
     service: ServiceLog | None = None
-    prefillers: int = 1
+    prefillers: int = 1  # P.
+    # Loads by rank of the first `PICTURE_STEPS` steps of the window.
     picture: list[list[int]] = field(default_factory=list)
-    ended: int = 0
+    ended: int = 0  # Requests that finished, were refused or expired.
     _open: bool = False
     _closed: bool = False
     _imbalance: int = 0
@@ -299,7 +266,6 @@ class Recorder:
     _first_token_ns: dict[RequestId, int] = field(default_factory=dict)
 
     def arrived(self, request: RequestId, now_ns: int) -> None:
-        """Note the arrival of a request."""
         self._arrived_ns[request] = now_ns
         if self.service is not None:
             self.service.arrived(request, now_ns)
@@ -313,7 +279,6 @@ class Recorder:
             self.service.close(now_ns)
 
     def refused(self, request: RequestId, now_ns: int) -> None:
-        """Note that a request that arrived is not let in."""
         del self._arrived_ns[request]
         self._refused += self._steady
         if self.service is not None:
@@ -340,7 +305,6 @@ class Recorder:
         self._prefilled_ns.setdefault(request, now_ns)
 
     def computed(self, prefiller: PrefillerId, tokens: int, prompt_tokens: int) -> None:
-        """Note what a prefiller computed of a prompt."""
         if self._steady:
             self._computed[prefiller] += tokens
             self._prompt_tokens += prompt_tokens
@@ -350,13 +314,11 @@ class Recorder:
         self._local_prefills += self._steady
 
     def pulled(self, tokens: int, kv_tokens: int) -> None:
-        """Note what a rank pulls of the KV tokens of a request."""
         if self._steady:
             self._pulled += tokens
             self._sent += kv_tokens
 
     def joined(self, request: RequestId, kv_tokens: int, now_ns: int) -> None:
-        """Note that a request joined a batch."""
         wait = now_ns - self._prefilled_ns.pop(request)
         if self._steady:
             self._waits_ns.append(wait)
@@ -403,7 +365,6 @@ class Recorder:
             self.service.first_token(request, now_ns)
 
     def finish(self, request: RequestId, output_tokens: int, now_ns: int) -> None:
-        """Note that a request emitted its last token."""
         first_ns = self._first_token_ns.pop(request)
         arrived_ns = self._arrived_ns.pop(request)
         if self._steady:

@@ -138,13 +138,7 @@ _UNENDING_TOKENS = 1_000_000
 def hints(
     results: Sequence[PolicyResult], deployment: SimulatedDeployment, workloads: Sequence[Workload]
 ) -> list[str]:
-    """Return a sentence for each reason why the policies could not differ.
-
-    Args:
-        results: The results of the policies, at least one.
-        deployment: The machines.
-        workloads: The requests.
-    """
+    """Return a sentence for each reason why the policies could not differ."""
     found: list[str] = []
     slots = sum(deployment.engines.batches_of(deployment.ranks, deployment.batch_limit))
     share = max(result.mean["mean_running"] for result in results) / slots

@@ -15,21 +15,15 @@ MAX_RATE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests and how they arrive.
+    """Requests and how they arrive."""
 
-    Attributes:
-        requests: In order of arrival, each with at least one output token.
-        history: The requests before this segment, for predictors.
-        rate: Open loop: the trace's times divided by this.
-        backlog: Saturated: the number of requests that always wait for decode; None if not.
-        concurrency: Closed loop: the number of requests that are always in flight, as with a load
-            generator; None if not. Without either the loop is open.
-    """
-
-    requests: Sequence[TraceRequest]
-    history: Sequence[TraceRequest]
-    rate: float = 1.0
+    requests: Sequence[TraceRequest]  # In order of arrival, each with at least one output token.
+    history: Sequence[TraceRequest]  # The requests before this segment, for predictors.
+    rate: float = 1.0  # Open loop: the trace's times divided by this.
+    # Saturated: the number of requests that always wait for decode; None if not.
     backlog: int | None = None
+    # Closed loop: the number of requests that are always in flight, as with a load generator; None
+    # if not. Without either the loop is open.
     concurrency: int | None = None
 
     @property

@@ -30,10 +30,7 @@ _FIT = "#0067a5"
 
 
 def write_plots(validation: Validation, directory: Path, *, title: str) -> list[Path]:
-    """Write `mirror.png`, `mirror_error.png` and `step_time.png`.
-
-    Returns:
-        The files.
+    """Write `mirror.png`, `mirror_error.png` and `step_time.png`; return the files.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -29,26 +29,17 @@ Closer ones are consecutive cycles: the time between them is the engine's own wo
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The steps of one engine, in the order in which they ended.
+    """The steps of one engine, in the order in which they ended."""
 
-    Attributes:
-        begin_ns: int64[steps], Unix time.
-        end_ns: int64[steps].
-        cycle_ns: int64[steps], from the end of the step before to its own end; from its own
-            beginning if there was nothing to do in between.
-        kv_tokens: int64[steps].
-        prefill_tokens: int64[steps].
-        dummy: bool[steps], whether the rank only took part in the barrier.
-        place: int64[steps], equal on all ranks of a barrier for the same step of it; -1 outside
-            of one.
-    """
-
-    begin_ns: NDArray[np.int64]
-    end_ns: NDArray[np.int64]
+    begin_ns: NDArray[np.int64]  # int64[steps], Unix time.
+    end_ns: NDArray[np.int64]  # int64[steps].
+    # int64[steps], from the end of the step before to its own end; from its own beginning if there
+    # was nothing to do in between.
     cycle_ns: NDArray[np.int64]
-    kv_tokens: NDArray[np.int64]
-    prefill_tokens: NDArray[np.int64]
-    dummy: NDArray[np.bool_]
+    kv_tokens: NDArray[np.int64]  # int64[steps].
+    prefill_tokens: NDArray[np.int64]  # int64[steps].
+    dummy: NDArray[np.bool_]  # bool[steps], whether the rank only took part in the barrier.
+    # int64[steps], equal on all ranks of a barrier for the same step of it; -1 outside of one.
     place: NDArray[np.int64]
 
     def loads_at(self, times_ns: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -114,17 +105,12 @@ _COLUMNS = 4
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of one rank, in the order of time.
+    """The samples of one rank, in the order of time."""
 
-    Attributes:
-        times_ns: int64[samples], Unix time.
-        started_tokens: int64[samples], KV tokens of the requests that the proxy counts in its batch.
-        bound_tokens: int64[samples], KV tokens of all requests sent to it.
-    """
-
-    times_ns: NDArray[np.int64]
+    times_ns: NDArray[np.int64]  # int64[samples], Unix time.
+    # int64[samples], KV tokens of the requests that the proxy counts in its batch.
     started_tokens: NDArray[np.int64]
-    bound_tokens: NDArray[np.int64]
+    bound_tokens: NDArray[np.int64]  # int64[samples], KV tokens of all requests sent to it.
 
 
 def read_load_log(path: Path) -> dict[str, Samples]:

@@ -19,21 +19,13 @@ _LEAST_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted line.
+    """A fitted line."""
 
-    Attributes:
-        base_ms: a.
-        us_per_token: b.
-        r2: Share of the variance of T that the line explains.
-        steps: Steps fitted to.
-        pauses: Steps left out because they took more than five times the median.
-    """
-
-    base_ms: float
-    us_per_token: float
-    r2: float
-    steps: int
-    pauses: int
+    base_ms: float  # a.
+    us_per_token: float  # b.
+    r2: float  # Share of the variance of T that the line explains.
+    steps: int  # Steps fitted to.
+    pauses: int  # Steps left out because they took more than five times the median.
 
 
 def fit_step_time(max_loads: NDArray[np.int64], step_ns: NDArray[np.float64]) -> Fit | None:
@@ -68,43 +60,29 @@ def fit_step_time(max_loads: NDArray[np.int64], step_ns: NDArray[np.float64]) ->
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """The steps that every rank of a barrier recorded, in order.
+    """The steps that every rank of a barrier recorded, in order."""
 
-    Attributes:
-        loads: int64[steps, ranks], KV tokens.
-        step_ns: float64[steps], the ranks' median time of the step.
-        prefill_tokens: int64[steps], of all ranks.
-        dummy: bool[steps, ranks].
-        spread_ns: int64[steps], between the first and the last rank's end.
-    """
-
-    loads: NDArray[np.int64]
-    step_ns: NDArray[np.float64]
-    prefill_tokens: NDArray[np.int64]
-    dummy: NDArray[np.bool_]
-    spread_ns: NDArray[np.int64]
+    loads: NDArray[np.int64]  # int64[steps, ranks], KV tokens.
+    step_ns: NDArray[np.float64]  # float64[steps], the ranks' median time of the step.
+    prefill_tokens: NDArray[np.int64]  # int64[steps], of all ranks.
+    dummy: NDArray[np.bool_]  # bool[steps, ranks].
+    spread_ns: NDArray[np.int64]  # int64[steps], between the first and the last rank's end.
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """The cost of a barrier.
+    """The cost of a barrier."""
 
-    Attributes:
-        ranks: Of the barrier.
-        steps: Aligned steps at which some rank had a load.
-        tokens: Idle fraction by loads: sum of max L - L_g over sum of max L, over steps and ranks.
-        time: Share of the ranks' wall time in which they waited: b (max L - L_g) of each step over its
-            time. None without a fit, or if b is not positive.
-        dummy: Share of the ranks' wall time in steps without a request of their own.
-        spread_ms_p50: Median time between the first and the last rank's end of a step. Large if the
-            ranks' clocks differ, or the steps are not the same ones.
-    """
-
-    ranks: int
-    steps: int
+    ranks: int  # Of the barrier.
+    steps: int  # Aligned steps at which some rank had a load.
+    # Idle fraction by loads: sum of max L - L_g over sum of max L, over steps and ranks.
     tokens: float
+    # Share of the ranks' wall time in which they waited: b (max L - L_g) of each step over its
+    # time. None without a fit, or if b is not positive.
     time: float | None
-    dummy: float
+    dummy: float  # Share of the ranks' wall time in steps without a request of their own.
+    # Median time between the first and the last rank's end of a step. Large if the ranks' clocks
+    # differ, or the steps are not the same ones.
     spread_ms_p50: float
 
 
@@ -175,40 +153,24 @@ _MOST_SAMPLES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of loads. Relative ones are shares of the engine's own load.
+    """Errors of loads. Relative ones are shares of the engine's own load."""
 
-    Attributes:
-        samples: Samples compared: those at which the engine's load was large enough.
-        tokens_p50: Median of the absolute error, tokens.
-        tokens_p99: Its 99th percentile.
-        p50: Median of the relative error's absolute value.
-        p90: Its 90th percentile.
-        p99: Its 99th percentile.
-        bias: Median of the relative error; positive if the proxy's load is too high.
-    """
-
-    samples: int
-    tokens_p50: float
-    tokens_p99: float
-    p50: float
-    p90: float
-    p99: float
-    bias: float
+    samples: int  # Samples compared: those at which the engine's load was large enough.
+    tokens_p50: float  # Median of the absolute error, tokens.
+    tokens_p99: float  # Its 99th percentile.
+    p50: float  # Median of the relative error's absolute value.
+    p90: float  # Its 90th percentile.
+    p99: float  # Its 99th percentile.
+    bias: float  # Median of the relative error; positive if the proxy's load is too high.
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How late the proxy's loads were.
+    """How late the proxy's loads were."""
 
-    Attributes:
-        lag_ms: The shift with the best fit; positive if the proxy was late.
-        tokens_p50: Median of the absolute error at that shift, tokens.
-        unshifted_tokens_p50: That without a shift, of the same samples.
-    """
-
-    lag_ms: float
-    tokens_p50: float
-    unshifted_tokens_p50: float
+    lag_ms: float  # The shift with the best fit; positive if the proxy was late.
+    tokens_p50: float  # Median of the absolute error at that shift, tokens.
+    unshifted_tokens_p50: float  # That without a shift, of the same samples.
 
 
 def errors(
@@ -283,79 +245,49 @@ def lag(
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """One rank.
-
-    Attributes:
-        steps: Steps with a batch within the time of the log.
-        started: Errors of the load that the proxy counted in the batch; None if no sample counts.
-        bound: Errors of the load that it had sent there, including transfers.
-        lag: The lag of the load in the batch; None if it cannot be computed.
-        samples: The proxy's samples, for plots.
-        timeline: The engine's steps.
-    """
+    """One rank."""
 
     name: str
     file: str
-    steps: int
+    steps: int  # Steps with a batch within the time of the log.
+    # Errors of the load that the proxy counted in the batch; None if no sample counts.
     started: Errors | None
-    bound: Errors | None
-    lag: Lag | None
-    samples: Samples
-    timeline: Timeline
+    bound: Errors | None  # Errors of the load that it had sent there, including transfers.
+    lag: Lag | None  # The lag of the load in the batch; None if it cannot be computed.
+    samples: Samples  # The proxy's samples, for plots.
+    timeline: Timeline  # The engine's steps.
 
 
 @dataclass(frozen=True, slots=True)
 class UnitResult:
-    """Ranks that step together: those of a barrier, or a rank by itself.
+    """Ranks that step together: those of a barrier, or a rank by itself."""
 
-    Attributes:
-        ranks: Their names.
-        whole: Whether these are all ranks of the barrier; if not, its cost is not computed.
-        idle: The cost of the barrier; None for a single rank, or without a load.
-        fit: The line of the step time; None if it cannot be fitted.
-        max_loads: int64[steps], of the steps without prefill, what is fitted.
-        step_ns: float64[steps], likewise.
-    """
-
-    ranks: tuple[str, ...]
-    whole: bool
-    idle: Idle | None
-    fit: Fit | None
-    max_loads: NDArray[np.int64]
-    step_ns: NDArray[np.float64]
+    ranks: tuple[str, ...]  # Their names.
+    whole: bool  # Whether these are all ranks of the barrier; if not, its cost is not computed.
+    idle: Idle | None  # The cost of the barrier; None for a single rank, or without a load.
+    fit: Fit | None  # The line of the step time; None if it cannot be fitted.
+    max_loads: NDArray[np.int64]  # int64[steps], of the steps without prefill, what is fitted.
+    step_ns: NDArray[np.float64]  # float64[steps], likewise.
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The result of a validation.
-
-    Attributes:
-        unmatched: Ranks without a trace.
-        started: Errors over all ranks.
-        bound: Likewise.
-        units: Barriers and single ranks.
-        fit: One line for all units.
-    """
+    """The result of a validation."""
 
     ranks: tuple[RankResult, ...]
-    unmatched: tuple[str, ...]
-    started: Errors | None
-    bound: Errors | None
-    units: tuple[UnitResult, ...]
-    fit: Fit | None
+    unmatched: tuple[str, ...]  # Ranks without a trace.
+    started: Errors | None  # Errors over all ranks.
+    bound: Errors | None  # Likewise.
+    units: tuple[UnitResult, ...]  # Barriers and single ranks.
+    fit: Fit | None  # One line for all units.
 
 
 def validate(
     log: Mapping[str, Samples], traces: Mapping[str, EngineTrace], *, min_tokens: int
 ) -> Validation:
-    """Compare the proxy's loads with what the engines did.
+    """Compare the proxy's loads with what the engines of some ranks did in the time of the log.
 
-    Steps outside the time of the log are ignored.
-
-    Args:
-        log: The samples of every rank.
-        traces: The traces of some of them.
-        min_tokens: Errors are computed from samples at which the engine's load was at least this.
+    Errors are computed from samples at which the engine's load was at least `min_tokens`.
 
     Raises:
         ValidationError: No trace has a step in the time of the log.
