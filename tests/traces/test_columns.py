@@ -26,7 +26,6 @@ LIMITED = read_names("output=out,limit=cap,prompt=in,arrival=at")
     ids=["csv", "semicolons", "tabs", "jsonl", "csv with dates", "jsonl with dates"],
 )
 def test_a_trace_of_ones_own_is_read_by_the_names_of_its_columns(text: str, tmp_path: Path) -> None:
-    """Finding usability-M4: such a trace was of an unknown format, and there was no way to name it."""
     path = tmp_path / "mine"
     path.write_text(text)
     read = read_trace(path, columns=NAMES)
@@ -109,7 +108,6 @@ def test_names_that_make_no_sense_are_refused(text: str, reason: str) -> None:
     ],
 )
 def test_the_case_of_a_header_does_not_matter(header: str, name: str, tmp_path: Path) -> None:
-    """Finding usability-M4: a header in lower case was of an unknown format."""
     path = tmp_path / "lower.csv"
     time = "2023-11-16 18:17:03.5" if name == "azure" else "3.5"
     path.write_text(f"{header}\n{time},12,3\n")
@@ -125,7 +123,6 @@ def test_an_unknown_format_is_told_with_those_that_are_known(tmp_path: Path) -> 
 
 
 def test_a_fault_of_the_file_as_a_whole_has_no_line(tmp_path: Path) -> None:
-    """Finding usability-L4: it was reported in line 0."""
     with pytest.raises(TraceError) as fault:
         read_trace(tmp_path / "absent.csv")
     assert str(fault.value) == f"{tmp_path / 'absent.csv'}: No such file or directory"

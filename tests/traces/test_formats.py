@@ -63,18 +63,10 @@ def without_sessions(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 CASES: dict[str, tuple[str, str, list[tuple[int, int, int, tuple[int, ...]]]]] = {
-    "bailian": (
-        "bailian",
-        BAILIAN,
-        [(0, 521, 132, (0, 1)), (2_386_000_000, 640, 7, (0, 2))],
-    ),
+    "bailian": ("bailian", BAILIAN, [(0, 521, 132, (0, 1)), (2_386_000_000, 640, 7, (0, 2))]),
     "azure 2023": ("azure", AZURE_2023, [(0, 4808, 10, ()), (52_000_500, 3180, 0, ())]),
     "azure 2024": ("azure", AZURE_2024, [(0, 2162, 5, ()), (990_070_000, 2399, 6, ())]),
-    "mooncake": (
-        "mooncake",
-        MOONCAKE,
-        [(0, 6955, 52, (46, 47)), (3_053_000_001, 6472, 26, ())],
-    ),
+    "mooncake": ("mooncake", MOONCAKE, [(0, 6955, 52, (46, 47)), (3_053_000_001, 6472, 26, ())]),
     "burstgpt": ("burstgpt", BURSTGPT, [(0, 472, 18, ()), (40_000_000_000, 1087, 0, ())]),
     "burstgpt with sessions": (
         "burstgpt",
@@ -142,13 +134,7 @@ def test_requests_come_by_arrival_and_ties_keep_the_order_of_the_file(tmp_path: 
     )
     assert [
         (request.arrival_ns // 10**9, request.prompt_tokens) for request in read_trace(path)
-    ] == [
-        (0, 2),
-        (0, 4),
-        (1, 5),
-        (2, 1),
-        (2, 3),
-    ]
+    ] == [(0, 2), (0, 4), (1, 5), (2, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +159,6 @@ def test_a_timestamp_agrees_with_datetime(moment: datetime) -> None:
 
 
 def test_the_proxys_log_is_a_trace_with_its_process_lines_passed_over(tmp_path: Path) -> None:
-    """Finding usability-H2: it begins with a line of the process log, which no format had."""
     process = {"time": "2026-01-01T00:00:00+00:00", "level": "info", "logger": "l", "message": "m"}
     request = {"prompt_tokens": 900, "output_tokens": 12, "outcome": "ok", "max_tokens": None}
     new = request | {"time": "2026", "level": "info", "message": "request ended"}

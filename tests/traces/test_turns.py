@@ -31,11 +31,7 @@ def request(prompt: int, answer: int, *blocks: int, session: str = "") -> TraceR
         ([request(1100, 500, A, B, C), request(1599, 10, A, B, D, E)], "01"),
         # What two prompts end at they share: neither is the other's earlier turn.
         (
-            [
-                request(1100, 10, A, B, C),
-                request(1200, 10, A, B, D),
-                request(1900, 10, A, B, E, F),
-            ],
+            [request(1100, 10, A, B, C), request(1200, 10, A, B, D), request(1900, 10, A, B, E, F)],
             "012",
         ),
         # The longest, and not what only begins like it.

@@ -34,12 +34,7 @@ def told(prefill_busy: float | None, slots_share: float, idle: float = 0.0) -> d
     ],
 )
 def test_each_role_is_to_be_busy_for_the_share_that_is_aimed_at(
-    prefill_busy: float,
-    slots_share: float,
-    idle: float,
-    bound: Bound,
-    prefillers: int,
-    ranks: int,
+    prefill_busy: float, slots_share: float, idle: float, bound: Bound, prefillers: int, ranks: int
 ) -> None:
     advice = told(prefill_busy, slots_share, idle)
     assert advice["bound"] == bound.value

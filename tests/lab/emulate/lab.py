@@ -4,9 +4,9 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from typing import Any
-
-import pytest
 
 from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
@@ -28,22 +28,16 @@ REMOTE_DECODE = {
 
 
 class Exchanged:
-    """One exchange with an engine, as far as it has come.
-
-    Attributes:
-        status: 0 until the head came.
-        events: Of a stream: its events, each with the time at which it came.
-        done: Set at the end, good or bad.
-        error: How it failed, or None.
-    """
+    """One exchange with an engine, as far as it has come."""
 
     def __init__(self) -> None:
-        self.status = 0
+        self.status = 0  # 0 until the head came.
         self.headers: Headers = []
         self._body = bytearray()
+        # Of a stream: its events, each with the time at which it came.
         self.events: list[tuple[float, bytes]] = []
-        self.done = asyncio.Event()
-        self.error: WireError | None = None
+        self.done = asyncio.Event()  # Set at the end, good or bad.
+        self.error: WireError | None = None  # How it failed, or None.
         self.call: Call
         self.more = asyncio.Event()
         self._scanner = EventScanner(max_event_bytes=64 << 20)
@@ -139,16 +133,11 @@ class Exchanged:
 
 
 class Lab:
-    """A fleet and its client.
-
-    Attributes:
-        fleet: It serves a model named "tiny".
-        loop: Its clock is virtual.
-    """
+    """A fleet and its client."""
 
     def __init__(self, fleet: EmulatedFleet, loop: VirtualLoop) -> None:
-        self.fleet = fleet
-        self.loop = loop
+        self.fleet = fleet  # It serves a model named "tiny".
+        self.loop = loop  # Its clock is virtual.
         self._endpoints: dict[int, Endpoint] = {}
 
     def send(
@@ -238,32 +227,38 @@ class Lab:
             endpoint.close()
 
 
-Scenario = Callable[[Lab], Awaitable[None]]
-Play = Callable[..., None]
-
-
-@pytest.fixture
-def play() -> Play:
+def play(scenario: Callable[[Lab], Awaitable[None]], **changes: Any) -> None:
     """Play a scenario in virtual time, with a small fleet whose settings may be given."""
+    settings: dict[str, Any] = {"model": "tiny", "prefillers": 1, "ranks": 2, "max_model_len": 1024}
 
-    def play_with(scenario: Scenario, **changes: Any) -> None:
-        settings: dict[str, Any] = {
-            "model": "tiny",
-            "prefillers": 1,
-            "ranks": 2,
-            "max_model_len": 1024,
-        }
+    async def main(loop: VirtualLoop) -> None:
+        fleet = EmulatedFleet(EmulationSettings(**(settings | changes)), rng=random.Random(7))
+        await fleet.start("127.0.0.1", 8000)
+        lab = Lab(fleet, loop)
+        try:
+            await scenario(lab)
+        finally:
+            lab.close()
+            await fleet.close()
 
-        async def main(loop: VirtualLoop) -> None:
-            fleet = EmulatedFleet(EmulationSettings(**(settings | changes)), rng=random.Random(7))
-            await fleet.start("127.0.0.1", 8000)
-            lab = Lab(fleet, loop)
-            try:
-                await scenario(lab)
-            finally:
-                lab.close()
-                await fleet.close()
+    run(main, seed=1, limit_s=100_000.0)
 
-        run(main, seed=1, limit_s=100_000.0)
 
-    return play_with
+def emulated(
+    *told: str, **changes: Any
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Make a test of a scenario that takes a lab; `told` are parameters that are settings, too."""
+
+    def make(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @wraps(scenario)
+        def test(**given: Any) -> None:
+            settings = changes | {name: given[name] for name in told}
+            play(partial(scenario, **given), **settings)
+
+        lab, *others = signature(scenario).parameters.values()
+        assert lab.name == "lab"
+        asked = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in others]
+        test.__signature__ = Signature(asked)  # type: ignore[attr-defined]
+        return test
+
+    return make

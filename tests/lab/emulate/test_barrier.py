@@ -4,11 +4,12 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.lab.emulate.lab import Lab, emulated
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.lab.emulate.barrier import PICTURE_STEPS, Barrier
@@ -16,9 +17,6 @@ from balanceroute.proxy.lab.emulate.settings import EmulationSettings, Preemptio
 from balanceroute.proxy.lab.sim.engines import DecodeFleet, SimulatedEngineOptions
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
-
-if TYPE_CHECKING:
-    from tests.lab.emulate.conftest import Lab, Play
 
 COMPLETIONS = "/v1/completions"
 STEP_S = 0.03
@@ -110,122 +108,108 @@ def test_the_barrier_steps_as_the_simulated_fleet_does(
     run(main, seed=0)
 
 
-def test_a_step_takes_a_plus_b_times_the_largest_load_over_the_time_scale(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = {"prompt": "t " * 1000, "max_tokens": 5, "ignore_eos": True, "stream": True}
-        heavy = lab.send("decode/0", COMPLETIONS, values)
-        await heavy.tokens(1)
-        light = await lab.post("decode/1", COMPLETIONS, values | {"prompt": "a"})
-        await heavy.done.wait()
-        times_s = [time_s for time_s, _ in heavy.events[:5]]
-        gaps_s = [after - before for before, after in pairwise(times_s)]
-        # The rank with one word pays for the thousand of the other.
-        expected = [(0.03 + 200e-9 * (1000 + age)) / 10 for age in range(1, 5)]
-        assert gaps_s == pytest.approx(expected, rel=1e-6)
-        assert [time_s for time_s, _ in light.events[:3]] == pytest.approx(times_s[2:], abs=1e-4)
-
-    play(scenario, time_scale=10.0, max_model_len=4096)
+@emulated(time_scale=10.0, max_model_len=4096)
+async def test_a_step_takes_a_plus_b_times_the_largest_load_over_the_time_scale(lab: Lab) -> None:
+    values = {"prompt": "t " * 1000, "max_tokens": 5, "ignore_eos": True, "stream": True}
+    heavy = lab.send("decode/0", COMPLETIONS, values)
+    await heavy.tokens(1)
+    light = await lab.post("decode/1", COMPLETIONS, values | {"prompt": "a"})
+    await heavy.done.wait()
+    times_s = [time_s for time_s, _ in heavy.events[:5]]
+    gaps_s = [after - before for before, after in pairwise(times_s)]
+    # The rank with one word pays for the thousand of the other.
+    expected = [(0.03 + 200e-9 * (1000 + age)) / 10 for age in range(1, 5)]
+    assert gaps_s == pytest.approx(expected, rel=1e-6)
+    assert [time_s for time_s, _ in light.events[:3]] == pytest.approx(times_s[2:], abs=1e-4)
 
 
-def test_a_request_joins_between_steps_and_never_past_the_batch_limit(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = {"prompt": "a b", "max_tokens": 4, "ignore_eos": True, "stream": True}
-        all_of_them = [lab.send("decode/0", COMPLETIONS, values) for _ in range(5)]
-        await all_of_them[0].tokens(2)
-        stats = lab.fleet.stats()
-        assert stats["running"] == [2, 0]
-        assert stats["waiting"] == [3, 0]
-        assert stats["loads"] == [2 * (2 + 2), 0]
-        for exchanged in all_of_them:
-            await exchanged.done.wait()
-        firsts = sorted({round(one.events[0][0], 3) for one in all_of_them})
-        assert len(firsts) == 3
-
-    play(scenario, batch_limit=2)
-
-
-def test_n_choices_take_n_slots(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = {"prompt": "a b", "max_tokens": 4, "n": 3, "stream": True, "ignore_eos": True}
-        exchanged = lab.send("decode/0", COMPLETIONS, values)
-        await exchanged.tokens(1)
-        assert lab.fleet.stats()["running"] == [3, 0]
+@emulated(batch_limit=2)
+async def test_a_request_joins_between_steps_and_never_past_the_batch_limit(lab: Lab) -> None:
+    values = {"prompt": "a b", "max_tokens": 4, "ignore_eos": True, "stream": True}
+    all_of_them = [lab.send("decode/0", COMPLETIONS, values) for _ in range(5)]
+    await all_of_them[0].tokens(2)
+    stats = lab.fleet.stats()
+    assert stats["running"] == [2, 0]
+    assert stats["waiting"] == [3, 0]
+    assert stats["loads"] == [2 * (2 + 2), 0]
+    for exchanged in all_of_them:
         await exchanged.done.wait()
-        assert [len(exchanged.texts(index)) for index in range(3)] == [4, 4, 4]
-
-    play(scenario)
-
-
-def test_the_counters_are_those_of_the_steps(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = {"prompt": "t " * 100, "max_tokens": 3, "ignore_eos": True}
-        await lab.post("decode/0", COMPLETIONS, values)
-        stats = lab.fleet.stats()
-        loads = [100, 101, 102]
-        assert stats["steps"] == 3
-        assert stats["idle_tokens"] == sum(loads)
-        assert stats["capacity_tokens"] == 2 * sum(loads)
-        assert stats["idle_fraction"] == 0.5
-        assert stats["mean_imbalance_tokens"] == sum(loads) / 3
-        assert stats["output_tokens"] == 3
-        # The rank computes the prompt in the first step.
-        assert stats["busy_s"] == pytest.approx(3 * STEP_S + 200e-9 * sum(loads) + 50e-6 * 100)
-        assert stats["tokens_per_s"] == pytest.approx(3 / stats["busy_s"])
-        assert stats["late_s"] == pytest.approx(0.0, abs=1e-9)
-        picture = (await lab.get("prefill/0", "/emulation/stats/picture")).json
-        assert picture == [[load, 0] for load in loads]
-        lab.fleet.reset_stats()
-        assert lab.fleet.stats()["steps"] == 0
-        assert lab.fleet.picture() == []
-
-    play(scenario)
+    firsts = sorted({round(one.events[0][0], 3) for one in all_of_them})
+    assert len(firsts) == 3
 
 
-def test_the_picture_has_the_first_steps(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = {"prompt": "t", "max_tokens": PICTURE_STEPS + 9, "ignore_eos": True}
-        await lab.post("decode/0", COMPLETIONS, values)
-        assert lab.fleet.picture() == [[1 + step, 0] for step in range(PICTURE_STEPS)]
+@emulated()
+async def test_n_choices_take_n_slots(lab: Lab) -> None:
+    values = {"prompt": "a b", "max_tokens": 4, "n": 3, "stream": True, "ignore_eos": True}
+    exchanged = lab.send("decode/0", COMPLETIONS, values)
+    await exchanged.tokens(1)
+    assert lab.fleet.stats()["running"] == [3, 0]
+    await exchanged.done.wait()
+    assert [len(exchanged.texts(index)) for index in range(3)] == [4, 4, 4]
 
-    play(scenario)
+
+@emulated()
+async def test_the_counters_are_those_of_the_steps(lab: Lab) -> None:
+    values = {"prompt": "t " * 100, "max_tokens": 3, "ignore_eos": True}
+    await lab.post("decode/0", COMPLETIONS, values)
+    stats = lab.fleet.stats()
+    loads = [100, 101, 102]
+    assert stats["steps"] == 3
+    assert stats["idle_tokens"] == sum(loads)
+    assert stats["capacity_tokens"] == 2 * sum(loads)
+    assert stats["idle_fraction"] == 0.5
+    assert stats["mean_imbalance_tokens"] == sum(loads) / 3
+    assert stats["output_tokens"] == 3
+    # The rank computes the prompt in the first step.
+    assert stats["busy_s"] == pytest.approx(3 * STEP_S + 200e-9 * sum(loads) + 50e-6 * 100)
+    assert stats["tokens_per_s"] == pytest.approx(3 / stats["busy_s"])
+    assert stats["late_s"] == pytest.approx(0.0, abs=1e-9)
+    picture = (await lab.get("prefill/0", "/emulation/stats/picture")).json
+    assert picture == [[load, 0] for load in loads]
+    lab.fleet.reset_stats()
+    assert lab.fleet.stats()["steps"] == 0
+    assert lab.fleet.picture() == []
+
+
+@emulated()
+async def test_the_picture_has_the_first_steps(lab: Lab) -> None:
+    values = {"prompt": "t", "max_tokens": PICTURE_STEPS + 9, "ignore_eos": True}
+    await lab.post("decode/0", COMPLETIONS, values)
+    assert lab.fleet.picture() == [[1 + step, 0] for step in range(PICTURE_STEPS)]
 
 
 def overflowing() -> dict[str, object]:
     return {"prompt": "t " * 40, "max_tokens": 30, "ignore_eos": True, "stream": True}
 
 
-def test_an_overflow_ends_the_youngest_answer_with_recomputed(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        first = lab.send("decode/0", COMPLETIONS, overflowing())
-        second = lab.send("decode/0", COMPLETIONS, overflowing())
-        await first.done.wait()
-        await second.done.wait()
-        assert first.reasons() == ("length", None)
-        assert second.reasons() == ("stop", "recomputed")
-        # 2 x (40 + 10) tokens fit, and the token of the step that overflows still comes.
-        assert len([text for text in second.texts() if text]) == 11
-        assert lab.fleet.stats()["preemptions"] == 1
-        assert lab.fleet.idle
-
-    play(scenario, rank_kv_tokens=100, preemption=Preemption.STOP)
+@emulated(rank_kv_tokens=100, preemption=Preemption.STOP)
+async def test_an_overflow_ends_the_youngest_answer_with_recomputed(lab: Lab) -> None:
+    first = lab.send("decode/0", COMPLETIONS, overflowing())
+    second = lab.send("decode/0", COMPLETIONS, overflowing())
+    await first.done.wait()
+    await second.done.wait()
+    assert first.reasons() == ("length", None)
+    assert second.reasons() == ("stop", "recomputed")
+    # 2 x (40 + 10) tokens fit, and the token of the step that overflows still comes.
+    assert len([text for text in second.texts() if text]) == 11
+    assert lab.fleet.stats()["preemptions"] == 1
+    assert lab.fleet.idle
 
 
-def test_an_overflow_inside_an_engine_only_delays_the_answer(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        alone = await lab.post("decode/1", COMPLETIONS, overflowing())
-        first = lab.send("decode/0", COMPLETIONS, overflowing())
-        second = lab.send("decode/0", COMPLETIONS, overflowing())
-        await first.done.wait()
-        await second.done.wait()
-        assert first.text() == second.text() == alone.text()
-        assert second.reasons() == ("length", None)
-        times_s = [time_s for time_s, _ in second.events]
-        pause_s = max(b - a for a, b in pairwise(times_s))
-        assert pause_s > 10 * STEP_S
-        page = (await lab.get("decode/0", "/metrics")).body
-        assert b'vllm:num_preemptions_total{engine="0",model_name="tiny"} 1.0' in page
-
-    play(scenario, rank_kv_tokens=100, preemption=Preemption.INTERNAL)
+@emulated(rank_kv_tokens=100, preemption=Preemption.INTERNAL)
+async def test_an_overflow_inside_an_engine_only_delays_the_answer(lab: Lab) -> None:
+    alone = await lab.post("decode/1", COMPLETIONS, overflowing())
+    first = lab.send("decode/0", COMPLETIONS, overflowing())
+    second = lab.send("decode/0", COMPLETIONS, overflowing())
+    await first.done.wait()
+    await second.done.wait()
+    assert first.text() == second.text() == alone.text()
+    assert second.reasons() == ("length", None)
+    times_s = [time_s for time_s, _ in second.events]
+    pause_s = max(b - a for a, b in pairwise(times_s))
+    assert pause_s > 10 * STEP_S
+    page = (await lab.get("decode/0", "/metrics")).body
+    assert b'vllm:num_preemptions_total{engine="0",model_name="tiny"} 1.0' in page
 
 
 def test_a_process_that_slept_makes_up_for_a_second_and_no_more(

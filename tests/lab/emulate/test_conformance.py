@@ -4,15 +4,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.lab.emulate.lab import Exchanged, Lab, emulated
 
 from balanceroute.proxy.lab.emulate import DpMode
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
-
-if TYPE_CHECKING:
-    from tests.lab.emulate.conftest import Exchanged, Lab, Play
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 # Strings and numbers that are part of the protocol; all others depend on the model or the moment.
@@ -98,7 +96,7 @@ def events_of(body: bytes) -> list[object]:
     return shapes
 
 
-def assert_same_head(answer: "Exchanged", recorded: Transcript) -> None:
+def assert_same_head(answer: Exchanged, recorded: Transcript) -> None:
     got = [(name.decode(), value.decode()) for name, value in answer.headers]
     kept = [(name, "" if name == "date" else value) for name, value in got if name not in FRAMING]
     wanted = [
@@ -110,14 +108,14 @@ def assert_same_head(answer: "Exchanged", recorded: Transcript) -> None:
     assert sorted(kept) == sorted(wanted)
 
 
-def assert_same_json(answer: "Exchanged", recorded: Transcript) -> None:
+def assert_same_json(answer: Exchanged, recorded: Transcript) -> None:
     assert_same_head(answer, recorded)
     text = answer.body.decode()
     assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
     assert shape(answer.json) == shape(json.loads(recorded.answer))
 
 
-async def repeat(lab: "Lab", recorded: Transcript, engine: str = "decode/0") -> "Exchanged":
+async def repeat(lab: Lab, recorded: Transcript, engine: str = "decode/0") -> Exchanged:
     """Send a recorded request to an engine."""
     answer = lab.send(
         engine, recorded.path, recorded.body, method=recorded.method, headers=recorded.headers
@@ -140,13 +138,11 @@ async def repeat(lab: "Lab", recorded: Transcript, engine: str = "decode/0") -> 
         "dp_rank_x",
     ],
 )
-def test_an_answer_has_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        engine = "prefill/0" if name == "dp_rank_x" else "decode/0"
-        assert_same_json(await repeat(lab, recorded, engine), recorded)
-
-    play(scenario)
+@emulated()
+async def test_an_answer_has_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    engine = "prefill/0" if name == "dp_rank_x" else "decode/0"
+    assert_same_json(await repeat(lab, recorded, engine), recorded)
 
 
 @pytest.mark.parametrize(
@@ -162,36 +158,23 @@ def test_an_answer_has_the_recorded_form(name: str, play: "Play") -> None:
         "solo_cmpl_stream_logprobs",
     ],
 )
-def test_a_stream_has_the_recorded_events(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
-        # One event a token, which is what the recorded engine did here too.
-        assert len(answer.texts()) == 8
-
-    play(scenario)
+@emulated()
+async def test_a_stream_has_the_recorded_events(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
+    # One event a token, which is what the recorded engine did here too.
+    assert len(answer.texts()) == 8
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "msg",
-        "msg_system",
-        "msg_items",
-        "resp",
-        "resp_logprobs",
-        "resp_items",
-        "resp_ids",
-    ],
+    "name", ["msg", "msg_system", "msg_items", "resp", "resp_logprobs", "resp_items", "resp_ids"]
 )
-def test_an_agents_answer_has_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(f"agents_{name}")
-        assert_same_json(await repeat(lab, recorded), recorded)
-
-    play(scenario, max_model_len=2048)
+@emulated(max_model_len=2048)
+async def test_an_agents_answer_has_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(f"agents_{name}")
+    assert_same_json(await repeat(lab, recorded), recorded)
 
 
 @pytest.mark.parametrize(
@@ -206,75 +189,61 @@ def test_an_agents_answer_has_the_recorded_form(name: str, play: "Play") -> None
         "resp_format_stream",
     ],
 )
-def test_an_agents_stream_has_the_recorded_events(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(f"agents_{name}")
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
-        # What is left of the answer's limit is a matter of the words.
-        for one in (got, wanted):
-            del one[-1 if name.startswith("resp") else -2]
-        assert got == wanted
-
-    play(scenario, max_model_len=2048)
+@emulated(max_model_len=2048)
+async def test_an_agents_stream_has_the_recorded_events(lab: Lab, name: str) -> None:
+    recorded = read(f"agents_{name}")
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
+    # What is left of the answer's limit is a matter of the words.
+    for one in (got, wanted):
+        del one[-1 if name.startswith("resp") else -2]
+    assert got == wanted
 
 
 @pytest.mark.parametrize("name", ["msg_think_stream", "resp_think_stream"])
-def test_thoughts_have_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(f"agents_{name}")
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
-        assert got[:-2] == wanted[:-2]
-
-    play(scenario, max_model_len=2048, reasoning_parser=True)
+@emulated(max_model_len=2048, reasoning_parser=True)
+async def test_thoughts_have_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(f"agents_{name}")
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
+    assert got[:-2] == wanted[:-2]
 
 
 @pytest.mark.parametrize("name", ["solo_generate", "solo_generate_logprobs"])
-def test_ids_are_answered_in_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        assert_same_json(await repeat(lab, recorded), recorded)
-
-    play(scenario, prompt_tokens_details=True)
+@emulated(prompt_tokens_details=True)
+async def test_ids_are_answered_in_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    assert_same_json(await repeat(lab, recorded), recorded)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "solo_generate_stream",
-        "solo_generate_text_each",
-        "solo_generate_text_logprobs_stream",
-    ],
+    ["solo_generate_stream", "solo_generate_text_each", "solo_generate_text_logprobs_stream"],
 )
-def test_a_stream_of_ids_has_the_recorded_events(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
-
-    play(scenario, prompt_tokens_details=True)
+@emulated(prompt_tokens_details=True)
+async def test_a_stream_of_ids_has_the_recorded_events(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
 
 
 @pytest.mark.parametrize(
     "name", ["solo_chat_stream_n2", "solo_cmpl_stream_n2", "solo_cmpl_batch_stream"]
 )
-def test_a_stream_of_several_choices_has_the_recorded_events(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        got, wanted = events_of(answer.body), events_of(recorded.answer)
-        assert [one for one in got if one not in wanted] == []
-        assert [one for one in wanted if one not in got] == []
-        openings = 2 if "chat" in name else 0
-        assert got[:openings] == wanted[:openings]
-        assert got[-1] == wanted[-1] == "[DONE]"
-
-    play(scenario)
+@emulated()
+async def test_a_stream_of_several_choices_has_the_recorded_events(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    got, wanted = events_of(answer.body), events_of(recorded.answer)
+    assert [one for one in got if one not in wanted] == []
+    assert [one for one in wanted if one not in got] == []
+    openings = 2 if "chat" in name else 0
+    assert got[:openings] == wanted[:openings]
+    assert got[-1] == wanted[-1] == "[DONE]"
 
 
 @pytest.mark.parametrize(
@@ -296,14 +265,12 @@ def test_a_stream_of_several_choices_has_the_recorded_events(name: str, play: "P
         "solo_health",
     ],
 )
-def test_an_error_is_the_recorded_one_byte_for_byte(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        assert answer.body == recorded.answer
-
-    play(scenario, dp_mode=DpMode.HEADER)
+@emulated(dp_mode=DpMode.HEADER)
+async def test_an_error_is_the_recorded_one_byte_for_byte(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    assert answer.body == recorded.answer
 
 
 @pytest.mark.parametrize(
@@ -317,28 +284,24 @@ def test_an_error_is_the_recorded_one_byte_for_byte(name: str, play: "Play") -> 
         "agents_resp_err_background_nostore",
     ],
 )
-def test_an_agents_error_is_the_recorded_one_byte_for_byte(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        assert answer.body == recorded.answer
-
-    play(scenario, dp_mode=DpMode.HEADER, ranks=1, max_model_len=2048)
+@emulated(dp_mode=DpMode.HEADER, ranks=1, max_model_len=2048)
+async def test_an_agents_error_is_the_recorded_one_byte_for_byte(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    assert answer.body == recorded.answer
 
 
-def test_a_prompt_past_the_context_is_refused_in_the_recorded_words(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.post("decode/0", "/v1/completions", {"prompt": "a b c d " * 3000})
-        assert answer.status == 400
-        assert answer.body.decode() == (
-            '{"error":{"message":"This model\'s maximum context length is 1024 tokens. However, your '
-            "prompt contains at least 1025 input tokens, which exceeds this limit even without any "
-            "output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, "
-            'value=1025)","type":"BadRequestError","param":"input_tokens","code":400}}'
-        )
-
-    play(scenario)
+@emulated()
+async def test_a_prompt_past_the_context_is_refused_in_the_recorded_words(lab: Lab) -> None:
+    answer = await lab.post("decode/0", "/v1/completions", {"prompt": "a b c d " * 3000})
+    assert answer.status == 400
+    assert answer.body.decode() == (
+        '{"error":{"message":"This model\'s maximum context length is 1024 tokens. However, your '
+        "prompt contains at least 1025 input tokens, which exceeds this limit even without any "
+        "output tokens. Please reduce the length of the input prompt. (parameter=input_tokens, "
+        'value=1025)","type":"BadRequestError","param":"input_tokens","code":400}}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -350,154 +313,134 @@ def test_a_prompt_past_the_context_is_refused_in_the_recorded_words(play: "Play"
         "nixl_cmpl_stream_logprobs_prefill",
     ],
 )
-def test_a_nixl_prefill_answers_in_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded, "prefill/0")
-        assert_same_json(answer, recorded)
-        values = answer.json
-        assert values["id"] == json.loads(recorded.answer)["id"]  # From X-Request-Id.
-        params = values["kv_transfer_params"]
-        # The id inside the engine: of a completion with the prompt's number, then random digits.
-        internal, _, digits = params["remote_request_id"].rpartition("-")
-        assert internal == values["id"] + ("-0" if "cmpl_" in name else "")
-        assert len(digits) == 8
-        assert params["remote_num_tokens"] == values["usage"]["prompt_tokens"]
-        blocks = -(-params["remote_num_tokens"] // 32)
-        assert params["remote_block_ids"] == [list(range(1, blocks + 1))]
-
-    play(scenario)
+@emulated()
+async def test_a_nixl_prefill_answers_in_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded, "prefill/0")
+    assert_same_json(answer, recorded)
+    values = answer.json
+    assert values["id"] == json.loads(recorded.answer)["id"]  # From X-Request-Id.
+    params = values["kv_transfer_params"]
+    # The id inside the engine: of a completion with the prompt's number, then random digits.
+    internal, _, digits = params["remote_request_id"].rpartition("-")
+    assert internal == values["id"] + ("-0" if "cmpl_" in name else "")
+    assert len(digits) == 8
+    assert params["remote_num_tokens"] == values["usage"]["prompt_tokens"]
+    blocks = -(-params["remote_num_tokens"] // 32)
+    assert params["remote_block_ids"] == [list(range(1, blocks + 1))]
 
 
-def test_a_mooncake_prefill_answers_in_the_recorded_form(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read("mooncake_chat_nonstream_prefill")
-        assert_same_json(await repeat(lab, recorded, "prefill/0"), recorded)
-        query = read("mooncake_bootstrap_query")
-        (url,) = lab.fleet.bootstrap_urls
-        assert_same_json(await lab.get_url(f"{url}/query"), query)
-
-    play(scenario, connector="mooncake")
+@emulated(connector="mooncake")
+async def test_a_mooncake_prefill_answers_in_the_recorded_form(lab: Lab) -> None:
+    recorded = read("mooncake_chat_nonstream_prefill")
+    assert_same_json(await repeat(lab, recorded, "prefill/0"), recorded)
+    query = read("mooncake_bootstrap_query")
+    (url,) = lab.fleet.bootstrap_urls
+    assert_same_json(await lab.get_url(f"{url}/query"), query)
 
 
 @pytest.mark.parametrize("name", ["nixl_chat_nonstream_decode", "nixl_chat_stream_logprobs_decode"])
-def test_a_decode_answers_in_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        values = recorded.values
-        del values["kv_transfer_params"]
-        answer = await lab.post(
-            "decode/0", recorded.path, await lab.prefilled(recorded.path, values), recorded.headers
-        )
-        if not values.get("stream"):
-            assert_same_json(answer, recorded)
-            assert answer.json["id"] == json.loads(recorded.answer)["id"]
-            return
-        assert_same_head(answer, recorded)
-        # The recorded model spoke in halves of characters: its last token has no text.
-        got = events_of(answer.body)
-        wanted = events_of(recorded.answer)
-        assert collapsed(got)[:2] == collapsed(wanted)[:2]
-        assert got[-1] == wanted[-1]
-
-    play(scenario)
+@emulated()
+async def test_a_decode_answers_in_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    values = recorded.values
+    del values["kv_transfer_params"]
+    answer = await lab.post(
+        "decode/0", recorded.path, await lab.prefilled(recorded.path, values), recorded.headers
+    )
+    if not values.get("stream"):
+        assert_same_json(answer, recorded)
+        assert answer.json["id"] == json.loads(recorded.answer)["id"]
+        return
+    assert_same_head(answer, recorded)
+    # The recorded model spoke in halves of characters: its last token has no text.
+    got = events_of(answer.body)
+    wanted = events_of(recorded.answer)
+    assert collapsed(got)[:2] == collapsed(wanted)[:2]
+    assert got[-1] == wanted[-1]
 
 
 @pytest.mark.parametrize("name", ["msg_prefill", "resp_prefill"])
-def test_an_agents_prefill_answers_in_the_recorded_form(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(f"agents_{name}")
-        answer = await repeat(lab, recorded, "prefill/0")
-        assert_same_head(answer, recorded)
-        shapes = []
-        for values in (answer.json, json.loads(recorded.answer)):
-            del values["kv_transfer_params"]["remote_port"]
-            shapes.append(shape(values))
-        assert shapes[0] == shapes[1]
-
-    play(scenario)
+@emulated()
+async def test_an_agents_prefill_answers_in_the_recorded_form(lab: Lab, name: str) -> None:
+    recorded = read(f"agents_{name}")
+    answer = await repeat(lab, recorded, "prefill/0")
+    assert_same_head(answer, recorded)
+    shapes = []
+    for values in (answer.json, json.loads(recorded.answer)):
+        del values["kv_transfer_params"]["remote_port"]
+        shapes.append(shape(values))
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("name", ["msg_failed_pull_stream", "resp_failed_pull_stream"])
-def test_an_agents_stream_fails_as_recorded(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(f"agents_{name}")
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        assert events_of(answer.body) == events_of(recorded.answer)
-        assert (answer.error is None) == name.startswith("msg")
-
-    play(scenario)
+@emulated()
+async def test_an_agents_stream_fails_as_recorded(lab: Lab, name: str) -> None:
+    recorded = read(f"agents_{name}")
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    assert events_of(answer.body) == events_of(recorded.answer)
+    assert (answer.error is None) == name.startswith("msg")
 
 
-def test_halves_of_characters_and_a_late_server_show_as_recorded(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read("nixl_chat_stream_logprobs_decode")
-        values = recorded.values
-        del values["kv_transfer_params"]
-        got = events_of((await lab.post("decode/0", recorded.path, values)).body)
-        # The recorded answer ends with half a character; an emulated one says what it has.
-        wanted = events_of(recorded.answer)[:-2]
-        assert len(wanted) < 2 + values["max_tokens"]
-        assert [one for one in wanted if one not in got] == []
-
-    play(scenario, partial_utf8=0.2, merged_outputs=0.2)
+@emulated(partial_utf8=0.2, merged_outputs=0.2)
+async def test_halves_of_characters_and_a_late_server_show_as_recorded(lab: Lab) -> None:
+    recorded = read("nixl_chat_stream_logprobs_decode")
+    values = recorded.values
+    del values["kv_transfer_params"]
+    got = events_of((await lab.post("decode/0", recorded.path, values)).body)
+    # The recorded answer ends with half a character; an emulated one says what it has.
+    wanted = events_of(recorded.answer)[:-2]
+    assert len(wanted) < 2 + values["max_tokens"]
+    assert [one for one in wanted if one not in got] == []
 
 
 @pytest.mark.parametrize("name", ["nixl_pd_wrong_engine_id", "nixl_pd_prefiller_dead_nonstream"])
-def test_a_failed_pull_is_told_as_recorded_byte_for_byte(name: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read(name)
-        answer = await repeat(lab, recorded)
-        assert_same_head(answer, recorded)
-        assert answer.body == recorded.answer
-
-    play(scenario)
+@emulated()
+async def test_a_failed_pull_is_told_as_recorded_byte_for_byte(lab: Lab, name: str) -> None:
+    recorded = read(name)
+    answer = await repeat(lab, recorded)
+    assert_same_head(answer, recorded)
+    assert answer.body == recorded.answer
 
 
-def test_a_tool_call_cut_short_streams_as_recorded(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read("chat_tools_named_stream")
-        values = recorded.values
-        properties = {name: {"type": "string"} for name in ("city", "country", "unit")}
-        values["tools"][0]["function"]["parameters"]["properties"] = properties
-        values["max_tokens"] = 7
+@emulated()
+async def test_a_tool_call_cut_short_streams_as_recorded(lab: Lab) -> None:
+    recorded = read("chat_tools_named_stream")
+    values = recorded.values
+    properties = {name: {"type": "string"} for name in ("city", "country", "unit")}
+    values["tools"][0]["function"]["parameters"]["properties"] = properties
+    values["max_tokens"] = 7
+    answer = await lab.post("decode/0", recorded.path, values)
+    assert_same_head(answer, recorded)
+    assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
+
+
+@emulated()
+async def test_an_answer_without_a_tool_call_has_the_recorded_form(lab: Lab) -> None:
+    recorded = read("chat_tools_auto_nonstream")
+    values = recorded.values | {"ignore_eos": True}
+    for number in range(20):  # The prompt decides whether a tool is called.
+        values["messages"] = [{"role": "user", "content": f"weather in city {number}"}]
         answer = await lab.post("decode/0", recorded.path, values)
-        assert_same_head(answer, recorded)
-        assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
-
-    play(scenario)
-
-
-def test_an_answer_without_a_tool_call_has_the_recorded_form(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        recorded = read("chat_tools_auto_nonstream")
-        values = recorded.values | {"ignore_eos": True}
-        for number in range(20):  # The prompt decides whether a tool is called.
-            values["messages"] = [{"role": "user", "content": f"weather in city {number}"}]
-            answer = await lab.post("decode/0", recorded.path, values)
-            if answer.json["choices"][0]["message"]["content"] is not None:
-                assert_same_json(answer, recorded)
-                return
-        raise AssertionError("every prompt called the tool")
-
-    play(scenario)
+        if answer.json["choices"][0]["message"]["content"] is not None:
+            assert_same_json(answer, recorded)
+            return
+    raise AssertionError("every prompt called the tool")
 
 
-def test_metrics_have_the_recorded_names_and_labels(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        page = (await lab.get("decode/1", "/metrics")).body.decode()
-        for line in (
-            "# TYPE vllm:num_requests_running gauge",
-            'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0',
-            'vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0',
-            'vllm:num_requests_waiting_by_reason{engine="1",model_name="tiny",reason="deferred"} 0.0',
-            'vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.0',
-            'vllm:prompt_tokens_total{engine="1",model_name="tiny"} 0.0',
-            'vllm:generation_tokens_total{engine="1",model_name="tiny"} 0.0',
-            'vllm:request_success_total{engine="1",finished_reason="stop",model_name="tiny"} 0.0',
-            'vllm:num_preemptions_total{engine="1",model_name="tiny"} 0.0',
-        ):
-            assert line in page.splitlines()
-
-    play(scenario)
+@emulated()
+async def test_metrics_have_the_recorded_names_and_labels(lab: Lab) -> None:
+    page = (await lab.get("decode/1", "/metrics")).body.decode()
+    for line in (
+        "# TYPE vllm:num_requests_running gauge",
+        'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0',
+        'vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0',
+        'vllm:num_requests_waiting_by_reason{engine="1",model_name="tiny",reason="deferred"} 0.0',
+        'vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.0',
+        'vllm:prompt_tokens_total{engine="1",model_name="tiny"} 0.0',
+        'vllm:generation_tokens_total{engine="1",model_name="tiny"} 0.0',
+        'vllm:request_success_total{engine="1",finished_reason="stop",model_name="tiny"} 0.0',
+        'vllm:num_preemptions_total{engine="1",model_name="tiny"} 0.0',
+    ):
+        assert line in page.splitlines()

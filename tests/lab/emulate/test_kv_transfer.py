@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.lab.emulate.lab import Lab, emulated
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest, WireFault
-
-if TYPE_CHECKING:
-    from tests.lab.emulate.conftest import Lab, Play
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -29,199 +27,175 @@ VALUES: dict[str, Any] = {
 LONG_S = 600.0
 
 
-def test_a_prefill_takes_its_service_time_and_the_next_waits_for_it(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        begin_s = lab.loop.time()
-        bodies = [VALUES | {"prompt": "t " * count} for count in (100, 300)]
-        ends_s: list[float] = []
+@emulated()
+async def test_a_prefill_takes_its_service_time_and_the_next_waits_for_it(lab: Lab) -> None:
+    begin_s = lab.loop.time()
+    bodies = [VALUES | {"prompt": "t " * count} for count in (100, 300)]
+    ends_s: list[float] = []
 
-        async def prefill(body: dict[str, Any]) -> None:
-            await lab.prefill(COMPLETIONS, body)
-            ends_s.append(lab.loop.time() - begin_s)
+    async def prefill(body: dict[str, Any]) -> None:
+        await lab.prefill(COMPLETIONS, body)
+        ends_s.append(lab.loop.time() - begin_s)
 
-        await asyncio.gather(*(prefill(body) for body in bodies))
-        # c + d x prompt, one after the other.
-        assert ends_s == pytest.approx([0.025, 0.025 + 0.035], abs=1e-3)
-
-    play(scenario)
+    await asyncio.gather(*(prefill(body) for body in bodies))
+    # c + d x prompt, one after the other.
+    assert ends_s == pytest.approx([0.025, 0.025 + 0.035], abs=1e-3)
 
 
-def test_a_lease_holds_its_blocks_until_it_is_pulled(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES | {"prompt": "t " * 65})
-        assert lab.fleet.stats()["held_blocks"] == [3]
-        assert lab.leases() == {"held": 1}
-        exchanged = lab.send("decode/0", COMPLETIONS, leg | {"stream": True})
-        await asyncio.sleep(0.001)
-        assert lab.fleet.stats()["arriving"] == [1, 0]
-        assert lab.fleet.stats()["held_blocks"] == [3]  # The transfer takes 2 ms.
-        await exchanged.tokens(1)
-        assert lab.fleet.stats()["held_blocks"] == [0]
-        assert lab.leases() == {"pulled": 1}
-        await exchanged.done.wait()
-
-    play(scenario)
+@emulated()
+async def test_a_lease_holds_its_blocks_until_it_is_pulled(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES | {"prompt": "t " * 65})
+    assert lab.fleet.stats()["held_blocks"] == [3]
+    assert lab.leases() == {"held": 1}
+    exchanged = lab.send("decode/0", COMPLETIONS, leg | {"stream": True})
+    await asyncio.sleep(0.001)
+    assert lab.fleet.stats()["arriving"] == [1, 0]
+    assert lab.fleet.stats()["held_blocks"] == [3]  # The transfer takes 2 ms.
+    await exchanged.tokens(1)
+    assert lab.fleet.stats()["held_blocks"] == [0]
+    assert lab.leases() == {"pulled": 1}
+    await exchanged.done.wait()
 
 
-def test_a_lease_that_nobody_pulls_expires(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        await lab.prefilled(COMPLETIONS, VALUES)
-        await asyncio.sleep(2.9)
-        assert lab.leases() == {"held": 1}
-        await asyncio.sleep(0.2)
-        assert lab.leases() == {"expired": 1}
-        assert lab.fleet.idle
-
-    play(scenario, lease_s=30.0, time_scale=10.0)
+@emulated(lease_s=30.0, time_scale=10.0)
+async def test_a_lease_that_nobody_pulls_expires(lab: Lab) -> None:
+    await lab.prefilled(COMPLETIONS, VALUES)
+    await asyncio.sleep(2.9)
+    assert lab.leases() == {"held": 1}
+    await asyncio.sleep(0.2)
+    assert lab.leases() == {"expired": 1}
+    assert lab.fleet.idle
 
 
-def test_a_lease_does_not_expire_while_it_is_being_pulled(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
+@emulated(lease_s=2.0, transfer_base_ns=5_000_000_000)
+async def test_a_lease_does_not_expire_while_it_is_being_pulled(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    answer = await lab.post("decode/0", COMPLETIONS, leg)
+    assert answer.status == 200
+    assert lab.leases() == {"pulled": 1}
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    lab.send("decode/0", COMPLETIONS, leg)
+    await asyncio.sleep(3.0)
+    assert lab.leases() == {"pulled": 1, "held": 1}
+    lab.fleet.kill("decode/0")  # No rank renews it now.
+    assert lab.leases() == {"pulled": 1, "expired": 1}
+    await asyncio.sleep(1.0)
+
+
+@emulated()
+async def test_a_pull_that_is_given_up_releases_the_lease(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    exchanged = lab.send("decode/0", COMPLETIONS, leg)
+    await asyncio.sleep(0.001)
+    exchanged.call.abort()
+    await asyncio.sleep(0.001)
+    assert lab.leases() == {"released": 1}
+    assert lab.fleet.idle
+
+
+@emulated()
+async def test_a_pull_by_a_decoder_that_dies_is_taken_back(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    exchanged = lab.send("decode/0", COMPLETIONS, leg)
+    await asyncio.sleep(0.001)
+    lab.fleet.kill("decode/0")
+    await exchanged.done.wait()
+    assert exchanged.error is not None
+    assert lab.leases() == {"held": 1}
+    second = await lab.post("decode/1", COMPLETIONS, leg)
+    assert second.status == 200
+    assert lab.leases() == {"pulled": 1}
+
+
+@emulated()
+async def test_a_lease_of_a_prefiller_that_died_is_lost(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    lab.fleet.kill("prefill/0")
+    assert lab.leases() == {"lost": 1}
+    for _ in range(2):  # Also after it came back: it is another engine then.
         answer = await lab.post("decode/0", COMPLETIONS, leg)
-        assert answer.status == 200
-        assert lab.leases() == {"pulled": 1}
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        lab.send("decode/0", COMPLETIONS, leg)
-        await asyncio.sleep(3.0)
-        assert lab.leases() == {"pulled": 1, "held": 1}
-        lab.fleet.kill("decode/0")  # No rank renews it now.
-        assert lab.leases() == {"pulled": 1, "expired": 1}
-        await asyncio.sleep(1.0)
-
-    play(scenario, lease_s=2.0, transfer_base_ns=5_000_000_000)
+        assert (answer.status, answer.body) == (500, ERROR)
+        await lab.fleet.restore("prefill/0")
 
 
-def test_a_pull_that_is_given_up_releases_the_lease(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        exchanged = lab.send("decode/0", COMPLETIONS, leg)
-        await asyncio.sleep(0.001)
-        exchanged.call.abort()
-        await asyncio.sleep(0.001)
-        assert lab.leases() == {"released": 1}
-        assert lab.fleet.idle
-
-    play(scenario)
+@emulated()
+async def test_a_prefiller_that_dies_during_a_pull_fails_it(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    exchanged = lab.send("decode/0", COMPLETIONS, leg)
+    await asyncio.sleep(0.001)
+    lab.fleet.kill("prefill/0")
+    await exchanged.done.wait()
+    assert exchanged.status == 500
+    assert lab.fleet.idle
 
 
-def test_a_pull_by_a_decoder_that_dies_is_taken_back(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        exchanged = lab.send("decode/0", COMPLETIONS, leg)
-        await asyncio.sleep(0.001)
-        lab.fleet.kill("decode/0")
-        await exchanged.done.wait()
-        assert exchanged.error is not None
-        assert lab.leases() == {"held": 1}
-        second = await lab.post("decode/1", COMPLETIONS, leg)
-        assert second.status == 200
-        assert lab.leases() == {"pulled": 1}
-
-    play(scenario)
-
-
-def test_a_lease_of_a_prefiller_that_died_is_lost(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        lab.fleet.kill("prefill/0")
-        assert lab.leases() == {"lost": 1}
-        for _ in range(2):  # Also after it came back: it is another engine then.
-            answer = await lab.post("decode/0", COMPLETIONS, leg)
-            assert (answer.status, answer.body) == (500, ERROR)
-            await lab.fleet.restore("prefill/0")
-
-    play(scenario)
+@emulated()
+async def test_n_choices_of_a_prefill_strand_all_leases_but_one(lab: Lab) -> None:
+    answer = await lab.post(
+        "prefill/0",
+        COMPLETIONS,
+        VALUES | {"n": 3, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}},
+    )
+    assert lab.leases() == {"held": 3}
+    leg = VALUES | {"kv_transfer_params": answer.json["kv_transfer_params"]}
+    assert (await lab.post("decode/0", COMPLETIONS, leg)).status == 200
+    await asyncio.sleep(31.0)
+    assert lab.leases() == {"pulled": 1, "expired": 2}
+    assert lab.fleet.idle
 
 
-def test_a_prefiller_that_dies_during_a_pull_fails_it(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        exchanged = lab.send("decode/0", COMPLETIONS, leg)
-        await asyncio.sleep(0.001)
-        lab.fleet.kill("prefill/0")
-        await exchanged.done.wait()
-        assert exchanged.status == 500
-        assert lab.fleet.idle
-
-    play(scenario)
-
-
-def test_n_choices_of_a_prefill_strand_all_leases_but_one(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.post(
-            "prefill/0",
-            COMPLETIONS,
-            VALUES | {"n": 3, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}},
-        )
-        assert lab.leases() == {"held": 3}
-        leg = VALUES | {"kv_transfer_params": answer.json["kv_transfer_params"]}
-        assert (await lab.post("decode/0", COMPLETIONS, leg)).status == 200
-        await asyncio.sleep(31.0)
-        assert lab.leases() == {"pulled": 1, "expired": 2}
-        assert lab.fleet.idle
-
-    play(scenario)
+@emulated(prefiller_kv_tokens=128)
+async def test_a_prefill_without_room_for_its_blocks_waits_for_a_lease_to_end(lab: Lab) -> None:
+    wide = VALUES | {"prompt": "t " * 96}
+    leg = await lab.prefilled(COMPLETIONS, wide)
+    second = asyncio.ensure_future(lab.prefill(COMPLETIONS, wide))
+    await asyncio.sleep(5.0)
+    stats = lab.fleet.stats()
+    assert (stats["prefill_running"], stats["prefill_waiting"]) == ([0], [1])
+    page = (await lab.get("prefill/0", "/metrics")).body
+    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.75' in page
+    assert b'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0' in page
+    await lab.post("decode/0", COMPLETIONS, leg)
+    assert (await second).status == 200
 
 
-def test_a_prefill_without_room_for_its_blocks_waits_for_a_lease_to_end(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        wide = VALUES | {"prompt": "t " * 96}
-        leg = await lab.prefilled(COMPLETIONS, wide)
-        second = asyncio.ensure_future(lab.prefill(COMPLETIONS, wide))
-        await asyncio.sleep(5.0)
-        stats = lab.fleet.stats()
-        assert (stats["prefill_running"], stats["prefill_waiting"]) == ([0], [1])
-        page = (await lab.get("prefill/0", "/metrics")).body
-        assert b'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.75' in page
-        assert b'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0' in page
-        await lab.post("decode/0", COMPLETIONS, leg)
-        assert (await second).status == 200
-
-    play(scenario, prefiller_kv_tokens=128)
-
-
-def test_a_prefill_that_is_given_up_frees_its_blocks_and_its_turn(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        begin_s = lab.loop.time()
-        params = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        slow = lab.send("prefill/0", COMPLETIONS, VALUES | params | {"prompt": "t " * 900})
-        queued = lab.send("prefill/0", COMPLETIONS, VALUES | params)
-        last = lab.send("prefill/0", COMPLETIONS, VALUES | params)
-        await asyncio.sleep(0.01)
-        queued.call.abort()
-        slow.call.abort()
-        await last.done.wait()
-        assert lab.loop.time() - begin_s < 0.01 + 0.025
-        assert lab.leases() == {"held": 1}
-        assert lab.fleet.stats()["held_blocks"] == [1]
-
-    play(scenario)
+@emulated()
+async def test_a_prefill_that_is_given_up_frees_its_blocks_and_its_turn(lab: Lab) -> None:
+    begin_s = lab.loop.time()
+    params = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    slow = lab.send("prefill/0", COMPLETIONS, VALUES | params | {"prompt": "t " * 900})
+    queued = lab.send("prefill/0", COMPLETIONS, VALUES | params)
+    last = lab.send("prefill/0", COMPLETIONS, VALUES | params)
+    await asyncio.sleep(0.01)
+    queued.call.abort()
+    slow.call.abort()
+    await last.done.wait()
+    assert lab.loop.time() - begin_s < 0.01 + 0.025
+    assert lab.leases() == {"held": 1}
+    assert lab.fleet.stats()["held_blocks"] == [1]
 
 
-def test_a_prompt_of_more_blocks_ends_the_decode_engine(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        other = lab.send("decode/0", COMPLETIONS, VALUES | {"max_tokens": 900, "stream": True})
-        await other.tokens(1)
-        answer = await lab.post(
-            "decode/0", COMPLETIONS, leg | {"prompt": "t1 t2 t3 t4", "stream": True}
-        )
-        assert answer.body == (
-            b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace (above) for '
-            b'the root cause.", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
-            b"data: [DONE]\n\n"
-        )
-        await other.done.wait()
-        assert other.error is not None
-        refused = await lab.post("decode/0", COMPLETIONS, VALUES)
-        assert refused.error is not None
-        assert refused.error.kind is WireFault.CONNECT
-        assert (await lab.post("decode/1", COMPLETIONS, VALUES)).status == 200
-        await lab.fleet.restore("decode/0")
-        assert (await lab.post("decode/0", COMPLETIONS, VALUES)).status == 200
-
-    play(scenario, block_tokens=3)
+@emulated(block_tokens=3)
+async def test_a_prompt_of_more_blocks_ends_the_decode_engine(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    other = lab.send("decode/0", COMPLETIONS, VALUES | {"max_tokens": 900, "stream": True})
+    await other.tokens(1)
+    answer = await lab.post(
+        "decode/0", COMPLETIONS, leg | {"prompt": "t1 t2 t3 t4", "stream": True}
+    )
+    assert answer.body == (
+        b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace (above) for '
+        b'the root cause.", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+        b"data: [DONE]\n\n"
+    )
+    await other.done.wait()
+    assert other.error is not None
+    refused = await lab.post("decode/0", COMPLETIONS, VALUES)
+    assert refused.error is not None
+    assert refused.error.kind is WireFault.CONNECT
+    assert (await lab.post("decode/1", COMPLETIONS, VALUES)).status == 200
+    await lab.fleet.restore("decode/0")
+    assert (await lab.post("decode/0", COMPLETIONS, VALUES)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -236,75 +210,68 @@ def test_a_prompt_of_more_blocks_ends_the_decode_engine(play: "Play") -> None:
     ids=str,
 )
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
-def test_wrong_parameters_of_a_pull_fail_or_hang(
-    connector: str, changes: dict[str, Any], after_s: float | None, play: "Play"
+@emulated("connector")
+async def test_wrong_parameters_of_a_pull_fail_or_hang(
+    lab: Lab, connector: str, changes: dict[str, Any], after_s: float | None
 ) -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        leg["kv_transfer_params"] |= changes
-        begin_s = lab.loop.time()
-        exchanged = lab.send("decode/0", COMPLETIONS, leg | {"stream": True})
-        if after_s is None:
-            await asyncio.sleep(LONG_S)
-            assert (exchanged.status, exchanged.body) == (200, b"")
-            exchanged.call.abort()
-        else:
-            await exchanged.done.wait()
-            assert [event for _, event in exchanged.events] == ERROR_EVENTS
-            assert lab.loop.time() - begin_s == pytest.approx(after_s, abs=0.01)
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    leg["kv_transfer_params"] |= changes
+    begin_s = lab.loop.time()
+    exchanged = lab.send("decode/0", COMPLETIONS, leg | {"stream": True})
+    if after_s is None:
         await asyncio.sleep(LONG_S)
-        assert lab.fleet.idle
+        assert (exchanged.status, exchanged.body) == (200, b"")
+        exchanged.call.abort()
+    else:
+        await exchanged.done.wait()
+        assert [event for _, event in exchanged.events] == ERROR_EVENTS
+        assert lab.loop.time() - begin_s == pytest.approx(after_s, abs=0.01)
+    await asyncio.sleep(LONG_S)
+    assert lab.fleet.idle
 
-    play(scenario, connector=connector)
 
-
-def test_an_ascend_prefill_has_its_keys_and_only_if_it_met_its_limit(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.prefill(COMPLETIONS, VALUES | {"return_token_ids": True})
-        params = answer.json["kv_transfer_params"]
-        assert list(params) == [
-            "do_remote_prefill",
-            "do_remote_decode",
-            "remote_block_ids",
-            "remote_engine_id",
-            "remote_request_id",
-            "remote_host",
-            "remote_port",
-            "remote_pcp_size",
-            "remote_dcp_size",
-            "remote_ptp_size",
-            "last_token_id",
-            "remote_multi_nodes_meta_mapping",
-            "num_prompt_blocks",
-            "remote_block_size",
-        ]
-        assert [params["last_token_id"]] == answer.json["choices"][0]["token_ids"]
-        first = answer.json["choices"][0]["text"].strip()
-        stopped = await lab.prefill(COMPLETIONS, VALUES | {"stop": first, "min_tokens": 0})
-        assert stopped.json["kv_transfer_params"] is not None  # min_tokens forbids the stop.
-
-    play(scenario, connector="mooncake-ascend")
+@emulated(connector="mooncake-ascend")
+async def test_an_ascend_prefill_has_its_keys_and_only_if_it_met_its_limit(lab: Lab) -> None:
+    answer = await lab.prefill(COMPLETIONS, VALUES | {"return_token_ids": True})
+    params = answer.json["kv_transfer_params"]
+    assert list(params) == [
+        "do_remote_prefill",
+        "do_remote_decode",
+        "remote_block_ids",
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_host",
+        "remote_port",
+        "remote_pcp_size",
+        "remote_dcp_size",
+        "remote_ptp_size",
+        "last_token_id",
+        "remote_multi_nodes_meta_mapping",
+        "num_prompt_blocks",
+        "remote_block_size",
+    ]
+    assert [params["last_token_id"]] == answer.json["choices"][0]["token_ids"]
+    first = answer.json["choices"][0]["text"].strip()
+    stopped = await lab.prefill(COMPLETIONS, VALUES | {"stop": first, "min_tokens": 0})
+    assert stopped.json["kv_transfer_params"] is not None  # min_tokens forbids the stop.
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
-def test_a_prefill_that_stops_leaves_nothing_to_pull(connector: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = VALUES | {"temperature": 0}
-        first = (await lab.post("decode/0", COMPLETIONS, values)).text().split()[0]
-        answer = await lab.post(
-            "prefill/0",
-            COMPLETIONS,
-            values
-            | {"max_tokens": 1, "stop": first, "kv_transfer_params": {"do_remote_decode": True}},
-        )
-        assert answer.reasons() == ("stop", first)
-        assert answer.json["kv_transfer_params"] is None
-        assert lab.fleet.idle
-
-    play(scenario, connector=connector)
+@emulated("connector")
+async def test_a_prefill_that_stops_leaves_nothing_to_pull(lab: Lab, connector: str) -> None:
+    values = VALUES | {"temperature": 0}
+    first = (await lab.post("decode/0", COMPLETIONS, values)).text().split()[0]
+    answer = await lab.post(
+        "prefill/0",
+        COMPLETIONS,
+        values | {"max_tokens": 1, "stop": first, "kv_transfer_params": {"do_remote_decode": True}},
+    )
+    assert answer.reasons() == ("stop", first)
+    assert answer.json["kv_transfer_params"] is None
+    assert lab.fleet.idle
 
 
-async def mooncake_params(lab: "Lab", transfer: str) -> dict[str, Any]:
+async def mooncake_params(lab: Lab, transfer: str) -> dict[str, Any]:
     (url,) = lab.fleet.bootstrap_urls
     known = (await lab.get_url(f"{url}/query")).json
     return {
@@ -316,20 +283,18 @@ async def mooncake_params(lab: "Lab", transfer: str) -> dict[str, Any]:
     }
 
 
-def test_a_mooncake_decode_may_come_before_its_prefill(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        alone = await lab.post("decode/0", COMPLETIONS, VALUES)
-        params = await mooncake_params(lab, "xfer-1")
-        early = lab.send("decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params})
-        await asyncio.sleep(1.0)
-        assert not early.status
-        to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}
-        await lab.prefill(COMPLETIONS, VALUES, params=to_prefill)
-        await early.done.wait()
-        assert early.text() == alone.text()
-        assert lab.leases() == {"pulled": 1}
-
-    play(scenario, connector="mooncake")
+@emulated(connector="mooncake")
+async def test_a_mooncake_decode_may_come_before_its_prefill(lab: Lab) -> None:
+    alone = await lab.post("decode/0", COMPLETIONS, VALUES)
+    params = await mooncake_params(lab, "xfer-1")
+    early = lab.send("decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params})
+    await asyncio.sleep(1.0)
+    assert not early.status
+    to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}
+    await lab.prefill(COMPLETIONS, VALUES, params=to_prefill)
+    await early.done.wait()
+    assert early.text() == alone.text()
+    assert lab.leases() == {"pulled": 1}
 
 
 @pytest.mark.parametrize(
@@ -342,59 +307,53 @@ def test_a_mooncake_decode_may_come_before_its_prefill(play: "Play") -> None:
     ],
     ids=str,
 )
-def test_wrong_mooncake_parameters_hang_except_for_the_engine_id(
-    changes: dict[str, Any], hangs: bool, play: "Play"
+@emulated(connector="mooncake")
+async def test_wrong_mooncake_parameters_hang_except_for_the_engine_id(
+    lab: Lab, changes: dict[str, Any], hangs: bool
 ) -> None:
-    async def scenario(lab: "Lab") -> None:
-        params = await mooncake_params(lab, "xfer-1")
-        to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}
-        await lab.prefill(COMPLETIONS, VALUES, params=to_prefill)
-        leg = VALUES | {"stream": True, "kv_transfer_params": params | changes}
-        exchanged = lab.send("decode/0", COMPLETIONS, leg)
-        await asyncio.sleep(LONG_S)
-        assert exchanged.done.is_set() != hangs
-        assert [event for _, event in exchanged.events] == ([] if hangs else ERROR_EVENTS)
-        exchanged.call.abort()
-        await asyncio.sleep(1.0)
-        assert lab.fleet.idle
-
-    play(scenario, connector="mooncake")
+    params = await mooncake_params(lab, "xfer-1")
+    to_prefill = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-1"}
+    await lab.prefill(COMPLETIONS, VALUES, params=to_prefill)
+    leg = VALUES | {"stream": True, "kv_transfer_params": params | changes}
+    exchanged = lab.send("decode/0", COMPLETIONS, leg)
+    await asyncio.sleep(LONG_S)
+    assert exchanged.done.is_set() != hangs
+    assert [event for _, event in exchanged.events] == ([] if hangs else ERROR_EVENTS)
+    exchanged.call.abort()
+    await asyncio.sleep(1.0)
+    assert lab.fleet.idle
 
 
-def test_a_dead_mooncake_prefiller_leaves_the_decode_hanging(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        params = await mooncake_params(lab, "xfer-1")
-        lab.fleet.kill("prefill/0")
-        exchanged = lab.send("decode/0", COMPLETIONS, VALUES | {"kv_transfer_params": params})
-        await asyncio.sleep(LONG_S)
-        assert not exchanged.status
-        exchanged.call.abort()
-        await asyncio.sleep(1.0)
-
-    play(scenario, connector="mooncake")
+@emulated(connector="mooncake")
+async def test_a_dead_mooncake_prefiller_leaves_the_decode_hanging(lab: Lab) -> None:
+    params = await mooncake_params(lab, "xfer-1")
+    lab.fleet.kill("prefill/0")
+    exchanged = lab.send("decode/0", COMPLETIONS, VALUES | {"kv_transfer_params": params})
+    await asyncio.sleep(LONG_S)
+    assert not exchanged.status
+    exchanged.call.abort()
+    await asyncio.sleep(1.0)
 
 
-def test_prompt_logprobs_of_a_remote_prefill_are_an_engine_error(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        leg = await lab.prefilled(COMPLETIONS, VALUES)
-        for changes in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
-            answer = await lab.post("decode/0", COMPLETIONS, leg | changes)
-            assert (answer.status, answer.body) == (500, ERROR)
-            alone = await lab.post("decode/0", COMPLETIONS, VALUES | changes)
-            assert alone.status == 200
-        listed = (await lab.post("decode/0", COMPLETIONS, VALUES | {"prompt_logprobs": 2})).json
-        entries = listed["choices"][0]["prompt_logprobs"]
-        assert entries[0] is None
-        for word, entry in zip(("t2", "t3"), entries[1:], strict=True):
-            assert word in {candidate["decoded_token"] for candidate in entry.values()}
-
-    play(scenario)
+@emulated()
+async def test_prompt_logprobs_of_a_remote_prefill_are_an_engine_error(lab: Lab) -> None:
+    leg = await lab.prefilled(COMPLETIONS, VALUES)
+    for changes in ({"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}):
+        answer = await lab.post("decode/0", COMPLETIONS, leg | changes)
+        assert (answer.status, answer.body) == (500, ERROR)
+        alone = await lab.post("decode/0", COMPLETIONS, VALUES | changes)
+        assert alone.status == 200
+    listed = (await lab.post("decode/0", COMPLETIONS, VALUES | {"prompt_logprobs": 2})).json
+    entries = listed["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None
+    for word, entry in zip(("t2", "t3"), entries[1:], strict=True):
+        assert word in {candidate["decoded_token"] for candidate in entry.values()}
 
 
 class Metaserver:
     """What a proxy does for the layerwise connector: it prefills when a decode rank asks."""
 
-    def __init__(self, lab: "Lab", values: dict[str, Any]) -> None:
+    def __init__(self, lab: Lab, values: dict[str, Any]) -> None:
         self.asked: list[dict[str, Any]] = []
         self._lab = lab
         self._values = values
@@ -411,66 +370,60 @@ class Metaserver:
         reply.send(200, [], b"{}")
 
 
-def test_a_layerwise_decode_asks_the_metaserver_for_its_prefill(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        metaserver = Metaserver(lab, VALUES)
-        server = Server(metaserver)
-        await server.start("127.0.0.1", 9999)
-        alone = await lab.post("decode/0", COMPLETIONS, VALUES)
-        params = {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "metaserver": "http://127.0.0.1:9999/v1/metaserver",
-        }
-        apart = await lab.post(
-            "decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params}, {"X-Request-Id": "r1"}
-        )
-        assert apart.text() == alone.text()
-        (asked,) = metaserver.asked
-        assert asked["request_id"] == "cmpl-r1-0"
-        assert asked["do_remote_decode"] is True
-        assert asked["remote_engine_id"] == lab.fleet.engine("decode/1").engine_id
-        assert lab.leases() == {"pulled": 1}
-        await asyncio.sleep(1.0)
-        assert lab.fleet.idle
-        server.close()
-
-    play(scenario, connector="mooncake-layerwise")
+@emulated(connector="mooncake-layerwise")
+async def test_a_layerwise_decode_asks_the_metaserver_for_its_prefill(lab: Lab) -> None:
+    metaserver = Metaserver(lab, VALUES)
+    server = Server(metaserver)
+    await server.start("127.0.0.1", 9999)
+    alone = await lab.post("decode/0", COMPLETIONS, VALUES)
+    params = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "metaserver": "http://127.0.0.1:9999/v1/metaserver",
+    }
+    apart = await lab.post(
+        "decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params}, {"X-Request-Id": "r1"}
+    )
+    assert apart.text() == alone.text()
+    (asked,) = metaserver.asked
+    assert asked["request_id"] == "cmpl-r1-0"
+    assert asked["do_remote_decode"] is True
+    assert asked["remote_engine_id"] == lab.fleet.engine("decode/1").engine_id
+    assert lab.leases() == {"pulled": 1}
+    await asyncio.sleep(1.0)
+    assert lab.fleet.idle
+    server.close()
 
 
-def test_a_layerwise_decode_goes_on_though_the_prefill_ended(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        metaserver = Metaserver(lab, VALUES)
-        server = Server(metaserver)
-        await server.start("127.0.0.1", 9999)
-        alone = await lab.post("decode/0", COMPLETIONS, VALUES)
-        # The KV cache was pushed before this token was drawn.
-        lab.fleet.faults.set("prefill", eos_first=1.0)
-        params = {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "metaserver": "http://127.0.0.1:9999/v1/metaserver",
-        }
-        apart = await lab.post("decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params})
-        assert apart.text() == alone.text()
-        assert len(metaserver.asked) == 1
-        assert lab.leases() == {"pulled": 1}
-        server.close()
-
-    play(scenario, connector="mooncake-layerwise")
+@emulated(connector="mooncake-layerwise")
+async def test_a_layerwise_decode_goes_on_though_the_prefill_ended(lab: Lab) -> None:
+    metaserver = Metaserver(lab, VALUES)
+    server = Server(metaserver)
+    await server.start("127.0.0.1", 9999)
+    alone = await lab.post("decode/0", COMPLETIONS, VALUES)
+    # The KV cache was pushed before this token was drawn.
+    lab.fleet.faults.set("prefill", eos_first=1.0)
+    params = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "metaserver": "http://127.0.0.1:9999/v1/metaserver",
+    }
+    apart = await lab.post("decode/1", COMPLETIONS, VALUES | {"kv_transfer_params": params})
+    assert apart.text() == alone.text()
+    assert len(metaserver.asked) == 1
+    assert lab.leases() == {"pulled": 1}
+    server.close()
 
 
-def test_a_layerwise_prefill_for_a_decode_that_is_gone_keeps_nothing(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": lab.fleet.engine("decode/0").engine_id,
-            "request_id": "cmpl-gone-0",
-        }
-        answer = await lab.prefill(COMPLETIONS, VALUES, params=params)
-        assert answer.status == 200
-        assert lab.leases() == {"released": 1}
-        assert lab.fleet.idle
-
-    play(scenario, connector="mooncake-layerwise")
+@emulated(connector="mooncake-layerwise")
+async def test_a_layerwise_prefill_for_a_decode_that_is_gone_keeps_nothing(lab: Lab) -> None:
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": lab.fleet.engine("decode/0").engine_id,
+        "request_id": "cmpl-gone-0",
+    }
+    answer = await lab.prefill(COMPLETIONS, VALUES, params=params)
+    assert answer.status == 200
+    assert lab.leases() == {"released": 1}
+    assert lab.fleet.idle

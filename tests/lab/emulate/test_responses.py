@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tests.lab.emulate.lab import Lab, emulated
 
 from balanceroute.proxy.wire.sse import event_data
 
@@ -52,22 +53,20 @@ def without_ids(value: Any) -> Any:
             return value
 
 
-def test_a_response_says_what_the_chat_says(play: Any) -> None:
-    async def scenario(lab: Any) -> None:
-        chat = await lab.post("decode/0", CHAT, CHATTED)
-        whole = (await lab.post("decode/0", PATH, ASKED)).json
-        (item,) = whole["output"]
-        assert [part["text"] for part in item["content"]] == [chat.text()]
-        assert (whole["status"], whole["incomplete_details"]) == (
-            "incomplete",
-            {"reason": "max_output_tokens"},
-        )
-        usage = chat.json["usage"]
-        assert whole["usage"]["input_tokens"] == usage["prompt_tokens"]
-        assert whole["usage"]["output_tokens"] == usage["completion_tokens"] == 12
-        assert whole["max_output_tokens"] == 12
-
-    play(scenario)
+@emulated()
+async def test_a_response_says_what_the_chat_says(lab: Lab) -> None:
+    chat = await lab.post("decode/0", CHAT, CHATTED)
+    whole = (await lab.post("decode/0", PATH, ASKED)).json
+    (item,) = whole["output"]
+    assert [part["text"] for part in item["content"]] == [chat.text()]
+    assert (whole["status"], whole["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    usage = chat.json["usage"]
+    assert whole["usage"]["input_tokens"] == usage["prompt_tokens"]
+    assert whole["usage"]["output_tokens"] == usage["completion_tokens"] == 12
+    assert whole["max_output_tokens"] == 12
 
 
 @pytest.mark.parametrize(
@@ -79,28 +78,26 @@ def test_a_response_says_what_the_chat_says(play: Any) -> None:
         {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     ],
 )
-def test_a_stream_ends_with_what_a_whole_answer_says(play: Any, changes: dict[str, Any]) -> None:
-    async def scenario(lab: Any) -> None:
-        whole = await lab.post("decode/0", PATH, ASKED | changes)
-        streamed = await lab.post("decode/0", PATH, ASKED | changes | {"stream": True})
-        assert without_ids(final(streamed)) == without_ids(final(whole))
-        said = [one for one in streamed.chunks if one["type"].endswith("done")]
-        assert [one["item"] for one in said if "item" in one] == final(streamed)["output"]
+@emulated()
+async def test_a_stream_ends_with_what_a_whole_answer_says(
+    lab: Lab, changes: dict[str, Any]
+) -> None:
+    whole = await lab.post("decode/0", PATH, ASKED | changes)
+    streamed = await lab.post("decode/0", PATH, ASKED | changes | {"stream": True})
+    assert without_ids(final(streamed)) == without_ids(final(whole))
+    said = [one for one in streamed.chunks if one["type"].endswith("done")]
+    assert [one["item"] for one in said if "item" in one] == final(streamed)["output"]
 
-    play(scenario)
 
-
-def test_a_stream_begins_before_there_is_a_token(play: Any) -> None:
-    async def scenario(lab: Any) -> None:
-        streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
-        assert list(dict.fromkeys(types(streamed))) == PLAIN
-        times = [time_s for time_s, _ in streamed.events]
-        assert times[0] == times[1] < times[2]
-        assert streamed.chunks[0]["response"]["status"] == "in_progress"
-        deltas = [one["delta"] for one in streamed.chunks if "delta" in one]
-        assert "".join(deltas) == final(streamed)["output"][0]["content"][0]["text"]
-
-    play(scenario)
+@emulated()
+async def test_a_stream_begins_before_there_is_a_token(lab: Lab) -> None:
+    streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
+    assert list(dict.fromkeys(types(streamed))) == PLAIN
+    times = [time_s for time_s, _ in streamed.events]
+    assert times[0] == times[1] < times[2]
+    assert streamed.chunks[0]["response"]["status"] == "in_progress"
+    deltas = [one["delta"] for one in streamed.chunks if "delta" in one]
+    assert "".join(deltas) == final(streamed)["output"][0]["content"][0]["text"]
 
 
 @pytest.mark.parametrize(
@@ -111,61 +108,51 @@ def test_a_stream_begins_before_there_is_a_token(play: Any) -> None:
         {"type": "namespace", "name": "space", "tools": [TOOL]},
     ],
 )
-def test_a_forced_tool_is_used(play: Any, tool: Mapping[str, Any]) -> None:
-    async def scenario(lab: Any) -> None:
-        # Of the second one the model is shown nothing.
-        tools = [tool, {"type": "web_search"}]
-        asked = ASKED | {"tools": tools, "tool_choice": "required", "max_output_tokens": 200}
-        streamed = await lab.post("decode/0", PATH, asked | {"stream": True})
-        (item,) = final(streamed)["output"]
-        deltas = "".join(one["delta"] for one in streamed.chunks if "delta" in one)
-        if tool["type"] == "custom":
-            assert (item["type"], item["name"], item["input"]) == (
-                "custom_tool_call",
-                "edit",
-                deltas,
-            )
-            assert types(streamed)[-3:-1] == ["custom_tool_call_input.done", "output_item.done"]
-        else:
-            space = tool["name"] if "tools" in tool else None
-            assert (item["type"], item["name"]) == ("function_call", "get_weather")
-            assert (item["namespace"], item["arguments"]) == (space, deltas)
-            assert "city" in json.loads(deltas)
-        whole = await lab.post("decode/0", PATH, asked)
-        assert without_ids(whole.json["output"]) == without_ids([item])
-
-    play(scenario)
+@emulated()
+async def test_a_forced_tool_is_used(lab: Lab, tool: Mapping[str, Any]) -> None:
+    # Of the second one the model is shown nothing.
+    tools = [tool, {"type": "web_search"}]
+    asked = ASKED | {"tools": tools, "tool_choice": "required", "max_output_tokens": 200}
+    streamed = await lab.post("decode/0", PATH, asked | {"stream": True})
+    (item,) = final(streamed)["output"]
+    deltas = "".join(one["delta"] for one in streamed.chunks if "delta" in one)
+    if tool["type"] == "custom":
+        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "edit", deltas)
+        assert types(streamed)[-3:-1] == ["custom_tool_call_input.done", "output_item.done"]
+    else:
+        space = tool["name"] if "tools" in tool else None
+        assert (item["type"], item["name"]) == ("function_call", "get_weather")
+        assert (item["namespace"], item["arguments"]) == (space, deltas)
+        assert "city" in json.loads(deltas)
+    whole = await lab.post("decode/0", PATH, asked)
+    assert without_ids(whole.json["output"]) == without_ids([item])
 
 
-def test_reasoning_is_an_item_of_its_own(play: Any) -> None:
-    async def scenario(lab: Any) -> None:
-        asked = ASKED | {"max_output_tokens": 40, "ignore_eos": True}
-        streamed = await lab.post("decode/0", PATH, asked | {"stream": True})
-        thought, said = final(streamed)["output"]
-        assert (thought["type"], said["type"]) == ("reasoning", "message")
-        assert thought["content"][0]["text"]
-        assert final(streamed)["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
-        hidden = await lab.post("decode/0", PATH, asked | {"include_reasoning": False})
-        assert [item["type"] for item in hidden.json["output"]] == ["message"]
-
-    play(scenario, reasoning_parser=True)
+@emulated(reasoning_parser=True)
+async def test_reasoning_is_an_item_of_its_own(lab: Lab) -> None:
+    asked = ASKED | {"max_output_tokens": 40, "ignore_eos": True}
+    streamed = await lab.post("decode/0", PATH, asked | {"stream": True})
+    thought, said = final(streamed)["output"]
+    assert (thought["type"], said["type"]) == ("reasoning", "message")
+    assert thought["content"][0]["text"]
+    assert final(streamed)["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    hidden = await lab.post("decode/0", PATH, asked | {"include_reasoning": False})
+    assert [item["type"] for item in hidden.json["output"]] == ["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_decoder_continues_a_prefill(play: Any, stream: bool) -> None:
-    async def scenario(lab: Any) -> None:
-        alone = await lab.post("decode/1", PATH, ASKED | {"stream": stream})
-        kv = {"do_remote_decode": True, "do_remote_prefill": False}
-        first = {**ASKED, "max_output_tokens": 1, "kv_transfer_params": kv}
-        prefilled = await lab.post("prefill/0", PATH, first)
-        asked = {**ASKED, "kv_transfer_params": prefilled.json["kv_transfer_params"]}
-        answer = await lab.post("decode/0", PATH, asked | {"stream": stream})
-        assert lab.leases() == {"pulled": 1}
-        usage = final(answer)["usage"]
-        assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
-        assert final(answer)["output"][0]["content"] == final(alone)["output"][0]["content"]
-
-    play(scenario)
+@emulated()
+async def test_a_decoder_continues_a_prefill(lab: Lab, stream: bool) -> None:
+    alone = await lab.post("decode/1", PATH, ASKED | {"stream": stream})
+    kv = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = {**ASKED, "max_output_tokens": 1, "kv_transfer_params": kv}
+    prefilled = await lab.post("prefill/0", PATH, first)
+    asked = {**ASKED, "kv_transfer_params": prefilled.json["kv_transfer_params"]}
+    answer = await lab.post("decode/0", PATH, asked | {"stream": stream})
+    assert lab.leases() == {"pulled": 1}
+    usage = final(answer)["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == usage["input_tokens"] - 1
+    assert final(answer)["output"][0]["content"] == final(alone)["output"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -186,28 +173,24 @@ def test_a_decoder_continues_a_prefill(play: Any, stream: bool) -> None:
         ({"tool_choice": "required"}, 400, "must be specified with 'tools'"),
     ],
 )
-def test_a_refusal_has_the_chats_shape(
-    play: Any, changes: dict[str, Any], status: int, words: str
+@emulated()
+async def test_a_refusal_has_the_chats_shape(
+    lab: Lab, changes: dict[str, Any], status: int, words: str
 ) -> None:
-    async def scenario(lab: Any) -> None:
-        refused = await lab.post("decode/0", PATH, ASKED | changes)
-        assert refused.status == status
-        assert refused.json["error"]["code"] == status
-        assert words in refused.json["error"]["message"]
-
-    play(scenario)
+    refused = await lab.post("decode/0", PATH, ASKED | changes)
+    assert refused.status == status
+    assert refused.json["error"]["code"] == status
+    assert words in refused.json["error"]["message"]
 
 
-def test_a_failing_stream_is_cut_and_a_whole_answer_an_error(play: Any) -> None:
-    async def scenario(lab: Any) -> None:
-        lab.fleet.faults.set("decode/0", error_event_after_tokens=3)
-        streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
-        assert types(streamed)[-1] == "output_text.delta"
-        assert streamed.error is not None
-        whole = await lab.post("decode/0", PATH, ASKED)
-        assert (whole.status, whole.json["error"]["code"]) == (500, 500)
-
-    play(scenario)
+@emulated()
+async def test_a_failing_stream_is_cut_and_a_whole_answer_an_error(lab: Lab) -> None:
+    lab.fleet.faults.set("decode/0", error_event_after_tokens=3)
+    streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
+    assert types(streamed)[-1] == "output_text.delta"
+    assert streamed.error is not None
+    whole = await lab.post("decode/0", PATH, ASKED)
+    assert (whole.status, whole.json["error"]["code"]) == (500, 500)
 
 
 @pytest.mark.parametrize(
@@ -215,34 +198,28 @@ def test_a_failing_stream_is_cut_and_a_whole_answer_an_error(play: Any) -> None:
     [{"recomputed_after_tokens": 3}, {"stopping": True}],
     ids=lambda fault: next(iter(fault)),
 )
-def test_an_answer_given_up_says_that_it_is_complete(play: Any, fault: dict[str, Any]) -> None:
-    async def scenario(lab: Any) -> None:
-        lab.fleet.faults.set("decode/0", **fault)
-        streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
-        assert types(streamed)[-1] == "completed"
-        assert final(streamed)["status"] == "completed"
-        assert final(streamed)["usage"]["output_tokens"] < 12
-
-    play(scenario)
+@emulated()
+async def test_an_answer_given_up_says_that_it_is_complete(lab: Lab, fault: dict[str, Any]) -> None:
+    lab.fleet.faults.set("decode/0", **fault)
+    streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
+    assert types(streamed)[-1] == "completed"
+    assert final(streamed)["status"] == "completed"
+    assert final(streamed)["usage"]["output_tokens"] < 12
 
 
-def test_an_unfinished_item_is_continued(play: Any) -> None:
-    async def scenario(lab: Any) -> None:
-        whole = (await lab.post("decode/0", PATH, ASKED)).json
-        text = whole["output"][0]["content"][0]["text"]
-        words = text.split()
-        begun = {"type": "output_text", "text": " ".join(words[:5])}
-        part = {"type": "message", "role": "assistant", "status": "incomplete", "content": [begun]}
-        asked = ASKED | {"input": [USER, part], "max_output_tokens": 7}
-        rest = (await lab.post("decode/0", PATH, asked)).json
-        assert rest["output"][0]["content"][0]["text"].split() == words[5:]
-
-    play(scenario)
+@emulated()
+async def test_an_unfinished_item_is_continued(lab: Lab) -> None:
+    whole = (await lab.post("decode/0", PATH, ASKED)).json
+    text = whole["output"][0]["content"][0]["text"]
+    words = text.split()
+    begun = {"type": "output_text", "text": " ".join(words[:5])}
+    part = {"type": "message", "role": "assistant", "status": "incomplete", "content": [begun]}
+    asked = ASKED | {"input": [USER, part], "max_output_tokens": 7}
+    rest = (await lab.post("decode/0", PATH, asked)).json
+    assert rest["output"][0]["content"][0]["text"].split() == words[5:]
 
 
-def test_the_ranks_header_is_not_read(play: Any) -> None:
-    async def scenario(lab: Any) -> None:
-        answer = await lab.post("decode/0", PATH, ASKED, {"X-data-parallel-rank": "7"})
-        assert answer.status == 200
-
-    play(scenario)
+@emulated()
+async def test_the_ranks_header_is_not_read(lab: Lab) -> None:
+    answer = await lab.post("decode/0", PATH, ASKED, {"X-data-parallel-rank": "7"})
+    assert answer.status == 200

@@ -1,14 +1,12 @@
 """What an engine with vLLM's Rust frontend writes, by the frontend's sources."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.lab.emulate.lab import Lab, emulated
 
 from balanceroute.proxy.lab.emulate import Frontend
-
-if TYPE_CHECKING:
-    from tests.lab.emulate.conftest import Lab, Play
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 BODIES: dict[str, dict[str, Any]] = {
@@ -34,39 +32,35 @@ def nulls(value: object) -> bool:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_leaves_out_what_is_null(play: "Play", path: str) -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.post("decode/0", path, said(path))
-        data = [event.removeprefix(b"data: ").strip() for _, event in answer.events]
-        assert data[-1] == b"[DONE]"
-        events = [json.loads(one) for one in data[:-1]]
-        assert not any(map(nulls, events))
-        told = [set(choice) for choice in choices(events)]
-        text = "delta" if path == CHAT else "text"
-        if path == GENERATE:
-            assert told == [{"index", "token_ids"}, {"index", "token_ids", "finish_reason"}]
-            return
-        assert told[-1] == {"index", text, "finish_reason"}
-        assert not choices(events)[-1][text]
-        assert told[:-1] == [{"index", text}] * (3 if path == CHAT else 2)
-
-    play(scenario, model="tiny", frontend=Frontend.RUST)
+@emulated(model="tiny", frontend=Frontend.RUST)
+async def test_a_stream_leaves_out_what_is_null(lab: Lab, path: str) -> None:
+    answer = await lab.post("decode/0", path, said(path))
+    data = [event.removeprefix(b"data: ").strip() for _, event in answer.events]
+    assert data[-1] == b"[DONE]"
+    events = [json.loads(one) for one in data[:-1]]
+    assert not any(map(nulls, events))
+    told = [set(choice) for choice in choices(events)]
+    text = "delta" if path == CHAT else "text"
+    if path == GENERATE:
+        assert told == [{"index", "token_ids"}, {"index", "token_ids", "finish_reason"}]
+        return
+    assert told[-1] == {"index", text, "finish_reason"}
+    assert not choices(events)[-1][text]
+    assert told[:-1] == [{"index", text}] * (3 if path == CHAT else 2)
 
 
-def test_the_prompt_of_a_completion_has_an_event_of_its_own(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.post(
-            "decode/0", COMPLETIONS, said(COMPLETIONS, return_token_ids=True, **EACH)
-        )
-        data = [event.removeprefix(b"data: ").strip() for _, event in answer.events]
-        events = [json.loads(one) for one in data[:-1]]
-        first, *_, total = events
-        assert set(first["choices"][0]) == {"index", "text", "prompt_token_ids"}
-        assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 2, 2]
-        assert total["choices"] == []
-        assert list(total["usage"])[-1] == "prompt_tokens_details"
-
-    play(scenario, model="tiny", frontend=Frontend.RUST)
+@emulated(model="tiny", frontend=Frontend.RUST)
+async def test_the_prompt_of_a_completion_has_an_event_of_its_own(lab: Lab) -> None:
+    answer = await lab.post(
+        "decode/0", COMPLETIONS, said(COMPLETIONS, return_token_ids=True, **EACH)
+    )
+    data = [event.removeprefix(b"data: ").strip() for _, event in answer.events]
+    events = [json.loads(one) for one in data[:-1]]
+    first, *_, total = events
+    assert set(first["choices"][0]) == {"index", "text", "prompt_token_ids"}
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 2, 2]
+    assert total["choices"] == []
+    assert list(total["usage"])[-1] == "prompt_tokens_details"
 
 
 @pytest.mark.parametrize(
@@ -76,22 +70,18 @@ def test_the_prompt_of_a_completion_has_an_event_of_its_own(play: "Play") -> Non
         ({"model": "other"}, 404, "invalid_request_error", "model_not_found"),
     ],
 )
-def test_its_errors_have_words_for_codes(
-    play: "Play", changes: dict[str, Any], status: int, kind: str, code: str
+@emulated(model="tiny", frontend=Frontend.RUST)
+async def test_its_errors_have_words_for_codes(
+    lab: Lab, changes: dict[str, Any], status: int, kind: str, code: str
 ) -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.post("decode/0", COMPLETIONS, said(COMPLETIONS, **changes))
-        assert answer.status == status
-        assert (answer.json["error"]["type"], answer.json["error"]["code"]) == (kind, code)
-
-    play(scenario, model="tiny", frontend=Frontend.RUST)
+    answer = await lab.post("decode/0", COMPLETIONS, said(COMPLETIONS, **changes))
+    assert answer.status == status
+    assert (answer.json["error"]["type"], answer.json["error"]["code"]) == (kind, code)
 
 
-def test_a_whole_answer_to_token_ids_has_no_usage(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        answer = await lab.post("decode/0", GENERATE, said(GENERATE, stream=False))
-        assert "usage" not in answer.json
-        whole = await lab.post("decode/0", CHAT, said(CHAT, stream=False))
-        assert whole.json["usage"]["completion_tokens"] == 2
-
-    play(scenario, model="tiny", frontend=Frontend.RUST)
+@emulated(model="tiny", frontend=Frontend.RUST)
+async def test_a_whole_answer_to_token_ids_has_no_usage(lab: Lab) -> None:
+    answer = await lab.post("decode/0", GENERATE, said(GENERATE, stream=False))
+    assert "usage" not in answer.json
+    whole = await lab.post("decode/0", CHAT, said(CHAT, stream=False))
+    assert whole.json["usage"]["completion_tokens"] == 2

@@ -3,18 +3,16 @@
 import json
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.lab.emulate.lab import Exchanged, Lab, emulated, play
 
 from balanceroute.proxy.lab.emulate import EmulationSettings
 from balanceroute.proxy.lab.emulate.answer import TOKEN_TEXTS_JSON, AnswerHead, Choice, Delta
 from balanceroute.proxy.lab.emulate.formats import ChatFormat, CompletionFormat
 from balanceroute.proxy.lab.emulate.request import read_generation
 from balanceroute.proxy.lab.emulate.tokens import TOKEN_TEXTS
-
-if TYPE_CHECKING:
-    from tests.lab.emulate.conftest import Exchanged, Lab, Play
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -94,16 +92,16 @@ def test_usage_in_an_event_is_what_the_engine_writes(path: str, parser: bool, de
     assert plain(b" a", 20).decode().endswith(f'"token_ids":null}}],"usage":{{{usage}}}}}\n\n')
 
 
-def test_an_answer_has_the_same_bytes_with_and_without_the_fast_path(play: "Play") -> None:
+def test_an_answer_has_the_same_bytes_with_and_without_the_fast_path() -> None:
     bodies: list[bytes] = []
 
-    async def fast(lab: "Lab") -> None:
+    async def fast(lab: Lab) -> None:
         for path, values in random_requests(random.Random(3)):
             answer = await lab.post("decode/0", path, values)
             assert answer.finished
             bodies.append(answer.body)
 
-    async def slow(lab: "Lab") -> None:
+    async def slow(lab: Lab) -> None:
         # What waits for a certain token looks at all of them.
         lab.fleet.faults.set("decode/0", end_after_tokens=10**6)
         await fast(lab)
@@ -119,7 +117,7 @@ def told_choice(chunk: dict[str, Any]) -> dict[str, Any] | None:
     return choices[0] if choices else None
 
 
-def counted(answer: "Exchanged") -> list[tuple[str, int, bool]]:
+def counted(answer: Exchanged) -> list[tuple[str, int, bool]]:
     """Return text, completion tokens and whether it is the last, of each event of the only choice."""
     found = []
     for chunk in answer.chunks:
@@ -140,11 +138,11 @@ def counted(answer: "Exchanged") -> list[tuple[str, int, bool]]:
     ids=str,
 )
 def test_text_and_totals_are_right_whatever_an_event_shows(
-    changes: dict[str, float], path: str, asked: dict[str, Any], play: "Play"
+    changes: dict[str, float], path: str, asked: dict[str, Any]
 ) -> None:
     answers: list[list[Exchanged]] = []
 
-    async def scenario(lab: "Lab") -> None:
+    async def scenario(lab: Lab) -> None:
         answers.append(
             [
                 await lab.post("decode/0", path, streamed(path, f"t{i}", max_tokens=40) | asked)
@@ -173,96 +171,84 @@ def test_text_and_totals_are_right_whatever_an_event_shows(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_what_shows_late_carries_its_ids_and_logprobs(path: str, play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        logprobs = {"logprobs": True} if path == CHAT else {"logprobs": 1}
-        events = 0
-        for number in range(9):
-            asked = {"return_token_ids": True, "max_tokens": 20} | logprobs
-            stream = await lab.post("decode/0", path, streamed(path, f"t{number} t2", **asked))
-            values = streamed(path, f"t{number} t2", stream=False, stream_options=None, **asked)
-            wanted = (await lab.post("decode/1", path, values)).json["choices"][0]
-            ids: list[int] = []
-            listed: dict[str, list[object]] = {}
-            said = [chunk for chunk in stream.chunks if told_choice(chunk) is not None]
-            for chunk in said:
-                (choice,) = chunk["choices"]
-                ids += choice["token_ids"]
-                assert chunk["usage"]["completion_tokens"] == len(ids)
-                for key, entries in choice["logprobs"].items():
-                    listed.setdefault(key, []).extend(entries)
-            assert ids == wanted["token_ids"]
-            assert listed == wanted["logprobs"]
-            if path == COMPLETIONS:
-                assert said[0]["choices"][0]["prompt_token_ids"] == wanted["prompt_token_ids"]
-            events += len(said)
-        assert events < 0.8 * 9 * 20
-
-    play(scenario, partial_utf8=0.3, merged_outputs=0.3)
+@emulated(partial_utf8=0.3, merged_outputs=0.3)
+async def test_what_shows_late_carries_its_ids_and_logprobs(lab: Lab, path: str) -> None:
+    logprobs = {"logprobs": True} if path == CHAT else {"logprobs": 1}
+    events = 0
+    for number in range(9):
+        asked = {"return_token_ids": True, "max_tokens": 20} | logprobs
+        stream = await lab.post("decode/0", path, streamed(path, f"t{number} t2", **asked))
+        values = streamed(path, f"t{number} t2", stream=False, stream_options=None, **asked)
+        wanted = (await lab.post("decode/1", path, values)).json["choices"][0]
+        ids: list[int] = []
+        listed: dict[str, list[object]] = {}
+        said = [chunk for chunk in stream.chunks if told_choice(chunk) is not None]
+        for chunk in said:
+            (choice,) = chunk["choices"]
+            ids += choice["token_ids"]
+            assert chunk["usage"]["completion_tokens"] == len(ids)
+            for key, entries in choice["logprobs"].items():
+                listed.setdefault(key, []).extend(entries)
+        assert ids == wanted["token_ids"]
+        assert listed == wanted["logprobs"]
+        if path == COMPLETIONS:
+            assert said[0]["choices"][0]["prompt_token_ids"] == wanted["prompt_token_ids"]
+        events += len(said)
+    assert events < 0.8 * 9 * 20
 
 
-def test_what_is_late_shows_when_an_answer_is_handed_back(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        values = streamed(CHAT, "t1", max_tokens=40)
-        whole = (await lab.post("decode/1", CHAT, values)).text()
-        for tokens in range(1, 12):
-            lab.fleet.faults.set("decode/0", recomputed_after_tokens=tokens)
-            begun = await lab.post("decode/0", CHAT, values)
-            assert begun.reasons() == ("stop", "recomputed")
-            assert len(begun.text().split()) == tokens
-            assert whole.startswith(begun.text())
-            assert counted(begun)[-1][1] == tokens
-
-    play(scenario, partial_utf8=0.4, merged_outputs=0.4)
+@emulated(partial_utf8=0.4, merged_outputs=0.4)
+async def test_what_is_late_shows_when_an_answer_is_handed_back(lab: Lab) -> None:
+    values = streamed(CHAT, "t1", max_tokens=40)
+    whole = (await lab.post("decode/1", CHAT, values)).text()
+    for tokens in range(1, 12):
+        lab.fleet.faults.set("decode/0", recomputed_after_tokens=tokens)
+        begun = await lab.post("decode/0", CHAT, values)
+        assert begun.reasons() == ("stop", "recomputed")
+        assert len(begun.text().split()) == tokens
+        assert whole.startswith(begun.text())
+        assert counted(begun)[-1][1] == tokens
 
 
-def test_a_reasoning_parser_tells_how_many_tokens_were_reasoning(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        seen = set()
-        for number in range(20):
-            values = streamed(CHAT, f"t{number}", max_tokens=12)
-            stream = await lab.post("decode/0", CHAT, values)
-            thought = ""
-            tokens = 0
-            for chunk in stream.chunks[:-1]:
-                delta = chunk["choices"][0]["delta"]
-                thought += delta.get("reasoning", "")
-                tokens += "reasoning" in delta
-                assert chunk["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
-            final = json.dumps(stream.chunks[-1]["usage"], separators=(",", ":"))
-            assert final.endswith(
-                f'12,"completion_tokens_details":{{"reasoning_tokens":{tokens}}}}}'
-            )
-            values |= {"stream": False, "stream_options": None}
-            whole = (await lab.post("decode/1", CHAT, values)).json
-            message = whole["choices"][0]["message"]
-            assert message["reasoning"] == (thought or None)
-            assert message["content"] == (stream.text() or None)
-            assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
-            seen.add(tokens)
-        assert {0, 12} < seen
-
-    play(scenario, reasoning_parser=True)
+@emulated(reasoning_parser=True)
+async def test_a_reasoning_parser_tells_how_many_tokens_were_reasoning(lab: Lab) -> None:
+    seen = set()
+    for number in range(20):
+        values = streamed(CHAT, f"t{number}", max_tokens=12)
+        stream = await lab.post("decode/0", CHAT, values)
+        thought = ""
+        tokens = 0
+        for chunk in stream.chunks[:-1]:
+            delta = chunk["choices"][0]["delta"]
+            thought += delta.get("reasoning", "")
+            tokens += "reasoning" in delta
+            assert chunk["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
+        final = json.dumps(stream.chunks[-1]["usage"], separators=(",", ":"))
+        assert final.endswith(f'12,"completion_tokens_details":{{"reasoning_tokens":{tokens}}}}}')
+        values |= {"stream": False, "stream_options": None}
+        whole = (await lab.post("decode/1", CHAT, values)).json
+        message = whole["choices"][0]["message"]
+        assert message["reasoning"] == (thought or None)
+        assert message["content"] == (stream.text() or None)
+        assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
+        seen.add(tokens)
+    assert {0, 12} < seen
 
 
-def test_only_a_chat_is_read_by_the_reasoning_parser(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        stream = await lab.post("decode/0", COMPLETIONS, streamed(COMPLETIONS, "t1", max_tokens=9))
-        assert len(stream.texts()) == 9
-        assert b"_details" not in stream.body
-
-    play(scenario, reasoning_parser=True)
+@emulated(reasoning_parser=True)
+async def test_only_a_chat_is_read_by_the_reasoning_parser(lab: Lab) -> None:
+    stream = await lab.post("decode/0", COMPLETIONS, streamed(COMPLETIONS, "t1", max_tokens=9))
+    assert len(stream.texts()) == 9
+    assert b"_details" not in stream.body
 
 
-def test_an_answer_that_goes_on_does_not_reason_again(play: "Play") -> None:
-    async def scenario(lab: "Lab") -> None:
-        for number in range(9):
-            values = streamed(CHAT, f"t{number}", max_tokens=12)
-            values["messages"].append({"role": "assistant", "content": "t7"})
-            values |= {"add_generation_prompt": False, "continue_final_message": True}
-            stream = await lab.post("decode/0", CHAT, values)
-            assert len(stream.texts()) == 12
-            details = stream.chunks[-1]["usage"]["completion_tokens_details"]
-            assert details == {"reasoning_tokens": 0}
-
-    play(scenario, reasoning_parser=True)
+@emulated(reasoning_parser=True)
+async def test_an_answer_that_goes_on_does_not_reason_again(lab: Lab) -> None:
+    for number in range(9):
+        values = streamed(CHAT, f"t{number}", max_tokens=12)
+        values["messages"].append({"role": "assistant", "content": "t7"})
+        values |= {"add_generation_prompt": False, "continue_final_message": True}
+        stream = await lab.post("decode/0", CHAT, values)
+        assert len(stream.texts()) == 12
+        details = stream.chunks[-1]["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": 0}

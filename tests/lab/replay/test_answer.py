@@ -142,8 +142,7 @@ def test_an_error_event_is_the_fault_even_before_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
-    [("out of memory", '"out of memory"'), ({"code": 500}, '{"code": 500}')],
+    ("error", "message"), [("out of memory", '"out of memory"'), ({"code": 500}, '{"code": 500}')]
 )
 def test_an_error_of_any_form_is_told(error: object, message: str) -> None:
     assert read(event({"error": error}))[1] == ReplayFault(ERROR_EVENT, message)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -39,8 +39,14 @@ class Counting(PromptBuilder):
         return super().build(request)
 
 
-def queued(check: Callable[[ReplayBodies, Counting], None], *, turns: int = 0) -> None:
-    """Run a check on a queue that the loop has turned for so many times."""
+async def turn(times: int) -> None:
+    """Let the loop turn so many times."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+def queued(check: Callable[[ReplayBodies, Counting], Awaitable[None]]) -> None:
+    """Run a check on a queue, which is closed behind it."""
 
     async def main() -> None:
         prompts = Counting(0)
@@ -53,9 +59,7 @@ def queued(check: Callable[[ReplayBodies, Counting], None], *, turns: int = 0) -
             request_ids="replay",
             loop=asyncio.get_running_loop(),
         )
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        check(queue, prompts)
+        await check(queue, prompts)
         queue.close()
 
     asyncio.run(main())
@@ -125,96 +129,60 @@ def test_each_api_has_its_path() -> None:
 
 @pytest.mark.parametrize("turns", [0, 1, 300])
 def test_bodies_come_in_the_order_of_the_requests(turns: int) -> None:
-    def check(queue: ReplayBodies, _: Counting) -> None:
+    async def check(queue: ReplayBodies, _: Counting) -> None:
+        await turn(turns)
         assert [queue.take() for _ in REQUESTS] == EXPECTED
 
-    queued(check, turns=turns)
+    queued(check)
 
 
-def test_one_body_is_built_in_each_turn_of_the_loop() -> None:
-    def check(_: ReplayBodies, prompts: Counting) -> None:
-        assert prompts.built == 4
+@pytest.mark.parametrize(
+    ("turns", "max_bytes", "built"),
+    [
+        (4, None, 4),  # One in each turn of the loop.
+        (300, None, requests.MAX_BODIES),
+        (300, 1 + sum(map(len, EXPECTED[:2])), 3),
+    ],
+)
+def test_no_more_are_built_ahead_than_number_and_memory_allow(
+    turns: int, max_bytes: int | None, built: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(_: ReplayBodies, prompts: Counting) -> None:
+        await turn(turns)
+        assert prompts.built == built
 
-    queued(check, turns=4)
-
-
-def test_no_more_are_built_ahead_than_the_limit() -> None:
-    def check(_: ReplayBodies, prompts: Counting) -> None:
-        assert prompts.built == requests.MAX_BODIES
-
-    queued(check, turns=300)
-
-
-def test_no_more_are_built_ahead_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(_: ReplayBodies, prompts: Counting) -> None:
-        assert prompts.built == 3
-
-    monkeypatch.setattr(requests, "MAX_BYTES", 1 + sum(map(len, EXPECTED[:2])))
-    queued(check, turns=300)
+    if max_bytes is not None:
+        monkeypatch.setattr(requests, "MAX_BYTES", max_bytes)
+    queued(check)
 
 
 def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        prompts = Counting(0)
-        queue = ReplayBodies(
-            REQUESTS,
-            prompts,
-            api=ReplayApi.COMPLETIONS,
-            model="m",
-            lengths=ReplayLengths.MAX_TOKENS,
-            request_ids="replay",
-            loop=asyncio.get_running_loop(),
-        )
+    async def check(queue: ReplayBodies, prompts: Counting) -> None:
         for _ in range(9):
-            await asyncio.sleep(0)
+            await turn(1)
             queue.take()
-            await asyncio.sleep(0)
+            await turn(1)
         assert prompts.built == 10
-        queue.close()
 
     monkeypatch.setattr(requests, "MAX_BYTES", 1)
-    asyncio.run(main())
+    queued(check)
 
 
 def test_what_is_taken_is_built_again_ahead() -> None:
-    async def main() -> None:
-        prompts = Counting(0)
-        queue = ReplayBodies(
-            REQUESTS,
-            prompts,
-            api=ReplayApi.COMPLETIONS,
-            model="m",
-            lengths=ReplayLengths.MAX_TOKENS,
-            request_ids="replay",
-            loop=asyncio.get_running_loop(),
-        )
-        for _ in range(300):
-            await asyncio.sleep(0)
+    async def check(queue: ReplayBodies, prompts: Counting) -> None:
+        await turn(300)
         for _ in range(10):
             queue.take()
-        for _ in range(300):
-            await asyncio.sleep(0)
+        await turn(300)
         assert prompts.built == requests.MAX_BODIES + 10
-        queue.close()
 
-    asyncio.run(main())
+    queued(check)
 
 
 def test_a_closed_queue_builds_nothing_more() -> None:
-    async def main() -> None:
-        prompts = Counting(0)
-        queue = ReplayBodies(
-            REQUESTS,
-            prompts,
-            api=ReplayApi.COMPLETIONS,
-            model="m",
-            lengths=ReplayLengths.MAX_TOKENS,
-            request_ids="replay",
-            loop=asyncio.get_running_loop(),
-        )
+    async def check(queue: ReplayBodies, prompts: Counting) -> None:
         queue.close()
-        for _ in range(9):
-            await asyncio.sleep(0)
+        await turn(9)
         assert prompts.built == 0
 
-    asyncio.run(main())
+    queued(check)

@@ -140,7 +140,7 @@ def auc_of_no_prediction(log: bytes, folder: Path) -> float:
 def test_traces_that_differ_in_lengths_alone_are_the_same_requests_to_the_proxy(
     api: ReplayApi, taps: dict[int, dict[object, bytearray]]
 ) -> None:
-    """Finding usability-H1: a replay sent the length of each answer as `max_tokens`."""
+    """A replay sent the length of each answer as `max_tokens`."""
     one, other = (planned(seed, api, count=60) for seed in (1, 2))
     assert [r.output_tokens for r in one] != [r.output_tokens for r in other]
     first, second = (replayed(requests, taps, api=api) for requests in (one, other))
@@ -155,7 +155,7 @@ def test_traces_that_differ_in_lengths_alone_are_the_same_requests_to_the_proxy(
 def test_the_log_tells_a_predictor_nothing_of_the_lengths(
     tmp_path: Path, taps: dict[int, dict[object, bytearray]]
 ) -> None:
-    """Finding usability-H1: with the limits of such a log alone, `none` was right every time."""
+    """With the limits of such a log alone, `none` was right every time."""
     requests = planned(1, ReplayApi.COMPLETIONS, count=200)
     hidden = replayed(requests, taps).log
     revealed = replayed(requests, taps, lengths=ReplayLengths.MAX_TOKENS).log

@@ -209,10 +209,7 @@ def test_tenants_and_classes_of_a_trace_have_keys_headers_and_figures(
     serve(answer)
     flags = ["--tenant-keys", "keys.toml", "--ttft-target", "30", "--json", "out.json"]
     assert main([*NOWHERE, *flags]) == 0
-    assert seen == {
-        (f"Bearer {KEY}".encode(), None, b"2000"),
-        (b"Bearer sk-other", b"u=2", None),
-    }
+    assert seen == {(f"Bearer {KEY}".encode(), None, b"2000"), (b"Bearer sk-other", b"u=2", None)}
     out = capsys.readouterr().out
     assert "Tenants and classes; good: TTFT up to 30 s" in out
     text = Path("out.json").read_text()

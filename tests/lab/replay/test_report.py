@@ -71,11 +71,7 @@ FLEET = FleetFigures(
 
 
 def result(
-    *,
-    faults: int = 0,
-    fleet: FleetFigures | None = None,
-    interrupted: bool = False,
-    **changes: Any,
+    *, faults: int = 0, fleet: FleetFigures | None = None, interrupted: bool = False, **changes: Any
 ) -> ReplayResult:
     return ReplayResult(
         model="tiny",

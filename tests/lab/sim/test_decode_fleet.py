@@ -260,10 +260,7 @@ SUBMISSIONS = st.lists(
     withdrawn=st.lists(st.integers(0, 40), max_size=15),
 )
 def test_the_fleet_does_what_a_naive_model_does(
-    rounds: list[list[tuple[int, int, int]]],
-    batch_limit: int,
-    kv: int | None,
-    withdrawn: list[int],
+    rounds: list[list[tuple[int, int, int]]], batch_limit: int, kv: int | None, withdrawn: list[int]
 ) -> None:
     engine = fleet(ranks=3, batch_limit=batch_limit, kv=kv)
     model = [NaiveRank() for _ in range(3)]

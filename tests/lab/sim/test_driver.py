@@ -144,11 +144,7 @@ def watched(
             on_event(simulation.scheduler, item)
 
     simulation = Simulation(
-        deployment,
-        workload,
-        policy_of(name, deployment, predictor),
-        predictor,
-        observer=observe,
+        deployment, workload, policy_of(name, deployment, predictor), predictor, observer=observe
     )
     watch = Watch(len(workload.requests))
     watch.at_step = lambda loads, running: at_step(simulation.scheduler, loads, running)

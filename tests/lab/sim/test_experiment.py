@@ -30,11 +30,7 @@ SURVIVAL = FORECASTS["survival"]
 
 
 def experiment(
-    policies: Sequence[str],
-    *,
-    segments: int = 2,
-    forecast: Forecast = SURVIVAL,
-    seed: int = 0,
+    policies: Sequence[str], *, segments: int = 2, forecast: Forecast = SURVIVAL, seed: int = 0
 ) -> list[PolicyResult]:
     workloads = split(TRACE, segments=segments, backlog=6)
     return list(run_experiment(DEPLOYMENT, workloads, policies, SETTINGS, forecast, seed=seed))
@@ -140,7 +136,6 @@ def test_predictors_matter_to_br_h_alone() -> None:
 
 
 def test_progress_is_told_step_by_step_in_order() -> None:
-    """Finding usability-H5: it stood at 0 until a run ended."""
     reports: list[tuple[str, int]] = []
     list(
         run_experiment(

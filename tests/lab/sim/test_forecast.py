@@ -36,7 +36,6 @@ def test_every_name_makes_its_own_kind_anew_for_each_run(name: str, kind: type) 
 
 
 def test_gbdt_needs_a_past_to_train_on() -> None:
-    """Finding usability-L5: the message did not say what to do."""
     with pytest.raises(ConfigError, match=r"too few to train on, .* --known N"):
         FORECASTS["gbdt"](Workload(WORKLOAD.requests, []), SETTINGS)
 

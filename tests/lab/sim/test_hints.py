@@ -21,7 +21,6 @@ def hinted(*running: float, kv_capacity: int | None = None) -> list[str]:
 
 
 def test_ranks_that_were_nearly_empty_are_told() -> None:
-    """Finding usability-M3: five equal rows, and no word of why."""
     (hint,) = hinted(3.0, 9.0)
     assert "9.0 % full" in hint
     assert "--backlog 64" in hint

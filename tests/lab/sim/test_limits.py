@@ -63,11 +63,7 @@ def test_the_limit_follows_the_token_that_clients_get(*, early: bool) -> None:
 def test_the_hopeless_are_refused_instead_of_expiring() -> None:
     deployment = SimulatedDeployment(2, 16, aimd=FIXED)
     early = SimulatedDeployment(
-        2,
-        16,
-        aimd=FIXED,
-        admission=partial(ADMISSIONS["early"], 10**6),
-        expects_first_tokens=True,
+        2, 16, aimd=FIXED, admission=partial(ADMISSIONS["early"], 10**6), expects_first_tokens=True
     )
     figures = {}
     for name, one in (("bounded", deployment), ("early", early)):

@@ -88,7 +88,6 @@ def test_the_json_has_the_keys_of_the_contract() -> None:
 
 
 def test_a_single_segment_has_no_standard_errors() -> None:
-    """Finding usability-M7: they were 0."""
     report = json.loads(as_json({}, [result("jsq", segments=1)]))
     assert report["results"][0]["stderr"] == dict.fromkeys(FIGURES)
 

@@ -114,8 +114,5 @@ def test_what_is_known_counts_for_no_segment() -> None:
 
 def test_outputs_are_scaled_with_their_limits() -> None:
     recorded = [TraceRequest(0, 5, 6, max_tokens=8), TraceRequest(1, 5, 1)]
-    assert scaled(recorded, 2.5) == [
-        TraceRequest(0, 5, 15, max_tokens=20),
-        TraceRequest(1, 5, 2),
-    ]
+    assert scaled(recorded, 2.5) == [TraceRequest(0, 5, 15, max_tokens=20), TraceRequest(1, 5, 2)]
     assert [one.output_tokens for one in scaled(recorded, 0.01)] == [1, 1]
