@@ -29,16 +29,11 @@ _CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"one two three"}]
 
 
 class Walk:
-    """The files and functions that ran, noted while it is on.
-
-    Attributes:
-        whole: Calls by file, of everything.
-        decision: Calls by file, of one tick of the scheduler.
-    """
+    """The files and functions that ran, noted while it is on."""
 
     def __init__(self) -> None:
-        self.whole: Counter[str] = Counter()
-        self.decision: Counter[str] = Counter()
+        self.whole: Counter[str] = Counter()  # Calls by file, of everything.
+        self.decision: Counter[str] = Counter()  # Calls by file, of one tick of the scheduler.
         self._depth = 0
 
     def note(self, frame: FrameType, event: str, _: object) -> None:

@@ -45,7 +45,6 @@ class Load:
         return self._mixed.randrange(1, 2 * self._tokens)
 
     def request(self, tokens: int) -> bytes:
-        """Return what is sent for so many tokens."""
         if tokens not in self._requests:
             body = {"model": "bench", "prompt": self._prompt, "max_tokens": max(1, tokens)}
             if self.stream:

@@ -80,9 +80,6 @@ class Bench:
         affinity: See `PolicySettings.prefix_affinity`.
         trace: Where requests come from.
         warm_up: Steps before the timed ones.
-
-    Attributes:
-        policy: BR-H.
     """
 
     def __init__(
@@ -111,7 +108,7 @@ class Bench:
         predictor = Survival(request.output_tokens for request in requests)
         capacity = None if quantile is None else SLOT_KV_TOKENS * batch
         parts = PolicyInputs(ranks, batch, settings, rng, predictor, self._on_stage, capacity)
-        self.policy = make_policy("br-h", parts)
+        self.policy = make_policy("br-h", parts)  # BR-H.
         config = SchedulerConfig(ranks=ranks, batch_limit=batch, rank_kv_tokens=capacity)
         # As many as a rank of that batch holds.
         memory = RankMemory(lambda: SLOT_KV_TOKENS * batch) if affinity else None

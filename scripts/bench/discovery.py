@@ -204,24 +204,16 @@ async def _ask(pid: int, endpoint: Endpoint, answers: Answers, method: bytes, pa
 
 
 class Figures(NamedTuple):
-    """What one run showed.
+    """What one run showed."""
 
-    Attributes:
-        slowest: The slowest answer to a client, of requests and of /health, in each phase.
-        failed: Those that were no 200.
-        cpu_s: CPU time from the telling until it was over.
-        steady: CPU seconds a second with all engines there.
-        pages_s: The time of each page of the admin listener with them.
-        registered: Engines, as /admin/instances shows them.
-    """
-
+    # The slowest answer to a client, of requests and of /health, in each phase.
     slowest: dict[str, Slowest]
-    failed: int
-    cpu_s: float
-    steady: float
+    failed: int  # Those that were no 200.
+    cpu_s: float  # CPU time from the telling until it was over.
+    steady: float  # CPU seconds a second with all engines there.
     peak_mib: int
-    pages_s: dict[str, float]
-    registered: int
+    pages_s: dict[str, float]  # The time of each page of the admin listener with them.
+    registered: int  # Engines, as /admin/instances shows them.
     left: int
 
 

@@ -67,17 +67,11 @@ _DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 class Stream(NamedTuple):
-    """What a client wants.
+    """What a client wants."""
 
-    Attributes:
-        connection: The client's.
-        tokens: As many events are sent.
-        usage: Whether each event tells of it.
-    """
-
-    connection: "Connection"
-    tokens: int
-    usage: bool
+    connection: "Connection"  # The client's.
+    tokens: int  # As many events are sent.
+    usage: bool  # Whether each event tells of it.
 
 
 class Rank:
@@ -144,7 +138,6 @@ class Engine:
         self._stepping = False
 
     def add(self, rank: Rank, stream: Stream) -> None:
-        """Have a rank send a stream."""
         rank.add(stream)
         if not self._stepping and not rank.idle:
             self._stepping = True
@@ -201,7 +194,6 @@ class Connection(asyncio.Protocol):
             self._generate(b"".join(self._body))
 
     def send(self, data: bytes) -> None:
-        """Write to the socket."""
         assert self._transport is not None
         self._transport.write(data)
 

@@ -44,19 +44,12 @@ _CLIENT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One load, and what is looked at.
+    """One load, and what is looked at."""
 
-    Attributes:
-        name: What it is called.
-        flags: Of client.py.
-        unit: What the CPU time is divided by: "events" or "requests".
-        latency: "transit_us" of events, or "first_us" of requests.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    unit: str
-    latency: str
+    name: str  # What it is called.
+    flags: tuple[str, ...]  # Of client.py.
+    unit: str  # What the CPU time is divided by: "events" or "requests".
+    latency: str  # "transit_us" of events, or "first_us" of requests.
 
 
 def loads(*, quick: bool, stalled: bool = False) -> list[Load]:
@@ -424,12 +417,8 @@ def measure_open(count: int, tokens: int, target: Target) -> bool:
     before_mb = peak_mb = rss_mb(target.process)
     files = Path(f"/proc/{target.process.pid}/fd")
     before = most = len(os.listdir(files))
-    client = [
-        sys.executable,
-        str(ROOT / "scripts" / "bench" / "client.py"),
-        "--port",
-        str(target.port),
-    ]
+    client = [sys.executable, str(ROOT / "scripts" / "bench" / "client.py")]
+    client += ["--port", str(target.port)]
     client += ["--connections", str(count), "--requests", str(count), "--tokens", str(tokens)]
     client += ["--opened-per-s", str(_OPENED_PER_S)]
     with subprocess.Popen(client, stdout=subprocess.PIPE, text=True) as process:

@@ -24,9 +24,7 @@ from rich.table import Table
 
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
-from balanceroute.proxy.live.http3_listener import (
-    Http3Listener,
-)
+from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive, several
@@ -54,7 +52,6 @@ class Viewer:
         self._news = asyncio.Event()
 
     async def read(self, client: httpx.AsyncClient) -> None:
-        """Read for ever."""
         async with client.stream("GET", "/admin/live") as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
@@ -554,19 +551,10 @@ def _proxy(pipe: Connection, engines: list[int], gaps: Gaps, native: str) -> Non
     setattr(serve, "Proxy", Watched)  # noqa: B010 - it is not to be replaced by others.
     prefill, decode = (f"http://{HOST}:{port}" for port in engines)
     words = "serve --port 0 --no-admin --log none --predictor exact-match --scrape-interval-s 3600"
-    cli(
-        [
-            *words.split(),
-            "--body-limit-bytes",
-            str(32 * MIB),
-            "--native",
-            native,
-            "--prefill",
-            prefill,
-            "--decode",
-            decode,
-        ]
+    words += (
+        f" --body-limit-bytes {32 * MIB} --native {native} --prefill {prefill} --decode {decode}"
     )
+    cli(words.split())
 
 
 async def _tick(gaps: Gaps) -> None:

@@ -121,43 +121,28 @@ _VENV = ROOT / "build" / "bench-venv"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something to send the load to.
+    """Something to send the load to."""
 
-    Attributes:
-        name: For the table.
-        port: Where it listens.
-        process: None for the engine itself.
-        others: Ports that have equal shares of the load with the first.
-    """
-
-    name: str
-    port: int
-    process: Process | None
-    others: tuple[int, ...] = ()
+    name: str  # For the table.
+    port: int  # Where it listens.
+    process: Process | None  # None for the engine itself.
+    others: tuple[int, ...] = ()  # Ports that have equal shares of the load with the first.
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine of all targets: one process, prefiller and decode ranks.
+    """The engine of all targets: one process, prefiller and decode ranks."""
 
-    Attributes:
-        prefill: The prefiller's port.
-        decode: A port of each rank.
-        process: All of them.
-    """
-
-    prefill: int
-    decode: tuple[int, ...]
-    process: Process
+    prefill: int  # The prefiller's port.
+    decode: tuple[int, ...]  # A port of each rank.
+    process: Process  # All of them.
 
     @property
     def prefill_url(self) -> str:
-        """The prefiller's URL."""
         return _url(self.prefill)
 
     @property
     def decode_urls(self) -> list[str]:
-        """The URLs of the ranks."""
         return list(map(_url, self.decode))
 
     @property
@@ -173,31 +158,21 @@ def _url(port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Another router.
+    """Another router."""
 
-    Attributes:
-        name: For the table.
-        command: With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs. A
-            word with {decode} is repeated for each rank.
-        package: What to install for it, if its program is not there.
-    """
-
-    name: str
+    name: str  # For the table.
+    # With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs. A word
+    # with {decode} is repeated for each rank.
     command: str
-    package: str = ""
+    package: str = ""  # What to install for it, if its program is not there.
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """Another Python, which runs this proxy again.
+    """Another Python, which runs this proxy again."""
 
-    Attributes:
-        path: Its program.
-        version: What it says it is.
-    """
-
-    path: Path
-    version: str
+    path: Path  # Its program.
+    version: str  # What it says it is.
 
 
 KNOWN = {
@@ -275,48 +250,35 @@ def targets(
     pythons: Sequence[Interpreter] = (),
     floor: bool = False,
 ) -> Iterator[list[Target]]:
-    """Start the proxies, each with a log of its own; yield them and the engine.
+    """Start the proxies, each with a log of its own in a folder; yield them and the engine.
 
-    Args:
-        engine: Behind all of them.
-        flags: Of balanceroute.
-        logs: A folder for the logs.
-        against: Another checkout's package.
-        routers: Other routers.
-        without_native: Whether to run this proxy again, without the native library.
-        stalled: Whether to run this proxy again, with an interpreter that stalls; see `stalled.py`.
-        traces: Whether to run this proxy again, with a trace of every request.
-        pythons: This proxy again, run by each of these interpreters.
-        floor: Whether to run a relay that only moves bytes, too.
+    Beside this proxy run the package of another checkout, other routers, and this proxy again: without the
+    native library, with an interpreter that stalls (see `stalled.py`), with a trace of every request, and by
+    other interpreters. `floor` is a relay that only moves bytes.
     """
+    own = ROOT / ".src"
     with ExitStack() as stack:
-        ours = balanceroute(OURS, engine, flags, ROOT / ".src", logs / "ours")
-        found = [stack.enter_context(ours)]
+        run = stack.enter_context
+        found = [run(balanceroute(OURS, engine, flags, own, logs / "ours"))]
         if against is not None:
             name = f"proxy of {against.parent.name}"
-            other = balanceroute(name, engine, flags, against, logs / "other")
-            found.append(stack.enter_context(other))
+            found.append(run(balanceroute(name, engine, flags, against, logs / "other")))
         if stalled:
-            proxy = balanceroute(
-                STALLED, engine, flags, ROOT / ".src", logs / "stalled", stalled=True
-            )
-            found.append(stack.enter_context(proxy))
+            log = logs / "stalled"
+            found.append(run(balanceroute(STALLED, engine, flags, own, log, stalled=True)))
         if without_native:
             plain = [*flags, "--native", "off"]
-            proxy = balanceroute("native off", engine, plain, ROOT / ".src", logs / "plain")
-            found.append(stack.enter_context(proxy))
-        for name, python in by_name(pythons).items():
+            found.append(run(balanceroute("native off", engine, plain, own, logs / "plain")))
+        for name, one in by_name(pythons).items():
             log = logs / f"python {len(found)}"
-            again = balanceroute(name, engine, flags, ROOT / ".src", log, python=python.path)
-            found.append(stack.enter_context(again))
+            found.append(run(balanceroute(name, engine, flags, own, log, python=one.path)))
         if traces:
-            url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
+            url = f"http://127.0.0.1:{run(collector())}/v1/traces"
             traced = [*flags, "--otlp-traces-endpoint", url]
-            proxy = balanceroute("traces on", engine, traced, ROOT / ".src", logs / "traces")
-            found.append(stack.enter_context(proxy))
+            found.append(run(balanceroute("traces on", engine, traced, own, logs / "traces")))
         if floor:
-            found.append(stack.enter_context(bare_relay(engine, logs / "floor")))
-        found += [stack.enter_context(started(one, engine, logs / one.name)) for one in routers]
+            found.append(run(bare_relay(engine, logs / "floor")))
+        found += [run(started(one, engine, logs / one.name)) for one in routers]
         yield [*found, engine.direct]
 
 
@@ -355,9 +317,9 @@ def balanceroute(
     stalled: bool = False,
 ) -> Iterator[Target]:
     """Run the proxy of a checkout, by this interpreter or by another one, maybe one that stalls."""
-    program = (
-        [str(Path(__file__).with_name("stalled.py"))] if stalled else ["-m", "balanceroute.proxy"]
-    )
+    program = ["-m", "balanceroute.proxy"]
+    if stalled:
+        program = [str(Path(__file__).with_name("stalled.py"))]
     command = [str(python or sys.executable), *program, "serve"]
     command += ["--port", "0", "--no-admin"]
     command += ["--log", str(log), *flags]
@@ -377,16 +339,8 @@ def balanceroute(
 def bare_relay(engine: Engine, log: Path) -> Iterator[Target]:
     """Build and run a native relay that moves bytes between clients and decode ranks, and reads none."""
     crate, built = ROOT / "proxy" / "pump", str(ROOT / "build" / "native")
-    words = [
-        "cargo",
-        "build",
-        "--quiet",
-        "--release",
-        "--example",
-        "bare_relay",
-        "--target-dir",
-        built,
-    ]
+    words = ["cargo", "build", "--quiet", "--release"]
+    words += ["--example", "bare_relay", "--target-dir", built]
     try:
         subprocess.run(words, cwd=crate, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -167,22 +167,16 @@ PREDICTOR = "exact-match"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A trace, the machines that serve it, and what its clients want.
-
-    Attributes:
-        known: Requests that predictors learn from.
-        played: Requests of each part.
-        parts: Parts of the trace.
-    """
+    """A trace, the machines that serve it, and what its clients want."""
 
     trace: str
     ranks: int
     batch: int
     prefillers: int
     targets: ServiceTargets
-    known: int = 3_000
-    played: int = 2_000
-    parts: int = 3
+    known: int = 3_000  # Requests that predictors learn from.
+    played: int = 2_000  # Requests of each part.
+    parts: int = 3  # Parts of the trace.
 
     @property
     def deployment(self) -> SimulatedDeployment:
@@ -209,17 +203,12 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the proxy lets in.
+    """What the proxy lets in."""
 
-    Attributes:
-        change: Of the deployment, for the target of the first token in ns.
-        predictor: A name of `FORECASTS`.
-        deadlines: Whether requests have the target as their deadline.
-    """
-
+    # Of the deployment, for the target of the first token in ns.
     change: Callable[[SimulatedDeployment, int], SimulatedDeployment]
-    predictor: str = PREDICTOR
-    deadlines: bool = True
+    predictor: str = PREDICTOR  # A name of `FORECASTS`.
+    deadlines: bool = True  # Whether requests have the target as their deadline.
 
 
 def with_aimd(deployment: SimulatedDeployment, target_ns: int) -> SimulatedDeployment:
@@ -337,17 +326,12 @@ WARM_UP = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """A tenant.
-
-    Attributes:
-        trace: What it sends.
-        rate: Requests per second.
-    """
+    """A tenant."""
 
     name: str
-    trace: str
+    trace: str  # What it sends.
     weight: float
-    rate: float
+    rate: float  # Requests per second.
     queue_limit: int = 40
 
 
@@ -379,17 +363,14 @@ class Witness:
         self._within = BoundedQueue(UNLIMITED)
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
-        """Note what is expected."""
         # No two tickets are equal: each has its own deadline.
         self._expected[ticket] = [load.first_token_ns]
         return self._within.offer(ticket, load, now_ns)
 
     def began(self, ticket: Ticket, now_ns: int) -> None:
-        """Pass on."""
         self._within.began(ticket, now_ns)
 
     def ended(self, ticket: Ticket, ending: Ending, now_ns: int) -> None:
-        """Note what came."""
         (expected_ns,) = self._expected.pop(ticket)
         if expected_ns and ending.first_token_ns is not None:
             self.seen.append(Expected(ticket.tenant, expected_ns, ending.first_token_ns))

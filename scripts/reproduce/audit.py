@@ -49,15 +49,10 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found behind one router, of one load.
+    """What was found behind one router, of one load."""
 
-    Attributes:
-        audit: The audit's JSON.
-        counted: By the engines meanwhile, in order.
-    """
-
-    audit: dict[str, Any]
-    counted: list[Counted]
+    audit: dict[str, Any]  # The audit's JSON.
+    counted: list[Counted]  # By the engines meanwhile, in order.
 
     @property
     def idle(self) -> float:

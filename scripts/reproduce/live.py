@@ -52,33 +52,19 @@ API = ReplayApi.COMPLETIONS
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is replayed on what.
+    """What is replayed on what."""
 
-    Attributes:
-        topology: Emulated engines.
-        trace: The trace.
-        skip: Requests to pass over.
-        requests: Requests to take then.
-        concurrency: Requests that are always outstanding.
-        time_scale: Emulated seconds in a real one.
-        prefill_us_per_token: Speed of the prefillers, in emulated time.
-        simulations: Simulated runs of each policy.
-        predictor: BR-H's, in the proxy and in the simulator.
-        first_token: Whose first token clients get, the prefiller's or the rank's.
-        out: Where to write.
-    """
-
-    topology: str
-    trace: Path
-    skip: int
-    requests: int
-    concurrency: int
-    time_scale: float
-    prefill_us_per_token: float
-    simulations: int
-    predictor: str
-    first_token: str
-    out: Path
+    topology: str  # Emulated engines.
+    trace: Path  # The trace.
+    skip: int  # Requests to pass over.
+    requests: int  # Requests to take then.
+    concurrency: int  # Requests that are always outstanding.
+    time_scale: float  # Emulated seconds in a real one.
+    prefill_us_per_token: float  # Speed of the prefillers, in emulated time.
+    simulations: int  # Simulated runs of each policy.
+    predictor: str  # BR-H's, in the proxy and in the simulator.
+    first_token: str  # Whose first token clients get, the prefiller's or the rank's.
+    out: Path  # Where to write.
 
     @property
     def engines_command(self) -> list[str]:
@@ -91,7 +77,6 @@ class Setup:
         ]
 
     def emulation(self) -> EmulationSettings:
-        """Return the engines' settings."""
         parser = argparse.ArgumentParser()
         emulate.add_parser(parser.add_subparsers())
         words = self.engines_command
@@ -122,21 +107,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What was measured of one policy.
+    """What was measured of one policy."""
 
-    Attributes:
-        figures: The replay's row of figures.
-        picture: Loads by step and rank at the beginning of the steady state.
-        loop_lag_ms: Mean lateness of the proxy's timers.
-        lease_lapses: Prefills that were repeated because their lease ran out.
-        failed: Whether a request failed.
-    """
-
-    figures: dict[str, Any]
-    picture: list[list[int]]
-    loop_lag_ms: float
-    lease_lapses: int
-    failed: bool
+    figures: dict[str, Any]  # The replay's row of figures.
+    picture: list[list[int]]  # Loads by step and rank at the beginning of the steady state.
+    loop_lag_ms: float  # Mean lateness of the proxy's timers.
+    lease_lapses: int  # Prefills that were repeated because their lease ran out.
+    failed: bool  # Whether a request failed.
 
     def result(self, policy: str) -> PolicyResult:
         """Return the figures under the simulator's names, as the engines report them."""

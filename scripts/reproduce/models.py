@@ -68,7 +68,6 @@ class Answer:
 
     @property
     def kept(self) -> bool:
-        """Whether it kept the target."""
         return self.tpot_ms <= TPOT_MS
 
     @property
@@ -88,21 +87,17 @@ class Exchange:
         self.over = asyncio.Event()
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Take the head."""
         self._answer.status = status
         self._answer.model = (first_value(headers, b"x-balanceroute-model") or b"").decode()
 
     def on_data(self, data: bytes) -> None:
-        """Note when each token came."""
         tokens = sum(b'"text"' in event for event in self._scanner.feed(data))
         self._answer.times_s += [self._loop.time()] * tokens
 
     def on_end(self) -> None:
-        """Note the end."""
         self.over.set()
 
     def on_error(self, error: WireError) -> None:
-        """Note how it failed."""
         self._answer.error = str(error)
         self.over.set()
 

@@ -55,27 +55,18 @@ WEIGHTS = {PAYING: 2.0, FREE: 1.0}
 
 @dataclass(slots=True)
 class Served:
-    """One request as its client sees it.
-
-    Attributes:
-        output_tokens: What it will be answered.
-        expected_ns: When its first token was expected, after its arrival; None if that is unknown.
-        began: Whether it started.
-        first_ns: When its first token came; None before, or if it never did.
-        ended_ns: When its last one came.
-        expired_ns: When it was given up.
-        refused: Whether it was not let in.
-    """
+    """One request as its client sees it."""
 
     ticket: Ticket
     arrived_ns: int
-    output_tokens: int
+    output_tokens: int  # What it will be answered.
+    # When its first token was expected, after its arrival; None if that is unknown.
     expected_ns: float | None = None
-    began: bool = False
-    first_ns: int | None = None
-    ended_ns: int | None = None
-    expired_ns: int | None = None
-    refused: bool = False
+    began: bool = False  # Whether it started.
+    first_ns: int | None = None  # When its first token came; None before, or if it never did.
+    ended_ns: int | None = None  # When its last one came.
+    expired_ns: int | None = None  # When it was given up.
+    refused: bool = False  # Whether it was not let in.
 
     @property
     def is_in_time(self) -> bool:
@@ -95,27 +86,16 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The proxy before the engines.
+    """The proxy before the engines."""
 
-    Attributes:
-        budget: None for no limit of requests in flight.
-        timeout_s: Wait before a start after which a request is refused.
-        queues: By tenant, requests that may wait.
-        order: Of the queue within a tenant, and of the pool.
-        early: Whether what comes too late is refused at once.
-        workers: Engines.
-        batch: Sequences that an engine runs at a time.
-        pool_limit: Requests that wait for it behind the queue; None for all.
-    """
-
-    budget: AimdSettings | None = None
-    timeout_s: float | None = None
-    queues: tuple[tuple[str, int], ...] = ()
-    order: str = "fcfs"
-    early: bool = False
-    workers: int = WORKERS
-    batch: int = UNLIMITED
-    pool_limit: int | None = None
+    budget: AimdSettings | None = None  # None for no limit of requests in flight.
+    timeout_s: float | None = None  # Wait before a start after which a request is refused.
+    queues: tuple[tuple[str, int], ...] = ()  # By tenant, requests that may wait.
+    order: str = "fcfs"  # Of the queue within a tenant, and of the pool.
+    early: bool = False  # Whether what comes too late is refused at once.
+    workers: int = WORKERS  # Engines.
+    batch: int = UNLIMITED  # Sequences that an engine runs at a time.
+    pool_limit: int | None = None  # Requests that wait for it behind the queue; None for all.
 
 
 class World:
@@ -214,7 +194,6 @@ class World:
                 self.begin_step(engine)
 
     def wake(self) -> None:
-        """Have the scheduler decide again."""
         self.changed = True
 
     def begin_step(self, engine: Engine) -> None:
@@ -250,7 +229,6 @@ class World:
         self.admission.ended(one.ticket, Ending(True, None, one.output_tokens), now_ns)
 
     def run(self) -> None:
-        """Run to the end."""
         self.loop.run(self.settle)
 
 

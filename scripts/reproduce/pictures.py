@@ -45,19 +45,12 @@ SAYS = (
 
 @dataclass(frozen=True)
 class Box:
-    """A box with a name and lines of text.
+    """A box with a name and lines of text."""
 
-    Attributes:
-        place: Left, top, width and height, in px.
-        name: What it is.
-        lines: What it does.
-        look: Its class in `STYLE`.
-    """
-
-    place: tuple[int, int, int, int]
-    name: str
-    lines: tuple[str, ...] = ()
-    look: str = "box"
+    place: tuple[int, int, int, int]  # Left, top, width and height, in px.
+    name: str  # What it is.
+    lines: tuple[str, ...] = ()  # What it does.
+    look: str = "box"  # Its class in `STYLE`.
 
 
 BOXES = (
@@ -161,16 +154,12 @@ _RESERVED, _OTHERS, _WAIT = "#0067a5", "#c3c8ce", "#f6cf9b"
 
 @dataclass(slots=True)
 class Recording:
-    """What the picture needs of every step.
+    """What the picture needs of every step."""
 
-    Attributes:
-        loads: KV tokens by rank.
-        reserved: The request of each reserved rank.
-        admitted: The step before which each request was admitted.
-    """
-
-    loads: list[list[int]] = field(default_factory=list)
+    loads: list[list[int]] = field(default_factory=list)  # KV tokens by rank.
+    # The request of each reserved rank.
     reserved: list[dict[int, RequestId]] = field(default_factory=list)
+    # The step before which each request was admitted.
     admitted: dict[RequestId, int] = field(default_factory=dict)
 
 

@@ -70,29 +70,20 @@ FIGURES = ("idle_fraction", "output_tokens_per_s", "tpot_ms_p95", "pool_wait_s_p
 
 @dataclass(frozen=True)
 class Scenario:
-    """One table.
+    """One table."""
 
-    Attributes:
-        name: What it is called.
-        requests: Makes the trace.
-        ranks: G.
-        backlog: Requests that always wait; None for an open loop.
-        rate: Of the open loop.
-        learned: Makes what predictors have learned from instead of the trace's own past.
-        predictors: Which of `FORECASTS`, `forecasts` or `BOUNDS` are compared, or policies without one,
-            beside BR-0.
-        form: How BR-H projects.
-        forecasts: Predictors of this scenario alone.
-    """
-
-    name: str
-    requests: Callable[[], list[TraceRequest]]
-    ranks: int = 8
-    backlog: int | None = 64
-    rate: float | None = None
+    name: str  # What it is called.
+    requests: Callable[[], list[TraceRequest]]  # Makes the trace.
+    ranks: int = 8  # G.
+    backlog: int | None = 64  # Requests that always wait; None for an open loop.
+    rate: float | None = None  # Of the open loop.
+    # Makes what predictors have learned from instead of the trace's own past.
     learned: Callable[[], list[TraceRequest]] | None = None
+    # Which of `FORECASTS`, `forecasts` or `BOUNDS` are compared, or policies without one, beside
+    # BR-0.
     predictors: tuple[str, ...] = (*KINDS, "oracle", "none")
-    form: Form | None = None
+    form: Form | None = None  # How BR-H projects.
+    # Predictors of this scenario alone.
     forecasts: dict[str, Forecast] = field(default_factory=dict)
 
     def workloads(self) -> list[Workload]:

@@ -337,36 +337,22 @@ ROUNDS, WARM_UP, LEAST = 10, 0.3, 1_200
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How long an engine's steps take, and what it holds.
+    """How long an engine's steps take, and what it holds."""
 
-    Attributes:
-        base_ns: Time of any step.
-        sequence_ns: Time of a sequence in it.
-        beyond_ns: Further time of each sequence above `knee`.
-        knee: See `beyond_ns`.
-        prompt_ns: Time of a prompt token.
-        batch: Sequences that run at a time.
-        kv_tokens: KV tokens that fit.
-        background: Clients that send to this engine alone.
-    """
-
-    base_ns: int
-    sequence_ns: int
-    beyond_ns: int
-    knee: int
-    prompt_ns: int
-    batch: int
-    kv_tokens: int
-    background: int = 0
+    base_ns: int  # Time of any step.
+    sequence_ns: int  # Time of a sequence in it.
+    beyond_ns: int  # Further time of each sequence above `knee`.
+    knee: int  # See `beyond_ns`.
+    prompt_ns: int  # Time of a prompt token.
+    batch: int  # Sequences that run at a time.
+    kv_tokens: int  # KV tokens that fit.
+    background: int = 0  # Clients that send to this engine alone.
 
 
 ONE_GPU = Machine(20 * MS, 250_000, 450_000, 30, 60_000, 256, 100_000)
 FOUR_GPUS = Machine(12 * MS, 250_000, 400_000, 30, 30_000, 250, 600_000)
 BUSY = replace(ONE_GPU, background=50)
-POOLS = {
-    "1 + 4 GPUs": (ONE_GPU, FOUR_GPUS),
-    "5 x 1 GPU": (BUSY, BUSY, ONE_GPU, ONE_GPU, ONE_GPU),
-}
+POOLS = {"1 + 4 GPUs": (ONE_GPU, FOUR_GPUS), "5 x 1 GPU": (BUSY, BUSY, ONE_GPU, ONE_GPU, ONE_GPU)}
 
 
 @dataclass(slots=True)
@@ -384,23 +370,17 @@ class Answered:
 
 @dataclass(slots=True)
 class Engine:
-    """What waits and runs on one engine.
-
-    Attributes:
-        running: The step in which each ends, a tie-breaker, and the request.
-        entering: Those of them whose prompts are computed in this step.
-        kv_tokens: In use.
-        reserved: What the running ones will use at their ends; none is preempted.
-        steps: Steps made.
-    """
+    """What waits and runs on one engine."""
 
     machine: Machine
     waiting: deque[Answered] = field(default_factory=deque)
+    # The step in which each ends, a tie-breaker, and the request.
     running: list[tuple[int, int, Answered]] = field(default_factory=list)
+    # Those of them whose prompts are computed in this step.
     entering: list[Answered] = field(default_factory=list)
-    kv_tokens: int = 0
-    reserved: int = 0
-    steps: int = 0
+    kv_tokens: int = 0  # In use.
+    reserved: int = 0  # What the running ones will use at their ends; none is preempted.
+    steps: int = 0  # Steps made.
     stepping: bool = False
 
     @property
@@ -537,20 +517,14 @@ def measure(pool: str, rule: str, clients: int, seed: int) -> Times:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What is told of one choice before one pool.
-
-    Attributes:
-        told: In words.
-        figure: The figure that it is about, of `Times`.
-        sign: Of its gain; 0 if any will do.
-    """
+    """What is told of one choice before one pool."""
 
     pool: str
     rule: str
     clients: int
-    told: str
-    figure: str = "ttft"
-    sign: int = 0
+    told: str  # In words.
+    figure: str = "ttft"  # The figure that it is about, of `Times`.
+    sign: int = 0  # Of its gain; 0 if any will do.
 
 
 MIXED, EQUAL = POOLS

@@ -41,18 +41,37 @@ LEASES = (
 )
 MANY = LEASES.replace("192", "256")
 SLOW = LEASES.replace("token 5 ", "token 25 ")
-SATURATED = f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 --segments 6"
+EIGHT_RANKS = f"{MOONCAKE} --ranks 8 --batch 16"
+SATURATED = f"{EIGHT_RANKS} --backlog 64 --segments 6"
+AZURE_CONV, AZURE_CODE = (f"--trace {PUBLIC}/azure_2023_{one}.csv.gz" for one in ("conv", "code"))
+RATES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
 DERIVED = "DERIVED"  # Stands for the folder that `derive` writes to.
 # Ranks and slots, each with 12 turnovers in two segments.
 SIZES = ((32, 64), (72, 64), (144, 64), (320, 128))
 
 
-def cuts(name: str, command: str, variants: Mapping[str, str]) -> dict[str, str]:
-    """Return a command for other numbers of segments than 6, with each variant's options."""
+def variants(
+    name: str, command: str, options: Mapping[str, str] | Iterable[float]
+) -> dict[str, str]:
+    """Return a command with each of some options, by name and suffix; numbers are their own suffixes."""
+    if not isinstance(options, Mapping):
+        options = {str(one): str(one) for one in options}
+    return {f"{name}{suffix}": f"{command} {words}" for suffix, words in options.items()}
+
+
+def cuts(
+    name: str,
+    command: str,
+    options: Mapping[str, str],
+    segments: Iterable[int] = (4, 5, 7, 8),
+) -> dict[str, str]:
+    """Return a command for some numbers of segments, with each of the options."""
     return {
-        f"{name}_{segments}{suffix}": f"{command} --segments {segments} {options}"
-        for segments in (4, 5, 7, 8)
-        for suffix, options in variants.items()
+        key: words
+        for number in segments
+        for key, words in variants(
+            f"{name}_{number}", f"{command} --segments {number}", options
+        ).items()
     }
 
 
@@ -73,7 +92,7 @@ REASONING = f"{SERVEGEN} --segments 6"
 # Ranks with little memory, which compute a preempted request again themselves.
 MEMORY = f"{SERVEGEN} --skip 1500 --known 1500 --requests 5500 --ranks 4 --policy br-h"
 LITTLE = "--recompute-us-per-token 50 --kv-capacity"
-AZURE_LONG = f"--trace {PUBLIC}/azure_2023_conv.csv.gz --output-scale 40 --backlog 64 --segments 6"
+AZURE_LONG = f"{AZURE_CONV} --output-scale 40 --backlog 64 --segments 6"
 
 # Prefill choices with prefix caches. A load of 1 keeps the prefillers busy with what a cache of all
 # would not have: at the trace's own speed that is the work of 1.40 of them.
@@ -131,12 +150,10 @@ EXPERIMENTS = (
         "paper_oracle": f"{SATURATED} --policy br-h --paper --predictor oracle",
         "paper_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --policy jsq,br-0,br-h --paper",
         "kv_capacity": f"{SATURATED} --kv-capacity 260000",
-        "azure_conv": f"--trace {PUBLIC}/azure_2023_conv.csv.gz --backlog 64 --segments 6",
-        "azure_code": f"--trace {PUBLIC}/azure_2023_code.csv.gz --backlog 64 --segments 6",
-        "azure_conv_batch_128": f"--trace {PUBLIC}/azure_2023_conv.csv.gz --batch 128 "
-        "--backlog 512 --segments 2",
-        "azure_code_batch_128": f"--trace {PUBLIC}/azure_2023_code.csv.gz --batch 128 "
-        "--backlog 512 --segments 2",
+        "azure_conv": f"{AZURE_CONV} --backlog 64 --segments 6",
+        "azure_code": f"{AZURE_CODE} --backlog 64 --segments 6",
+        "azure_conv_batch_128": f"{AZURE_CONV} --batch 128 --backlog 512 --segments 2",
+        "azure_code_batch_128": f"{AZURE_CODE} --batch 128 --backlog 512 --segments 2",
         "leases": f"{LEASES} --lease-s 30 --policy jsq,fifo,br-0,br-h",
         "leases_forced": f"{LEASES} --lease-s 30 --pool-limit 64 --deadline 18.75 --policy br-0,br-h",
         "leases_none": f"{LEASES} --policy jsq,fifo,br-0,br-h",
@@ -151,38 +168,29 @@ EXPERIMENTS = (
         "prefill_rate_1.0": f"{MOONCAKE} --rate 1 --segments 6 --prefill-servers 10",
         "prefill_rate_1.3": f"{MOONCAKE} --rate 1.3 --segments 6 --prefill-servers 12",
     }
-    | {
-        f"leases_pool_{limit}": f"{LEASES} --lease-s 30 --policy br-0 --pool-limit {limit}"
-        for limit in (12, 18, 36, 48, 64)
-    }
-    | {
-        f"memory{suffix}": f"{SATURATED} --policy fifo,br-h {LITTLE} 120000 {options}"
-        for suffix, options in {"": "", "_0.999": "--kv-peak-quantile 0.999"}.items()
-    }
-    | {
-        f"memory_reasoning{suffix}": f"{MEMORY} --batch 64 {LITTLE} 60000 {options}"
-        for suffix, options in {
-            "": "",
-            "_0.5": "--kv-peak-quantile 0.5",
-            "_0.7": "--kv-peak-quantile 0.7",
-            "_0.9": "--kv-peak-quantile 0.9",
-            "_0.99": "--kv-peak-quantile 0.99",
-            "_0.99_oracle": "--kv-peak-quantile 0.99 --predictor oracle",
-        }.items()
-    }
-    | {
-        f"memory_reasoning_{name}": f"{MEMORY} --batch {options}"
-        for name, options in {
-            "29_slots": "29",
-            "25_slots": "25",
-            "29_slots_oracle": "29 --predictor oracle",
-        }.items()
-    }
+    | variants(
+        "leases_pool_", f"{LEASES} --lease-s 30 --policy br-0 --pool-limit", (12, 18, 36, 48, 64)
+    )
+    | variants(
+        "memory",
+        f"{SATURATED} --policy fifo,br-h {LITTLE} 120000",
+        {"": "", "_0.999": "--kv-peak-quantile 0.999"},
+    )
+    | variants(
+        "memory_reasoning",
+        f"{MEMORY} --batch 64 {LITTLE} 60000",
+        {"": ""}
+        | {f"_{one}": f"--kv-peak-quantile {one}" for one in (0.5, 0.7, 0.9, 0.99)}
+        | {"_0.99_oracle": "--kv-peak-quantile 0.99 --predictor oracle"},
+    )
+    | variants(
+        "memory_reasoning_",
+        f"{MEMORY} --batch",
+        {"29_slots": "29", "25_slots": "25", "29_slots_oracle": "29 --predictor oracle"},
+    )
     | {
         "long_outputs": f"{REASONING} --policy fifo,br-0,br-h",
         "long_outputs_azure": f"{AZURE_LONG} --policy fifo,br-h",
-    }
-    | {
         "long_outputs_exact-match": f"{REASONING} --policy br-h --predictor exact-match",
     }
     | {
@@ -190,16 +198,8 @@ EXPERIMENTS = (
         for suffix, command in (("", REASONING), ("_azure", AZURE_LONG))
         for predictor in ("oracle", "thirds")
     }
-    | {
-        f"rate_{rate}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 --policy {ALL}"
-        for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
-    }
-    | {
-        f"rivals_{segments}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64 "
-        f"--segments {segments} {options}"
-        for segments in RIVAL_CUTS
-        for suffix, options in RIVALS.items()
-    }
+    | {f"rate_{rate}": f"{EIGHT_RANKS} --rate {rate} --segments 6 --policy {ALL}" for rate in RATES}
+    | cuts("rivals", f"{EIGHT_RANKS} --backlog 64", RIVALS, RIVAL_CUTS)
     | {
         f"rivals_ranks_{ranks}{suffix}": f"{MOONCAKE} --ranks {ranks} --batch 16 "
         f"--backlog {8 * ranks} --segments {segments} {options}"
@@ -207,27 +207,28 @@ EXPERIMENTS = (
         for suffix, options in RIVALS.items()
     }
     | {
-        f"rivals_rate_{rate}{suffix}": f"{MOONCAKE} --ranks 8 --batch 16 --rate {rate} --segments 6 "
+        f"rivals_rate_{rate}{suffix}": f"{EIGHT_RANKS} --rate {rate} --segments 6 "
         f"--prefill-servers 2 --prefill-us-per-token 5 --lease-s 30 {options}"
-        for rate in (0.6, 0.8, 1.0, 1.2, 1.4, 1.6)
+        for rate in RATES
         for suffix, options in RIVALS.items()
     }
-    | {
-        f"engines_{name}": f"{SATURATED} --policy jsq,fifo,br-0 {options}"
-        for name, options in {
-            "speeds": "--rank-speeds 1,0.6667",
-            "speeds_learned": "--rank-speeds 1,0.6667 --learn-speeds",
+    | variants(
+        "engines_",
+        f"{SATURATED} --policy jsq,fifo,br-0",
+        {
+            "speeds": UNEQUAL,
+            "speeds_learned": f"{UNEQUAL} --learn-speeds",
             "batches": "--rank-batches 16,8",
             "speculative": "--tokens-per-step 3",
             "pausing": "--pause-above 0.1",
-        }.items()
-    }
+        },
+    )
     | {
         f"unequal_{name}{suffix}": f"{command} --segments 3 --policy br-0 {UNEQUAL} {options}"
         for name, command in {
             "leases": f"{LEASES} --lease-s 30",
             "rate_1.0": f"{MOONCAKE} --rate 1 --prefill-servers 2 --prefill-us-per-token 5 --lease-s 30",
-            "azure": f"--trace {PUBLIC}/azure_2023_conv.csv.gz --backlog 64",
+            "azure": f"{AZURE_CONV} --backlog 64",
         }.items()
         for suffix, options in KNOWLEDGE.items()
     }
@@ -238,12 +239,12 @@ EXPERIMENTS = (
     }
     | cuts(
         "segments",
-        f"{MOONCAKE} --ranks 8 --batch 16 --backlog 64",
+        f"{EIGHT_RANKS} --backlog 64",
         {"": "--policy jsq,fifo,br-0,br-h", "_oracle": "--policy br-h --predictor oracle"},
     )
     | cuts(
         "azure_code",
-        f"--trace {PUBLIC}/azure_2023_code.csv.gz --backlog 64",
+        f"{AZURE_CODE} --backlog 64",
         {
             "": "--policy br-0,br-h",
             "_oracle": "--policy br-h --predictor oracle",
@@ -261,14 +262,10 @@ EXPERIMENTS = (
     }
     | {name: command for case in PREFIX_CASES for name, command in prefixes(*case).items()}
     | {name: command for case in TURN_CASES for name, command in turns(*case).items()}
-    | {
-        f"beta_{beta}": f"{SATURATED} --policy br-h --predictor oracle --beta {beta}"
-        for beta in (1, 8, 24, 48, 96)
-    }
-    | {
-        f"gamma_{gamma}": f"{SATURATED} --policy br-h --predictor oracle --gamma {gamma}"
-        for gamma in (0.5, 0.7, 0.9, 1.0)
-    }
+    | variants("beta_", f"{SATURATED} --policy br-h --predictor oracle --beta", (1, 8, 24, 48, 96))
+    | variants(
+        "gamma_", f"{SATURATED} --policy br-h --predictor oracle --gamma", (0.5, 0.7, 0.9, 1.0)
+    )
 )
 
 # Experiments that are cuts of one trace, and so have a common mean.

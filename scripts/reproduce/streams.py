@@ -19,10 +19,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from balanceroute.proxy.live.http3_listener import (
-    Http3Listener,
-    standing_of,
-)
+from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.testing.certificate import make_certificate
@@ -398,9 +395,7 @@ def stream_orders(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
     """Return the shares as Markdown."""
-    lines = [
-        table_head("order", *(kind.name for kind in KINDS)),
-    ]
+    lines = [table_head("order", *(kind.name for kind in KINDS))]
     for order, runs in results.items():
         cells = []
         for kind in KINDS:

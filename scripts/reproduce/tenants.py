@@ -57,21 +57,13 @@ SETTLING = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How long the phases are, and how fast the engines.
+    """How long the phases are, and how fast the engines."""
 
-    Attributes:
-        phase_s: Length of a phase.
-        step_ms: Time of a decode step.
-        target_s: Of the p99 time to first token.
-        seed: Of arrivals and lengths.
-        out: Where to write.
-    """
-
-    phase_s: float
-    step_ms: float
-    target_s: float
-    seed: int
-    out: Path
+    phase_s: float  # Length of a phase.
+    step_ms: float  # Time of a decode step.
+    target_s: float  # Of the p99 time to first token.
+    seed: int  # Of arrivals and lengths.
+    out: Path  # Where to write.
 
     @property
     def capacity(self) -> float:
@@ -83,7 +75,6 @@ class Setup:
         return (phase + SETTLING) * self.phase_s, (phase + 1) * self.phase_s
 
     def phase_of(self, request: PlannedRequest) -> int:
-        """Return the phase in which a request is due."""
         # The time is rounded to a nanosecond.
         return int((request.arrival_ns + 1) / 1e9 / self.phase_s)
 
@@ -125,20 +116,13 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        start_unix_s: When the run began, in seconds since 1970.
-        samples: What happened to each tenant's requests.
-        tokens: Output tokens of each answer.
-        kv: KV-token-seconds of each answer on its rank.
-        states: Seconds since the start, and the state of the limit on requests in flight.
-    """
-
-    start_unix_s: float
-    samples: Mapping[str, Sequence[RequestSample]]
-    tokens: Sequence[Held]
-    kv: Sequence[Held]
+    start_unix_s: float  # When the run began, in seconds since 1970.
+    samples: Mapping[str, Sequence[RequestSample]]  # What happened to each tenant's requests.
+    tokens: Sequence[Held]  # Output tokens of each answer.
+    kv: Sequence[Held]  # KV-token-seconds of each answer on its rank.
+    # Seconds since the start, and the state of the limit on requests in flight.
     states: Sequence[tuple[float, Mapping[str, float | None]]]
 
 
@@ -448,17 +432,11 @@ _LEFT_OUT = "refused requests were left out of the log"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the steady tenant's requests, and of the other's.
+    """What became of the steady tenant's requests, and of the other's."""
 
-    Attributes:
-        ttft_s: p50 and p99 of the steady tenant.
-        steady: Its requests by outcome.
-        hostile: The other's.
-    """
-
-    ttft_s: tuple[float, float]
-    steady: Counter[str]
-    hostile: Counter[str]
+    ttft_s: tuple[float, float]  # p50 and p99 of the steady tenant.
+    steady: Counter[str]  # Its requests by outcome.
+    hostile: Counter[str]  # The other's.
 
 
 def measure(case: str, *, requests: int, attacks: int, seed: int = 0) -> Outcome:

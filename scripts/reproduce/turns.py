@@ -159,25 +159,15 @@ CACHED = (
 
 @dataclass(frozen=True)
 class Table:
-    """One table.
+    """One table."""
 
-    Attributes:
-        command: What all rows have in common.
-        rules: The options of each.
-        rate: Of the trace, at a load of 1.
-        loads: Those of the table.
-        requests: Of the trace.
-        shared_blocks: Blocks that a first turn may share.
-        headings: Of its columns.
-    """
-
-    command: str
-    rules: dict[str, str]
-    rate: float
-    loads: tuple[float, ...]
-    requests: int
-    shared_blocks: int
-    headings: tuple[str, ...]
+    command: str  # What all rows have in common.
+    rules: dict[str, str]  # The options of each.
+    rate: float  # Of the trace, at a load of 1.
+    loads: tuple[float, ...]  # Those of the table.
+    requests: int  # Of the trace.
+    shared_blocks: int  # Blocks that a first turn may share.
+    headings: tuple[str, ...]  # Of its columns.
 
 
 AFFINITY = {
@@ -314,9 +304,7 @@ def turns(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     trace = arguments.out / f"{arguments.table}.jsonl"
     write_native(trace, labelled(read[:count], table.shared_blocks))
-    lines = [
-        table_head("load:", "rule", *right(table.headings)),
-    ]
+    lines = [table_head("load:", "rule", *right(table.headings))]
     loads = table.loads if arguments.load is None else (arguments.load,)
     for load in loads:
         common = f"--trace {trace} --rate {round(load * table.rate, 3)} {table.command}"
