@@ -5,20 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from balanceroute.proxy.lab.emulate.barrier import Barrier
 from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.lab.emulate.exchange import TokenSequence
 from balanceroute.proxy.lab.emulate.faults import AfterPull
-from balanceroute.proxy.lab.emulate.hub import EngineCall, HttpPoster
+from balanceroute.proxy.lab.emulate.hub import EngineCall, Hub
 from balanceroute.proxy.lab.emulate.leases import (
     AskMetaserver,
     Await,
     EndedLease,
     Hang,
     KvPeer,
-    KvSource,
     Lease,
-    LeaseBook,
     LeaseEnd,
     Misread,
     PullFailure,
@@ -28,7 +25,7 @@ from balanceroute.proxy.lab.emulate.leases import (
 )
 from balanceroute.proxy.lab.emulate.prefix_caches import NOTHING, KvLog, PrefixCaches, pulled
 from balanceroute.proxy.lab.emulate.request import ENGINE_DEAD, Prompt, compact, internal_error
-from balanceroute.proxy.lab.emulate.settings import EmulationSettings, Preemption
+from balanceroute.proxy.lab.emulate.settings import Preemption
 from balanceroute.topologies import CONNECTORS, KvFlow
 
 
@@ -50,27 +47,20 @@ class Decoder:
 
     def __init__(
         self,
-        settings: EmulationSettings,
-        barrier: Barrier,
+        hub: Hub,
         ranks: list[int],
         *,
         peer: KvPeer,
-        sources: list[KvSource],
-        book: LeaseBook,
-        poster: HttpPoster,
         counters: Sequence[RankCounters],
         die: Callable[[], None],
         logs: Sequence[KvLog] = (),
     ) -> None:
+        self._hub, self._settings = hub, hub.settings
+        self._barrier, self._book = hub.barrier, hub.book
         self._counters = counters
-        self._caches = PrefixCaches(settings, counters, logs)
-        self._settings = settings
-        self._barrier = barrier
+        self._caches = PrefixCaches(hub.settings, counters, logs)
         self._ranks = ranks
         self._peer = peer
-        self._sources = sources
-        self._book = book
-        self._poster = poster
         self._die = die
         self._loop = asyncio.get_running_loop()
         self._arrivals: dict[_Arrival, None] = {}
@@ -119,7 +109,7 @@ class Decoder:
         if call.exchange.over:
             return
         arrival = self._arrive(call, number)
-        match claim(self._settings.connector, call.kv, self._sources, self._book, self._peer):
+        match claim(self._settings.connector, call.kv, self._hub.sources, self._book, self._peer):
             case Lease() as lease:
                 self._pull(arrival, lease)
             case Stale(engine_id, ended):
@@ -141,7 +131,7 @@ class Decoder:
                 )
                 self._book.begin_anew(self._peer.engine_id, name)  # A client may reuse a name.
                 self._await_prefill(arrival, self._peer.engine_id, name)
-                self._poster.post(url, compact(params))
+                self._hub.poster.post(url, compact(params))
             case Hang():
                 pass
 
@@ -199,7 +189,7 @@ class Decoder:
         prompt = arrival.call.exchange.request.prompts[arrival.number]
         stale = self._book.stale(engine_id, prompt)
         arrival.read = [NOTHING] * len(prompt.tokens)
-        names = (one.name for one in self._sources if one.engine_id == engine_id)
+        names = (one.name for one in self._hub.sources if one.engine_id == engine_id)
         self._misread(arrival, stale, ended, prefiller=next(names, ""))
         transfer_ns = self._settings.transfer_ns(len(prompt.tokens))
         self._wait(arrival, transfer_ns, partial(self._arrived, arrival))

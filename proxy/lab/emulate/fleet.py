@@ -455,20 +455,16 @@ class EmulatedFleet:
         if engine.name.startswith("prefill/"):
             log = self._kv_log(engine) if self.settings.kv_events else None
             prefiller = self._prefillers[engine] = EmulatedPrefiller(
-                self.settings, engine, hub.book, engine.counters, log
+                hub, engine, engine.counters, log
             )
             return prefiller
         ranks = list(engine.role.ranks)
         logs = [KvLog(self.settings, random.Random(rank)) for rank in ranks]
         self.rank_kv_logs |= zip(ranks, logs, strict=True)
         return Decoder(
-            self.settings,
-            hub.barrier,
+            hub,
             ranks,
             peer=engine,
-            sources=hub.sources,
-            book=hub.book,
-            poster=hub.poster,
             counters=engine.counters,
             die=engine.kill,
             logs=logs if self.settings.kv_events else (),

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.lab.emulate.barrier import Barrier
 from balanceroute.proxy.lab.emulate.engine_metrics import RankCounters
 from balanceroute.proxy.lab.emulate.exchange import TokenSequence
-from balanceroute.proxy.lab.emulate.hub import EngineCall
+from balanceroute.proxy.lab.emulate.hub import EngineCall, Hub
 from balanceroute.proxy.lab.emulate.leases import (
     BlockPool,
     KvSource,
     Lease,
-    LeaseBook,
     LeaseEnd,
     alien_params,
     lease_key,
@@ -109,19 +108,14 @@ class EmulatedPrefiller:
     """One prefiller."""
 
     def __init__(
-        self,
-        settings: EmulationSettings,
-        source: KvSource,
-        book: LeaseBook,
-        counters: Sequence[RankCounters],
-        log: KvLog | None = None,
+        self, hub: Hub, source: KvSource, counters: Sequence[RankCounters], log: KvLog | None = None
     ) -> None:
+        settings = self._settings = hub.settings
         self._caches = PrefixCaches(settings, counters, () if log is None else (log,))
         tokens = settings.prefiller_kv_tokens
         self.pool = BlockPool(None if tokens is None else settings.blocks(tokens))
-        self._settings = settings
         self._source = source
-        self._book = book
+        self._book = hub.book
         self._loop = asyncio.get_running_loop()
         self._queue = EmulatedPrefillQueue(settings, self.pool)
         self._barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)

@@ -247,12 +247,18 @@ def play(scenario: Callable[[Lab], Awaitable[None]], **changes: Any) -> None:
 def emulated(
     *told: str, **changes: Any
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """Make a test of a scenario that takes a lab; `told` are parameters that are settings, too."""
+    """Make a test of a scenario that takes a lab; `told` are parameters that are settings, too.
+
+    One of these that is a mapping has several.
+    """
 
     def make(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         @wraps(scenario)
         def test(**given: Any) -> None:
-            settings = changes | {name: given[name] for name in told}
+            settings = dict(changes)
+            for name in told:
+                value = given[name]
+                settings |= value if isinstance(value, dict) else {name: value}
             play(partial(scenario, **given), **settings)
 
         lab, *others = signature(scenario).parameters.values()

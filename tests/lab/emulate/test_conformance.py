@@ -1,7 +1,7 @@
 """The same request to a real vLLM 0.32 and to an emulated engine: the same form of answer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,110 +124,97 @@ async def repeat(lab: Lab, recorded: Transcript, engine: str = "decode/0") -> Ex
     return answer
 
 
+def recordings(
+    groups: Sequence[tuple[str, str, dict[str, object]]],
+) -> list[tuple[str, dict[str, object]]]:
+    """Return the name and the settings of each recording; a group has a prefix and names."""
+    return [
+        (prefix + name, settings) for prefix, names, settings in groups for name in names.split()
+    ]
+
+
+AGENTS: dict[str, object] = {"max_model_len": 2048}
+DETAILS: dict[str, object] = {"prompt_tokens_details": True}
+AGENT: dict[str, object] = AGENTS | {"ranks": 1}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "solo_chat",
-        "solo_cmpl",
-        "solo_cmpl_tokenids_prompt",
-        "solo_tokenize_chat",
-        "solo_tokenize_prompt",
-        "solo_models",
-        "solo_version",
-        "solo_load",
-        "dp_rank_x",
-    ],
+    ("name", "settings"),
+    recordings(
+        [
+            ("solo_", "chat cmpl cmpl_tokenids_prompt tokenize_chat tokenize_prompt models", {}),
+            ("", "solo_version solo_load dp_rank_x", {}),
+            ("agents_", "msg msg_system msg_items resp resp_logprobs resp_items resp_ids", AGENTS),
+            ("solo_", "generate generate_logprobs", DETAILS),
+        ]
+    ),
 )
-@emulated()
-async def test_an_answer_has_the_recorded_form(lab: Lab, name: str) -> None:
+@emulated("settings")
+async def test_an_answer_has_the_recorded_form(
+    lab: Lab, name: str, settings: dict[str, object]
+) -> None:
+    del settings
     recorded = read(name)
     engine = "prefill/0" if name == "dp_rank_x" else "decode/0"
     assert_same_json(await repeat(lab, recorded, engine), recorded)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "solo_chat_stream",
-        "solo_chat_stream_usage",
-        "solo_chat_stream_usage_continuous",
-        "solo_chat_stream_logprobs",
-        "solo_chat_stream_tokenids",
-        "solo_cmpl_stream",
-        "solo_cmpl_stream_usage",
-        "solo_cmpl_stream_logprobs",
-    ],
+    ("name", "settings"),
+    recordings(
+        [
+            ("solo_chat_", "stream stream_usage stream_usage_continuous stream_logprobs", {}),
+            (
+                "solo_",
+                "chat_stream_tokenids cmpl_stream cmpl_stream_usage cmpl_stream_logprobs",
+                {},
+            ),
+            ("solo_", "generate_stream generate_text_each", DETAILS),
+            ("solo_", "generate_text_logprobs_stream", DETAILS),
+        ]
+    ),
 )
-@emulated()
-async def test_a_stream_has_the_recorded_events(lab: Lab, name: str) -> None:
+@emulated("settings")
+async def test_a_stream_has_the_recorded_events(
+    lab: Lab, name: str, settings: dict[str, object]
+) -> None:
     recorded = read(name)
     answer = await repeat(lab, recorded)
     assert_same_head(answer, recorded)
     assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
-    # One event a token, which is what the recorded engine did here too.
-    assert len(answer.texts()) == 8
+    if not settings:
+        # One event a token, which is what the recorded engine did here too.
+        assert len(answer.texts()) == 8
 
 
+# What is left of the answer's limit is a matter of the words: the last event of a response, the one before
+# the end of a message, and both where thoughts come before.
 @pytest.mark.parametrize(
-    "name", ["msg", "msg_system", "msg_items", "resp", "resp_logprobs", "resp_items", "resp_ids"]
-)
-@emulated(max_model_len=2048)
-async def test_an_agents_answer_has_the_recorded_form(lab: Lab, name: str) -> None:
-    recorded = read(f"agents_{name}")
-    assert_same_json(await repeat(lab, recorded), recorded)
-
-
-@pytest.mark.parametrize(
-    "name",
+    ("name", "settings", "left_out"),
     [
-        "msg_stream",
-        "msg_tool_stream",
-        "resp_stream",
-        "resp_logprobs_stream",
-        "resp_tool_stream",
-        "resp_custom_stream",
-        "resp_format_stream",
+        *((f"msg_{name}stream", {}, slice(-2, -1)) for name in ("", "tool_")),
+        *(
+            (f"resp_{name}stream", {}, slice(-1, None))
+            for name in ("", "logprobs_", "tool_", "custom_", "format_")
+        ),
+        *(
+            (f"{api}_think_stream", {"reasoning_parser": True}, slice(-2, None))
+            for api in ("msg", "resp")
+        ),
     ],
 )
-@emulated(max_model_len=2048)
-async def test_an_agents_stream_has_the_recorded_events(lab: Lab, name: str) -> None:
+@emulated("settings", max_model_len=2048)
+async def test_an_agents_stream_has_the_recorded_events(
+    lab: Lab, name: str, settings: dict[str, object], left_out: slice
+) -> None:
+    del settings
     recorded = read(f"agents_{name}")
     answer = await repeat(lab, recorded)
     assert_same_head(answer, recorded)
     got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
-    # What is left of the answer's limit is a matter of the words.
     for one in (got, wanted):
-        del one[-1 if name.startswith("resp") else -2]
+        del one[left_out]
     assert got == wanted
-
-
-@pytest.mark.parametrize("name", ["msg_think_stream", "resp_think_stream"])
-@emulated(max_model_len=2048, reasoning_parser=True)
-async def test_thoughts_have_the_recorded_form(lab: Lab, name: str) -> None:
-    recorded = read(f"agents_{name}")
-    answer = await repeat(lab, recorded)
-    assert_same_head(answer, recorded)
-    got, wanted = (collapsed(events_of(one)) for one in (answer.body, recorded.answer))
-    assert got[:-2] == wanted[:-2]
-
-
-@pytest.mark.parametrize("name", ["solo_generate", "solo_generate_logprobs"])
-@emulated(prompt_tokens_details=True)
-async def test_ids_are_answered_in_the_recorded_form(lab: Lab, name: str) -> None:
-    recorded = read(name)
-    assert_same_json(await repeat(lab, recorded), recorded)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["solo_generate_stream", "solo_generate_text_each", "solo_generate_text_logprobs_stream"],
-)
-@emulated(prompt_tokens_details=True)
-async def test_a_stream_of_ids_has_the_recorded_events(lab: Lab, name: str) -> None:
-    recorded = read(name)
-    answer = await repeat(lab, recorded)
-    assert_same_head(answer, recorded)
-    assert collapsed(events_of(answer.body)) == collapsed(events_of(recorded.answer))
 
 
 @pytest.mark.parametrize(
@@ -247,45 +234,28 @@ async def test_a_stream_of_several_choices_has_the_recorded_events(lab: Lab, nam
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "solo_cmpl_max_tokens_zero",
-        "solo_err_404",
-        "solo_err_405",
-        "solo_err_badjson",
-        "solo_err_max_tokens_neg",
-        "solo_err_no_messages",
-        "solo_err_prompt_plus_max",
-        "solo_err_stream_options_no_stream",
-        "solo_err_unknown_model",
-        "nixl_pd_kv_params_not_a_dict",
-        "nixl_chat_stream_n2_ref",
-        "dp_rank_7",
-        "dp_rank_-1",
-        "solo_health",
-    ],
+    ("name", "settings"),
+    recordings(
+        [
+            ("solo_", "cmpl_max_tokens_zero health", {}),
+            ("solo_err_", "404 405 badjson max_tokens_neg no_messages prompt_plus_max", {}),
+            ("solo_err_", "stream_options_no_stream unknown_model", {}),
+            ("nixl_", "pd_kv_params_not_a_dict chat_stream_n2_ref", {}),
+            ("nixl_pd_", "wrong_engine_id prefiller_dead_nonstream", {"dp_mode": DpMode.PORTS}),
+            ("dp_rank_", "7 -1", {}),
+            ("agents_msg_err_", "budget zero messages model temp budget_small long", AGENT),
+            ("agents_msg_", "ids", AGENT),
+            ("agents_resp_err_", "zero previous background prompt grammar required named", AGENT),
+            ("agents_resp_err_", "hosted long encrypted item empty model temp", AGENT),
+            ("agents_resp_err_", "background_nostore", AGENT),
+        ]
+    ),
 )
-@emulated(dp_mode=DpMode.HEADER)
-async def test_an_error_is_the_recorded_one_byte_for_byte(lab: Lab, name: str) -> None:
-    recorded = read(name)
-    answer = await repeat(lab, recorded)
-    assert_same_head(answer, recorded)
-    assert answer.body == recorded.answer
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"agents_msg_err_{name}" for name in ("budget", "zero", "messages", "model", "temp")),
-        *("agents_msg_err_budget_small", "agents_msg_err_long", "agents_msg_ids"),
-        *(f"agents_resp_err_{name}" for name in ("zero", "previous", "background", "prompt")),
-        *(f"agents_resp_err_{name}" for name in ("grammar", "required", "named", "hosted", "long")),
-        *(f"agents_resp_err_{name}" for name in ("encrypted", "item", "empty", "model", "temp")),
-        "agents_resp_err_background_nostore",
-    ],
-)
-@emulated(dp_mode=DpMode.HEADER, ranks=1, max_model_len=2048)
-async def test_an_agents_error_is_the_recorded_one_byte_for_byte(lab: Lab, name: str) -> None:
+@emulated("settings", dp_mode=DpMode.HEADER)
+async def test_an_error_is_the_recorded_one_byte_for_byte(
+    lab: Lab, name: str, settings: dict[str, object]
+) -> None:
+    del settings
     recorded = read(name)
     answer = await repeat(lab, recorded)
     assert_same_head(answer, recorded)
@@ -393,15 +363,6 @@ async def test_halves_of_characters_and_a_late_server_show_as_recorded(lab: Lab)
     wanted = events_of(recorded.answer)[:-2]
     assert len(wanted) < 2 + values["max_tokens"]
     assert [one for one in wanted if one not in got] == []
-
-
-@pytest.mark.parametrize("name", ["nixl_pd_wrong_engine_id", "nixl_pd_prefiller_dead_nonstream"])
-@emulated()
-async def test_a_failed_pull_is_told_as_recorded_byte_for_byte(lab: Lab, name: str) -> None:
-    recorded = read(name)
-    answer = await repeat(lab, recorded)
-    assert_same_head(answer, recorded)
-    assert answer.body == recorded.answer
 
 
 @emulated()
