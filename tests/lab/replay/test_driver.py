@@ -33,31 +33,22 @@ def event(chunk: object) -> bytes:
 
 @dataclass
 class Engine:
-    """Streams a token at once and another one every `step_s`, unless it is set to misbehave.
+    """Streams a token at once and another one every `step_s`, unless it is set to misbehave."""
 
-    Attributes:
-        faults: What happens to a request, by the number at the end of its id.
-        first_s: Until the first token.
-        step_s: Between tokens.
-        seen: Of each request its time and itself.
-        fleet: What `/emulation/stats` answers.
-        calls: Of each call to the fleet's figures its time and path.
-        keys: The authorizations that came.
-        running: Requests in progress.
-        most: The most there were at once.
-    """
-
+    # What happens to a request, by the number at the end of its id.
     faults: Mapping[int, str] = field(default_factory=dict)
-    first_s: float = 0.0
-    step_s: float = 0.0
-    fleet: object = None
+    first_s: float = 0.0  # Until the first token.
+    step_s: float = 0.0  # Between tokens.
+    fleet: object = None  # What `/emulation/stats` answers.
     fleet_status: int = 200
     models: object = field(default_factory=lambda: {"data": [{"id": "tiny"}, {"id": "other"}]})
+    # Of each request its time and itself.
     seen: list[tuple[float, HttpRequest]] = field(default_factory=list)
+    # Of each call to the fleet's figures its time and path.
     calls: list[tuple[float, str]] = field(default_factory=list)
-    keys: set[bytes | None] = field(default_factory=set)
-    running: int = 0
-    most: int = 0
+    keys: set[bytes | None] = field(default_factory=set)  # The authorizations that came.
+    running: int = 0  # Requests in progress.
+    most: int = 0  # The most there were at once.
     closed_early: int = 0
 
     def bodies(self) -> list[dict[str, Any]]:

@@ -37,17 +37,11 @@ _LENGTHS = (2, 3, 9, 30, 31, 60, 300)
 
 @dataclass
 class Seen:
-    """What came of a replay.
+    """What came of a replay."""
 
-    Attributes:
-        result: Its own account.
-        received: What clients sent to the proxy: one item a request, head and body.
-        log: The proxy's request log.
-    """
-
-    result: ReplayResult
-    received: list[bytes]
-    log: bytes
+    result: ReplayResult  # Its own account.
+    received: list[bytes]  # What clients sent to the proxy: one item a request, head and body.
+    log: bytes  # The proxy's request log.
 
 
 @pytest.fixture
