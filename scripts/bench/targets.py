@@ -171,7 +171,7 @@ class Router:
 class Interpreter:
     """Another Python, which runs this proxy again."""
 
-    path: Path  # Its program.
+    path: Path  # The program.
     version: str  # What it says it is.
 
 

@@ -93,7 +93,7 @@ class FleetTrial:
     ranks: int
     # Of all requests that arrived in the measured time, whenever they were served.
     ttft_p99_s: float
-    tpot_p95_s: float  # Likewise.
+    tpot_p95_s: float  # Of those of them that were answered.
     # The part of the time to the first token in which requests wait for ranks.
     pool_wait_p99_s: float
     output_tokens_per_s: float

@@ -236,7 +236,7 @@ MEANINGS = {
 class BoundVerdict:
     """What bounds a fleet, and the ratio of its roles that would not."""
 
-    bound: Bound  # What.
+    bound: Bound
     # At which both roles would be equally busy; None where one did nothing.
     prefillers_per_rank: float | None
 

@@ -53,8 +53,8 @@ class Channel(Enum):
 class Piece:
     """One token of a tool call."""
 
-    token: int  # Its id.
-    said: str  # Its text.
+    token: int  # Id of the token.
+    said: str  # Text of the token.
     channel: Channel  # Its part of the answer.
     shown: str  # Its text there.
 

@@ -141,7 +141,7 @@ METRICS = tuple(one.name for one in fields(RunMetrics))
 class PolicyResult:
     """One policy's figures."""
 
-    policy: str  # Its name.
+    policy: str
     mean: dict[str, float]  # Of each of `METRICS` over the segments.
     # The standard error of each mean; 0 for a single segment, which has none.
     stderr: dict[str, float]

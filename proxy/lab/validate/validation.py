@@ -262,7 +262,7 @@ class RankResult:
 class UnitResult:
     """Ranks that step together: those of a barrier, or a rank by itself."""
 
-    ranks: tuple[str, ...]  # Their names.
+    ranks: tuple[str, ...]  # The ranks' names.
     whole: bool  # Whether these are all ranks of the barrier; if not, its cost is not computed.
     idle: Idle | None  # The cost of the barrier; None for a single rank, or without a load.
     fit: Fit | None  # The line of the step time; None if it cannot be fitted.
@@ -277,7 +277,7 @@ class Validation:
     ranks: tuple[RankResult, ...]
     unmatched: tuple[str, ...]  # Ranks without a trace.
     started: Errors | None  # Errors over all ranks.
-    bound: Errors | None  # Likewise.
+    bound: Errors | None  # Errors over all ranks.
     units: tuple[UnitResult, ...]  # Barriers and single ranks.
     fit: Fit | None  # One line for all units.
 

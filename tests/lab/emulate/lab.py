@@ -17,6 +17,7 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+LONG_S = 600.0  # Long enough for whatever ends by itself.
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

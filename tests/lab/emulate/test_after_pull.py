@@ -4,13 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Exchanged, Lab, emulated
+from tests.lab.emulate.lab import COMPLETIONS, Exchanged, Lab, emulated
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate.faults import AfterPull, Faults
 from balanceroute.proxy.wire.messages import WireFault
 
-COMPLETIONS = "/v1/completions"
 VALUES: dict[str, Any] = {
     "model": "tiny",
     "prompt": "t1 t2 t3",

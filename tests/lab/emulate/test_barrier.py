@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.lab.emulate.barrier import PICTURE_STEPS, Barrier
@@ -18,7 +18,6 @@ from balanceroute.proxy.lab.sim.engines import DecodeFleet, SimulatedEngineOptio
 from balanceroute.proxy.testing.virtual.loop import VirtualLoop
 from balanceroute.proxy.testing.virtual.runner import run
 
-COMPLETIONS = "/v1/completions"
 STEP_S = 0.03
 
 

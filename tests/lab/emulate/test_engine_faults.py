@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Exchanged, Lab, emulated, play
+from tests.lab.emulate.lab import CHAT, COMPLETIONS, LONG_S, Exchanged, Lab, emulated, play
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate.faults import ErrorForm, Faults, MalformedStream
@@ -14,11 +14,8 @@ from balanceroute.proxy.live.openai.errors import read_error
 from balanceroute.proxy.wire.messages import WireFault
 from balanceroute.proxy.wire.sse import event_data
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 VALUES: dict[str, Any] = {"prompt": "t1 t2", "max_tokens": 6, "ignore_eos": True}
 STREAM = VALUES | {"stream": True}
-LONG_S = 600.0
 
 
 def kind(exchanged: Exchanged) -> WireFault:

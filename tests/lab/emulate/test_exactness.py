@@ -5,12 +5,10 @@ import re
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Exchanged, Lab, emulated
+from tests.lab.emulate.lab import CHAT, COMPLETIONS, Exchanged, Lab, emulated
 
 from balanceroute.proxy.lab.emulate import Preemption
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "t1 t2 hello t3"}]
 TOOLS = [
     {

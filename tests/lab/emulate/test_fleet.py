@@ -5,14 +5,12 @@ import random
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated, play
+from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated, play
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate import DpMode, EmulatedFleet, EmulationSettings
 from balanceroute.proxy.wire.messages import WireFault
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 VALUES: dict[str, Any] = {"prompt": "t1 t2", "max_tokens": 50, "ignore_eos": True, "stream": True}
 
 

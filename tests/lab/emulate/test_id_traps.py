@@ -6,9 +6,8 @@ Each test is a client that walks into it. Figures are those seen with vLLM 0.32 
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated
 
-COMPLETIONS = "/v1/completions"
 BLOCK = 8
 CACHES = {"block_tokens": BLOCK, "prefix_cache_tokens": 1_000}
 ANSWER = 12

@@ -5,13 +5,11 @@ import json
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import COMPLETIONS, LONG_S, Lab, emulated
 
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest, WireFault
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 ERROR = b'{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
 ERROR_EVENTS = [
     b'data: {"error": {"message": "Internal server error", "type": "InternalServerError", '
@@ -24,7 +22,6 @@ VALUES: dict[str, Any] = {
     "max_tokens": 5,
     "ignore_eos": True,
 }
-LONG_S = 600.0
 
 
 @emulated()

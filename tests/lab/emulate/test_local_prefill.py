@@ -1,9 +1,7 @@
 """A decode rank that computes a prompt: the step takes longer for every rank."""
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
-
-COMPLETIONS = "/v1/completions"
+from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated
 
 
 @emulated(prefill_ns_per_token=1e6)

@@ -4,12 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import CHAT, Lab, emulated
 
 from balanceroute.proxy.wire.sse import event_data
 
 PATH = "/v1/messages"
-CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello there"}
 ASKED = {"model": "tiny", "max_tokens": 12, "messages": [USER], "temperature": 0.0}
 TOOL = {"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {}}}}

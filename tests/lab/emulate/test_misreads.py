@@ -4,12 +4,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import CHAT, COMPLETIONS, Lab, emulated
 
 from balanceroute.proxy.lab.emulate.leases import LeaseEnd
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 VALUES: dict[str, Any] = {
     "model": "tiny",
     "prompt": "t1 t2 t3",

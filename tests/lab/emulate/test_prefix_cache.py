@@ -1,9 +1,8 @@
 """Prefix caches of emulated engines, as clients and /metrics see them."""
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated
 
-COMPLETIONS = "/v1/completions"
 PROMPT = list(range(100, 300))  # Six blocks of 32 tokens, and eight tokens.
 
 

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Lab, emulated
+from tests.lab.emulate.lab import CHAT, Lab, emulated
 
 from balanceroute.proxy.wire.sse import event_data
 
 PATH = "/v1/responses"
-CHAT = "/v1/chat/completions"
 ASKED = {"model": "tiny", "max_output_tokens": 12, "input": "hello there", "temperature": 0.0}
 USER = {"role": "user", "content": "hello there"}
 CHATTED = {"model": "tiny", "max_tokens": 12, "messages": [USER], "temperature": 0.0}

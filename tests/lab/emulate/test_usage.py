@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Exchanged, Lab, emulated, play
+from tests.lab.emulate.lab import CHAT, COMPLETIONS, Exchanged, Lab, emulated, play
 
 from balanceroute.proxy.lab.emulate import EmulationSettings
 from balanceroute.proxy.lab.emulate.answer import TOKEN_TEXTS_JSON, AnswerHead, Choice, Delta
@@ -14,8 +14,6 @@ from balanceroute.proxy.lab.emulate.formats import ChatFormat, CompletionFormat
 from balanceroute.proxy.lab.emulate.request import read_generation
 from balanceroute.proxy.lab.emulate.tokens import TOKEN_TEXTS
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 OPTIONS = [None, {"include_usage": True}, {"continuous_usage_stats": True}, CONTINUOUS]
 
