@@ -65,10 +65,12 @@ class Slots:
         gains: float64[POINTS, POINTS], what a slot holds at each point, the column, because its request
             runs at each point, the row: all but the KV tokens that the request holds now.
         gained: float64[POINTS], the means of its rows by `WEIGHTS`.
+        output_ratio: Mean output over mean prompt; 0 until enough requests have left.
     """
 
     def __init__(self) -> None:
         self.width = 0
+        self.output_ratio = 0.0
         self._left: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._prompts = 0
         self._outputs = 0
@@ -87,13 +89,8 @@ class Slots:
         self._prompts += prompt_tokens
         self._outputs += output_tokens
         self._squares += output_tokens * output_tokens
-
-    @property
-    def output_ratio(self) -> float:
-        """Mean output over mean prompt; 0 until enough requests have left."""
-        if len(self._left) < _LEAST_KNOWN:
-            return 0.0
-        return self._outputs / max(self._prompts, 1)
+        if len(self._left) >= _LEAST_KNOWN:
+            self.output_ratio = self._outputs / max(self._prompts, 1)
 
     def fit(self) -> float:
         """Fit the grid to the lasting output; return the factor by which its width grew.

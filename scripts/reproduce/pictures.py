@@ -175,7 +175,7 @@ def record() -> tuple[Recording, list[int]]:
     def observe(event: Event, actions: Sequence[Action], _now_ns: int) -> None:
         if isinstance(event, StepCompleted):
             recording.loads.append(simulation.scheduler.ledger.loads.tolist())
-            recording.reserved.append(dict(policy.reservations.of_rank))
+            recording.reserved.append(dict(policy.reserved))
         for action in actions:
             if isinstance(action, Admit):
                 recording.admitted[action.request] = len(recording.loads)

@@ -10,4 +10,4 @@ def reserved_ranks(policy: Policy) -> set[int]:
     while not isinstance(rule, TwoStage):
         if (rule := getattr(rule, "_rule", None)) is None:
             return set()
-    return set(rule.reservations.of_rank)
+    return set(rule.reserved)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.policies.two_stage_round import Oldest, candidates_of
+from balanceroute.proxy.core.policies.stage_2 import Oldest, candidates_of
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 

@@ -5,6 +5,7 @@ import pytest
 
 from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RequestId, Ticket
+from balanceroute.proxy.core.policies.stage_2 import choose_subsets
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
 from balanceroute.proxy.core.projection import Weights
 from balanceroute.proxy.core.queueing import Fcfs
@@ -21,7 +22,7 @@ def policy(*, hold_ns: int = HOLD_NS, paper: bool = False) -> TwoStage:
     settings = TwoStageSettings(
         weights, theta=RANKS, window=64, patience=40.0, hold_ns=hold_ns, paper=paper
     )
-    return TwoStage(settings, None)
+    return TwoStage(settings, None, choose_subsets)
 
 
 def fleet(taken: int) -> Fleet:

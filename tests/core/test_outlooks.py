@@ -7,7 +7,7 @@ import pytest
 
 from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RequestId, Ticket
-from balanceroute.proxy.core.policies import two_stage_round as round_module
+from balanceroute.proxy.core.policies import stage_2
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
 from balanceroute.proxy.core.projection import Weights
 from balanceroute.proxy.core.queueing import Fcfs
@@ -22,7 +22,11 @@ def chosen(seed: int) -> list[tuple[int, int]]:
     """Return the admissions of six rounds of a saturated fleet, of which stage 2 makes all."""
     rng = random.Random(seed)
     weights = Weights(np.ones(1), alpha=1.0, beta=float(RANKS))
-    rule = TwoStage(TwoStageSettings(weights, theta=3 * RANKS, window=16, patience=5_000.0), None)
+    rule = TwoStage(
+        TwoStageSettings(weights, theta=3 * RANKS, window=16, patience=5_000.0),
+        None,
+        stage_2.choose_subsets,
+    )
     pool, arrived = Pool(Fcfs()), 0
     found: list[tuple[int, int]] = []
     reserved: set[int] = set()
@@ -40,7 +44,7 @@ def chosen(seed: int) -> list[tuple[int, int]]:
         limit = np.where(np.arange(RANKS) % 7 == 0, 2_000, UNLIMITED)
         fleet = Fleet(np.ones(RANKS, np.bool_), loads, np.full(RANKS, 9), free, limit)
         found += [(int(request), int(rank)) for request, rank in rule.dispatch(fleet, pool, 0)]
-        reserved |= set(rule.reservations.of_rank)
+        reserved |= set(rule.reserved)
     assert reserved, "no rank makes room for a large request"
     return found
 
@@ -51,6 +55,6 @@ def test_outlooks_that_are_made_together_change_no_choice(
 ) -> None:
     together = chosen(seed)
     # An outlook for each rank alone, of entries that are looked at anew after each admission.
-    monkeypatch.setattr(round_module, "_TOGETHER", 1)
-    monkeypatch.setattr(round_module, "_MOST_SPARE", 1)
+    monkeypatch.setattr(stage_2, "_TOGETHER", 1)
+    monkeypatch.setattr(stage_2, "_MOST_SPARE", 1)
     assert chosen(seed) == together

@@ -18,6 +18,8 @@ from balanceroute.proxy.core.policies import (
     skill_share,
 )
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
+from balanceroute.proxy.core.policies.two_stage import TwoStage
+from balanceroute.proxy.core.projection import Projection
 from balanceroute.proxy.core.queueing import Fcfs
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
@@ -28,19 +30,29 @@ from balanceroute.traces import TraceRequest
 PROMPT = 100
 
 
-def build(outputs: dict[int, int], *, ranks: int = 2) -> OwnTrajectory:
+def build(outputs: dict[int, int], *, ranks: int = 2) -> TwoStage:
     """Return the policy of some ranks that knows these outputs."""
     oracle = Oracle({RequestId(number): tokens for number, tokens in outputs.items()})
     inputs = PolicyInputs(ranks, 4, PolicySettings(), random.Random(1), oracle)
     policy = make_policy("br-h", inputs)
-    assert isinstance(policy, OwnTrajectory)
+    assert isinstance(policy, TwoStage)
     return policy
 
 
-def see_leave(policy: OwnTrajectory, output_tokens: int, count: int = 64) -> None:
+def own(policy: TwoStage) -> OwnTrajectory:
+    assert policy.own_trajectory is not None
+    return policy.own_trajectory
+
+
+def running(policy: TwoStage) -> Projection:
+    assert policy.projection is not None
+    return policy.projection
+
+
+def see_leave(policy: TwoStage, output_tokens: int, count: int = 64) -> None:
     """Let requests of one prompt and output leave."""
     for _ in range(count):
-        policy.slots.leave(PROMPT, output_tokens)
+        own(policy).slots.leave(PROMPT, output_tokens)
 
 
 def pooled(*numbers: int) -> Pool:
@@ -57,19 +69,19 @@ def fleet(loads: list[int], free: list[int]) -> Fleet:
     )
 
 
-def run_on(policy: OwnTrajectory, rank: int, number: int, age: int) -> None:
+def run_on(policy: TwoStage, rank: int, number: int, age: int) -> None:
     """Bind a request that was a candidate before, and let it have emitted `age` tokens."""
-    policy.projection.bind(RequestId(number), RankId(rank), PROMPT + age, age)
-    policy.projection.start(RequestId(number))
+    running(policy).bind(RequestId(number), RankId(rank), PROMPT + age, age)
+    running(policy).start(RequestId(number))
 
 
 def test_the_two_stage_rule_decides_while_prompts_are_long() -> None:
     policy = build({1: 50, 2: 50})
     see_leave(policy, 149)
-    rule = Mock(return_value=[])
-    policy._rule.dispatch = rule  # type: ignore[method-assign]
-    assert policy.dispatch(fleet([0, 0], [1, 1]), pooled(1, 2), 0) == []
-    rule.assert_called_once()
+    own(policy).dispatch = by_trajectory = Mock()  # type: ignore[method-assign]
+    # Late enough for the rule to hold no request.
+    assert len(policy.dispatch(fleet([0, 0], [1, 1]), pooled(1, 2), 10**10)) == 2
+    by_trajectory.assert_not_called()
     assert skill_share(policy) is None
 
 
@@ -85,7 +97,7 @@ def test_without_skill_rounding_puts_nobody_first() -> None:
     for _ in range(40):
         inputs = PolicyInputs(2, 4, PolicySettings(), random.Random(1), Survival(range(200, 900)))
         policy = make_policy("br-h", inputs)
-        assert isinstance(policy, OwnTrajectory)
+        assert isinstance(policy, TwoStage)
         see_leave(policy, 500)
         for number in range(1_000, 1_000 + rng.randrange(1, 12)):
             run_on(policy, rng.randrange(2), number, rng.randrange(900))
@@ -100,8 +112,8 @@ def test_without_skill_rounding_puts_nobody_first() -> None:
 def test_a_fleet_of_one_rank_is_asked_for_no_prediction_while_all_fits() -> None:
     policy = build({1: 10, 2: 3_000, 3: 500}, ranks=1)
     see_leave(policy, 500)
-    ask = Mock(wraps=policy._curves.ask)
-    policy._curves.ask = ask  # type: ignore[method-assign]
+    ask = Mock(wraps=own(policy)._curves.ask)
+    own(policy)._curves.ask = ask  # type: ignore[method-assign]
     assignments = policy.dispatch(fleet([0], [3]), pooled(1, 2, 3), 0)
     assert sorted(one.request for one in assignments) == [1, 2, 3]
     ask.assert_not_called()
@@ -113,14 +125,14 @@ def test_a_rank_that_empties_soon_takes_the_long_request() -> None:
     outputs = {1: 100, 2: 2_000, 3: 2_000, 4: 2_000, 5: 2_000, 6: 2_000, 7: 2_000, 8: 1_000}
     policy = build(outputs)
     see_leave(policy, 1_000)
-    policy.skill.share = 1.0
+    own(policy).skill.share = 1.0
     # All running requests have been candidates; rank 0 has old ones, rank 1 young ones.
     policy.dispatch(fleet([0, 0], [3, 3]), pooled(3, 4, 5, 6, 7, 8), 0)
     for number in (3, 4, 5):
         run_on(policy, 0, number, 1_900)
     for number in (6, 7, 8):
         run_on(policy, 1, number, 100)
-    policy._ranks.forget()
+    own(policy)._ranks.forget()
     assignments = policy.dispatch(fleet([6_000, 600], [1, 1]), pooled(1, 2), 0)
     assert sorted(assignments) == [
         Assignment(RequestId(1), RankId(1)),
@@ -131,7 +143,7 @@ def test_a_rank_that_empties_soon_takes_the_long_request() -> None:
 def test_an_entry_that_others_overtook_goes_at_last() -> None:
     policy = build({1: 10, 2: 2_000, 3: 2_000})
     see_leave(policy, 1_000)
-    policy.skill.share = 1.0
+    own(policy).skill.share = 1.0
     run_on(policy, 1, 3, 0)
     pool = pooled(1, 2)
     pool.first(1)[0].overtaken = 10_000
@@ -141,7 +153,7 @@ def test_an_entry_that_others_overtook_goes_at_last() -> None:
 
 def test_each_stage_is_reported_as_it_ends() -> None:
     policy, stages = build({1: 10}), list[str]()
-    policy._on_stage = stages.append
+    own(policy)._on_stage = stages.append
     see_leave(policy, 1_000)
     policy.dispatch(fleet([0, 0], [1, 0]), pooled(1), 0)
     assert stages == ["projection", "stage_1", "stage_2"]
@@ -160,21 +172,21 @@ def test_a_request_that_never_decoded_teaches_nothing() -> None:
     policy = build({1: 100})
     see_leave(policy, 1_000)
     policy.dispatch(fleet([0, 0], [1, 0]), pooled(1), 0)
-    ratio = policy.slots.output_ratio
-    policy.projection.bind(RequestId(1), RankId(0), PROMPT, 0)
-    policy.projection.unbind(RequestId(1))
-    assert policy.slots.output_ratio == ratio
-    assert policy.skill.share == 0.0
-    assert not policy._predicted
+    ratio = own(policy).slots.output_ratio
+    running(policy).bind(RequestId(1), RankId(0), PROMPT, 0)
+    running(policy).unbind(RequestId(1))
+    assert own(policy).slots.output_ratio == ratio
+    assert own(policy).skill.share == 0.0
+    assert not own(policy)._predicted
 
 
 def test_an_answer_of_one_token_counts() -> None:
     policy = build({1: 1})
     see_leave(policy, 1_000)
-    ratio = policy.slots.output_ratio
+    ratio = own(policy).slots.output_ratio
     run_on(policy, 0, 1, 0)
-    policy.projection.unbind(RequestId(1))
-    assert policy.slots.output_ratio < ratio
+    running(policy).unbind(RequestId(1))
+    assert own(policy).slots.output_ratio < ratio
 
 
 def test_a_faster_rank_may_hold_more() -> None:
@@ -203,10 +215,10 @@ def test_a_prediction_is_compared_with_what_the_request_did() -> None:
     for round_ in range(200):
         number = 1 + round_ % 2
         policy.dispatch(fleet([0, 0], [2, 0]), pooled(1, 2), 0)
-        policy._leave(RequestId(number), PROMPT, (100, 3_000)[number - 1])
-        policy._leave(RequestId(3 - number), PROMPT, (3_000, 100)[number - 1])
-    assert policy.skill.share > 0.8
-    assert skill_share(policy) == policy.skill.share
+        own(policy)._leave(RequestId(number), PROMPT, (100, 3_000)[number - 1])
+        own(policy)._leave(RequestId(3 - number), PROMPT, (3_000, 100)[number - 1])
+    assert own(policy).skill.share > 0.8
+    assert skill_share(policy) == own(policy).skill.share
 
 
 def test_prompts_that_differ_are_no_skill() -> None:
@@ -214,7 +226,7 @@ def test_prompts_that_differ_are_no_skill() -> None:
     rng = random.Random(7)
     inputs = PolicyInputs(2, 4, PolicySettings(), random.Random(1), Survival(range(200, 600)))
     policy = make_policy("br-h", inputs)
-    assert isinstance(policy, OwnTrajectory)
+    assert isinstance(policy, TwoStage)
     see_leave(policy, 400)
     for round_ in range(200):
         pool, number = Pool(Fcfs()), 2 * round_
@@ -226,8 +238,8 @@ def test_prompts_that_differ_are_no_skill() -> None:
             pool.add(entry)
         policy.dispatch(fleet([0, 0], [2, 0]), pool, 0)
         for place, prompt in enumerate(prompts):
-            policy._leave(RequestId(number + place), prompt, rng.randrange(200, 600))
-    assert policy.skill.share < 0.05
+            own(policy)._leave(RequestId(number + place), prompt, rng.randrange(200, 600))
+    assert own(policy).skill.share < 0.05
 
 
 @pytest.fixture(scope="module")

@@ -527,7 +527,7 @@ def test_no_round_goes_past_slots_or_memory_or_admits_twice_or_to_a_closed_rank(
         if kv_limit is None:
             # Ranks make room for requests for which they are reserved.
             rule = getattr(policy, "_rule", policy)
-            reserved = rule.reservations.of_rank.values() if isinstance(rule, TwoStage) else ()
+            reserved = rule.reserved.values() if isinstance(rule, TwoStage) else ()
             free = any(slot > 0 for slot in slots) and not set(left) <= set(reserved)
             assert not free, "a slot stays empty while requests wait"
 

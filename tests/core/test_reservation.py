@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from balanceroute.proxy.core.config import UNLIMITED
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
+from balanceroute.proxy.core.policies.stage_2 import choose_subsets
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings
 from balanceroute.proxy.core.projection import Weights
 from balanceroute.proxy.core.queueing import Fcfs
@@ -19,7 +20,9 @@ LARGE = RequestId(0)
 
 def policy(*, patience: float = 1e9) -> TwoStage:
     weights = Weights(np.ones(1), alpha=1.0, beta=float(RANKS))
-    return TwoStage(TwoStageSettings(weights, theta=RANKS, window=64, patience=patience), None)
+    return TwoStage(
+        TwoStageSettings(weights, theta=RANKS, window=64, patience=patience), None, choose_subsets
+    )
 
 
 def entry(number: int, prompt_tokens: int, *, overtaken: int = 0) -> PoolEntry:
@@ -95,7 +98,7 @@ def test_an_empty_rank_takes_a_large_one_whatever_rank_is_reserved_for_it(empty:
     """It can shed nothing more, and while other ranks admit nothing no credit grows."""
     rule, pool = policy(), pool_of(entry(0, 30_000, overtaken=20), entry(1, 100))
     assert admitted(rule, fleet([9_000, 5_000, 9_000, 9_000], [0, 1, 0, 0]), pool) == [(1, 1)]
-    assert rule.reservations.of_rank == {1: LARGE}
+    assert rule.reserved == {1: LARGE}
     pool.add(entry(2, 40_000))
     loads, free = [9_000] * RANKS, [0] * RANKS
     loads[empty], free[empty] = 0, 1

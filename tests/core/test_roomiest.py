@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId, RequestId, Ticket
-from balanceroute.proxy.core.policies.two_stage_round import Roomiest
+from balanceroute.proxy.core.policies.two_stage import Roomiest
 from balanceroute.proxy.core.projection import Balance, Weights
 from balanceroute.proxy.core.ranks import Fleet
 from balanceroute.proxy.core.subset import discounts

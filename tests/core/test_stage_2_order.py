@@ -7,11 +7,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanceroute.proxy.core.policies.two_stage import _Order
+from balanceroute.proxy.core.policies.stage_2 import _Order
 from balanceroute.proxy.core.projection import Balance, Weights
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.policies.two_stage_round import Round
+    from balanceroute.proxy.core.policies.two_stage import Round
 
 RANK = st.tuples(st.integers(0, 300), st.integers(0, 3))
 

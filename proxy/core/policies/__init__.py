@@ -45,6 +45,7 @@ from balanceroute.proxy.core.policies.baselines import (
     shortest_queue,
 )
 from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
+from balanceroute.proxy.core.policies.stage_2 import choose_subsets, choose_subsets_of_largest
 from balanceroute.proxy.core.policies.two_stage import TwoStage, TwoStageSettings, ignore_stage
 from balanceroute.proxy.core.policies.within_peak import WithinPeak
 from balanceroute.proxy.core.prefill.choices import (
@@ -256,6 +257,7 @@ def _two_stage(
     weights: Weights,
     projection: Projection | None,
     gamma: float | None = None,
+    own_trajectory: OwnTrajectory | None = None,
 ) -> TwoStage:
     chosen = inputs.settings
     assert chosen.theta is not None
@@ -271,7 +273,8 @@ def _two_stage(
         gamma=gamma,
         paper=chosen.paper,
     )
-    return TwoStage(settings, projection, inputs.on_stage)
+    stage_2 = choose_subsets_of_largest if chosen.paper else choose_subsets
+    return TwoStage(settings, projection, stage_2, inputs.on_stage, own_trajectory)
 
 
 def _br_0(inputs: PolicyInputs) -> Policy:
@@ -300,8 +303,8 @@ def _br_h(inputs: PolicyInputs) -> Policy:
     if settings.paper:
         # The paper's discount is constant; ours falls with the turnover.
         return _two_stage(inputs, weights, projection)
-    rule = _two_stage(inputs, weights, projection, settings.gamma)
-    return OwnTrajectory(rule, projection, inputs.predictor, inputs.on_stage)
+    own_trajectory = OwnTrajectory(projection, inputs.predictor, inputs.on_stage)
+    return _two_stage(inputs, weights, projection, settings.gamma, own_trajectory)
 
 
 def _early(choose: Callable[[Fleet, PoolEntry], int | None]) -> Policy:
@@ -349,7 +352,7 @@ def predicts(name: str) -> bool:
 
 def skill_share(policy: Policy) -> float | None:
     """Return how much of a prediction counts, 0 to 1; None if the policy does not weigh it."""
-    return policy.skill_share if isinstance(policy, OwnTrajectory | WithinPeak) else None
+    return policy.skill_share if isinstance(policy, TwoStage | WithinPeak) else None
 
 
 def make_policy(name: str, inputs: PolicyInputs) -> Policy:

@@ -11,7 +11,7 @@ free slot taken by a mean candidate, more on a faster rank. The credit of an ent
 how much later it is than it would be first come, first served.
 
 Two measurements decide by themselves whether this is used. The two-stage rule decides until the mean
-output is `_LEAST_RATIO` times the mean prompt. And a candidate's trajectory counts by as much as what
+output is 1.5 times the mean prompt. And a candidate's trajectory counts by as much as what
 the predictor told of it came true so far, so that a predictor that cannot tell requests
 apart leaves the credit to decide: first come, first served. What follows from a request's prompt alone
 does not count there. Every predictor knows it, and to choose by it does harm: a rank that lacks load
@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.curves import POINTS, WEIGHTS, Curves, Slots
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.policies.two_stage import fill_only_rank
 from balanceroute.proxy.core.projection import Projection, first_of_each
-from balanceroute.proxy.core.ranks import Assignment, Fleet, Policy
+from balanceroute.proxy.core.ranks import Assignment, Fleet
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 
 if TYPE_CHECKING:
@@ -146,8 +145,6 @@ class RankTrajectories:
         self._summed_at[running.ranks[curves == 0]] = -1
 
 
-# With prompts of two thirds of the outputs a slot holds on average as much of one as of the other.
-_LEAST_RATIO = 1.5
 _WINDOW = 64
 # The squared deviation that one pool's length of overtakings offsets, in those of an empty slot.
 _CREDIT = 3.0
@@ -159,58 +156,31 @@ _ROUNDING = 1e-8
 
 
 class OwnTrajectory:
-    """Decides in place of the two-stage rule while outputs are long beside prompts.
+    """Decides for `TwoStage` while outputs are long beside prompts.
 
     Args:
-        rule: Decides otherwise.
         projection: The running requests.
         predictor: Asked for each candidate once.
         on_stage: Called with the name of each stage as it ends.
     """
 
-    slots_beyond_batch = 0
-
     def __init__(
         self,
-        rule: Policy,
         projection: Projection,
         predictor: "OutputPredictor",
         on_stage: Callable[[str], None],
     ) -> None:
-        self.projection = projection
+        self._projection = projection
         self.skill = Skill()
         self.slots = Slots()
-        self._rule = rule
         self._curves = Curves(predictor)
         self._on_stage = on_stage
-        self._in_use = False
         self._ranks = RankTrajectories(projection, self._curves, self.slots)
         self._predicted: dict[RequestId, _Predicted] = {}
         projection.on_leave = self._leave
 
-    @property
-    def skill_share(self) -> float | None:
-        """How much of a prediction counts; None while the two-stage rule decides."""
-        return self.skill.share if self._in_use else None
-
-    @property
-    def next_decision_ns(self) -> int | None:
-        return None if self._in_use else self._rule.next_decision_ns
-
     def dispatch(self, fleet: Fleet, pool: Pool, now_ns: int) -> list[Assignment]:
-        self._in_use = self.slots.output_ratio >= _LEAST_RATIO
-        if not self._in_use:
-            return self._rule.dispatch(fleet, pool, now_ns)
-        self.projection.rest()
-        free = fleet.free_slots > 0
-        if not free.any():
-            return []
-        if len(free) == 1:
-            # Nothing is chosen. Where ranks are, each admission shows what its prediction was worth.
-            forced = fill_only_rank(fleet, pool, now_ns)
-            if forced is not None:
-                self._on_stage("stage_1")
-                return forced
+        """Admit what fits; some rank has a free slot."""
         factor = self.slots.fit()
         if factor != 1.0:
             self._ranks.forget()
@@ -218,7 +188,7 @@ class OwnTrajectory:
         # One entry of the window moves up with every admission.
         entries = pool.first(_WINDOW + fleet.free)
         candidates = self._candidates(entries, pool)
-        rows = self._ranks.rows(free)
+        rows = self._ranks.rows(fleet.free_slots > 0)
         self._on_stage("projection")
         chosen = _Round(fleet, pool, candidates, rows, self.skill.share)
         chosen.place_overdue(now_ns)
@@ -231,7 +201,7 @@ class OwnTrajectory:
     def _candidates(self, entries: list[PoolEntry], pool: Pool) -> "_Candidates":
         """Ask about the entries, and take it that empty slots are refilled with such."""
         self._curves.make_room(
-            len(entries), lambda request: request in self.projection or request in pool
+            len(entries), lambda request: request in self._projection or request in pool
         )
         curves = self._curves.ask([entry.request for entry in entries], self.slots.width)
         self.slots.expect(self._curves.lasting_output(self.slots.width))

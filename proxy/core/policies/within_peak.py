@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from balanceroute.proxy.core.curves import HORIZON_OUTPUTS, LONGEST, POINTS, Curves
 from balanceroute.proxy.core.events import RankId, RequestId
-from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
+from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.core.projection import Deposits, first_of_each
 
 if TYPE_CHECKING:
@@ -274,8 +274,8 @@ class WithinPeak:
 
     @property
     def skill_share(self) -> float | None:
-        """See `OwnTrajectory`; None for other rules."""
-        return self._rule.skill_share if isinstance(self._rule, OwnTrajectory) else None
+        """See `TwoStage`; None for other rules."""
+        return self._rule.skill_share if isinstance(self._rule, TwoStage) else None
 
     @property
     def next_decision_ns(self) -> int | None:

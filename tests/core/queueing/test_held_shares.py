@@ -28,7 +28,7 @@ from balanceroute.proxy.core.policies import (
     PolicySettings,
     make_policy,
 )
-from balanceroute.proxy.core.policies.own_trajectory import OwnTrajectory
+from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.core.queueing import Fcfs, HeldShares, fair_queueing
 from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
@@ -133,9 +133,10 @@ def dispatched(
     """
     inputs = PolicyInputs(len(loads), 8, PolicySettings(), random.Random(1), Survival([200] * 99))
     policy = make_policy("br-h", inputs)
-    assert isinstance(policy, OwnTrajectory)
+    assert isinstance(policy, TwoStage)
+    assert policy.own_trajectory is not None
     for _ in range(64):
-        policy.slots.leave(100, 400 if long else 50)
+        policy.own_trajectory.slots.leave(100, 400 if long else 50)
     pool = Pool(Fcfs(), holding(a=[500] * 20, b=[500] * 4).held_back)
     for number, (tenant, tokens) in enumerate(entries):
         one = ticket(tenant, tokens)
