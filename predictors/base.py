@@ -20,38 +20,26 @@ from balanceroute.proxy.core.events import RequestId
 
 
 class RequestFeatures(Struct, frozen=True):
-    """What is known of a request before it decodes.
+    """What is known of a request before it decodes."""
 
-    Attributes:
-        prompt_tokens: Length of its prompt.
-        max_tokens: The most tokens that each of its sequences may emit, below 2**31; None if there
-            is no bound.
-        keys: What recurring requests have in common, as 64-bit hashes, the most specific first: the
-            whole request, then ever shorter beginnings of its prompt. Empty if unknown.
-        expected_tokens: What the client expects each sequence to emit; None if it does not say.
-    """
-
-    prompt_tokens: int
+    prompt_tokens: int  # Length of its prompt.
+    # The most tokens that each of its sequences may emit, below 2**31; None if there is no bound.
     max_tokens: int | None = None
+    # What recurring requests have in common, as 64-bit hashes, the most specific first: the whole
+    # request, then ever shorter beginnings of its prompt. Empty if unknown.
     keys: tuple[int, ...] = ()
+    # What the client expects each sequence to emit; None if it does not say.
     expected_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PastRequest:
-    """A request that ran to its own end: what predictors are trained and judged on.
+    """A request that ran to its own end: what predictors are trained and judged on."""
 
-    Attributes:
-        arrival_s: When it came, in seconds of any one clock.
-        finished_s: When it ended, of the same clock: only then is its length known.
-        features: What was known of it before.
-        output_tokens: Tokens that each of its sequences emitted, at least 1.
-    """
-
-    arrival_s: float
-    finished_s: float
-    features: RequestFeatures
-    output_tokens: int
+    arrival_s: float  # When it came, in seconds of any one clock.
+    finished_s: float  # When it ended, of the same clock: only then is its length known.
+    features: RequestFeatures  # What was known of it before.
+    output_tokens: int  # Tokens that each of its sequences emitted, at least 1.
 
 
 class Predictor(prediction.OutputPredictor, Protocol):

@@ -27,17 +27,12 @@ from balanceroute.proxy.core.prediction import composite_steps, two_stage_estima
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """A reliability diagram: what was predicted against how often it came true.
+    """A reliability diagram: what was predicted against how often it came true."""
 
-    Attributes:
-        predicted: float64[bins], mean prediction of each bin; NaN where it is empty.
-        observed: float64[bins], how often it came true; NaN where it is empty.
-        rows: int64[bins].
-    """
-
+    # float64[bins], mean prediction of each bin; NaN where it is empty.
     predicted: NDArray[np.float64]
-    observed: NDArray[np.float64]
-    rows: NDArray[np.int64]
+    observed: NDArray[np.float64]  # float64[bins], how often it came true; NaN where it is empty.
+    rows: NDArray[np.int64]  # int64[bins].
 
 
 def roc_auc(predicted: NDArray[np.float64], happened: NDArray[np.bool_]) -> float:
@@ -180,17 +175,11 @@ _BEGIN, _ASK, _END = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Requests before and after a moment.
+    """Requests before and after a moment."""
 
-    Attributes:
-        at_s: The moment.
-        before: Those that had ended by then: all that can have been learned from.
-        after: The others, by arrival; some already ran.
-    """
-
-    at_s: float
-    before: list[PastRequest]
-    after: list[PastRequest]
+    at_s: float  # The moment.
+    before: list[PastRequest]  # Those that had ended by then: all that can have been learned from.
+    after: list[PastRequest]  # The others, by arrival; some already ran.
 
 
 def cut_in_time(past: Sequence[PastRequest], share: float) -> Cut:
@@ -212,36 +201,24 @@ def cut_in_time(past: Sequence[PastRequest], share: float) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The questions, in the order in which they are asked, and their truth.
+    """The questions, in the order in which they are asked, and their truth."""
 
-    Attributes:
-        horizon_steps: H.
-        request: int64[n], which of the requests it is about, by arrival.
-        age: int64[n], tokens that it has emitted.
-        remaining: int64[n], tokens that it will still emit, at least 1.
-        finishes: bool[n], whether that is within H.
-    """
-
-    horizon_steps: int
-    request: NDArray[np.int64]
-    age: NDArray[np.int64]
-    remaining: NDArray[np.int64]
-    finishes: NDArray[np.bool_]
+    horizon_steps: int  # H.
+    request: NDArray[np.int64]  # int64[n], which of the requests it is about, by arrival.
+    age: NDArray[np.int64]  # int64[n], tokens that it has emitted.
+    remaining: NDArray[np.int64]  # int64[n], tokens that it will still emit, at least 1.
+    finishes: NDArray[np.bool_]  # bool[n], whether that is within H.
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a predictor says to each row; see `two_stage_estimate` and `composite_steps`.
+    """What a predictor says to each row; see `two_stage_estimate` and `composite_steps`."""
 
-    Attributes:
-        p_finish: float64[n], the chance that the request ends within the horizon.
-        mean_remaining: float64[n], the mean of what remains if it does, in steps.
-        composite: int64[n], the gated composite estimate; H means that it stays.
-    """
-
+    # float64[n], the chance that the request ends within the horizon.
     p_finish: NDArray[np.float64]
+    # float64[n], the mean of what remains if it does, in steps.
     mean_remaining: NDArray[np.float64]
-    composite: NDArray[np.int64]
+    composite: NDArray[np.int64]  # int64[n], the gated composite estimate; H means that it stays.
 
 
 class Replay:
@@ -387,52 +364,33 @@ class _Order:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How good a predictor's answers were. Paper: §C.2.2.
-
-    Attributes:
-        base_rate: Share of them whose request ended within the horizon.
-        auc: ROC-AUC of `p_finish`.
-        brier: Brier score of `p_finish`.
-        ece: Expected calibration error of `p_finish`.
-        mae: Of `mean_remaining`, in tokens, over the rows whose request ended within the horizon.
-        composite_mae: Of the composite estimate against min(remaining, H), in tokens.
-    """
+    """How good a predictor's answers were. Paper: §C.2.2."""
 
     rows: int
-    base_rate: float
-    auc: float
-    brier: float
-    ece: float
+    base_rate: float  # Share of them whose request ended within the horizon.
+    auc: float  # ROC-AUC of `p_finish`.
+    brier: float  # Brier score of `p_finish`.
+    ece: float  # Expected calibration error of `p_finish`.
+    # Of `mean_remaining`, in tokens, over the rows whose request ended within the horizon.
     mae: float
-    composite_mae: float
+    composite_mae: float  # Of the composite estimate against min(remaining, H), in tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How much better a score is than another predictor's on the same rows.
+    """How much better a score is than another predictor's on the same rows."""
 
-    Attributes:
-        value: The difference; positive is better.
-        error: Its standard error.
-    """
-
-    value: float
-    error: float
+    value: float  # The difference; positive is better.
+    error: float  # Its standard error.
 
 
 @dataclass(frozen=True, slots=True)
 class PredictorJudgement:
-    """One predictor beside another.
+    """One predictor beside another."""
 
-    Attributes:
-        answers: What it said.
-        scores: How good that was.
-        gains: By how much it is better than the baseline, of the names in `GAINS`.
-    """
-
-    answers: Answers
-    scores: Scores
-    gains: dict[str, Gain]
+    answers: Answers  # What it said.
+    scores: Scores  # How good that was.
+    gains: dict[str, Gain]  # By how much it is better than the baseline, of the names in `GAINS`.
 
 
 def scores_of(rows: Rows, answers: Answers) -> Scores:

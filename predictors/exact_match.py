@@ -63,23 +63,15 @@ _LEAST_KEY_TRUST = 0.02
 
 @dataclass(frozen=True, slots=True)
 class KeyRecords:
-    """The content of a table, a row for each key, that which was not used for longest first.
+    """The content of a table, a row for each key, that which was not used for longest first."""
 
-    Attributes:
-        keys: uint64[n].
-        held: int32[n], how many outputs are kept of each.
-        outputs: int32[sum of held], those of the first key, of the second and so on, oldest first.
-        spreads: int32[sum of held], how far each output is spread to either side.
-        moves: float64[n], sum of the latest moves.
-        weights: float64[n], how many moves that sum stands for.
-    """
-
-    keys: NDArray[np.uint64]
-    held: NDArray[np.int32]
+    keys: NDArray[np.uint64]  # uint64[n].
+    held: NDArray[np.int32]  # int32[n], how many outputs are kept of each.
+    # int32[sum of held], those of the first key, of the second and so on, oldest first.
     outputs: NDArray[np.int32]
-    spreads: NDArray[np.int32]
-    moves: NDArray[np.float64]
-    weights: NDArray[np.float64]
+    spreads: NDArray[np.int32]  # int32[sum of held], how far each output is spread to either side.
+    moves: NDArray[np.float64]  # float64[n], sum of the latest moves.
+    weights: NDArray[np.float64]  # float64[n], how many moves that sum stands for.
 
 
 class KeyRecordTable:

@@ -35,18 +35,15 @@ from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How predictors of one kind are made.
+    """How predictors of one kind are made."""
 
-    Attributes:
-        restored: Returns one that has learned what a state says; see `Savable.from_state`.
-        trained: Returns one that has learned from requests of the past; takes what `train` takes.
-        untrained: Returns one that has learned nothing; None if it has to be trained.
-        require: Raises `ConfigError` if a library that it needs is not installed.
-    """
-
+    # Returns one that has learned what a state says; see `Savable.from_state`.
     restored: Callable[[State], Savable]
+    # Returns one that has learned from requests of the past; takes what `train` takes.
     trained: Callable[..., Savable]
+    # Returns one that has learned nothing; None if it has to be trained.
     untrained: Callable[[], Savable] | None = None
+    # Raises `ConfigError` if a library that it needs is not installed.
     require: Callable[[], object] = lambda: None
 
 

@@ -68,38 +68,23 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """How the trees of a stage did on the later part, before they were grown anew from all of it.
+    """How the trees of a stage did on the later part, before they were grown anew from all of it."""
 
-    Attributes:
-        rows: Rows that they are grown from.
-        trees: Their number; 0 if none did better than the marginal alone.
-        loss: Mean loss on the later part: cross-entropy in stage 1, squared error in stage 2.
-        marginal_loss: That of the marginal alone.
-    """
-
-    rows: int
-    trees: int
-    loss: float
-    marginal_loss: float
+    rows: int  # Rows that they are grown from.
+    trees: int  # Their number; 0 if none did better than the marginal alone.
+    loss: float  # Mean loss on the later part: cross-entropy in stage 1, squared error in stage 2.
+    marginal_loss: float  # That of the marginal alone.
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What training made.
+    """What training made."""
 
-    Attributes:
-        predictor: Has seen all of the past end.
-        requests: Requests of the past.
-        requests_asked: Of these, those that rows were made of.
-        finish: Stage 1.
-        remaining: Stage 2.
-    """
-
-    predictor: Gbdt
-    requests: int
-    requests_asked: int
-    finish: Stage
-    remaining: Stage
+    predictor: Gbdt  # Has seen all of the past end.
+    requests: int  # Requests of the past.
+    requests_asked: int  # Of these, those that rows were made of.
+    finish: Stage  # Stage 1.
+    remaining: Stage  # Stage 2.
 
 
 @dataclass(frozen=True, slots=True)

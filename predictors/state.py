@@ -29,16 +29,11 @@ class StateError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a predictor has learned, never the requests that are active.
+    """What a predictor has learned, never the requests that are active."""
 
-    Attributes:
-        kind: Which predictor it is of.
-        fields: Values of JSON's types by name.
-        texts: Long texts by name, a model's own format for example.
-    """
-
-    kind: str
-    fields: dict[str, object]
+    kind: str  # Which predictor it is of.
+    fields: dict[str, object]  # Values of JSON's types by name.
+    # Long texts by name, a model's own format for example.
     texts: dict[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> object:
@@ -150,13 +145,9 @@ def packed(array: Array) -> str:
 
 
 class Savable(Predictor, Protocol):
-    """A predictor whose learning outlives it.
+    """A predictor whose learning outlives it."""
 
-    Attributes:
-        uses_keys: Whether it learns by the keys of requests.
-    """
-
-    uses_keys: ClassVar[bool]
+    uses_keys: ClassVar[bool]  # Whether it learns by the keys of requests.
 
     def state(self) -> State:
         """Return what it has learned."""

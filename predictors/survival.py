@@ -157,9 +157,6 @@ class LengthBuckets:
         capacity: Bound of the history.
         half_life: Every so many requests a pair's weight halves.
         judged: Whether it is measured how much alike they are; else they are taken to be.
-
-    Attributes:
-        fallback_weight: How many outputs the fallback stands for now.
     """
 
     def __init__(
@@ -184,7 +181,7 @@ class LengthBuckets:
         self._edges: NDArray[np.int64] = np.zeros(0, np.int64)
         self._edge_list: list[int] = []  # To look one up takes a tenth of the time.
         self._counts = RunningCounts(np.zeros((1, 1)))
-        self.fallback_weight = weight
+        self.fallback_weight = weight  # How many outputs the fallback stands for now.
 
     def add(self, prompt_tokens: int, output_tokens: int) -> None:
         """Learn of a request that ended by itself."""

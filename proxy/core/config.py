@@ -12,31 +12,10 @@ from balanceroute.proxy.core.setting import integer, switch
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The size of the deployment and the limits of its queues.
+    """The size of the deployment and the limits of its queues."""
 
-    Attributes:
-        ranks: G, decode ranks.
-        batch_limit: B, slots of a rank's batch.
-        rank_batch_limits: The slots of each rank; None if all have `batch_limit`.
-        rank_speeds: How fast each rank reads its KV cache, relative to the others; None if all are
-            equally fast, or if that is to be learned.
-        prefillers: P, at least 1.
-        prefiller_memory_tokens: As `prefiller_kv_tokens`, for a deep pool while nobody knows how fast it
-            empties: what fits there, as engines tell; None if none does.
-        deep_pool: Whether it is as much as leases allow, rather than as little as balance needs:
-            for clients who get their first token before the pool.
-        deadline_ns: Time in the pool after which an entry goes first, at any cost. None for three
-            quarters of its lease, unless it costs less to prefill it again; see `leases`.
-        ttl_ns: Time in the pool after which an entry expires; None for never.
-        lease_ns: How long a prefiller usually keeps a KV cache; None for ever.
-        lease_margin_ns: How long before the end of its lease an entry's KV cache counts as lost; at
-            most half of the lease, so that a short lease can be used at all.
-        queue_ttl_ns: Time after which a request that waits before prefill expires, counted from its
-            arrival or from the last time that it was served; None for never.
-    """
-
-    ranks: int
-    batch_limit: int
+    ranks: int  # G, decode ranks.
+    batch_limit: int  # B, slots of a rank's batch.
     rank_kv_tokens: int | None = integer(
         None,
         "KV tokens that fit on a rank; a warning tells if its engine says less",
@@ -73,15 +52,28 @@ class SchedulerConfig:
         1,
         10**6,
     )
-    prefillers: int = 1
+    prefillers: int = 1  # P, at least 1.
+    # Time in the pool after which an entry goes first, at any cost. None for three quarters of its
+    # lease, unless it costs less to prefill it again; see `leases`.
     deadline_ns: int | None = None
-    ttl_ns: int | None = None
-    lease_ns: int | None = None
+    ttl_ns: int | None = None  # Time in the pool after which an entry expires; None for never.
+    lease_ns: int | None = None  # How long a prefiller usually keeps a KV cache; None for ever.
+    # How long before the end of its lease an entry's KV cache counts as lost; at most half of the
+    # lease, so that a short lease can be used at all.
     lease_margin_ns: int = 5_000_000_000
+    # Time after which a request that waits before prefill expires, counted from its arrival or from
+    # the last time that it was served; None for never.
     queue_ttl_ns: int | None = None
+    # The slots of each rank; None if all have `batch_limit`.
     rank_batch_limits: tuple[int, ...] | None = None
+    # How fast each rank reads its KV cache, relative to the others; None if all are equally fast,
+    # or if that is to be learned.
     rank_speeds: tuple[float, ...] | None = None
+    # Whether it is as much as leases allow, rather than as little as balance needs: for clients who
+    # get their first token before the pool.
     deep_pool: bool = False
+    # As `prefiller_kv_tokens`, for a deep pool while nobody knows how fast it empties: what fits
+    # there, as engines tell; None if none does.
     prefiller_memory_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -33,59 +33,45 @@ class Eligible(Struct, frozen=True):
 
 
 class Ticket(Struct, frozen=True):
-    """What is known of a request when it arrives. It never changes.
+    """What is known of a request when it arrives. It never changes."""
 
-    Attributes:
-        prompt_tokens: Possibly an estimate; `PrefillDone` has the real number.
-        slots: Sequences that it will run.
-        prefill: False if the decode engine computes the prompt itself: the request then goes to
-            the pool at once, whatever the pool's limit, and never holds a prefiller.
-        decode: False if a prefiller answers the whole request: it then holds that prefiller until
-            it ends, and is never in the pool or on a rank.
-        eligible: The instances that can serve it; None for all, also those that are added later.
-        max_tokens: The most tokens that one sequence may emit; None if the client set no limit.
-        expected_tokens: What the client expects one sequence to emit; None if it does not say.
-        keys: Hashes of what it shares with other requests, the most specific first; empty if unused
-            or not admitted yet.
-        model: The model that it names.
-        tenant: The client's identity. This and all that follow are for admission rules and queue
-            orders.
-        level: Its class of service; lower goes first, and 0 is the usual one.
-        weight: Its share among requests of the same level.
-        deadline_ns: When its first token is due: if its client has none by then and no rank has taken
-            it, it expires. None for never.
-        predicted_tokens: What a predictor expects of each sequence; 0 if none was asked.
-        blocks: Hashes of the prompt's blocks, below 2**63, each of all that comes before it too; empty
-            if unused.
-        block_tokens: Tokens of a block, possibly an estimate.
-        token_blocks: Whether `blocks` are hashes of token ids, as engines tell of; see `token_hashes`.
-        session: Hash of the name that its client gives its conversation; 0 for none.
-        home: The rank that it is to go to while that is open, as it has a part of the prompt; None for
-            any.
-        home_tokens: The tokens that this rank has.
-        early_token: Whether its client may get its first token when its prefill ends; see `FirstToken`.
-    """
-
-    prompt_tokens: int
-    slots: int = 1
+    prompt_tokens: int  # Possibly an estimate; `PrefillDone` has the real number.
+    slots: int = 1  # Sequences that it will run.
+    # False if the decode engine computes the prompt itself: the request then goes to the pool at
+    # once, whatever the pool's limit, and never holds a prefiller.
     prefill: bool = True
+    # False if a prefiller answers the whole request: it then holds that prefiller until it ends,
+    # and is never in the pool or on a rank.
     decode: bool = True
+    # The instances that can serve it; None for all, also those that are added later.
     eligible: Eligible | None = None
+    # The most tokens that one sequence may emit; None if the client set no limit.
     max_tokens: int | None = None
+    # What the client expects one sequence to emit; None if it does not say.
     expected_tokens: int | None = None
+    # Hashes of what it shares with other requests, the most specific first; empty if unused or not
+    # admitted yet.
     keys: tuple[int, ...] = ()
-    model: str = ""
+    model: str = ""  # The model that it names.
+    # The client's identity. This and all that follow are for admission rules and queue orders.
     tenant: str = ""
-    level: int = 0
-    weight: float = 1.0
+    level: int = 0  # Its class of service; lower goes first, and 0 is the usual one.
+    weight: float = 1.0  # Its share among requests of the same level.
+    # When its first token is due: if its client has none by then and no rank has taken it, it
+    # expires. None for never.
     deadline_ns: int | None = None
-    predicted_tokens: int = 0
+    predicted_tokens: int = 0  # What a predictor expects of each sequence; 0 if none was asked.
+    # Hashes of the prompt's blocks, below 2**63, each of all that comes before it too; empty if
+    # unused.
     blocks: tuple[int, ...] = ()
-    block_tokens: float = 0.0
+    block_tokens: float = 0.0  # Tokens of a block, possibly an estimate.
+    # Whether `blocks` are hashes of token ids, as engines tell of; see `token_hashes`.
     token_blocks: bool = False
-    session: int = 0
+    session: int = 0  # Hash of the name that its client gives its conversation; 0 for none.
+    # The rank that it is to go to while that is open, as it has a part of the prompt; None for any.
     home: RankId | None = None
-    home_tokens: int = 0
+    home_tokens: int = 0  # The tokens that this rank has.
+    # Whether its client may get its first token when its prefill ends; see `FirstToken`.
     early_token: bool = False
 
 
@@ -120,17 +106,13 @@ class PrefillDone(Struct, frozen=True):
 
 
 class PrefillLost(Struct, frozen=True):
-    """The prefill failed, or its KV cache was lost before decode pulled it: prefill again.
-
-    Attributes:
-        elsewhere: Avoid the same prefiller while another one is open, even if that one is full.
-        decode: False if the next prefiller answers the whole request.
-        same_rank: False to avoid the rank that it was bound to while another one is open.
-    """
+    """The prefill failed, or its KV cache was lost before decode pulled it: prefill again."""
 
     request: RequestId
+    # Avoid the same prefiller while another one is open, even if that one is full.
     elsewhere: bool = False
-    decode: bool = True
+    decode: bool = True  # False if the next prefiller answers the whole request.
+    # False to avoid the rank that it was bound to while another one is open.
     same_rank: bool = False
 
 
@@ -246,17 +228,11 @@ class PrefillerPaired(Struct, frozen=True):
 
 
 class EngineLoad(Struct, frozen=True):
-    """What an engine's metrics tell; the mean of several ranks.
+    """What an engine's metrics tell; the mean of several ranks."""
 
-    Attributes:
-        waiting: Requests that wait there.
-        running: Requests that run there.
-        kv_usage: Share of its KV cache in use, 0 to 1.
-    """
-
-    waiting: float
-    running: float
-    kv_usage: float
+    waiting: float  # Requests that wait there.
+    running: float  # Requests that run there.
+    kv_usage: float  # Share of its KV cache in use, 0 to 1.
 
 
 class PrefillerScraped(Struct, frozen=True):
@@ -267,16 +243,11 @@ class PrefillerScraped(Struct, frozen=True):
 
 
 class OthersOnRank(Struct, frozen=True):
-    """A rank runs requests that this scheduler did not send there.
-
-    Attributes:
-        slots: Slots of those requests; 0 once there are none.
-        kv_tokens: What they hold; 0 if unknown.
-    """
+    """A rank runs requests that this scheduler did not send there."""
 
     rank: RankId
-    slots: int
-    kv_tokens: int
+    slots: int  # Slots of those requests; 0 once there are none.
+    kv_tokens: int  # What they hold; 0 if unknown.
 
 
 class Tick(Struct, frozen=True):

@@ -109,59 +109,41 @@ TRANSITIONS: dict[tuple[LifecycleState, Trigger], LifecycleState] = {
 # No `Struct`: to set an attribute of one takes eight times as long, and each request's are set often.
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request's state and holdings.
+    """One request's state and holdings."""
 
-    Attributes:
-        request: Its id, the arrival number.
-        ticket: What was known when it arrived.
-        due_ns: When it expires unless it is decoded; None for never, and once it was answered or served.
-        waiting_since_ns: When it arrived, or was last queued after it had been answered or served.
-        arrived_ns: When it arrived, as far as it is known.
-        answered: Whether its client has its first token.
-        prompt_tokens: Tokens to prefill; after a recompute this includes the tokens emitted so far
-            (of several sequences: their mean, rounded up).
-        decode: Whether a rank decodes it; otherwise a prefiller answers the whole request.
-        emitted_before: Tokens that a sequence emitted in earlier bindings (0 unless it was
-            recomputed).
-        prefiller: The prefiller whose budget it holds, if any.
-        prefilling: Whether its prefill is running there.
-        pulled_from: The prefiller whose KV cache the rank pulled last.
-        lost_on_prefillers: Prefillers that lost it, to be avoided, the latest last.
-        prefilled_ns: When it was last prefilled.
-        lease_expires_ns: When that prefill's KV cache may be dropped, if known.
-        lapses: KV caches that it lost in the pool since it was last served.
-        left_queue_ns: When it last left the queue before prefill; None if it never did.
-        overtaken: How often it had been overtaken when it lost the last one; see `PoolEntry`.
-        pooled_ns: When it first entered the pool since it was last served.
-        rank: The rank whose slots it holds, if any.
-        started: Whether it joined the rank's batch.
-        lost_on_ranks: Ranks that lost it, to be avoided, the latest last.
-    """
-
-    request: RequestId
-    ticket: Ticket
+    request: RequestId  # Its id, the arrival number.
+    ticket: Ticket  # What was known when it arrived.
+    # When it arrived, or was last queued after it had been answered or served.
     waiting_since_ns: int
     # As in the ticket at first.
+    # Tokens to prefill; after a recompute this includes the tokens emitted so far (of several
+    # sequences: their mean, rounded up).
     prompt_tokens: int = 0
+    # Whether a rank decodes it; otherwise a prefiller answers the whole request.
     decode: bool = True
+    # When it expires unless it is decoded; None for never, and once it was answered or served.
     due_ns: int | None = None
-    arrived_ns: int = 0
-    answered: bool = False
+    arrived_ns: int = 0  # When it arrived, as far as it is known.
+    answered: bool = False  # Whether its client has its first token.
     state: LifecycleState = LifecycleState.QUEUED
+    # Tokens that a sequence emitted in earlier bindings (0 unless it was recomputed).
     emitted_before: int = 0
-    prefiller: PrefillerId | None = None
-    prefilling: bool = False
-    pulled_from: PrefillerId | None = None
+    prefiller: PrefillerId | None = None  # The prefiller whose budget it holds, if any.
+    prefilling: bool = False  # Whether its prefill is running there.
+    pulled_from: PrefillerId | None = None  # The prefiller whose KV cache the rank pulled last.
+    # Prefillers that lost it, to be avoided, the latest last.
     lost_on_prefillers: tuple[PrefillerId, ...] = ()
-    prefilled_ns: int | None = None
-    lease_expires_ns: int | None = None
-    lapses: int = 0
+    prefilled_ns: int | None = None  # When it was last prefilled.
+    lease_expires_ns: int | None = None  # When that prefill's KV cache may be dropped, if known.
+    lapses: int = 0  # KV caches that it lost in the pool since it was last served.
+    # When it last left the queue before prefill; None if it never did.
     left_queue_ns: int | None = None
+    # How often it had been overtaken when it lost the last one; see `PoolEntry`.
     overtaken: int = 0
-    pooled_ns: int | None = None
-    rank: RankId | None = None
-    started: bool = False
-    lost_on_ranks: tuple[RankId, ...] = ()
+    pooled_ns: int | None = None  # When it first entered the pool since it was last served.
+    rank: RankId | None = None  # The rank whose slots it holds, if any.
+    started: bool = False  # Whether it joined the rank's batch.
+    lost_on_ranks: tuple[RankId, ...] = ()  # Ranks that lost it, to be avoided, the latest last.
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.ticket.prompt_tokens

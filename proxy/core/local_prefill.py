@@ -74,18 +74,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RankPrompt:
-    """A prompt that a rank computes.
-
-    Attributes:
-        rank: The rank.
-        compute_ns: How long that should take.
-        begun_ns: When the step began in which it is computed.
-        others_ns: By rank, how long others take that are computed at the same time.
-    """
+    """A prompt that a rank computes."""
 
     rank: RankId
-    compute_ns: float
-    begun_ns: int
+    compute_ns: float  # How long that should take.
+    begun_ns: int  # When the step began in which it is computed.
+    # By rank, how long others take that are computed at the same time.
     others_ns: defaultdict[RankId, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
@@ -167,23 +161,15 @@ _LEAST = 16
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """What the decision depends on, beside what was measured.
+    """What the decision depends on, beside what was measured."""
 
-    Attributes:
-        prefillers: Those that are open and can serve the request.
-        waiting_slots: Slots that the requests in the pool need.
-        free_slots: int64[G]; 0 on a rank that is closed or cannot serve the request.
-        loads: int64[G], KV tokens.
-        bound: Requests that the ranks have.
-        departures_per_step: Requests that leave the ranks in a step.
-    """
-
-    prefillers: Sequence[PrefillerId]
-    waiting_slots: int
+    prefillers: Sequence[PrefillerId]  # Those that are open and can serve the request.
+    waiting_slots: int  # Slots that the requests in the pool need.
+    # int64[G]; 0 on a rank that is closed or cannot serve the request.
     free_slots: "NDArray[np.int64]"
-    loads: "NDArray[np.int64]"
-    bound: int
-    departures_per_step: float
+    loads: "NDArray[np.int64]"  # int64[G], KV tokens.
+    bound: int  # Requests that the ranks have.
+    departures_per_step: float  # Requests that leave the ranks in a step.
 
 
 class LocalPrefill:
@@ -193,9 +179,6 @@ class LocalPrefill:
         limit_tokens: The most tokens of a prompt that a rank computes.
         memory: What the ranks have of earlier prompts; None for one of its own.
         always: Have ranks compute whatever is within the limit: a baseline.
-
-    Attributes:
-        memory: The scheduler tells it of admissions, and of ranks that close.
     """
 
     def __init__(
@@ -211,6 +194,7 @@ class LocalPrefill:
         self._admitted_ns: dict[RequestId, int] = {}
         self._computing = RankPrompts()
         self._queued_tokens = 0
+        # The scheduler tells it of admissions, and of ranks that close.
         self.memory = RankMemory() if memory is None else memory
         self._waits_for: dict[RequestId, RankId] = {}  # Until it is admitted to its home.
         self._step_ns = self._envelope = 0.0

@@ -417,14 +417,10 @@ class _Bound(NamedTuple):
 
 
 class HeldShares:
-    """The KV tokens of each tenant's requests on the decode ranks, those on their way included.
-
-    Attributes:
-        steps: So many steps have passed.
-    """
+    """The KV tokens of each tenant's requests on the decode ranks, those on their way included."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # So many steps have passed.
         self._held: dict[str, _Held] = {}
         self._all = _Held()
         self._bound: dict[RequestId, _Bound] = {}
@@ -542,16 +538,12 @@ class _Began:
 
 
 class KvMeter:
-    """Measures what requests hold, and has their tenants pay for it.
-
-    Attributes:
-        shares: Charged with deposits, and with what is held.
-        held_shares: Who goes from the pool.
-    """
+    """Measures what requests hold, and has their tenants pay for it."""
 
     def __init__(self) -> None:
+        # Charged with deposits, and with what is held.
         self.shares = FairShares(self.deposit, deposits=True)
-        self.held_shares = HeldShares()
+        self.held_shares = HeldShares()  # Who goes from the pool.
         self._step_s = 0.0
         # Of the requests that ended, the later ones with more weight: their number, how long they stayed,
         # and what they held beyond their prompts, for each sequence.
@@ -729,17 +721,11 @@ FAIR_COSTS = (*COSTS, KV_SECONDS)
 
 
 class FairQueueing(NamedTuple):
-    """The parts of one scheduler that share what starts.
+    """The parts of one scheduler that share what starts."""
 
-    Attributes:
-        make_order: Makes its queues before prefill.
-        make_pool: Makes the order of its pool.
-        meter: Settles what was charged; None if the cost is known at the start.
-    """
-
-    make_order: MakeStartOrder
-    make_pool: MakeQueueOrder
-    meter: KvMeter | None
+    make_order: MakeStartOrder  # Makes its queues before prefill.
+    make_pool: MakeQueueOrder  # Makes the order of its pool.
+    meter: KvMeter | None  # Settles what was charged; None if the cost is known at the start.
 
 
 def fair_queueing(cost: str, make_order: MakeQueueOrder) -> FairQueueing:

@@ -31,32 +31,21 @@ _MOST_MISSES = 8
 
 
 class _Turn(NamedTuple):
-    """The latest turn of a conversation.
-
-    Attributes:
-        rank: Its rank.
-        tokens: Its prompt, and its answer once that has ended.
-        added: `_Held.added` until then.
-    """
+    """The latest turn of a conversation."""
 
     rank: RankId
-    tokens: int
-    added: int
+    tokens: int  # Its prompt, and its answer once that has ended.
+    added: int  # `_Held.added` until then.
 
 
 @dataclass(slots=True)
 class _Held:
-    """A rank's blocks.
+    """A rank's blocks."""
 
-    Attributes:
-        blocks: With the tokens that each stands for; the least recently used first.
-        tokens: Of all of them.
-        added: Tokens that it was given, and lacked, since it is known.
-    """
-
+    # With the tokens that each stands for; the least recently used first.
     blocks: OrderedDict[int, float] = field(default_factory=OrderedDict)
-    tokens: float = 0.0
-    added: int = 0
+    tokens: float = 0.0  # Of all of them.
+    added: int = 0  # Tokens that it was given, and lacked, since it is known.
 
 
 class RankMemory:
@@ -65,9 +54,6 @@ class RankMemory:
     Args:
         rank_tokens: Returns the KV tokens that a rank keeps; None if that is unknown.
         told: What ranks tell of their blocks, by rank; None if nobody listens.
-
-    Attributes:
-        kept_tokens: Tokens of prompts that their ranks should have had, of all requests.
     """
 
     def __init__(
@@ -75,7 +61,7 @@ class RankMemory:
         rank_tokens: Callable[[], int | None] = lambda: None,
         told: EngineBlocks | None = None,
     ) -> None:
-        self.kept_tokens = 0
+        self.kept_tokens = 0  # Tokens of prompts that their ranks should have had, of all requests.
         self._rank_tokens = rank_tokens
         self._told = told
         self._ranks = 0  # One more than the highest that was given anything.
@@ -250,19 +236,12 @@ class RankMemory:
 
 
 class Keeping(NamedTuple):
-    """What the ranks have of the prompts of waiting requests, during a round.
+    """What the ranks have of the prompts of waiting requests, during a round."""
 
-    Attributes:
-        memory: Knows it.
-        ranks: G.
-        open_ranks: How many of them are open.
-        admissions: Until now. What was looked up for a later one still holds.
-    """
-
-    memory: RankMemory
-    ranks: int
-    open_ranks: int
-    admissions: int
+    memory: RankMemory  # Knows it.
+    ranks: int  # G.
+    open_ranks: int  # How many of them are open.
+    admissions: int  # Until now. What was looked up for a later one still holds.
 
     def of(self, entry: PoolEntry) -> Kept:
         """Return what the ranks have of a waiting request's prompt."""

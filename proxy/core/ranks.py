@@ -44,13 +44,10 @@ class Turnover:
 
     It counts departures, not admissions. In steady state they are as many, but the admissions that
     fill an empty fleet say nothing about how long requests stay.
-
-    Attributes:
-        per_step: Requests that leave in a step; 0 before the first step.
     """
 
     def __init__(self) -> None:
-        self.per_step = 0.0
+        self.per_step = 0.0  # Requests that leave in a step; 0 before the first step.
         self._steps = 0
         self._left = 0
         # By size class, the number of bits of the KV tokens: departures, and their mean stay.
@@ -86,23 +83,14 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class BoundRequest(NamedTuple):
-    """A request that is bound to a rank.
-
-    Attributes:
-        request: Its id.
-        rank: Its rank.
-        kv_tokens: KV tokens that it holds.
-        slots: Its sequences.
-        age: Tokens that each sequence has emitted, on this rank and before.
-        started: Whether it is in the rank's batch.
-    """
+    """A request that is bound to a rank."""
 
     request: RequestId
     rank: RankId
-    kv_tokens: int
-    slots: int
-    age: int
-    started: bool
+    kv_tokens: int  # KV tokens that it holds.
+    slots: int  # Its sequences.
+    age: int  # Tokens that each sequence has emitted, on this rank and before.
+    started: bool  # Whether it is in the rank's batch.
 
 
 class Follower(Protocol):
@@ -156,14 +144,6 @@ class Ledger:
         ranks: G.
         projection: Receives every change; None if the policy does not look ahead.
         on_failure: Called with what the projection raised; None lets the exception propagate.
-
-    Attributes:
-        projection: As given, until it fails; then None.
-        loads: int64[G], KV tokens of the bound requests.
-        bound: int64[G], slots of the requests that each rank was sent and has not ended.
-        started: int64[G], slots of those that are in the rank's batch.
-        arriving: int64[G], KV tokens of those that are not.
-        turnover: How fast they leave.
     """
 
     def __init__(
@@ -173,15 +153,19 @@ class Ledger:
         *,
         on_failure: Callable[[str, Exception], None] | None = None,
     ) -> None:
+        # int64[G], KV tokens of the bound requests.
         self.loads: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        # int64[G], slots of the requests that each rank was sent and has not ended.
         self.bound: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        # int64[G], slots of those that are in the rank's batch.
         self.started: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        # int64[G], KV tokens of those that are not.
         self.arriving: NDArray[np.int64] = np.zeros(ranks, np.int64)
         # The same memory: to change one number by way of it takes less than half the time.
         self._loads, self._bound = self.loads.data, self.bound.data
         self._started, self._arriving = self.started.data, self.arriving.data
-        self.turnover = Turnover()
-        self.projection = projection
+        self.turnover = Turnover()  # How fast they leave.
+        self.projection = projection  # As given, until it fails; then None.
         self._on_failure = on_failure
         self._step = 0
         self._bindings: dict[RequestId, _Binding] = {}
@@ -311,36 +295,30 @@ class Fleet(Struct, eq=False):
     """The decode ranks as a policy sees them.
 
     The policy owns this copy and may write to it, except to `is_open`.
-
-    Attributes:
-        is_open: bool[G], whether each rank takes new requests.
-        loads: int64[G], KV tokens of the bound requests, and of those that others have there.
-        bound: int64[G], slots of the same.
-        free_slots: int64[G], slots that are still free, at least 0; 0 if the rank is closed.
-        free_kv_tokens: int64[G], KV tokens that still fit.
-        requests: Returns the bound requests, in O(requests); without those of this round.
-        turnover: How fast requests leave the ranks. Read-only.
-        speeds: float64[G], KV tokens that each rank reads in the same time, 1 on average; None if
-            all are equally fast.
-        room_after: Admits an entry to a rank, and returns the KV tokens that then still fit; None if
-            it takes its own.
-        others_kv_tokens: int64[G], what the requests of others hold; None if there are none.
-        keeping: What the ranks have of prompts; None if nobody remembers that.
-        closes: Whether a rank without a free slot closes: of a policy that binds early, those that have
-            few slots began lately.
     """
 
-    is_open: NDArray[np.bool_]
+    is_open: NDArray[np.bool_]  # bool[G], whether each rank takes new requests.
+    # int64[G], KV tokens of the bound requests, and of those that others have there.
     loads: NDArray[np.int64]
-    bound: NDArray[np.int64]
+    bound: NDArray[np.int64]  # int64[G], slots of the same.
+    # int64[G], slots that are still free, at least 0; 0 if the rank is closed.
     free_slots: NDArray[np.int64]
-    free_kv_tokens: NDArray[np.int64]
+    free_kv_tokens: NDArray[np.int64]  # int64[G], KV tokens that still fit.
+    # Returns the bound requests, in O(requests); without those of this round.
     requests: Callable[[], list[BoundRequest]] = list
+    # How fast requests leave the ranks. Read-only.
     turnover: Turnover = field(default_factory=Turnover)
+    # float64[G], KV tokens that each rank reads in the same time, 1 on average; None if all are
+    # equally fast.
     speeds: NDArray[np.float64] | None = None
+    # Admits an entry to a rank, and returns the KV tokens that then still fit; None if it takes its
+    # own.
     room_after: Callable[[int, PoolEntry], int] | None = None
+    # int64[G], what the requests of others hold; None if there are none.
     others_kv_tokens: NDArray[np.int64] | None = None
-    keeping: Keeping | None = None
+    keeping: Keeping | None = None  # What the ranks have of prompts; None if nobody remembers that.
+    # Whether a rank without a free slot closes: of a policy that binds early, those that have few
+    # slots began lately.
     closes: bool = False
 
     @property
@@ -496,17 +474,13 @@ _NO_LIMIT = 1 << 62
 
 
 class Others:
-    """What others have on each of G ranks.
-
-    Attributes:
-        slots: int64[G], the slots of their requests.
-        kv_tokens: int64[G], what those hold.
-        limits: int64[G], the slots that this scheduler's requests may have.
-    """
+    """What others have on each of G ranks."""
 
     def __init__(self, ranks: int) -> None:
+        # int64[G], the slots of their requests.
         self.slots: NDArray[np.int64] = np.zeros(ranks, np.int64)
-        self.kv_tokens: NDArray[np.int64] = np.zeros(ranks, np.int64)
+        self.kv_tokens: NDArray[np.int64] = np.zeros(ranks, np.int64)  # int64[G], what those hold.
+        # int64[G], the slots that this scheduler's requests may have.
         self.limits: NDArray[np.int64] = np.full(ranks, _NO_LIMIT)
 
     def told(self, event: OthersOnRank, *, batch: int, own: int) -> None:
@@ -558,24 +532,21 @@ class Ranks:
     Args:
         config: Their number, and whether their speeds are to be learned.
         memory: What they have of earlier prompts; None if nobody asks.
-
-    Attributes:
-        is_open: bool[G], whether each takes new requests.
-        others: What others have there; None if nobody else sends to any.
-        proved: By rank, whether it has given a first token since it began.
-        warm_up: The windows of those that began lately.
     """
 
     def __init__(self, config: SchedulerConfig, memory: RankMemory | None = None) -> None:
         self._memory = memory
+        # bool[G], whether each takes new requests.
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
         self._all_open = True
+        # What others have there; None if nobody else sends to any.
         self.others: Others | None = None
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
         self._batch = _batch_limits(config)
         self._learned = _learned(config)
+        # By rank, whether it has given a first token since it began.
         self.proved = [False] * config.ranks
-        self.warm_up = WarmUp()
+        self.warm_up = WarmUp()  # The windows of those that began lately.
 
     def set_open(self, rank: RankId, is_open: bool) -> None:
         """Let a rank take new requests, or none; those that are bound to it continue.

@@ -82,13 +82,10 @@ class Pace:
     Args:
         window_ns: Time that the rate of departures covers: of that in which requests wait for a
             rank. In any other time it says what arrives, not what the ranks could serve.
-
-    Attributes:
-        step_model: What a token costs in a step.
     """
 
     def __init__(self, window_ns: int) -> None:
-        self.step_model = StepModel()
+        self.step_model = StepModel()  # What a token costs in a step.
         self._window_ns = window_ns
         # Departures and the time that they took; both decay.
         self._left = self._span_ns = 0.0
@@ -452,11 +449,7 @@ def check_holdings(
 
 
 class Holdings:
-    """Takes and releases what the requests of one scheduler hold.
-
-    Attributes:
-        ledger: Of the ranks; replaced when their number or the policy changes.
-    """
+    """Takes and releases what the requests of one scheduler hold."""
 
     def __init__(
         self,
@@ -468,7 +461,7 @@ class Holdings:
         *,
         meter: KvMeter | None = None,
     ) -> None:
-        self.ledger = ledger
+        self.ledger = ledger  # Of the ranks; replaced when their number or the policy changes.
         self._leases = leases
         self._meter = meter
         self._prefill_queue = prefill_queue

@@ -24,43 +24,31 @@ _KEY = "setting"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting.
+    """One setting."""
 
-    Attributes:
-        name: With underscores, as in a file.
-        attribute: What the section calls it, which is its name unless the declaration has another one.
-        default: The value where none is given.
-        check: Turns a value, as TOML or the command line gives it, into the setting. Raises
-            ConfigError with a reason that reads on from the name ("is 0, must be ..").
-        parse: Turns a word of the command line into a value for `check`; leaves what it cannot
-            turn to `check`.
-        help: For the command line, without the default.
-        shown_default: The default in words; "" to leave it out.
-        metavar: What stands for the value in the help; None for choices and switches.
-        action: "switch" for a flag and its `--no-` form, "store_true" for a flag alone; None if it takes a
-            value.
-        choices: The words allowed, if they can be listed.
-        many: Whether the setting is a list.
-        is_path: Whether a relative value in a file starts at the file's folder.
-        not_paths: Values of a path setting that are words.
-        bounds: The least and the largest number; None for what has no such bounds.
-        at_top: Whether a file has it at its top, not in a table.
-    """
-
-    name: str = ""
+    name: str = ""  # With underscores, as in a file.
+    # What the section calls it, which is its name unless the declaration has another one.
     attribute: str = ""
-    default: object
+    default: object  # The value where none is given.
+    # Turns a value, as TOML or the command line gives it, into the setting. Raises ConfigError with
+    # a reason that reads on from the name ("is 0, must be ..").
     check: Callable[[object], object]
+    # Turns a word of the command line into a value for `check`; leaves what it cannot turn to
+    # `check`.
     parse: Callable[[str], object] = str
-    help: str
-    shown_default: str
+    help: str  # For the command line, without the default.
+    shown_default: str  # The default in words; "" to leave it out.
+    # What stands for the value in the help; None for choices and switches.
     metavar: str | None = None
+    # "switch" for a flag and its `--no-` form, "store_true" for a flag alone; None if it takes a
+    # value.
     action: str | None = None
-    choices: tuple[str, ...] = ()
-    many: bool = False
-    is_path: bool = False
-    not_paths: tuple[str, ...] = ()
-    at_top: bool = False
+    choices: tuple[str, ...] = ()  # The words allowed, if they can be listed.
+    many: bool = False  # Whether the setting is a list.
+    is_path: bool = False  # Whether a relative value in a file starts at the file's folder.
+    not_paths: tuple[str, ...] = ()  # Values of a path setting that are words.
+    at_top: bool = False  # Whether a file has it at its top, not in a table.
+    # The least and the largest number; None for what has no such bounds.
     bounds: tuple[float, float] | None = None
 
     @property

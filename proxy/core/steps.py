@@ -119,12 +119,10 @@ class LearnedSpeeds:
 
     Args:
         ranks: G, at least 2.
-
-    Attributes:
-        speeds: float64[G], 1 on average; None while all count as equally fast.
     """
 
     def __init__(self, ranks: int) -> None:
+        # float64[G], 1 on average; None while all count as equally fast.
         self.speeds: NDArray[np.float64] | None = None
         self._slowness = np.ones(ranks)
         # Rings of the same steps: KV tokens of the ranks, and times.
@@ -257,18 +255,14 @@ _STALE_S = 1.5
 
 
 class Sighting(Struct, frozen=True, array_like=True):
-    """One rank in one look.
-
-    Attributes:
-        moved: Whether any of its streams brought a token since the last look.
-        still: Of those that did not, the streams that bring one with every step as a rule, and which
-            somebody reads.
-        gap_s: The longest gap of its streams that ended since the last look; 0 if none did.
-    """
+    """One rank in one look."""
 
     rank: RankId
-    moved: bool
+    moved: bool  # Whether any of its streams brought a token since the last look.
+    # Of those that did not, the streams that bring one with every step as a rule, and which
+    # somebody reads.
     still: int
+    # The longest gap of its streams that ended since the last look; 0 if none did.
     gap_s: float = 0.0
 
 
@@ -300,14 +294,10 @@ class Stepping:
 
 
 class RankProgress:
-    """The ranks of one fleet.
-
-    Attributes:
-        quiet: Whether no rank is silent, as is usual.
-    """
+    """The ranks of one fleet."""
 
     def __init__(self) -> None:
-        self.quiet = True
+        self.quiet = True  # Whether no rank is silent, as is usual.
         self._paces: dict[RankId, _Pace] = {}
         # For how long each rank was silent, for how long nothing moved at all, and the last look.
         self._silent_s: dict[RankId, float] = {}

@@ -83,27 +83,17 @@ def _pairs(places: int, max_items: int) -> tuple[NDArray[np.intp], NDArray[np.in
 
 
 class Subset(NamedTuple):
-    """Chosen candidates.
+    """Chosen candidates."""
 
-    Attributes:
-        total: Sum of their sizes, in KV tokens.
-        indices: Their positions, ascending.
-    """
-
-    total: int
-    indices: tuple[int, ...]
+    total: int  # Sum of their sizes, in KV tokens.
+    indices: tuple[int, ...]  # Their positions, ascending.
 
 
 class Neighbours(NamedTuple):
-    """The reachable totals next to a peak.
+    """The reachable totals next to a peak."""
 
-    Attributes:
-        below: The largest total up to the peak; at least the empty subset's, 0.
-        above: The smallest total beyond the peak; None if there is none.
-    """
-
-    below: Subset
-    above: Subset | None
+    below: Subset  # The largest total up to the peak; at least the empty subset's, 0.
+    above: Subset | None  # The smallest total beyond the peak; None if there is none.
 
 
 EMPTY = Subset(0, ())
@@ -389,11 +379,6 @@ class _SubsetTable:
     Rows are in order of preference: fewest members first, then lexicographic. A row of k members is
     its parent (the row without its last member) and that last member, so that summing costs one
     addition a row.
-
-    Attributes:
-        num_items: int8[rows], members.
-        masks: uint64[rows], a bit per member, index 0 the most significant. Among subsets of equal
-            size a larger mask is a lexicographically smaller tuple.
     """
 
     def __init__(self, num: int, max_items: int) -> None:
@@ -412,7 +397,10 @@ class _SubsetTable:
             self._levels.append((parents, lasts))
             masks.append(masks[-1][parents] | bits[lasts])
         sizes = [len(level) for level in masks]
+        # int8[rows], members.
         self.num_items: NDArray[np.int8] = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
+        # uint64[rows], a bit per member, index 0 the most significant. Among subsets of equal size
+        # a larger mask is a lexicographically smaller tuple.
         self.masks: NDArray[np.uint64] = np.concatenate(masks)
         self._num = num
 
@@ -626,11 +614,6 @@ class FCurve:
         kinks: float64[k], KV tokens, none negative.
         penalties: float64[k], none negative.
         reward: At least 0.
-
-    Attributes:
-        peak: The total at which F is largest, at least 0. On a plateau its right end, so that "the
-            largest reachable total up to the peak" is also the fullest of the best ones. inf where
-            the slope never turns negative.
     """
 
     def __init__(
@@ -648,6 +631,9 @@ class FCurve:
         # so F peaks where it first turns negative: at a weighted quantile of the kinks. A slope that
         # is 0 but for rounding is 0, in whatever order the penalties were summed.
         kink = int(passed.searchsorted(reward * (1.0 + _ROUNDING), side="right"))
+        # The total at which F is largest, at least 0. On a plateau its right end, so that "the
+        # largest reachable total up to the peak" is also the fullest of the best ones. inf where
+        # the slope never turns negative.
         self.peak = kinks.item(kink) if kink < len(kinks) else inf
 
     def score(self, total: float) -> float:

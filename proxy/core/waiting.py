@@ -208,60 +208,39 @@ _MEAN_WEIGHT = 1 / 128
 
 
 class Kept(NamedTuple):
-    """What the ranks have of the prompt of a waiting request.
+    """What the ranks have of the prompt of a waiting request."""
 
-    Attributes:
-        tokens: Of its beginning, by rank. A list: single items of an array take longer.
-        mean: Of the open ranks.
-        until: The admission at which it is looked up again.
-    """
-
-    tokens: list[int]
-    mean: float
-    until: int
+    tokens: list[int]  # Of its beginning, by rank. A list: single items of an array take longer.
+    mean: float  # Of the open ranks.
+    until: int  # The admission at which it is looked up again.
 
 
 class PoolEntry(Struct, eq=False):
-    """One waiting request.
-
-    Attributes:
-        prompt_tokens: Prompt tokens, and those emitted before a recompute.
-        age: Tokens that each sequence emitted before a recompute.
-        deadline_ns: From then on it goes first; None for never.
-        expires_ns: When it ends with an error; None for never.
-        lease_ends_ns: When its KV cache counts as lost; None for never.
-        lost_on: Ranks to avoid while others are open, the earliest loss first.
-        overtaken: Entries behind it that were admitted while it waited.
-        overflow_limit: Past its deadline, the overflow in tokens up to which it goes first.
-        home: The rank that it waits for, see `Ticket`; None for none.
-        partners: The only ranks that can use its prefiller's KV cache; None for all.
-        kept: What the ranks had of its prompt when that was looked up last; see `Keeping`.
-        since_ns: When it first entered the pool, unless it has been decoded since.
-        slots: Its sequences. One free slot is enough to admit it.
-        ranks: The only ranks that can serve it; None for all.
-        restricted: Whether some open rank may be closed to it.
-        kv_tokens: Its load on the rank that admits it.
-    """
+    """One waiting request."""
 
     request: RequestId
     ticket: Ticket
-    prompt_tokens: int
-    age: int
-    deadline_ns: int | None
-    expires_ns: int | None
-    lease_ends_ns: int | None
+    prompt_tokens: int  # Prompt tokens, and those emitted before a recompute.
+    age: int  # Tokens that each sequence emitted before a recompute.
+    deadline_ns: int | None  # From then on it goes first; None for never.
+    expires_ns: int | None  # When it ends with an error; None for never.
+    lease_ends_ns: int | None  # When its KV cache counts as lost; None for never.
+    # Ranks to avoid while others are open, the earliest loss first.
     lost_on: tuple[RankId, ...] = ()
-    overtaken: int = 0
+    overtaken: int = 0  # Entries behind it that were admitted while it waited.
+    # Past its deadline, the overflow in tokens up to which it goes first.
     overflow_limit: float = inf
-    since_ns: int = 0
-    home: RankId | None = None
+    since_ns: int = 0  # When it first entered the pool, unless it has been decoded since.
+    home: RankId | None = None  # The rank that it waits for, see `Ticket`; None for none.
+    # The only ranks that can use its prefiller's KV cache; None for all.
     partners: frozenset[RankId] | None = None
+    # What the ranks had of its prompt when that was looked up last; see `Keeping`.
     kept: Kept | None = None
     # These follow from the others.
-    slots: int = 0
-    ranks: frozenset[RankId] | None = None
-    restricted: bool = False
-    kv_tokens: int = 0
+    slots: int = 0  # Its sequences. One free slot is enough to admit it.
+    ranks: frozenset[RankId] | None = None  # The only ranks that can serve it; None for all.
+    restricted: bool = False  # Whether some open rank may be closed to it.
+    kv_tokens: int = 0  # Its load on the rank that admits it.
 
     def __post_init__(self) -> None:
         eligible = self.ticket.eligible
@@ -286,23 +265,19 @@ class Pool:
     Args:
         order: The order of the entries; empty at first.
         beyond_shares: None if tenants share nothing.
-
-    Attributes:
-        entries: What waits, by request, in no order. Read-only.
-        slots: Slots that all waiting requests need; 0 if none waits.
-        mean_prompt_tokens: Running mean over the added entries.
     """
 
     def __init__(self, order: QueueOrder, beyond_shares: BeyondShares | None = None) -> None:
         self._order = order
         self._beyond_shares = beyond_shares
+        # What waits, by request, in no order. Read-only.
         self.entries: dict[RequestId, PoolEntry] = {}
         self._deadlines = Timers()
         self._expiries = Timers()
         self._leases = Timers()
         self._closed: set[RankId] = set()
-        self.slots = 0
-        self.mean_prompt_tokens = 0.0
+        self.slots = 0  # Slots that all waiting requests need; 0 if none waits.
+        self.mean_prompt_tokens = 0.0  # Running mean over the added entries.
         # What left since `begin_round`, in order, and which of it was removed without admission.
         self._round: dict[RequestId, PoolEntry] | None = None
         self._removed: list[RequestId] = []
@@ -518,9 +493,6 @@ class PrefillQueue:
         requests: All requests of the scheduler, by id.
         prefillers: Their budgets are charged with each request that starts.
         make_order: Makes the order of each queue.
-
-    Attributes:
-        waiting: How many requests wait.
     """
 
     def __init__(
@@ -538,7 +510,7 @@ class PrefillQueue:
         self._restricted: dict[frozenset[PrefillerId], tuple[StartOrder, StartOrder]] = {}
         self._expiries = Timers()
         self._dues = Timers()
-        self.waiting = 0
+        self.waiting = 0  # How many requests wait.
 
     def __contains__(self, request: Request) -> bool:
         if (

@@ -39,28 +39,18 @@ _LOSSES = (DecodeLost, PrefillLost, RequestRecomputed, RequestFailed, RequestCan
 
 @dataclass(slots=True)
 class _Window:
-    """What one instance may have.
+    """What one instance may have."""
 
-    Attributes:
-        width: Requests without a first token that it may have.
-        grows: Whether it becomes wider by each answer, or ends with the first one.
-        waiting: Those that it has.
-    """
-
-    width: int
-    grows: bool
-    waiting: set[RequestId] = field(default_factory=set)
+    width: int  # Requests without a first token that it may have.
+    grows: bool  # Whether it becomes wider by each answer, or ends with the first one.
+    waiting: set[RequestId] = field(default_factory=set)  # Those that it has.
 
 
 class WarmUp:
-    """The windows of the instances of one role, by their numbers.
-
-    Attributes:
-        active: Whether any instance has one.
-    """
+    """The windows of the instances of one role, by their numbers."""
 
     def __init__(self) -> None:
-        self.active = False
+        self.active = False  # Whether any instance has one.
         self._windows: dict[int, _Window] = {}
         self._at: dict[RequestId, int] = {}
         # Sent while the scheduler handles an event that `saw` is not told of yet.

@@ -21,52 +21,32 @@ from balanceroute.proxy.core.setting import choice, integer, number, words
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is rejected, as its client is answered.
+    """Why a request is rejected, as its client is answered."""
 
-    Attributes:
-        status: Of the answer.
-        reason: For the client.
-        retry_after_s: When to come again; None for never, as it is.
-        cause: The reason in a word, of which there are few.
-    """
-
-    status: int
-    reason: str
-    retry_after_s: int | None
-    cause: str = "overload"
+    status: int  # Of the answer.
+    reason: str  # For the client.
+    retry_after_s: int | None  # When to come again; None for never, as it is.
+    cause: str = "overload"  # The reason in a word, of which there are few.
 
 
 class Load(Struct, frozen=True):
-    """How busy the deployment is.
+    """How busy the deployment is."""
 
-    Attributes:
-        waiting: `Scheduler.waiting`, the requests that no engine answers yet.
-        first_token_ns: The expected time to first token of the request that arrives; None if it is
-            not known or not measured.
-        idle: Whether nothing waits or runs.
-    """
-
-    waiting: int
+    waiting: int  # `Scheduler.waiting`, the requests that no engine answers yet.
+    # The expected time to first token of the request that arrives; None if it is not known or not
+    # measured.
     first_token_ns: float | None = None
-    idle: bool = False
+    idle: bool = False  # Whether nothing waits or runs.
 
 
 class Ending(Struct, frozen=True):
-    """How an accepted request ended.
+    """How an accepted request ended."""
 
-    Attributes:
-        served: Whether it was answered in full.
-        first_token_ns: Time from its arrival to its first token; None if there was none.
-        output_tokens: Tokens that were answered.
-        prompt_tokens: Of its prompt, as an engine counted them; 0 if none did.
-        began: Whether an engine had begun it.
-    """
-
-    served: bool
-    first_token_ns: int | None
-    output_tokens: int
-    prompt_tokens: int = 0
-    began: bool = True
+    served: bool  # Whether it was answered in full.
+    first_token_ns: int | None  # Time from its arrival to its first token; None if there was none.
+    output_tokens: int  # Tokens that were answered.
+    prompt_tokens: int = 0  # Of its prompt, as an engine counted them; 0 if none did.
+    began: bool = True  # Whether an engine had begun it.
 
 
 class Admission(Protocol):
@@ -265,35 +245,23 @@ class EarlyRefusal:
 class AimdSettings:
     """How a limit per decode rank is moved.
 
-    Attributes:
-        target_ns: Of the p99 time to first token.
-        tpot_target_ns: Of the p95 time of a decode step, which is the time per output token: above it
-            the limit is too high as well. None for no such guard.
-        window_ns: Time that the percentiles cover.
-        tick_ns: Time between two decisions.
-        band: Around a target, as a share of it.
-        cooldown_ticks: Ticks without a change after a decrease.
-        cap_min: The lowest limit.
-        cap_max: The highest limit.
-        cap_initial: The first limit.
-        factor: The limit is multiplied by it to decrease.
-        step_down: What is taken off after that.
-
     Raises:
         ConfigError: A value is out of range; the message begins with its name.
     """
 
-    target_ns: int = 2 * _S
+    target_ns: int = 2 * _S  # Of the p99 time to first token.
+    # Of the p95 time of a decode step, which is the time per output token: above it the limit is
+    # too high as well. None for no such guard.
     tpot_target_ns: int | None = None
-    window_ns: int = 10 * _S
-    tick_ns: int = 5 * _S
-    band: float = 0.2
-    cooldown_ticks: int = 3
-    cap_min: int = 32
-    cap_max: int = 256
-    cap_initial: int = 64
-    factor: float = 0.75
-    step_down: int = 0
+    window_ns: int = 10 * _S  # Time that the percentiles cover.
+    tick_ns: int = 5 * _S  # Time between two decisions.
+    band: float = 0.2  # Around a target, as a share of it.
+    cooldown_ticks: int = 3  # Ticks without a change after a decrease.
+    cap_min: int = 32  # The lowest limit.
+    cap_max: int = 256  # The highest limit.
+    cap_initial: int = 64  # The first limit.
+    factor: float = 0.75  # The limit is multiplied by it to decrease.
+    step_down: int = 0  # What is taken off after that.
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -401,15 +369,11 @@ class Decision(Enum):
 
 
 class Aimd:
-    """The controller: no clock, no measurement.
-
-    Attributes:
-        cap: The limit.
-    """
+    """The controller: no clock, no measurement."""
 
     def __init__(self, settings: AimdSettings) -> None:
         self.settings = settings
-        self.cap = settings.cap_initial
+        self.cap = settings.cap_initial  # The limit.
         self._cooldown = 0
 
     def decide(
@@ -473,17 +437,14 @@ class Budget:
 
     Args:
         settings: How the limit is moved. A `cap_min` of `cap_max` fixes it.
-
-    Attributes:
-        ttft_ns: The p99 time to first token at the last tick; None if it was unknown.
-        tpot_ns: The p95 time of a step then; None without a target for it.
-        decisions: How often each was taken.
     """
 
     def __init__(self, settings: AimdSettings) -> None:
+        # The p99 time to first token at the last tick; None if it was unknown.
         self.ttft_ns: float | None = None
+        # The p95 time of a step then; None without a target for it.
         self.tpot_ns: float | None = None
-        self.decisions: Counter[Decision] = Counter()
+        self.decisions: Counter[Decision] = Counter()  # How often each was taken.
         self._controller = Aimd(settings)
         self._firsts = Window(settings.window_ns)
         self._steps = Window(settings.window_ns)

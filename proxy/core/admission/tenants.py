@@ -29,16 +29,12 @@ _PARTS = 60_000_000_000
 class Rate:
     """How much may be taken.
 
-    Attributes:
-        per_minute: In the long run.
-        burst: At once, after a time in which nothing was taken.
-
     Raises:
         ConfigError: One of them is below 1.
     """
 
-    per_minute: int
-    burst: int
+    per_minute: int  # In the long run.
+    burst: int  # At once, after a time in which nothing was taken.
 
     def __post_init__(self) -> None:
         for name in ("per_minute", "burst"):
@@ -94,16 +90,12 @@ _MEMORY_NS = 30_000_000_000
 
 
 class TenantOccupancy:
-    """Counts who is there, and measures the rate at which they leave while anybody is.
-
-    Attributes:
-        count: How many are there.
-    """
+    """Counts who is there, and measures the rate at which they leave while anybody is."""
 
     __slots__ = ("_busy_ns", "_score", "_scored_ns", "_since_ns", "count")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # How many are there.
         self._since_ns = 0
         # Time in which anybody was there: an empty queue says nothing of how fast it empties.
         self._busy_ns = self._scored_ns = 0
@@ -149,50 +141,31 @@ _UNKNOWN = Refusal(401, "the key is not valid any more", None, "unknown")
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may ask for; None is no limit.
+    """What a tenant may ask for; None is no limit."""
 
-    Attributes:
-        requests: Requests.
-        tokens: Tokens of prompts and answers.
-        concurrency: Requests in flight.
-        queue_limit: Those of them that no engine has begun.
-    """
-
-    requests: Rate | None = None
-    tokens: Rate | None = None
-    concurrency: int | None = None
-    queue_limit: int | None = None
+    requests: Rate | None = None  # Requests.
+    tokens: Rate | None = None  # Tokens of prompts and answers.
+    concurrency: int | None = None  # Requests in flight.
+    queue_limit: int | None = None  # Those of them that no engine has begun.
 
 
 class Allowance(NamedTuple):
-    """What is left of a rate.
+    """What is left of a rate."""
 
-    Attributes:
-        limit: The burst.
-        remaining: What may be taken now, at least 0.
-        reset_ns: Time until all of it may be.
-    """
-
-    limit: int
-    remaining: int
-    reset_ns: int
+    limit: int  # The burst.
+    remaining: int  # What may be taken now, at least 0.
+    reset_ns: int  # Time until all of it may be.
 
 
 class Account:
-    """One tenant.
-
-    Attributes:
-        limits: Those in force.
-        in_flight: Requests accepted and not ended.
-        waiting: Those of them that no engine has begun.
-    """
+    """One tenant."""
 
     __slots__ = ("in_flight", "limits", "requests", "tokens", "waiting")
 
     def __init__(self, limits: TenantLimits, now_ns: int) -> None:
-        self.limits = TenantLimits()
-        self.in_flight = TenantOccupancy()
-        self.waiting = TenantOccupancy()
+        self.limits = TenantLimits()  # Those in force.
+        self.in_flight = TenantOccupancy()  # Requests accepted and not ended.
+        self.waiting = TenantOccupancy()  # Those of them that no engine has begun.
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.change(limits, now_ns)
@@ -265,10 +238,6 @@ class Tenants:
         limits: By tenant.
         now_ns: The present.
         accounts: To share with the tenants of another deployment; None for new ones.
-
-    Attributes:
-        accounts: Of all tenants with limits, and of those that are gone but for their requests in
-            flight.
     """
 
     follows = True
@@ -281,6 +250,7 @@ class Tenants:
         accounts: dict[str, Account] | None = None,
     ) -> None:
         self._within = within
+        # Of all tenants with limits, and of those that are gone but for their requests in flight.
         self.accounts: dict[str, Account] = {} if accounts is None else accounts
         self._known = limits
         self.change(limits, now_ns)

@@ -224,26 +224,17 @@ class PolicySettings:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """What a policy is made from.
+    """What a policy is made from."""
 
-    Attributes:
-        ranks: All that have numbers.
-        batch_limit: B.
-        settings: The parameters.
-        rng: Seeded generator for the randomised baselines.
-        predictor: The predictor of the policies in `PREDICTING`.
-        on_stage: Called with the name of each dispatch stage as it ends.
-        rank_kv_tokens: KV tokens that fit on a rank; None for no limit.
-        serving: The ranks that are not removed, of which parameters are multiples; None for all.
-    """
-
-    ranks: int
-    batch_limit: int
-    settings: PolicySettings
-    rng: "random.Random"
-    predictor: "OutputPredictor"
+    ranks: int  # All that have numbers.
+    batch_limit: int  # B.
+    settings: PolicySettings  # The parameters.
+    rng: "random.Random"  # Seeded generator for the randomised baselines.
+    predictor: "OutputPredictor"  # The predictor of the policies in `PREDICTING`.
+    # Called with the name of each dispatch stage as it ends.
     on_stage: Callable[[str], None] = ignore_stage
-    rank_kv_tokens: int | None = None
+    rank_kv_tokens: int | None = None  # KV tokens that fit on a rank; None for no limit.
+    # The ranks that are not removed, of which parameters are multiples; None for all.
     serving: int | None = None
 
     @property

@@ -49,14 +49,10 @@ _MARGIN = 0.05
 
 
 class Skill:
-    """The slope of outcome on prediction.
-
-    Attributes:
-        share: How much of a prediction to believe, 0 to 1.
-    """
+    """The slope of outcome on prediction."""
 
     def __init__(self) -> None:
-        self.share = 0.0
+        self.share = 0.0  # How much of a prediction to believe, 0 to 1.
         self._count = 0
         # Running means: prediction, outcome, and their second moments.
         self._means = [0.0] * 5
@@ -230,32 +226,20 @@ class OwnTrajectory:
 
 
 class _Predicted(NamedTuple):
-    """What was predicted of an admitted request.
+    """What was predicted of an admitted request."""
 
-    Attributes:
-        deviation: From `expected`, relative to `level`.
-        expected: What its slot would hold if only its prompt were known.
-        level: What the slot of a mean request would.
-    """
-
-    deviation: float
-    expected: float
-    level: float
+    deviation: float  # From `expected`, relative to `level`.
+    expected: float  # What its slot would hold if only its prompt were known.
+    level: float  # What the slot of a mean request would.
 
 
 class _Candidates(NamedTuple):
-    """The oldest entries of the pool.
+    """The oldest entries of the pool."""
 
-    Attributes:
-        entries: In order, at least one.
-        sequences: int64[n], of each.
-        loads: float64[n, POINTS], their trajectories if they were admitted now.
-        expected: float64[n], what a sequence of each would hold if only its prompt were known.
-    """
-
-    entries: list[PoolEntry]
-    sequences: NDArray[np.int64]
-    loads: NDArray[np.float64]
+    entries: list[PoolEntry]  # In order, at least one.
+    sequences: NDArray[np.int64]  # int64[n], of each.
+    loads: NDArray[np.float64]  # float64[n, POINTS], their trajectories if they were admitted now.
+    # float64[n], what a sequence of each would hold if only its prompt were known.
     expected: NDArray[np.float64]
 
 
@@ -268,10 +252,6 @@ class _Round:
         candidates: Its oldest.
         ranks: float64[G, POINTS], the summed trajectories of each rank's requests.
         share: How much of a trajectory's deviation from the mean counts.
-
-    Attributes:
-        assignments: The admissions.
-        predicted: Of each of one sequence.
     """
 
     def __init__(
@@ -282,8 +262,8 @@ class _Round:
         ranks: NDArray[np.float64],
         share: float,
     ) -> None:
-        self.assignments: list[Assignment] = []
-        self.predicted: dict[RequestId, _Predicted] = {}
+        self.assignments: list[Assignment] = []  # The admissions.
+        self.predicted: dict[RequestId, _Predicted] = {}  # Of each of one sequence.
         self._fleet = fleet
         self._pool = pool
         self._speeds = np.ones(len(ranks)) if fleet.speeds is None else fleet.speeds

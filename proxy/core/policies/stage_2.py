@@ -59,26 +59,19 @@ _OVERTAKEN = attrgetter("overtaken")
 
 
 class Candidates(NamedTuple):
-    """What a rank chooses from, in order of the pool. Valid until the next admission.
+    """What a rank chooses from, in order of the pool. Valid until the next admission."""
 
-    Attributes:
-        entries: n entries, also such as have left.
-        is_left: bool[n], whether each still waits.
-        sizes: float64[n], the load of each on the rank that admits it; inf once it has left.
-        overtaken: float64[n], how often each was overtaken.
-        beyond_turn: float64[n], the admissions beyond its turn: first come, first served, the entries
-            ahead would be admitted before it. -inf once it has left.
-        held_back: bool[n], whether its tenant is to wait for others; None if none is.
-        are_oldest: Whether they are the first of `Oldest`.
-    """
-
-    entries: list[PoolEntry]
-    is_left: NDArray[np.bool_]
+    entries: list[PoolEntry]  # n entries, also such as have left.
+    is_left: NDArray[np.bool_]  # bool[n], whether each still waits.
+    # float64[n], the load of each on the rank that admits it; inf once it has left.
     sizes: NDArray[np.float64]
-    overtaken: NDArray[np.float64]
+    overtaken: NDArray[np.float64]  # float64[n], how often each was overtaken.
+    # float64[n], the admissions beyond its turn: first come, first served, the entries ahead would
+    # be admitted before it. -inf once it has left.
     beyond_turn: NDArray[np.float64]
+    # bool[n], whether its tenant is to wait for others; None if none is.
     held_back: NDArray[np.bool_] | None = None
-    are_oldest: bool = False
+    are_oldest: bool = False  # Whether they are the first of `Oldest`.
 
     def place_of(self, request: RequestId) -> int | None:
         """Return the place of a request; None if it is not among those left."""
@@ -113,18 +106,15 @@ class Oldest:
         window: How many of those left are candidates.
         spare: How many of them may be admitted before the candidates would be too few.
         held_back: The tenants that are to wait for others.
-
-    Attributes:
-        spare: How many still may.
-        sizes: float64[n], the load of each, also of those that have left.
     """
 
     def __init__(
         self, entries: list[PoolEntry], window: int, spare: int, held_back: Set[str]
     ) -> None:
-        self.spare = spare
+        self.spare = spare  # How many still may.
         of_all = candidates_of(entries, held_back)
         self._held_back = of_all.held_back
+        # float64[n], the load of each, also of those that have left.
         self.sizes = of_all.sizes.copy()
         self._sizes_left = of_all.sizes
         self._entries = entries
@@ -352,9 +342,9 @@ class _Scarce:
             self._oldest = self._first_left()
             self._outlooks.clear()
         # Usually every entry may go to every rank, and the first K need no filter.
-        allowed = self._work.allowed(rank)
+        work = self._work
         return self._oldest.first() or candidates_of(
-            list(islice(allowed, self._work.settings.window)), self._held_back
+            list(islice(work.allowed(rank), work.settings.window)), self._held_back
         )
 
     def _outlook(self, rank: int, candidates: Candidates) -> "Outlook":

@@ -186,26 +186,18 @@ def target_tokens(
 
 @dataclass(frozen=True, slots=True)
 class TwoStageSettings:
-    """The parameters of the rule.
+    """The parameters of the rule."""
 
-    Attributes:
-        weights: F's weights; with a `gamma`, those for a fleet without turnover.
-        theta: Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
-        window: K, the entries that Stage 2 considers.
-        patience: Overtakings that offset an overflow of one mean prompt; inf for no credit.
-        hold_ns: Time in the pool for which a request may be held, see `hold`.
-        prefix_affinity: Tokens of F for a token that a rank need not pull, see `affinity`; 0 for none.
-        gamma: The discount of `weights`, lowered as slots turn over; None keeps the weights.
-        paper: Use the paper's stages and candidates, without target, credit or reservations.
-    """
-
-    weights: Weights
-    theta: int
-    window: int
-    patience: float
-    hold_ns: int = 0
+    weights: Weights  # F's weights; with a `gamma`, those for a fleet without turnover.
+    theta: int  # Free slots that Stage 1 leaves to Stage 2 when the pool exceeds the free slots.
+    window: int  # K, the entries that Stage 2 considers.
+    patience: float  # Overtakings that offset an overflow of one mean prompt; inf for no credit.
+    hold_ns: int = 0  # Time in the pool for which a request may be held, see `hold`.
+    # Tokens of F for a token that a rank need not pull, see `affinity`; 0 for none.
     prefix_affinity: float = 0.0
+    # The discount of `weights`, lowered as slots turn over; None keeps the weights.
     gamma: float | None = None
+    # Use the paper's stages and candidates, without target, credit or reservations.
     paper: bool = False
 
 
@@ -222,11 +214,6 @@ class Round:
         projection: The projected loads; None for the present step only.
         fleet: The ranks; every admission is charged to it.
         pool: What waits; an admitted entry leaves it.
-
-    Attributes:
-        assignments: The admissions so far.
-        balance: Margins and scores after them.
-        affinity: The price of tokens that need not be pulled; None if they have none.
     """
 
     def __init__(
@@ -236,7 +223,7 @@ class Round:
         fleet: Fleet,
         pool: Pool,
     ) -> None:
-        self.assignments: list[Assignment] = []
+        self.assignments: list[Assignment] = []  # The admissions so far.
         self.settings = settings
         self.fleet = fleet
         self.pool = pool
@@ -259,7 +246,9 @@ class Round:
             coming = min(fleet.free, pool.slots) * pool.mean_prompt_tokens
             target = partial(target_tokens, fleet.is_open, coming, ahead, persistence)
             speeds = fleet.speeds
+        # Margins and scores after them.
         self.balance = Balance(ahead, settings.weights, persistence, target, speeds)
+        # The price of tokens that need not be pulled; None if they have none.
         self.affinity: Affinity | None = None
         if settings.prefix_affinity and fleet.keeping is not None:
             self.affinity = Affinity(fleet.keeping, settings.prefix_affinity * self.balance.reward)
@@ -584,10 +573,6 @@ class TwoStage:
         stage_2: The second stage, ours or the paper's.
         on_stage: Called with the name of each stage as it ends, so that a driver can time them.
         own_trajectory: Decides in its place while outputs are long beside prompts; None for never.
-
-    Attributes:
-        reserved: The entry for which each reserved rank makes room; see `stage_2`. Reservations
-            outlast a round; each ends when its entry leaves the pool.
     """
 
     slots_beyond_batch = 0
@@ -603,6 +588,8 @@ class TwoStage:
         self.projection = projection
         self.next_decision_ns: int | None = None
         self.own_trajectory = own_trajectory
+        # The entry for which each reserved rank makes room; see `stage_2`. Reservations outlast a
+        # round; each ends when its entry leaves the pool.
         self.reserved: dict[int, RequestId] = {}
         self._settings = settings
         self._gamma = settings.gamma  # As lowered last, at this turnover.

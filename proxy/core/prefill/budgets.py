@@ -39,19 +39,12 @@ if TYPE_CHECKING:
 
 
 class PrefillRequest(Struct, frozen=True):
-    """A request that needs a prefiller.
+    """A request that needs a prefiller."""
 
-    Attributes:
-        request: Its id.
-        ticket: Its ticket.
-        tokens: Tokens that it is charged; more than in the ticket if it was recomputed.
-        now_ns: The time.
-    """
-
-    request: RequestId
-    ticket: Ticket
-    tokens: int
-    now_ns: int
+    request: RequestId  # Its id.
+    ticket: Ticket  # Its ticket.
+    tokens: int  # Tokens that it is charged; more than in the ticket if it was recomputed.
+    now_ns: int  # The time.
 
 
 class PrefillView(Protocol):
@@ -120,18 +113,12 @@ class ScoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """What a prefill choice is made from.
+    """What a prefill choice is made from."""
 
-    Attributes:
-        rng: Seeded generator for the randomised ones.
-        index_blocks: Blocks of prompts that are remembered of each prefiller.
-        limits: For choices by a score.
-        engine_blocks: What the prefillers themselves tell of their caches; None if nobody listens.
-    """
-
-    rng: "random.Random"
-    index_blocks: int = 1 << 20
-    limits: ScoreLimits = ScoreLimits()
+    rng: "random.Random"  # Seeded generator for the randomised ones.
+    index_blocks: int = 1 << 20  # Blocks of prompts that are remembered of each prefiller.
+    limits: ScoreLimits = ScoreLimits()  # For choices by a score.
+    # What the prefillers themselves tell of their caches; None if nobody listens.
     engine_blocks: "EngineBlocks | None" = None
 
 
@@ -168,16 +155,12 @@ class Turns:
 
 
 class Pairs:
-    """The pairs that are allowed; all of them at first, and all ranks are open.
-
-    Attributes:
-        limited: Whether some pair is not allowed.
-    """
+    """The pairs that are allowed; all of them at first, and all ranks are open."""
 
     def __init__(self) -> None:
         self._ranks: dict[PrefillerId, frozenset[RankId]] = {}
         self._closed: set[RankId] = set()
-        self.limited = False
+        self.limited = False  # Whether some pair is not allowed.
 
     def set(self, prefiller: PrefillerId, ranks: frozenset[RankId] | None) -> None:
         """Allow a prefiller these ranks alone; None for all, also those that are added later."""
@@ -224,18 +207,6 @@ class Prefillers:
         direct_limit: Sequences of direct requests on one prefiller at a time; None for no limit. A
             request with more still goes to a prefiller that has none.
         choice: Selects among the prefillers with room.
-
-    Attributes:
-        is_open: By prefiller, whether it takes new requests.
-        on_trial: By prefiller, whether it may hold only one request at a time.
-        prefills: By prefiller, running prefills.
-        prefilling: Their sum.
-        direct: By prefiller, sequences of direct requests.
-        held_tokens: By prefiller, KV tokens held.
-        kv_capacity_tokens: As given.
-        pairs: The ranks that can use each one's KV caches.
-        proved: By prefiller, whether it has prefilled anything since it began.
-        warm_up: The windows of those that began lately.
     """
 
     def __init__(
@@ -247,15 +218,17 @@ class Prefillers:
         direct_limit: int | None = None,
         choice: PrefillChoice,
     ) -> None:
-        self.is_open: list[bool] = []
+        self.is_open: list[bool] = []  # By prefiller, whether it takes new requests.
+        # By prefiller, whether it may hold only one request at a time.
         self.on_trial: list[bool] = []
-        self.prefills: list[int] = []
-        self.prefilling = 0
-        self.direct: list[int] = []
-        self.held_tokens: list[int] = []
-        self.pairs = Pairs()
+        self.prefills: list[int] = []  # By prefiller, running prefills.
+        self.prefilling = 0  # Their sum.
+        self.direct: list[int] = []  # By prefiller, sequences of direct requests.
+        self.held_tokens: list[int] = []  # By prefiller, KV tokens held.
+        self.pairs = Pairs()  # The ranks that can use each one's KV caches.
+        # By prefiller, whether it has prefilled anything since it began.
         self.proved: list[bool] = []
-        self.warm_up = WarmUp()
+        self.warm_up = WarmUp()  # The windows of those that began lately.
         self._choice = choice
         self.reconfigure(
             instances,

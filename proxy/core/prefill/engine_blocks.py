@@ -233,17 +233,11 @@ def named(blocks: tuple[int, ...], length: float) -> str:
 
 
 class _Prompt(Struct):
-    """What is known of a text.
+    """What is known of a text."""
 
-    Attributes:
-        texts: The hashes of its beginnings that are known by it.
-        tokens: The proxy's hashes of its blocks of tokens.
-        share: What part of it one block of text is.
-    """
-
-    texts: tuple[int, ...]
-    tokens: "array[int]"
-    share: float
+    texts: tuple[int, ...]  # The hashes of its beginnings that are known by it.
+    tokens: "array[int]"  # The proxy's hashes of its blocks of tokens.
+    share: float  # What part of it one block of text is.
 
     @property
     def weight(self) -> int:
@@ -371,16 +365,13 @@ class EngineBlocks:
         block_tokens: Tokens of a block.
         most: Blocks that are known of each engine at most.
         texts: What others tell of the tokens of texts; None for nobody.
-
-    Attributes:
-        texts: The same, and what these tell.
     """
 
     def __init__(
         self, block_tokens: int, most: int = 1 << 20, texts: TextPrompts | None = None
     ) -> None:
         self.block_tokens = block_tokens
-        self.texts = TextPrompts() if texts is None else texts
+        self.texts = TextPrompts() if texts is None else texts  # The same, and what these tell.
         self._most = most
         self._caches: dict[int, _Cache] = {}
         self._resets: dict[int, int] = {}

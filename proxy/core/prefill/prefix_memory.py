@@ -188,15 +188,10 @@ _TOLD = -1
 
 
 class Expected(NamedTuple):
-    """What a prefiller should find of a request.
+    """What a prefiller should find of a request."""
 
-    Attributes:
-        cached_tokens: Tokens that it need not compute.
-        table: The table of its index that says so.
-    """
-
-    cached_tokens: int
-    table: int
+    cached_tokens: int  # Tokens that it need not compute.
+    table: int  # The table of its index that says so.
 
 
 class PrefixMemory:

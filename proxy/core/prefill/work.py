@@ -17,16 +17,11 @@ _PRIOR = 0.2**2
 
 
 class ServiceModel:
-    """A line through the times of prefills over their tokens; older ones fade out.
-
-    Attributes:
-        weight: Prefills that count.
-        mean_ns: Their mean time.
-    """
+    """A line through the times of prefills over their tokens; older ones fade out."""
 
     def __init__(self) -> None:
-        self.weight = 0.0
-        self.mean_ns = self._tokens = 0.0
+        self.weight = 0.0  # Prefills that count.
+        self.mean_ns = self._tokens = 0.0  # Their mean time.
         # Sums of products of deviations from the means.
         self._tokens_tokens = self._tokens_ns = 0.0
 
