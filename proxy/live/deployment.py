@@ -60,7 +60,7 @@ from balanceroute.proxy.live.prediction import (
     named,
     predictor_name,
 )
-from balanceroute.proxy.live.request.suspects import Suspects
+from balanceroute.proxy.live.request.shared import Suspects
 from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server

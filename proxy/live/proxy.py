@@ -29,7 +29,7 @@ from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.kept_orders import KeptGroups
 from balanceroute.proxy.live.listeners import AdminListener, PublicListener
-from balanceroute.proxy.live.request.suspects import Suspects
+from balanceroute.proxy.live.request.shared import Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 from balanceroute.proxy.live.settings.effects import without_effect
 from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
@@ -40,7 +40,7 @@ from balanceroute.proxy.live.telemetry.record import RecentRequests
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
-    from balanceroute.proxy.live.request.suspects import Death
+    from balanceroute.proxy.live.request.shared import Death
     from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
-from balanceroute.proxy.live.request.suspects import KEPT_S, MOST_DEATHS
+from balanceroute.proxy.live.request.shared import KEPT_S, MOST_DEATHS
 from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 
 if TYPE_CHECKING:

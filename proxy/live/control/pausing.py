@@ -184,7 +184,7 @@ class Pausing:
             if request is None or request.state in _ON_NO_ENGINE:
                 _end(driver, number)
             else:
-                one.expect_abort()
+                one.abort_ordered = True
         # Relays have to know before engines answer: what an engine aborts by itself is done elsewhere.
         await asyncio.sleep(_STEP_S)
         answers = await self._ask(path, timeout_s=timeout_s)

@@ -33,7 +33,7 @@ from balanceroute.proxy.live.openai.shape import (
     refuse_state,
 )
 from balanceroute.proxy.live.request.leg_settings import check_direct
-from balanceroute.proxy.live.request.suspects import REASON, SUSPECTED
+from balanceroute.proxy.live.request.shared import REASON, SUSPECTED
 from balanceroute.proxy.live.scheduling.driver import Arrival, Asked
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.groups import Alias, Group, Groups
     from balanceroute.proxy.live.frontend.request_head import KnownHead
     from balanceroute.proxy.live.openai.urgency import Urgency
-    from balanceroute.proxy.live.request.session_host import SessionContext
+    from balanceroute.proxy.live.request.shared import SessionContext
     from balanceroute.proxy.live.security import Tenant
     from balanceroute.proxy.live.settings.aliases import AliasConfig
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord

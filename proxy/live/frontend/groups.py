@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.frontend.refusals import Tenancy
     from balanceroute.proxy.live.openai.routes import Route
     from balanceroute.proxy.live.openai.shape import Shape
-    from balanceroute.proxy.live.request.session_host import SessionContext
+    from balanceroute.proxy.live.request.shared import SessionContext
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.security import Tenant
     from balanceroute.proxy.live.settings.aliases import AliasConfig

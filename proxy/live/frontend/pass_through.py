@@ -30,9 +30,15 @@ from balanceroute.proxy.live.openai.errors import (
 )
 from balanceroute.proxy.live.openai.form_body import boundary_of
 from balanceroute.proxy.live.request.failures import lacks_route
-from balanceroute.proxy.live.request.leg_settings import RetryBudget
-from balanceroute.proxy.live.request.session_host import LegFailed, LegSucceeded
-from balanceroute.proxy.live.request.suspects import MOST_DEATHS, REASON, SUSPECTED, EngineDied
+from balanceroute.proxy.live.request.shared import (
+    MOST_DEATHS,
+    REASON,
+    SUSPECTED,
+    EngineDied,
+    LegFailed,
+    LegSucceeded,
+)
+from balanceroute.proxy.live.scheduling.driver import RetryBudget
 from balanceroute.proxy.live.telemetry.record import Outcome, Step
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
@@ -42,7 +48,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
-    from balanceroute.proxy.live.request.suspects import Suspects
+    from balanceroute.proxy.live.request.shared import Suspects
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import Log, RequestRecord, Trace
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics

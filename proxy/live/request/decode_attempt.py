@@ -56,10 +56,12 @@ from balanceroute.proxy.live.request.failures import (
     reported,
 )
 from balanceroute.proxy.live.request.hand_off import HandOff
-from balanceroute.proxy.live.request.holding import Attempt, draw_seed
 from balanceroute.proxy.live.request.leg_settings import RESUME_OFF, Resume
+from balanceroute.proxy.live.request.phases import DECODING, PREFILLING
+from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.relay import BufferedLeg, Relay
-from balanceroute.proxy.live.request.session_host import (
+from balanceroute.proxy.live.request.session import Attempt, draw_seed
+from balanceroute.proxy.live.request.shared import (
     LegFailed,
     LegSucceeded,
     PromptCounted,
@@ -77,8 +79,8 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.told import Told
-    from balanceroute.proxy.live.request.holding import AttemptOwner
-    from balanceroute.proxy.live.request.session_host import KvHandle
+    from balanceroute.proxy.live.request.session import Session
+    from balanceroute.proxy.live.request.shared import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
     from balanceroute.proxy.wire.http1.pump import EventForm, Lent
     from balanceroute.proxy.wire.messages import Headers
@@ -113,7 +115,7 @@ class DecodeAttempt(Attempt):
     )
 
     def __init__(
-        self, session: "AttemptOwner", engine: "Prefiller | Rank", kv: "KvHandle | None"
+        self, session: "Session", engine: "Prefiller | Rank", kv: "KvHandle | None"
     ) -> None:
         self._rank = engine if isinstance(engine, Rank) else None
         super().__init__(session, DIRECT_LEG if self._rank is None else DECODE_LEG, engine)
@@ -172,11 +174,6 @@ class DecodeAttempt(Attempt):
         if self._rank is None or self._kv is None or self._kv.params is None:
             return None
         return self._kv.prefiller, self._rank
-
-    @property
-    def offers(self) -> int:
-        """How many ranks its KV cache was offered to, this one included."""
-        return 0 if self._kv is None else self._kv.offers
 
     @property
     def tokens(self) -> int | None:
@@ -386,17 +383,7 @@ class DecodeAttempt(Attempt):
         session, context = self._session, self._session.context
         self._transfer = context.unique()
         self._remote = HandOff(
-            session.host,
-            *self._asked(),
-            session.emitted.members,
-            session.headers,
-            number=session.number,
-            other_than=session.hung,
-            prefilled=self._prefilled,
-            refused=self._refused,
-            failed=self._not_prefilled,
-            died=session.engine_died,
-            crashed=session.crashed,
+            session, *self._asked(), prefilled=self._prefilled, failed=self._not_prefilled
         )
         context.hand_offs[self._transfer] = self._remote.take
         return dump(context.connector.decode_params(self._transfer, None, None))
@@ -423,11 +410,7 @@ class DecodeAttempt(Attempt):
             self._usage.correct_prompt(answer.usage)
         session.host.report(PromptCounted(session.number, answer.prompt_tokens))
 
-    def _refused(self, failure: Failure) -> None:
-        self._session.failed(self, failure)
-
-    def _not_prefilled(self, fault: Fault) -> None:
-        failure = Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}")
+    def _not_prefilled(self, failure: Failure) -> None:
         self._session.failed(self, failure)
 
     # What the engine answers.
@@ -582,7 +565,7 @@ class DecodeAttempt(Attempt):
 
 
 def _make_reader(
-    session: "AttemptOwner",
+    session: "Session",
     repeated: "RepeatedText",
     told: "Told | None",
     options: dict[str, Any],
@@ -635,7 +618,7 @@ def _stop_asking(engine: "Prefiller | Rank") -> None:
         _log.warning("reasoning parser: tokens are counted by events", extra={"fields": fields})
 
 
-def _count_stream(session: "AttemptOwner", stream: Relay) -> None:
+def _count_stream(session: "Session", stream: Relay) -> None:
     record = session.record
     if session.answer.opened:
         # What came since may have been the first token again, or all that there was.
@@ -650,7 +633,7 @@ def _count_stream(session: "AttemptOwner", stream: Relay) -> None:
             record.second_token_came(round(stream.second_s * 1e9))
 
 
-def _count_whole(session: "AttemptOwner", body: bytes) -> bytes:
+def _count_whole(session: "Session", body: bytes) -> bytes:
     """Take the counts of a whole answer; return it with the cached tokens of the prefill."""
     record = session.record
     prompt_tokens, record.output_tokens = counts_of(body)
@@ -664,7 +647,7 @@ def _count_whole(session: "AttemptOwner", body: bytes) -> bytes:
     return with_prompt_usage(body, usage)
 
 
-def _count_prompt(session: "AttemptOwner", tokens: int) -> None:
+def _count_prompt(session: "Session", tokens: int) -> None:
     """Take the count of a prompt that the rank computed: no prefiller has counted it."""
     record = session.record
     tokens -= session.emitted.tokens  # Of an earlier rank.
@@ -686,3 +669,25 @@ def _reported(event: bytes, *, opened: bool) -> Failure:
     own = event in OWN_ERRORS or event == EXPERTS
     said = error.words if own else f"the engine reported: {error.words or 'error'}"
     return replace(failure, reason=said[:_MOST_WORDS], answer=None)
+
+
+# The legs that the scheduler decides.
+
+
+def start_prefill(session: "Session", prefiller: "Prefiller") -> None:
+    """Send the prefill leg, or the whole request if no rank decodes it."""
+    if session.context.suspects.prompts and session.is_refused():
+        return
+    session.record.prefill_began(prefiller.name, session.context.clock())
+    if session.decodes:
+        session.begin(PREFILLING, PrefillAttempt(session, prefiller))
+    else:
+        session.begin(DECODING, DecodeAttempt(session, prefiller, None))
+
+
+def start_decode(session: "Session", rank: Rank) -> None:
+    """Send the decode leg."""
+    if session.context.suspects.prompts and session.is_refused():
+        return
+    session.record.bound(rank.name, session.context.clock(), pooled_s=session.pooled_s)
+    session.begin(DECODING, DecodeAttempt(session, rank, session.kv))

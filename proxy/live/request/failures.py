@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, EngineError, is_error, says_dead
-from balanceroute.proxy.live.request.suspects import MOST_DEATHS
+from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api
+from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Leg
 from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import Target
+    from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
+    from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.wire.messages import Headers, WireError
+
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".
 _BUSY = frozenset({429, 503})
@@ -250,3 +255,108 @@ def breakage(error: "WireError") -> Failure:
     elif error.kind is WireFault.STALE:
         what = What.STALE
     return Failure(what, fault_of(error), str(error))
+
+
+# Whether an attempt that failed is followed by another, and which engine the failure counts
+# against.
+
+
+# Then an engine is asked again for a route that it lacked: it may have been replaced behind its address.
+_LACKS_S = 60.0
+# Leases of one request that may end on the way to a rank as they may in the pool, so that no clock makes it
+# try for ever.
+_MOST_LAPSES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How a request goes on after a failure.
+
+    Attributes:
+        then: What it is to try next.
+        same_rank: Whether the rank that failed may be tried again.
+        delay_s: How long it waits before.
+        free: Whether nobody failed: it goes on at once, and the retry budget is not asked.
+    """
+
+    then: Next
+    same_rank: bool
+    delay_s: float
+    free: bool = False
+
+
+class Recovery(Struct, eq=False):
+    """What one request has been through.
+
+    Attributes:
+        tries: Attempts of each leg.
+        lacking: The engines without its route, with what they said; None for those that were passed over.
+    """
+
+    _legs: "LegSettings"
+    tries: dict[Leg, int] = {}
+    _broken: int = 0  # Engines that broke off under it and live.
+    _lapses: int = 0  # Leases that ended on the way to a rank.
+    lacking: "dict[Prefiller | Rank, Failure | None]" = {}
+
+    def may_try_again(self, leg: Leg) -> bool:
+        """Return whether one more attempt is left, if the retry budget allows it too."""
+        return self.tries.get(leg, 0) < self._legs.retry_attempts
+
+    def note_lacking(
+        self, engine: "Prefiller | Rank", api: "Api", failure: Failure, now_s: float
+    ) -> None:
+        """Note that an engine does not have the route."""
+        self.lacking[engine] = failure
+        if api in OPTIONAL_APIS:
+            engine.lacks[api.value] = now_s + _LACKS_S
+
+    def foresee(
+        self, leg: Leg, engine: "Prefiller | Rank", api: "Api", now_s: float
+    ) -> Retry | Failure | None:
+        """Return what is known of an attempt before it is made.
+
+        Returns:
+            How to go on, if the engine is known to lack the route; its failure, if it is the earliest of
+            all that there are; None if it is to be asked.
+        """
+        if engine in self.lacking:
+            # None: it was passed over, and so were all others. It may have the route by now.
+            return self.lacking[engine]
+        if engine.lacks.get(api.value, 0.0) <= now_s:
+            return None
+        self.lacking[engine] = None
+        then = Next.OTHER_RANK if leg is Leg.DECODE else Next.OTHER_PREFILLER
+        return Retry(then, False, 0.0)
+
+    def note_broken(self, leg: Leg, failure: Failure) -> int:
+        """Note a failure; return how many engines have broken off under the request and live."""
+        if leg is not Leg.PREFILL and failure.what is What.BROKEN and not failure.is_death:
+            self._broken += 1
+        return self._broken
+
+    def after(self, leg: Leg, failure: Failure, then: Next) -> Retry | None:
+        """Return how to go on, if the retry budget allows it; None if nothing mends the failure.
+
+        Args:
+            leg: What failed.
+            failure: How.
+            then: What the rule says; see `triage`.
+        """
+        free = failure.what in (What.STALE, What.NO_ROUTE)
+        if failure.what is What.TOO_LATE:
+            self._lapses += 1
+            free = self._lapses <= _MOST_LAPSES
+        if free and failure.what is not What.NO_ROUTE:
+            self.tries[leg] -= 1  # A stale one once, as the next legs go on new connections.
+        if then in (Next.RELAY, Next.FAIL) or not self.may_try_again(leg):
+            return None
+        tried, legs = self.tries[leg], self._legs
+        # A rank that fails again, with another prefiller, is at fault itself. One that hangs is slow to.
+        same_rank = failure.what is not What.TIMED_OUT and tried == 1
+        return Retry(
+            then,
+            same_rank,
+            min(legs.retry_backoff_limit_s, legs.retry_backoff_s * 2 ** (tried - 1)),
+            free,
+        )

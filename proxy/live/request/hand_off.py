@@ -7,7 +7,7 @@ address is good for one leg and cannot be guessed, so no client can hand anythin
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
@@ -16,90 +16,54 @@ from balanceroute.proxy.live.openai.errors import error_in
 from balanceroute.proxy.live.openai.legs import least_tokens, prefill_body
 from balanceroute.proxy.live.request.failures import Failure, What, refusal, reported
 from balanceroute.proxy.live.request.relay import BufferedLeg
-from balanceroute.proxy.live.request.session_host import LegFailed, LegSucceeded, RemotePrefillEnded
+from balanceroute.proxy.live.request.shared import LegFailed, LegSucceeded, RemotePrefillEnded
 from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api
-    from balanceroute.proxy.live.request.session_host import Host
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.messages import Headers, WireError
-
-
-class Died(Protocol):
-    """Who is told that an engine died; see `AttemptOwner.engine_died`."""
-
-    def __call__(self, engine: "Prefiller", sent_s: float, *, said: bool) -> bool: ...  # noqa: D102
 
 
 class HandOff:
     """One decode leg's prefill.
 
     Args:
-        body: The prefill leg's body is made of it.
-        members: Changed by an earlier binding; see `resumed_members`.
-        other_than: Asked only if there is no other prefiller.
+        session: The request.
+        api: The endpoint that the rank was asked at.
+        body: What it was asked for, of which the prefill leg's body is made.
         prefilled: Called with the prefiller's answer once the prefill is done.
-        refused: Called with a prefiller's 4xx, which is the client's: no other one would do it.
-        failed: Called when no prefiller did it: the decode leg waits in vain.
-        died: Called with a prefiller that died of it or beside it, when it was asked, and whether it
-            says so itself; returns whether another one may have the prompt.
-        crashed: Called with an exception in the handling of the prefill's answer.
+        failed: Called when the decode leg waits in vain: no prefiller did it, or one refused it with a
+            4xx, which is the client's.
     """
 
     __slots__ = (
-        "_api",
-        "_asked_s",
-        "_body",
-        "_call",
-        "_crashed",
-        "_died",
-        "_failed",
-        "_headers",
-        "_host",
-        "_members",
-        "_number",
-        "_params",
-        "_prefilled",
-        "_prefiller",
-        "_refused",
-        "_tries",
+        *("_api", "_asked_s", "_body", "_call", "_failed", "_host", "_params", "_prefilled"),
+        *("_prefiller", "_session", "_tries"),
     )
 
     def __init__(
         self,
-        host: "Host",
+        session: "Session",
         api: "Api",
         body: "RequestBody",
-        members: Mapping[str, object],
-        headers: bytes,
         *,
-        number: "RequestId",
-        other_than: "Prefiller | None",
         prefilled: "Callable[[bytes], None]",
-        refused: "Callable[[Failure], None]",
-        failed: "Callable[[Fault], None]",
-        died: "Died",
-        crashed: "Callable[[Exception], None]",
+        failed: "Callable[[Failure], None]",
     ) -> None:
-        self._host = host
-        self._number = number
+        self._session = session
+        self._host = session.host
         self._api = api
         self._body = body
-        self._members = members
-        self._headers = headers
         self._prefilled = prefilled
-        self._refused = refused
         self._failed = failed
-        self._died = died
-        self._crashed = crashed
         self._params: Mapping[str, Any] = {}
-        self._prefiller = other_than
+        self._prefiller = session.hung  # Asked again only if there is no other.
         self._call: Call | None = None
         self._asked_s = 0.0
         self._tries = 0
@@ -137,9 +101,9 @@ class HandOff:
 
     def _send(self) -> None:
         before = None if self._prefiller is None else self._prefiller.id
-        prefiller = self._host.choose_prefiller(self._number, before)
+        prefiller = self._host.choose_prefiller(self._session.number, before)
         if prefiller is None:
-            self._failed(Fault.CONNECT)
+            self._give_up(Fault.CONNECT)
             return
         self._tries += 1
         self._prefiller = prefiller
@@ -147,7 +111,7 @@ class HandOff:
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes)
         least = least_tokens(self._api, self._body)
         body = prefill_body(
-            *(self._body, self._members, dump(self._params)),
+            *(self._body, self._session.emitted.members, dump(self._params)),
             api=self._api,
             drop=legs.drop,
             min_tokens=least,
@@ -157,10 +121,10 @@ class HandOff:
         self._call = prefiller.endpoint.request(
             b"POST",
             self._api.value.encode(),
-            self._headers,
+            self._session.headers,
             body,
             leg,
-            crashed=self._crashed,
+            crashed=self._session.crashed,
             fresh=self._tries > 1,
         )
 
@@ -178,7 +142,7 @@ class HandOff:
                 return
             failure = replace(failure, what=What.REFUSED, blamed=self._prefiller.target)
         if failure.what is What.REFUSED:
-            self._refused(failure)
+            self._failed(failure)
             return
         if status == 200 and not is_aborted(self._api, body):
             self._host.report(LegSucceeded(self._prefiller.target))
@@ -187,8 +151,8 @@ class HandOff:
         if status == 200 or (status >= 500 and status != 503):
             target, reason = self._prefiller.target, f"status {status}"
             self._host.report(LegFailed(target, Fault.SERVER_ERROR, reason))
-        if failure.says_dead and not self._died(self._prefiller, self._asked_s, said=True):
-            self._failed(Fault.SERVER_ERROR)
+        if failure.says_dead and not self._died(said=True):
+            self._give_up(Fault.SERVER_ERROR)
         else:
             self._again(Fault.SERVER_ERROR)
 
@@ -200,8 +164,8 @@ class HandOff:
             self._send()
             return
         self._host.report(LegFailed(self._prefiller.target, fault, str(error)))
-        if error.is_loss and not self._died(self._prefiller, self._asked_s, said=False):
-            self._failed(fault)
+        if error.is_loss and not self._died(said=False):
+            self._give_up(fault)
         else:
             self._again(fault)
 
@@ -210,7 +174,15 @@ class HandOff:
         if tries_left and self._host.may_retry("prefill", fault):
             self._send()
         else:
-            self._failed(fault)
+            self._give_up(fault)
+
+    def _died(self, *, said: bool) -> bool:
+        """Note that the prefiller died of it or beside it; return whether another may have the prompt."""
+        assert self._prefiller is not None
+        return self._session.engine_died(self._prefiller, self._asked_s, said=said)
+
+    def _give_up(self, fault: Fault) -> None:
+        self._failed(Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}"))
 
     def _done(self) -> None:
         if self._call is not None:

@@ -2,20 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.setting import choice, integer, named, number, seconds, switch, words
 from balanceroute.proxy.live.openai.body import BodyError
-from balanceroute.proxy.live.openai.continuation import sampling_of, says_again
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
-from balanceroute.proxy.live.openai.stream_event import RepeatedText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller
-    from balanceroute.proxy.live.openai.continuation import PrefillFirstToken
     from balanceroute.proxy.live.openai.shape import Shape
 
 
@@ -63,17 +56,6 @@ def check_direct(shape: "Shape", direct: Direct) -> None:
     raise BodyError(f"{shape.direct} has a value that is not served: {why}", shape.direct)
 
 
-# The first token of a stream, given to the client when the prefill ends, before there is a rank.
-#
-# The decode leg stays as it is: the rank says the token again, which is left out. For both to
-# draw the same token, both legs have one seed. Until the rank has said more than the client has,
-# all of it can be repeated, as before the first byte. If it says something else, the answer goes
-# on behind the client's token, from ids.
-#
-# Of a prefiller on probation the client gets nothing: what it says is compared with what the rank
-# says.
-
-
 class FirstTokenFrom(Enum):
     """Whose first token the client gets."""
 
@@ -82,66 +64,6 @@ class FirstTokenFrom(Enum):
 
 
 FROM_DECODE = FirstTokenFrom.DECODE
-
-
-class EarlyToken:
-    """The first token of one request.
-
-    Attributes:
-        kept: Members of the client's body that a continuation has.
-        members: What the prefill leg is asked for beyond those of both legs.
-        min_tokens: How many the prefill leg must not end before.
-        said: What the client has; None if it has nothing.
-    """
-
-    __slots__ = ("_doubted", "_firsts", "_prefiller", "kept", "members", "min_tokens", "said")
-
-    def __init__(self, kept: "Mapping[str, Any]") -> None:
-        sampling = sampling_of(kept)
-        self.kept = kept
-        # Where the sampling has a place of its own, the answer is ids.
-        self.members = {"return_token_ids": True} if sampling is kept else {}
-        # An answer may be empty, and then the prefiller has to say so, too.
-        self.min_tokens = 1 if sampling.get("min_tokens") else 0
-        self.said: PrefillFirstToken | None = None
-        self._doubted: PrefillFirstToken | None = None
-        self._prefiller = ""
-        self._firsts: FirstTokenTrust | None = None
-
-    @property
-    def comparison(self) -> "Callable[[bytes], bool] | None":
-        """What compares each event of a rank's stream until it is true; None if nothing is to be."""
-        if self._doubted is None:
-            return None
-        return partial(self._compare, self._doubted, RepeatedText(self._doubted.text))
-
-    def give(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
-        """Note that the client has what a prefiller said."""
-        self.said, self._doubted = said, None
-        self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
-        self._firsts.count()
-
-    def doubt(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
-        """Note what a prefiller said, for a rank to say it first."""
-        self._doubted = said
-        self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
-
-    def take_back(self) -> None:
-        """Note that the rank said another one."""
-        if self._firsts is not None:
-            self._firsts.differ(self._prefiller)
-
-    def _compare(self, said: "PrefillFirstToken", left: RepeatedText, event: bytes) -> bool:
-        same = says_again(said, left, event)
-        if same is None or self._firsts is None:
-            return False
-        self._doubted = None  # Another rank is no other comparison.
-        self._firsts.count()
-        if same:
-            self._firsts.agree()
-        else:
-            self.take_back()
-        return True
 
 
 # Streams that another decode rank continues when theirs fails.
@@ -296,36 +218,3 @@ class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
         if stream:
             return f"no token came within {self.first_token_timeout_s:g} s"
         return f"no answer came within {self.answer_timeout_s:g} s"
-
-
-# A cap on retries over the whole proxy, so that an outage is not answered with a retry storm.
-#
-# A fifth of the requests may be tried again, as Envoy's and Linkerd's budgets have it, and ten
-# more (as many as Linkerd allows a second) so that the first failures after a quiet time are
-# retried: it takes a few to tell who is at fault.
-
-
-class RetryBudget:
-    """Earns a share of a retry with each request.
-
-    Args:
-        share: Retries per request.
-        reserve: Retries available at the start.
-        most: The largest number of retries saved up.
-    """
-
-    def __init__(self, *, share: float = 0.2, reserve: float = 10.0, most: float = 100.0) -> None:
-        self._share = share
-        self._most = most
-        self._left = reserve
-
-    def earn(self) -> None:
-        """Note one request."""
-        self._left = min(self._most, self._left + self._share)
-
-    def spend(self) -> bool:
-        """Take one retry; return whether there was one."""
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True

@@ -31,16 +31,12 @@ from balanceroute.proxy.live.openai.legs import (
 from balanceroute.proxy.live.openai.prompt_keys import SESSION_MEMBER, prompt_name
 from balanceroute.proxy.live.openai.shape import PROMPT, Api
 from balanceroute.proxy.live.openai.token_counts import continuous_usage_is_expensive
+from balanceroute.proxy.live.request.client_answer import EarlyToken
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
-from balanceroute.proxy.live.request.holding import Attempt, draw_seed
-from balanceroute.proxy.live.request.leg_settings import (
-    FROM_DECODE,
-    RESUME_OFF,
-    Direct,
-    EarlyToken,
-)
+from balanceroute.proxy.live.request.leg_settings import FROM_DECODE, RESUME_OFF, Direct
 from balanceroute.proxy.live.request.relay import BufferedLeg
-from balanceroute.proxy.live.request.session_host import (
+from balanceroute.proxy.live.request.session import Attempt, draw_seed
+from balanceroute.proxy.live.request.shared import (
     EngineSeen,
     KvHandle,
     KvMissing,
@@ -51,7 +47,7 @@ from balanceroute.proxy.live.telemetry.record import PREFILL_LEG
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.request.holding import AttemptOwner
+    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.
@@ -74,7 +70,7 @@ class PrefillAttempt(Attempt):
 
     __slots__ = ("_api", "_began_s", "_least", "_transfer", "prefiller", "sent_s")
 
-    def __init__(self, session: "AttemptOwner", prefiller: "Prefiller") -> None:
+    def __init__(self, session: "Session", prefiller: "Prefiller") -> None:
         super().__init__(session, PREFILL_LEG, prefiller)
         self.prefiller = prefiller
         self.sent_s = self._began_s = session.context.uptime_s()

@@ -13,52 +13,257 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.engines.instances import Prefiller, Role, Target
+from balanceroute.proxy.live.openai.continuation import continued_at
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
-from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Shape
-from balanceroute.proxy.live.request.client_answer import ClientAnswer
-from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
-from balanceroute.proxy.live.request.failures import Failure, Next, What, lacks_route
-from balanceroute.proxy.live.request.holding import NOTHING, Attempt, Backoff, Emitted, Holding
+from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api, Shape
+from balanceroute.proxy.live.request.client_answer import ClientAnswer, Emitted, answer_shortly
+from balanceroute.proxy.live.request.failures import (
+    Blame,
+    Failure,
+    Next,
+    Recovery,
+    Retry,
+    What,
+    lacks_route,
+    triage,
+)
 from balanceroute.proxy.live.request.leg_settings import Direct, guessed_tokens
 from balanceroute.proxy.live.request.phases import (
-    DECODING,
     ENDED,
     MAY_REPEAT,
     POOLED,
-    PREFILLING,
     QUEUED,
     STREAMING,
     TRANSITIONS,
     Phase,
     impossible,
+    trace_failure,
     trace_move,
 )
-from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
-from balanceroute.proxy.live.request.recovery import Recovery, Retry, answer_shortly
-from balanceroute.proxy.live.request.session_host import (
-    Host,
-    KvAbandoned,
-    KvHandle,
-    LegSucceeded,
-    SessionEnded,
-)
-from balanceroute.proxy.live.request.suspects import (
+from balanceroute.proxy.live.request.shared import (
     MOST_DEATHS,
     REASON,
     SUSPECTED,
     EngineDied,
+    Host,
+    KvAbandoned,
+    KvHandle,
+    LegFailed,
+    LegSucceeded,
+    PullFailed,
+    SessionEnded,
 )
 from balanceroute.proxy.live.telemetry.record import OK, Leg, Outcome, RequestRecord
+from balanceroute.proxy.wire.messages import WireFault
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Mapping
 
-    from balanceroute.proxy.live.engines.instances import Prefiller, Rank
+    from balanceroute.proxy.live.engines.instances import Rank
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.token_counts import PromptUsage
+    from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.messages import Headers, LineHandler, Payload, WireError
+
+
+_SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
+_TARGETS = {api: api.value.encode() for api in Api}
+
+
+class Holding:
+    """Nothing: what a session holds that waits for the scheduler, or has ended."""
+
+    __slots__ = ()
+
+    @property
+    def bound(self) -> bool:
+        """Whether a rank has the request."""
+        return False
+
+    @property
+    def pair(self) -> "tuple[Prefiller, Rank] | None":
+        """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
+        return None
+
+    @property
+    def tokens(self) -> int | None:
+        """What has come of a stream; None if nothing is streamed."""
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has the whole answer, though the engine has not ended it."""
+        return False
+
+    @property
+    def continuable(self) -> bool:
+        """Whether another rank could go on with the stream, from the ids of its tokens."""
+        return False
+
+    @property
+    def lost(self) -> bool:
+        """Whether its connection is lost, of which it hears in a moment."""
+        return False
+
+    @property
+    def targets(self) -> "tuple[Target, ...]":
+        """The instances that work on a leg, or failed to."""
+        return ()
+
+    def leg_at(self, target: "Target") -> "Leg | None":
+        """Return the leg that an instance works on, or failed to; None if it does not."""
+        del target
+        return None
+
+    def move(self, target: "Target") -> bool:
+        """Have what a removed instance does for another one done elsewhere, if that is possible."""
+        del target
+        return False
+
+    def finish(self) -> bool:
+        """End the answer, if nothing of it is missing but its end; return whether that is so."""
+        return False
+
+    def hand_over(self) -> None:
+        """Have another rank go on with the stream; only if `continuable`."""
+
+    def check_deadline(self, now_s: float) -> None:
+        """Fail if it takes too long."""
+
+    def pause(self) -> None:
+        """Read no further: the client reads too slowly."""
+
+    def resume(self) -> None:
+        """Read on."""
+
+    def close(self) -> None:
+        """Let go of everything. Nothing more comes of it, and to close it again does nothing."""
+
+
+NOTHING = Holding()
+
+
+class Attempt(Holding):
+    """One exchange with one engine, which is a part of its session.
+
+    Attributes:
+        posted_s: When the engine was asked, by the loop's clock.
+    """
+
+    __slots__ = (
+        *("_again", "_call", "_deadline_s", "_sent_again", "_session", "engine", "leg", "posted_s"),
+    )
+
+    def __init__(self, session: "Session", leg: "Leg", engine: "Prefiller | Rank") -> None:
+        self.leg = leg
+        self.engine = engine
+        self._session = session
+        self._deadline_s = self.posted_s = 0.0
+        self._sent_again = False
+        self._call: Call | None = None
+        self._again: asyncio.TimerHandle | None = None  # Begins the next attempt.
+
+    @property
+    def lost(self) -> bool:
+        """Whether its connection is lost, of which it hears in a moment."""
+        return self._call is not None and self._call.lost
+
+    def _asked(self) -> "tuple[Api, RequestBody]":
+        """Return the endpoint that is asked, and for what."""
+        session = self._session
+        continued = session.emitted.continued
+        if continued is None:
+            return session.shape.api, session.body
+        return continued_at(session.shape.api), continued
+
+    def send(self) -> None:
+        """Ask the engine. The session holds the attempt by then, so that it is closed if this fails."""
+        raise NotImplementedError
+
+    @property
+    def targets(self) -> "tuple[Target, ...]":
+        """The engine."""
+        return (self.engine.target,)
+
+    def leg_at(self, target: "Target") -> "Leg | None":
+        """Return the leg if it is the engine's."""
+        return self.leg if self.engine.target == target else None
+
+    def pause(self) -> None:
+        """Slow the engine down."""
+        if self._call is not None:
+            self._call.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._call is not None:
+            self._call.resume()
+
+    def close(self) -> None:
+        """End the exchange. Its handler knows the attempt: leave no cycle behind."""
+        if self._call is not None:
+            self._call.abort()
+            self._call = None
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+    def wait(self, delay_s: float, again: "Callable[[], None]") -> None:
+        """Begin what comes next after a while. Until then the request is bound as it was."""
+        self._again = self._session.context.call_later(delay_s, again)
+
+    def fail(self, failure: "Failure") -> None:
+        """End the exchange, which failed."""
+        session = self._session
+        trace_failure(session.record, self.leg, failure.reason, session.context.clock())
+        self.close()
+
+    def _send_again(self, error: "WireError") -> bool:
+        """Send once more what was lost with a reused connection, on a new one; return whether it is sent.
+
+        For legs that nothing is lost by if they were done twice.
+        """
+        if error.kind is not WireFault.STALE or self._sent_again:
+            return False
+        self._sent_again = True
+        self.send()
+        return True
+
+    def _post(
+        self,
+        api: "Api",
+        headers: bytes,
+        body: "Payload",
+        handler: "ResponseHandler",
+        timeout_s: float,
+        *,
+        expires_s: float | None = None,
+        lines: "LineHandler | None" = None,
+    ) -> None:
+        session = self._session
+        self.posted_s = session.context.clock()
+        self._deadline_s = self.posted_s + timeout_s
+        self._call = self.engine.endpoint.request(
+            b"POST",
+            _TARGETS[api],
+            headers,
+            body,
+            handler,
+            crashed=session.crashed,
+            expires_s=expires_s,
+            lines=lines,
+            fresh=self._sent_again or session.fresh,
+        )
+
+
+def draw_seed(session: "Session") -> int:
+    """Return a seed for a request whose client gave none; its record names it."""
+    seed = session.record.seed = int(session.context.unique()[:_SEED_DIGITS], 16)
+    return seed
+
 
 # Of a stream that goes on elsewhere: all that its client has may come again before anything new.
 _RESUMED_SILENCE_S = 4.0
@@ -70,9 +275,7 @@ class Session:
     """One request.
 
     Args:
-        ticket: What the scheduler knows of it.
         headers: The lines of every engine leg.
-        reply: The client.
         record: What is known of it, kept up to date.
 
     Attributes:
@@ -82,16 +285,17 @@ class Session:
         emitted: What earlier bindings emitted.
         fresh: Whether its legs go on new connections: one was lost with a reused one.
         held: What it holds in its phase.
+        kv: What a prefiller left for the rank; None before, and once a rank has it.
+        pooled_s: When it began to wait for a rank.
         hung: The prefiller that left a decode rank's call unanswered, to be asked last.
         offset: The step clock's.
-        phase: Where it stands.
         prompt_usage: What the prefill leg told of its prompt; None if it told nothing.
     """
 
     __slots__ = (
-        *("_body", "_fingerprint", "_kv", "_pooled_s", "_recovery", "abort_ordered", "answer"),
+        *("_body", "_fingerprint", "abort_ordered", "answer"),
         *("context", "decodes", "emitted", "fresh", "headers", "held", "host"),
-        *("hung", "number", "offset"),
+        *("hung", "kv", "number", "offset", "pooled_s", "recovery"),
         *("phase", "prompt_usage", "record", "shape", "ticket"),
     )
 
@@ -122,13 +326,13 @@ class Session:
         self.hung: Prefiller | None = None
         self.fresh = False
         self.phase = QUEUED
-        self.answer = ClientAnswer(self, reply, record)
+        self.answer = ClientAnswer(reply, record, left=self.left, slow=self._client_slow)
         self._body: RequestBody | None = body
         self._fingerprint = b""
         self.held: Holding = NOTHING
-        self._kv: KvHandle | None = None  # Until a rank has it.
-        self._pooled_s = 0.0
-        self._recovery = Recovery(number, host, host.context.legs)
+        self.kv: KvHandle | None = None  # Until a rank has it.
+        self.pooled_s = 0.0
+        self.recovery = Recovery(host.context.legs)
 
     @property
     def body(self) -> "RequestBody":
@@ -166,23 +370,15 @@ class Session:
         return self.held.pair
 
     @property
-    def pullable(self) -> bool:
-        """Whether it has a KV cache that a rank is to pull."""
-        return self._kv is not None and self._kv.params is not None
-
-    @property
     def targets(self) -> tuple[Target, ...]:
         """The instances that work for this request, or hold its KV cache."""
-        holder = () if self._kv is None else (self._kv.prefiller.target,)
+        holder = () if self.kv is None else (self.kv.prefiller.target,)
         return (*holder, *self.held.targets)
 
-    def is_on(self, target: Target) -> bool:
-        """Return whether an instance is one of these."""
-        return target in self.targets
-
     def check_deadline(self, now_s: float) -> None:
-        """Act if the leg in flight takes too long, or the client of a stream has heard nothing."""
-        self.held.check_deadline(now_s)
+        """Act if the leg in flight takes too long, or the client of a stream has got nothing."""
+        if self.phase is not Phase.BACKOFF:
+            self.held.check_deadline(now_s)
         silence_s = self.context.legs.sse_keep_alive_s
         if silence_s is None and self.record.resumes:
             silence_s = _RESUMED_SILENCE_S
@@ -203,48 +399,29 @@ class Session:
 
     # What the driver says.
 
-    def start_prefill(self, prefiller: "Prefiller") -> None:
-        """Send the prefill leg, or the whole request if nobody decodes it."""
-        if self.context.suspects.prompts and self._is_refused():
-            return
-        self.record.prefill_began(prefiller.name, self.context.clock())
-        if self.decodes:
-            self._try(PREFILLING, PrefillAttempt(self, prefiller))
-        else:
-            self._try(DECODING, DecodeAttempt(self, prefiller, None))
-
-    def start_decode(self, rank: "Rank") -> None:
-        """Send the decode leg."""
-        if self.context.suspects.prompts and self._is_refused():
-            return
-        self.record.bound(rank.name, self.context.clock(), pooled_s=self._pooled_s)
-        self._try(DECODING, DecodeAttempt(self, rank, self._kv))
-
-    def _try(self, phase: Phase, attempt: Attempt) -> None:
+    def begin(self, phase: Phase, attempt: Attempt) -> None:
+        """Ask an engine, unless it is known to lack the route."""
         self._enter(phase, attempt)
-        if (self._recovery.lacking or attempt.engine.lacks) and self._passes_over(attempt):
+        recovery, leg = self.recovery, attempt.leg
+        if (recovery.lacking or attempt.engine.lacks) and self._passes_over(attempt):
             return
-        self._recovery.begin(attempt.leg)
+        recovery.tries[leg] = recovery.tries.get(leg, 0) + 1
         attempt.send()
 
     def pooled(self) -> None:
         """Note that the session waits for a rank from now on."""
         self._enter(POOLED)
-        self._pooled_s = self.context.clock()
-
-    def drop_leg(self) -> None:
-        """Stop the leg in flight, if any; nothing more comes of it."""
-        self.held.close()
+        self.pooled_s = self.context.clock()
 
     def prefill_again(self) -> None:
         """Note that the scheduler has the prompt computed anew, if a prefiller does that at all."""
-        self._kv = None
+        self.kv = None
         if self.phase is not Phase.QUEUED and self.ticket.prefill:
             self._enter(Phase.QUEUED)
 
     def lease_ended(self, *, cheaper: bool) -> None:
         """Note that the KV cache must not be used any more; `cheaper` as in `ReleasePrefill`."""
-        if self._kv is None:
+        if self.kv is None:
             self.host.report(KvAbandoned("lost"))
         else:
             self._lapsed(cheaper=cheaper)
@@ -272,10 +449,6 @@ class Session:
         body = error_body(status, reason, param=param, endpoint=self.record.endpoint)
         self.answer.send(status, JSON_HEADERS, body)
         self._end(events.RequestFailed(self.number), Outcome.CLIENT_ERROR, reason)
-
-    def expect_abort(self) -> None:
-        """Note that engines are told to abort it: what they answer then is the answer."""
-        self.abort_ordered = True
 
     def give_up(self, reason: str) -> None:
         """End the request, which somebody else may serve later."""
@@ -326,7 +499,7 @@ class Session:
         begun = self.phase is Phase.STREAMING and leg is not Leg.PREFILL
         # For its next attempt, or for word of its connection: so it leaves anyway.
         waits = self.phase is Phase.BACKOFF or self.held.lost
-        if leg is None or begun or waits or not self._recovery.may_try_again(leg):
+        if leg is None or begun or waits or not self.recovery.may_try_again(leg):
             return
         if self.host.may_retry(leg.value, Fault.CONNECT):
             self.instance_removed(target)
@@ -336,12 +509,12 @@ class Session:
 
         Nothing is taken from the retry budget: others step, so this is no fault that all have in common.
         """
-        if self.phase is Phase.STREAMING or self._recovery.may_try_again(Leg.DECODE):
+        if self.phase is Phase.STREAMING or self.recovery.may_try_again(Leg.DECODE):
             self.instance_removed(target, gently=True)
 
     def drop_lost_kv(self) -> None:
         """Prefill again if it waits in the pool with a KV cache that is lost."""
-        if self.phase is Phase.POOLED and self._kv is not None and self._kv.is_lost:
+        if self.phase is Phase.POOLED and self.kv is not None and self.kv.is_lost:
             self.host.feed(self._kv_lost())
 
     # What the client does.
@@ -349,6 +522,10 @@ class Session:
     def left(self) -> None:
         """Take note that the client is gone, and end the request if that fails."""
         _run(self, "client left", self.client_left)
+
+    def _client_slow(self, slow: bool) -> None:
+        """Have the engine of the answer wait while the client reads too slowly."""
+        (self.held.pause if slow else self.held.resume)()
 
     def client_left(self) -> None:
         """Stop everything: nobody reads the answer any more."""
@@ -364,7 +541,7 @@ class Session:
 
     def prefilled(self, kv: KvHandle) -> None:
         """Wait for a rank with what a prefiller has computed."""
-        self._kv = kv
+        self.kv = kv
         self.pooled()
 
     def left_to_prefillers(self) -> None:
@@ -391,7 +568,7 @@ class Session:
             self._fingerprint = self.fingerprint
             self._body = None
             self.answer.reply.release_body()
-        self._kv = None
+        self.kv = None
 
     def finished(self, error: str = "", *, cut: bool = False) -> None:
         """End the stream, in which the engine may have reported an error of its own."""
@@ -415,7 +592,7 @@ class Session:
         if not self.decodes:
             self.host.feed(self._prefiller_lost())
             return
-        self._kv = None
+        self.kv = None
         if self.ticket.prefill:
             self._enter(Phase.QUEUED)
         else:
@@ -431,12 +608,13 @@ class Session:
         if failure.is_death:
             self.engine_died(attempt.engine, attempt.posted_s, said=failure.says_dead)
         deaths = self._deaths()
-        retry = self._recovery.after(attempt, failure, stream_open=begun, deaths=deaths)
+        retry = _judge(self, attempt, failure, stream_open=begun, deaths=deaths)
         self.fresh |= failure.what is What.STALE
         if failure.what is What.TOO_LATE:
             self._lapsed(cheaper=False)
         if failure.what is What.NO_ROUTE:
-            self._recovery.note_lacking(attempt, self.shape.api, failure, self.context.clock())
+            now_s = self.context.clock()
+            self.recovery.note_lacking(attempt.engine, self.shape.api, failure, now_s)
         if retry is None and deaths >= MOST_DEATHS and failure.what is not What.REFUSED:
             self._give_up_prompt()
         elif retry is None and failure.what is What.NO_ROUTE:
@@ -455,11 +633,14 @@ class Session:
                 return
             self.record.retries += 1
             again = partial(_run, self, "backoff", partial(self._go_on, retry))
-            self._enter(Phase.BACKOFF, Backoff(self, attempt, retry.delay_s, again))
+            attempt.wait(retry.delay_s, again)
+            self._enter(Phase.BACKOFF, attempt)
 
     def _passes_over(self, attempt: Attempt) -> bool:
         """Go on without an engine that is known to lack the route; return whether it is one."""
-        known = self._recovery.foresee(attempt, self.shape.api, self.context.clock())
+        known = self.recovery.foresee(
+            attempt.leg, attempt.engine, self.shape.api, self.context.clock()
+        )
         if isinstance(known, Retry):
             self._go_on(known)
         elif known is not None:
@@ -470,13 +651,23 @@ class Session:
         """Have one engine of the other role do all of a request whose route a role lacks, if it may."""
         direct = self.context.legs.direct_of(guessed_tokens(self.shape))
         begun = self.answer.opened or self.emitted.tokens
-        if isinstance(attempt, PrefillAttempt) and direct is Direct.DECODE and not begun:
+        engine = attempt.engine
+        if (
+            isinstance(engine, Prefiller)
+            and not begun
+            and attempt.leg is Leg.PREFILL
+            and direct is Direct.DECODE
+        ):
             tokens, self.record.local_prefill = self.ticket.prompt_tokens, True
-            self.prefilled(KvHandle(attempt.prefiller, None))
+            self.prefilled(KvHandle(engine, None))
             # None of them was computed.
             done = events.PrefillDone(self.number, tokens, None, tokens)
-            self.host.feed(done, LegSucceeded(attempt.engine.target))
-        elif attempt.leg is Leg.DECODE and direct is Direct.PREFILL and self.pullable and not begun:
+            self.host.feed(done, LegSucceeded(engine.target))
+        elif (
+            attempt.leg is Leg.DECODE
+            and direct is Direct.PREFILL
+            and not (begun or self.kv is None or self.kv.params is None)
+        ):
             self.left_to_prefillers()
         else:
             self._give_up(attempt, failure)
@@ -498,7 +689,7 @@ class Session:
         suspects = self.context.suspects
         return suspects.deaths(self.fingerprint) if suspects.prompts else 0
 
-    def _is_refused(self) -> bool:
+    def is_refused(self) -> bool:
         """End the request if its prompt is not to be tried any more; return whether that is so."""
         suspects = self.context.suspects
         if suspects.refuses(self.fingerprint):
@@ -527,7 +718,7 @@ class Session:
         status, _, body = failure.answer
         if self.shape.api in OPTIONAL_APIS and lacks_route(status, body):
             role = (failure.blamed or attempt.engine.target).role
-            roles = {role, *(engine.target.role for engine in self._recovery.lacking)}
+            roles = {role, *(engine.target.role for engine in self.recovery.lacking)}
             who = "engine" if len(roles) > 1 else _NAMES[role]
             self.refuse(501, f"no {who} serves {self.shape.api.value}")
             return
@@ -541,7 +732,7 @@ class Session:
             event = self._prefiller_lost()
         elif retry.then is Next.OTHERS_KV:
             event = self._kv_lost(elsewhere=True, same_rank=retry.same_rank)
-        elif retry.then is Next.NEW_KV or (self._kv is not None and self._kv.is_lost):
+        elif retry.then is Next.NEW_KV or (self.kv is not None and self.kv.is_lost):
             event = self._kv_lost()
         else:
             self.pooled()
@@ -549,12 +740,12 @@ class Session:
         self.host.feed(event)
 
     def _prefiller_lost(self) -> events.Event:
-        self._kv = None
+        self.kv = None
         self._enter(Phase.QUEUED)
         return events.PrefillLost(self.number, elsewhere=True, decode=self.decodes)
 
     def _kv_lost(self, *, elsewhere: bool = False, same_rank: bool = False) -> events.Event:
-        kv, self._kv = self._kv, None
+        kv, self.kv = self.kv, None
         if kv is None or kv.params is None:
             self.pooled()
             return events.DecodeLost(self.number)  # There is no prefill to repeat.
@@ -571,6 +762,33 @@ class Session:
         self._body = None
         self.answer.forget()
         self.host.report(SessionEnded(self.number, self.record))
+
+
+def _judge(
+    session: Session, attempt: Attempt, failure: Failure, *, stream_open: bool, deaths: int
+) -> Retry | None:
+    """End an attempt, blame whom the rules blame, and return how to go on; see `triage`."""
+    attempt.fail(failure)  # What failed may be the answer, not the connection.
+    recovery, kv = session.recovery, session.kv
+    pair, engine, leg = attempt.pair, attempt.engine, attempt.leg
+    rule = triage(
+        leg,
+        failure,
+        stream_open=stream_open,
+        continuable=stream_open and attempt.continuable,
+        pulls=pair is not None,
+        offers=0 if kv is None else kv.offers,
+        deaths=deaths + recovery.note_broken(leg, failure),
+    )
+    if rule.close_idle:
+        engine.endpoint.close_idle()
+    fault, reason = failure.fault, failure.reason
+    if rule.blame is Blame.ENGINE:
+        session.host.report(LegFailed(failure.blamed or engine.target, fault, reason))
+    elif rule.blame is Blame.PULL and pair is not None:
+        prefiller, rank = pair
+        session.host.report(PullFailed(session.number, prefiller.id, rank.id, fault, reason))
+    return recovery.after(leg, failure, rule.then)
 
 
 def _run(session: Session, what: str, do: "Callable[[], None]") -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RankId
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.request.session_host import StreamLent, StreamReturned
+    from balanceroute.proxy.live.request.shared import StreamLent, StreamReturned
 
 
 # The decode fleet's steps, inferred from the token counts of the streams.

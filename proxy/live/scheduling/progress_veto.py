@@ -1,6 +1,6 @@
 """Decode ranks that make no tokens while others do get nothing new, and their requests go on elsewhere.
 
-A rank that stands still, see `core.rank_progress`, is closed within two or three seconds, long before a
+A rank that stands still, see `core.steps`, is closed within two or three seconds, long before a
 time limit of a leg. What has not begun there begins elsewhere, and so does a stream that can go on
 elsewhere (`--resume`). A stream that cannot stays: the rank may come back, and its time limits hold.
 

@@ -11,7 +11,7 @@ from balanceroute.proxy.core.steps import STEPS
 from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Rank
-from balanceroute.proxy.live.request.suspects import MOST_DEATHS
+from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.clients import Client, ClientEnding, Visit, ask_all
 from balanceroute.proxy.testing.chaos.expectation import (

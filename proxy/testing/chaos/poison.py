@@ -14,7 +14,7 @@ from enum import Enum
 from balanceroute.proxy.lab.emulate.engine import Engine
 from balanceroute.proxy.lab.emulate.exchange import EngineExchange
 from balanceroute.proxy.lab.emulate.hub import EngineCall
-from balanceroute.proxy.live.request.suspects import MOST_DEATHS
+from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
 from balanceroute.proxy.testing.chaos.world import Part, World

@@ -13,10 +13,11 @@ from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, read_shape
+from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.proxy.live.request.phases import Phase
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.session_host import (
+from balanceroute.proxy.live.request.shared import (
     EngineSeen,
     KvAbandoned,
     KvMissing,
@@ -36,7 +37,7 @@ from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.session_host import Host, StallWatch
+    from balanceroute.proxy.live.request.shared import Host, StallWatch
     from balanceroute.proxy.wire.http1.client import Endpoint, ResponseHandler
     from balanceroute.proxy.wire.http1.server import Reply
 
@@ -406,12 +407,12 @@ class Site:
 
     def prefill(self, number: int = 0) -> Sent:
         """Have a prefiller start."""
-        self.session.start_prefill(self.prefillers[number])
+        start_prefill(self.session, self.prefillers[number])
         return self.last
 
     def decode(self, number: int = 0) -> Sent:
         """Have a rank start."""
-        self.session.start_decode(self.ranks[number])
+        start_decode(self.session, self.ranks[number])
         return self.last
 
     def to_rank(self) -> Sent:

@@ -1,6 +1,6 @@
 """The cap on retries."""
 
-from balanceroute.proxy.live.request.leg_settings import RetryBudget
+from balanceroute.proxy.live.scheduling.driver import RetryBudget
 
 
 def spend_all(budget: RetryBudget) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from balanceroute.proxy.live.openai.answer import is_message, message_events
 from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.live.request.recovery import short_answer_body, short_answer_events
+from balanceroute.proxy.live.request.client_answer import short_answer_body, short_answer_events
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.session_host import StallWatch
+from balanceroute.proxy.live.request.shared import StallWatch
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

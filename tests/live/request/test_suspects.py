@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.openai.body import SMALL_BYTES, RequestBody
-from balanceroute.proxy.live.request.suspects import (
+from balanceroute.proxy.live.request.shared import (
     FEW,
     KEPT_S,
     MOST_PROMPTS,

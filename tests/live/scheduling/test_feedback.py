@@ -16,7 +16,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.request.session_host import (
+from balanceroute.proxy.live.request.shared import (
     EngineSeen,
     KvAbandoned,
     KvMissing,
@@ -26,7 +26,7 @@ from balanceroute.proxy.live.request.session_host import (
     RemotePrefillEnded,
     Report,
 )
-from balanceroute.proxy.live.scheduling.feedback import Feedback
+from balanceroute.proxy.live.scheduling.driver import Feedback
 
 NUMBER, P, R = RequestId(3), PrefillerId(1), RankId(0)
 TARGET = Target(Role.DECODE, "http://d0")

@@ -11,6 +11,7 @@ from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import Action
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.live.frontend.pass_through import SingleExchange
+from balanceroute.proxy.live.request.decode_attempt import start_prefill
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
@@ -120,12 +121,12 @@ def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
     performed: list[tuple[str, str]] = []
     act = Decisions._act
 
-    def note(decisions: Decisions, session: Session, action: Action) -> None:
+    def note(own: Decisions, session: Session, action: Action) -> None:
         performed.append((type(action).__name__, session.record.request_id))
-        act(decisions, session, action)
+        act(own, session, action)
 
     monkeypatch.setattr(Decisions, "_act", note)
-    monkeypatch.setattr(Session, "start_prefill", poisoned(Session.start_prefill))
+    monkeypatch.setattr(f"{Decisions.__module__}.start_prefill", poisoned(start_prefill))
 
     async def scenario(site: "Site") -> None:
         driver = site.world.proxy.deployment.driver

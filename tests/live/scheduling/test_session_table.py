@@ -5,7 +5,7 @@ import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from balanceroute.proxy.live.scheduling.feedback import SessionTable
+from balanceroute.proxy.live.scheduling.driver import SessionTable
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from balanceroute.proxy.core.events import Eligible, RequestId, Ticket
 from balanceroute.proxy.core.lifecycle import LifecycleState, Request
 from balanceroute.proxy.core.scheduler import Intake
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.scheduling.sweep import Stranded
+from balanceroute.proxy.live.scheduling.decisions import Stranded
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler

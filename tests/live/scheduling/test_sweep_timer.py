@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from balanceroute.proxy.live.scheduling.sweep import SWEEP_S, SweepTimer
+from balanceroute.proxy.live.scheduling.decisions import SWEEP_S, SweepTimer
 
 _STEP_S = 0.0041
 

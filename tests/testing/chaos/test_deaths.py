@@ -4,7 +4,7 @@ from statistics import median
 
 import pytest
 
-from balanceroute.proxy.live.request.suspects import MOST_DEATHS
+from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.testing.chaos.deaths import kill_decoders
 
 

@@ -15,7 +15,7 @@ from balanceroute.proxy.lab.emulate.faults import (
 )
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.request.session_host import StallWatch
+from balanceroute.proxy.live.request.shared import StallWatch
 from balanceroute.proxy.live.scheduling.progress import StepClock
 from balanceroute.proxy.testing.chaos.clients import Visit
 from balanceroute.proxy.testing.chaos.decision_faults import DecisionFault, InjectedError, Lapse

@@ -18,12 +18,10 @@ from balanceroute.proxy.live.openai.errors import error_event
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 from balanceroute.proxy.live.request.failures import Failure, Next, Rule, triage
-from balanceroute.proxy.live.request.holding import Attempt
-from balanceroute.proxy.live.request.leg_settings import RetryBudget
 from balanceroute.proxy.live.request.relay import Relay
-from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.session_host import SessionEnded
-from balanceroute.proxy.live.scheduling.feedback import Feedback, SessionTable
+from balanceroute.proxy.live.request.session import Attempt, Session
+from balanceroute.proxy.live.request.shared import SessionEnded
+from balanceroute.proxy.live.scheduling.driver import Feedback, RetryBudget, SessionTable
 from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Leg, Outcome, RequestRecord
 from balanceroute.proxy.testing.chaos.trial import run_seed
@@ -214,7 +212,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
         rule = triage(leg, failure, **known)
         return replace(rule, then=Next.OTHER_RANK) if rule.then is Next.NEW_KV else rule
 
-    patch.setattr("balanceroute.proxy.live.request.recovery.triage", offer_again)
+    patch.setattr("balanceroute.proxy.live.request.failures.triage", offer_again)
 
 
 @bug("poison: 3 engines died of ", seed=59)

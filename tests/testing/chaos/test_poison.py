@@ -3,7 +3,7 @@
 import pytest
 
 from balanceroute.proxy.live.request.session import Session
-from balanceroute.proxy.live.request.suspects import Suspects
+from balanceroute.proxy.live.request.shared import Suspects
 from balanceroute.proxy.testing.chaos.plan import draw_plan
 from balanceroute.proxy.testing.chaos.poison import When
 from balanceroute.proxy.testing.chaos.trial import TrialReport, run_plan

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def sessions_on(sessions: "Mapping[RequestId, Session]", target: "Target") -> "list[Session]":
     """Return the requests in flight on an instance, of all live ones."""
-    return [session for session in sessions.values() if session.is_on(target)]
+    return [session for session in sessions.values() if target in session.targets]
 
 
 def in_flight(sessions: "Mapping[RequestId, Session]") -> "Counter[Target]":
@@ -94,7 +94,7 @@ class LostEngines:
 
 
 class StreamLooks:
-    """What is seen of the ranks; see `core.rank_progress`.
+    """What is seen of the ranks; see `core.steps`.
 
     Args:
         sessions: All live requests.
