@@ -61,7 +61,8 @@ from balanceroute.proxy.live.prediction import (
     predictor_name,
 )
 from balanceroute.proxy.live.request.shared import Suspects
-from balanceroute.proxy.live.scheduling.driver import Driver, DriverSettings
+from balanceroute.proxy.live.scheduling.decisions import DriverSettings, Observers
+from balanceroute.proxy.live.scheduling.driver import Driver, session_context
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import set_log_level
@@ -482,26 +483,28 @@ class Deployment:
                 observer=environment.observer,
             ),
             self.instances,
-            connector,
-            self.predictors,
-            health=self.health,
-            metrics=self._metrics,
-            failures=self._failures,
-            log=environment.log,
+            session_context(
+                connector,
+                config.legs,
+                rng=environment.rng,
+                uptime_s=environment.uptime_s,
+                observe_gap=self._metrics.legs.observe_itl,
+                max_model_len=self.models.max_model_len,
+                suspects=self._suspects,
+                pump=environment.pump,
+            ),
+            Observers(
+                *(self.health, self.predictors, self._metrics, self._failures, environment.log),
+                stopwatch=environment.stopwatch,
+            ),
             admission=self.tenancy.admission,
             settings=DriverSettings(
-                config.legs,
                 uses_blocks=asked or config.scheduling.prefill_choice in USING_BLOCKS,
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
                 progress_veto=config.scheduling.progress_veto,
                 warm_up=config.scheduling.warm_up,
             ),
             rng=environment.rng,
-            stopwatch=environment.stopwatch,
-            uptime_s=environment.uptime_s,
-            max_model_len=self.models.max_model_len,
-            suspects=self._suspects,
-            pump=environment.pump,
         )
 
     def _on_stage(self, stage: str) -> None:

@@ -8,6 +8,7 @@ one decision.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from balanceroute.proxy.core.events import (
@@ -42,25 +43,23 @@ from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.scheduling.lost_engines import StreamLooks
 from balanceroute.proxy.live.scheduling.progress import Progress
+from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
-
     from balanceroute.proxy.core.events import Eligible
     from balanceroute.proxy.core.lifecycle import Request
     from balanceroute.proxy.core.scheduler import Scheduler
+    from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.prediction import PredictorSet
     from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.request.shared import Host, StallWatch, Suspects
-    from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
+    from balanceroute.proxy.live.request.shared import SessionContext, Suspects
     from balanceroute.proxy.live.telemetry.component_metrics import (
         DecisionFailures,
-        DecisionMetrics,
     )
     from balanceroute.proxy.live.telemetry.metrics import Metrics
+    from balanceroute.proxy.live.telemetry.record import Log
 
 
 # Keeps requests apart whose engines died, so that the next death tells which of them it was.
@@ -222,7 +221,7 @@ class Isolation:
     """Runs what may fail.
 
     Args:
-        host: Fed with the failure of a request.
+        feed: Gives the scheduler the failure of a request.
         requests: Those that the scheduler has.
         sessions: All live requests.
         failures: Told of every exception.
@@ -230,13 +229,13 @@ class Isolation:
 
     def __init__(
         self,
-        host: "Host",
+        feed: Callable[[Event], None],
         requests: Container[RequestId],
         sessions: "Mapping[RequestId, Session]",
         failures: "DecisionFailures",
     ) -> None:
         self.failures = failures
-        self._host = host
+        self._feed = feed
         self._requests = requests
         self._sessions = sessions
         self._ending: set[RequestId] = set()
@@ -276,7 +275,7 @@ class Isolation:
         self._ending.add(number)
         session = self._sessions.get(number)
         if number in self._requests:
-            self.run(what, self._host.feed, RequestFailed(number))
+            self.run(what, self._feed, RequestFailed(number))
         if session is not None:
             self.end(session, what)
         self._ending.discard(number)
@@ -341,48 +340,100 @@ _LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
 _FOLLOWED = frozenset({*_LEAVING, DecodeStarted})
 
 
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Who takes note of what happens, besides the scheduler.
+
+    Attributes:
+        health: Told how legs end.
+        predictors: Told of every request; asked by the core.
+        metrics: Told of everything countable.
+        failures: Told of exceptions, none of which ends service.
+        log: Told of every request that ended.
+        stopwatch: Real seconds, for the cost of decisions.
+    """
+
+    health: "Health"
+    predictors: "PredictorSet"
+    metrics: "Metrics"
+    failures: "DecisionFailures"
+    log: "Log"
+    stopwatch: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class DriverSettings:
+    """How the driver works.
+
+    Attributes:
+        settle_s: How long a tick waits for further requests to end with the same step.
+        expects_output: Whether the queue order uses the expected output of requests.
+        uses_blocks: Whether the prefill choice uses the blocks of prompts.
+        stranded_s: How long requests wait for a role of which no instance is up. Less than that is
+            an engine that restarts; who comes meanwhile is refused at once.
+        progress_veto: Whether ranks that make no tokens are left out.
+        warm_up: Whether engines that begin, or come back, get a share that grows.
+    """
+
+    expects_output: bool
+    uses_blocks: bool
+    progress_veto: bool
+    warm_up: bool
+    settle_s: float = 0.002
+    stranded_s: float = 10.0
+
+
 class Decisions:
-    """The way to the scheduler and back.
+    """The way to the scheduler and back, and what has to be looked at while there are requests.
 
     Args:
-        suspects: Prompts under which engines have died.
-        settle_s: How long a tick waits for further requests to end with the same step.
+        context: What the sessions share.
         began: Told of a request whenever it is given to an engine.
-        stopwatch: Real seconds, for the cost of decisions.
-        pumped: Tokens of the streams that the pump moves, by slot; None if nobody moves any.
+
+    Attributes:
+        progress: How far the requests in decode are.
+        isolation: Ends alone what failed.
+        veto: Leaves out ranks that make no tokens.
     """
 
     def __init__(
         self,
         scheduler: "Scheduler",
-        sessions: "Mapping[RequestId, Session]",
         instances: "Instances",
-        open_instances: "OpenInstances",
-        isolation: "Isolation",
+        sessions: "Mapping[RequestId, Session]",
+        context: "SessionContext",
         *,
-        metrics: "Metrics",
-        suspects: "Suspects",
-        settle_s: float,
+        observers: Observers,
+        settings: DriverSettings,
         began: "Callable[[Session], None]",
-        stopwatch: Callable[[], float],
-        pumped: "NDArray[np.uint32] | None" = None,
     ) -> None:
         loop = asyncio.get_running_loop()
+        self.isolation = Isolation(self.feed, scheduler.requests, sessions, observers.failures)
+        pumped = None if context.pump is None else context.pump.tokens
         self.progress = Progress(scheduler, self._handle, loop.time, pumped)
+        self.veto = ProgressVeto(
+            *(scheduler, sessions, instances, self.progress),
+            health=observers.health,
+            reopen=self.reopen,
+            active=settings.progress_veto,
+        )
+        self._open_instances = OpenInstances(instances, self.feed, warm_up=settings.warm_up)
         self._scheduler = scheduler
         self._sessions = sessions
         self._instances = instances
-        self._open_instances = open_instances
-        self._isolation = isolation
-        self._metrics = metrics
-        self._settle_s = settle_s
+        self._metrics, self._predictors = observers.metrics, observers.predictors
+        self._stopwatch = observers.stopwatch
+        self._settle_s = settings.settle_s
         self._began = began
         self._clock = loop.time
-        self._stopwatch = stopwatch
+        self._stalls = context.stalls
+        self._looks = StreamLooks(sessions, loop.time, late_s=2 * SWEEP_S)
+        self._stranded = Stranded(scheduler, instances, after_s=settings.stranded_s)
+        self._sweeps = SweepTimer(sessions, self._sweep)
         self._stage_start_s = 0.0
         self._ticks = TickTimer(loop, self._tick)
         self._apart = Apart(
-            *(suspects, scheduler, sessions, instances, isolation),
+            *(context.suspects, scheduler, sessions, instances, self.isolation),
             start=self._start,
             feed=self.feed,
         )
@@ -418,7 +469,7 @@ class Decisions:
     def look_after(self) -> None:
         """Decide if a deadline or an earlier failure asks for it; follow the ranks in any case."""
         deadline_ns = self._scheduler.next_deadline_ns()
-        if self._isolation.failures.failing or (
+        if self.isolation.failures.failing or (
             deadline_ns is not None and deadline_ns <= self._now_ns()
         ):
             self._tick()
@@ -432,9 +483,11 @@ class Decisions:
         self._stage_start_s = now_s
 
     def stop(self) -> None:
-        """Call off the decision that is due."""
+        """Call off whatever is due."""
         self._ticks.cancel()
         self._apart.stop()
+        self.veto.stop()
+        self._sweeps.stop()
 
     def _now_ns(self) -> int:
         return int(self._clock() * 1e9 + 0.5)  # `round` takes three times as long.
@@ -454,10 +507,10 @@ class Decisions:
     def _tick(self) -> None:
         self._ticks.cancel()
         decides = self._scheduler.pool.slots > 0
-        failures = self._isolation.failures
+        failures = self.isolation.failures
         failed_before = failures.rounds_failed
-        well = self._isolation.run("follow", self.follow)
-        well &= self._isolation.run("tick", self._decide)
+        well = self.isolation.run("follow", self.follow)
+        well &= self.isolation.run("tick", self._decide)
         if decides or not well:
             failures.round_ended(well=well and failures.rounds_failed == failed_before)
 
@@ -479,9 +532,9 @@ class Decisions:
                 action = self._pending.popleft()
                 session = self._sessions.get(action.request)
                 if session is not None:
-                    self._isolation.run_for(session, "action", self._act, session, action)
+                    self.isolation.run_for(session, "action", self._act, session, action)
                 elif isinstance(action, ReleasePrefill):
-                    self._isolation.run("action", self._metrics.legs.abandoned_lease, "ended")
+                    self.isolation.run("action", self._metrics.legs.abandoned_lease, "ended")
         finally:
             self._performing = False
 
@@ -512,6 +565,46 @@ class Decisions:
         else:
             assert isinstance(action, Expire)
             session.expire("the request waited longer than it may")
+
+    # Four times a second, while there are requests.
+
+    def begin_sweeps(self) -> None:
+        """See that there are sweeps, until no request is left."""
+        if not self._sweeps.runs:
+            self._stranded.begin()
+            self._stalls.begin()
+            self._sweeps.begin()
+
+    def reopen(self, changed: Iterable[Prefiller | Rank] | None = None) -> None:
+        """Tell the scheduler which instances are open now, after some of them changed; None for any."""
+        self._open_instances.update(changed)
+        self.veto.spare()
+
+    def _sweep(self, now_s: float, late_s: float) -> None:
+        isolation, progress = self.isolation, self.progress
+        isolation.run("timer", self._look_after, late_s)
+        isolation.run("timer", self._review_ranks)
+        if not self._stalls.woke:
+            isolation.check_deadlines(now_s)
+        isolation.run("predictor", self._predictors.score, progress.started, progress.age)
+        isolation.run("timer", self._give_up_stranded, now_s)
+
+    def _look_after(self, late_s: float) -> None:
+        self._metrics.decisions.loop_lag(late_s)
+        self._stalls.tick()
+        self.look_after()
+
+    def _review_ranks(self) -> None:
+        self.veto.look(*self._looks.look())
+        if not self._stalls.woke:
+            self.veto.review()
+
+    def _give_up_stranded(self, now_s: float) -> None:
+        for number in self._stranded.due(now_s):
+            session = self._sessions[number]
+            self.isolation.run_for(
+                session, "timer", session.give_up, "no engine of each role is up"
+            )
 
 
 # Which instances the scheduler may use, as it was told.
@@ -588,9 +681,6 @@ class OpenInstances:
         self._ranks += [True] * (len(ranks) - len(self._ranks))
 
 
-# What is looked at four times a second while there are requests.
-
-
 # Calls four times a second while there are requests.
 
 # How often deadlines are looked at and progress is taken, in seconds.
@@ -654,75 +744,6 @@ class SweepTimer:
         finally:
             if self._sessions:
                 self._wait(now_s)
-
-
-class Sweep:
-    """Looks after deadlines, progress, predictors and engines that are missing.
-
-    Args:
-        clock: The loop's time.
-    """
-
-    def __init__(
-        self,
-        sessions: "Mapping[RequestId, Session]",
-        decisions: "Decisions",
-        predictors: "PredictorSet",
-        metrics: "DecisionMetrics",
-        *,
-        stalls: "StallWatch",
-        veto: "ProgressVeto",
-        stranded: "Stranded",
-        isolation: "Isolation",
-        clock: "Callable[[], float]",
-    ) -> None:
-        self._sessions = sessions
-        self._decisions = decisions
-        self._predictors = predictors
-        self._metrics = metrics
-        self._stalls = stalls
-        self._veto = veto
-        self._looks = StreamLooks(sessions, clock, late_s=2 * SWEEP_S)
-        self._stranded = stranded
-        self._isolation = isolation
-        self._timer = SweepTimer(sessions, self._sweep)
-
-    def begin(self) -> None:
-        """See that there are sweeps, until no request is left."""
-        if not self._timer.runs:
-            self._stranded.begin()
-            self._stalls.begin()
-            self._timer.begin()
-
-    def stop(self) -> None:
-        """Call off the next sweep."""
-        self._timer.stop()
-
-    def _sweep(self, now_s: float, late_s: float) -> None:
-        isolation, progress = self._isolation, self._decisions.progress
-        isolation.run("timer", self._look_after, late_s)
-        isolation.run("timer", self._review_ranks)
-        if not self._stalls.woke:
-            isolation.check_deadlines(now_s)
-        isolation.run("predictor", self._predictors.score, progress.started, progress.age)
-        isolation.run("timer", self._give_up_stranded, now_s)
-
-    def _look_after(self, late_s: float) -> None:
-        self._metrics.loop_lag(late_s)
-        self._stalls.tick()
-        self._decisions.look_after()
-
-    def _review_ranks(self) -> None:
-        self._veto.look(*self._looks.look())
-        if not self._stalls.woke:
-            self._veto.review()
-
-    def _give_up_stranded(self, now_s: float) -> None:
-        for number in self._stranded.due(now_s):
-            session = self._sessions[number]
-            self._isolation.run_for(
-                session, "timer", session.give_up, "no engine of each role is up"
-            )
 
 
 # Requests that wait for engines of which none is there.

@@ -6,8 +6,8 @@ The same role as the simulator's driver, with the loop's clock.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
@@ -24,7 +24,7 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.scheduler import placed
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import Instances, KvTransfers, Prefiller, Rank, Role
+from balanceroute.proxy.live.engines.instances import Instances, KvTransfers, Prefiller, Role
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape, TokenEstimate
 from balanceroute.proxy.live.prediction import ticket_features
@@ -50,14 +50,11 @@ from balanceroute.proxy.live.request.shared import (
 from balanceroute.proxy.live.scheduling.decisions import (
     SWEEP_S,
     Decisions,
-    Isolation,
-    OpenInstances,
-    Stranded,
-    Sweep,
+    DriverSettings,
+    Observers,
 )
 from balanceroute.proxy.live.scheduling.lost_engines import LostEngines
-from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
-from balanceroute.proxy.live.telemetry.record import OK, Log, RequestRecord
+from balanceroute.proxy.live.telemetry.record import OK, RequestRecord
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Eligible
@@ -66,9 +63,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.urgency import Urgency
-    from balanceroute.proxy.live.prediction import PredictorSet
     from balanceroute.proxy.live.scheduling.progress import Progress
-    from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Reply
@@ -126,14 +121,11 @@ class Feedback:
         table: "SessionTable",
         instances: "Instances",
         progress: "Progress",
+        observers: Observers,
         *,
-        health: "Health",
         transfers: "KvTransfers",
         lost: "LostEngines",
-        predictors: "PredictorSet",
         admission: Admission,
-        metrics: "Metrics",
-        log: Log,
         now_ns: Callable[[], int],
     ) -> None:
         self.retries = RetryBudget()
@@ -141,13 +133,11 @@ class Feedback:
         self._table = table
         self._instances = instances
         self._progress = progress
-        self._health = health
+        self._health, self._predictors = observers.health, observers.predictors
+        self._metrics, self._log = observers.metrics, observers.log
         self._transfers = transfers
         self._lost = lost
-        self._predictors = predictors
         self._admission = admission
-        self._metrics = metrics
-        self._log = log
         self._now_ns = now_ns
         self._warned_ns: dict[PrefillerId, int] = {}  # From when on, again.
         # A table, because `match` costs more, and every request has half a dozen reports.
@@ -426,144 +416,65 @@ class UniqueTokens:
 _NEVER_BEGUN = Ending(served=False, first_token_ns=None, output_tokens=0, began=False)
 
 
-@dataclass(frozen=True, slots=True)
-class DriverSettings:
-    """How the driver works.
-
-    Attributes:
-        legs: Time limits and retries.
-        settle_s: How long a tick waits for further requests to end with the same step.
-        expects_output: Whether the queue order uses the expected output of requests.
-        uses_blocks: Whether the prefill choice uses the blocks of prompts.
-        stranded_s: How long requests wait for a role of which no instance is up. Less than that is
-            an engine that restarts; who comes meanwhile is refused at once.
-        progress_veto: Whether ranks that make no tokens are left out.
-        warm_up: Whether engines that begin, or come back, get a share that grows.
-    """
-
-    legs: LegSettings
-    expects_output: bool
-    uses_blocks: bool
-    progress_veto: bool
-    warm_up: bool
-    settle_s: float = 0.002
-    stranded_s: float = 10.0
-
-
 class Driver:
     """One scheduler and the sessions it decides for; their `Host`.
 
     Args:
         scheduler: Its numbers of ranks and prefillers are those of `instances`.
-        predictors: Told of every request; asked by the core.
-        health: Told how legs end.
-        metrics: Told of everything countable.
-        failures: Told of exceptions, none of which ends service.
-        log: Told of every request that ended.
         admission: Asked before a request is let in.
-        rng: Makes tokens that name transfers.
-        stopwatch: Real seconds, for the cost of decisions.
-        uptime_s: What leases are measured by; see `Environment`.
-        max_model_len: Returns a context that no engine exceeds for a model; None if one may.
-        suspects: Prompts under which engines have died.
-        pump: Moves the ordinary events of their streams; None if nobody else does.
+        rng: Tells requests of one name apart.
 
     Attributes:
         context: What the sessions share.
         table: All live requests, and their names.
         sessions: Those of the table.
         decisions: Feeds the scheduler.
-        lost: Moves requests away from engines that do not answer.
-        veto: Leaves out ranks that make no tokens.
         isolation: Ends alone what failed.
+        veto: Leaves out ranks that make no tokens.
+        lost: Moves requests away from engines that do not answer.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
         report: Takes note of something; see `Feedback.take`.
+        reopen: Tells the scheduler which instances are open now; see `Decisions.reopen`.
     """
 
     def __init__(
         self,
         scheduler: "Scheduler",
         instances: Instances,
-        connector: "Connector",
-        predictors: "PredictorSet",
+        context: SessionContext,
+        observers: Observers,
         *,
-        health: "Health",
-        metrics: "Metrics",
-        failures: "DecisionFailures",
-        log: Log,
         admission: Admission,
         settings: DriverSettings,
         rng: random.Random,
-        stopwatch: Callable[[], float],
-        uptime_s: Callable[[], float],
-        max_model_len: Callable[[str], int | None],
-        suspects: Suspects,
-        pump: "Pump | None" = None,
     ) -> None:
-        self.scheduler, self.instances = scheduler, instances
-        context = _context(connector, settings, metrics, rng, max_model_len, uptime_s=uptime_s)
-        self.context = replace(context, suspects=suspects, pump=pump)
+        self.scheduler, self.instances, self.context = scheduler, instances, context
+        predictors = observers.predictors
         self.draining, self.uses_keys = False, predictors.uses_keys
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)
         self.sessions = self.table.live
-        self.isolation = Isolation(self, scheduler.requests, self.sessions, failures)
-        self._open_instances = OpenInstances(instances, self.feed, warm_up=settings.warm_up)
         self.decisions = Decisions(
-            scheduler,
-            self.sessions,
-            instances,
-            self._open_instances,
-            self.isolation,
-            metrics=metrics,
-            suspects=suspects,
-            settle_s=settings.settle_s,
+            *(scheduler, instances, self.sessions, context),
+            observers=observers,
+            settings=settings,
             began=self._began,
-            stopwatch=stopwatch,
-            pumped=None if pump is None else pump.tokens,
         )
+        self.isolation, self.veto = self.decisions.isolation, self.decisions.veto
+        self.reopen = self.decisions.reopen
         self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
         self._feedback = Feedback(
             self.table,
             instances,
             self.decisions.progress,
-            health=health,
-            transfers=self._make_transfers(health, metrics),
+            observers,
+            transfers=self._make_transfers(observers.health, observers.metrics),
             lost=self.lost,
-            predictors=predictors,
             admission=admission,
-            metrics=metrics,
-            log=log,
             now_ns=self._now_ns,
         )
-        self.report, self.veto = self._feedback.take, self._make_veto(health)
-        self._sweep = self._make_sweep(metrics)
-
-    def _make_sweep(self, metrics: "Metrics") -> Sweep:
-        after_s = self._settings.stranded_s
-        return Sweep(
-            self.sessions,
-            self.decisions,
-            self._predictors,
-            metrics.decisions,
-            stalls=self.context.stalls,
-            veto=self.veto,
-            stranded=Stranded(self.scheduler, self.instances, after_s=after_s),
-            isolation=self.isolation,
-            clock=self.context.clock,
-        )
-
-    def _make_veto(self, health: "Health") -> ProgressVeto:
-        loop = asyncio.get_running_loop()
-        return ProgressVeto(
-            *(self.scheduler, self.sessions, self.instances, self.decisions.progress),
-            health=health,
-            reopen=self.reopen,
-            clock=loop.time,
-            call_later=loop.call_later,
-            active=self._settings.progress_veto,
-        )
+        self.report = self._feedback.take
 
     def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:
         return KvTransfers(
@@ -668,7 +579,7 @@ class Driver:
         """Take a request that was not refused."""
         self._feedback.retries.earn()
         self.table.add(session)
-        self._sweep.begin()
+        self.decisions.begin_sweeps()
         self.isolation.run_for(session, "arrival", self._take, session)
 
     def _began(self, session: Session) -> None:
@@ -722,13 +633,6 @@ class Driver:
                 session, "shutdown", session.give_up, "the proxy is shutting down"
             )
         self.decisions.stop()
-        self.veto.stop()
-        self._sweep.stop()
-
-    def reopen(self, changed: "Iterable[Prefiller | Rank] | None" = None) -> None:
-        """Tell the scheduler which instances are open now, after some of them changed; None for any."""
-        self._open_instances.update(changed)
-        self.veto.spare()
 
     def grown(self) -> None:
         """Note that the scheduler was told by `reconfigure` of instances, or of another policy."""
@@ -760,25 +664,30 @@ class Driver:
         self.isolation.crashed(number, request_id, what, error)
 
 
-def _context(
+def session_context(
     connector: "Connector",
-    settings: DriverSettings,
-    metrics: "Metrics",
-    rng: random.Random,
-    max_model_len: Callable[[str], int | None],
+    legs: "LegSettings",
     *,
+    rng: random.Random,
     uptime_s: Callable[[], float],
+    observe_gap: Callable[[float], None],
+    max_model_len: Callable[[str], int | None],
+    suspects: Suspects,
+    pump: "Pump | None" = None,
 ) -> SessionContext:
+    """Return what the sessions of a driver share; `rng` makes tokens that name transfers."""
     loop = asyncio.get_running_loop()
     return SessionContext(
         connector,
-        settings.legs,
+        legs,
         clock=loop.time,
         uptime_s=uptime_s,
         call_later=loop.call_later,
         unique=UniqueTokens(rng),
         stalls=StallWatch(SWEEP_S, uptime_s),
-        observe_gap=metrics.legs.observe_itl,
+        observe_gap=observe_gap,
         max_model_len=max_model_len,
         hand_offs={},
+        suspects=suspects,
+        pump=pump,
     )

@@ -13,6 +13,7 @@ No more than half of the ranks are left out so, together with those that are dow
 cause. If no rank is left that could be used, those that stand still are used.
 """
 
+import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +25,6 @@ from balanceroute.proxy.core.steps import FLOOR_S, STEPS, RankProgress, Sighting
 from balanceroute.proxy.live.engines.instances import Status
 
 if TYPE_CHECKING:
-    import asyncio
-
     from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
     from balanceroute.proxy.core.lifecycle import Request
     from balanceroute.proxy.core.scheduler import Scheduler
@@ -128,8 +127,6 @@ class ProgressVeto:
 
     Args:
         reopen: Tells the scheduler of ranks that opened or closed.
-        clock: The loop's time.
-        call_later: The loop's.
         active: Whether ranks are left out. That all stand still is told in any case.
 
     Attributes:
@@ -147,8 +144,6 @@ class ProgressVeto:
         *,
         health: "Health",
         reopen: "Callable[[Iterable[Rank]], None]",
-        clock: Callable[[], float],
-        call_later: "Callable[..., asyncio.TimerHandle]",
         active: bool,
     ) -> None:
         self.vetoes: Counter[RankId] = Counter()
@@ -159,8 +154,8 @@ class ProgressVeto:
         self._progress = progress
         self._health = health
         self._reopen = reopen
-        self._clock = clock
-        self._call_later = call_later
+        loop = asyncio.get_running_loop()
+        self._clock, self._call_later = loop.time, loop.call_later
         self._active = active
         self._ranks = RankProgress()
         self._vetoes: dict[RankId, _Veto] = {}

@@ -48,14 +48,10 @@ class Site:
         self.feedback = Feedback(
             SimpleNamespace(live={NUMBER: session}),  # type: ignore[arg-type]
             self.instances,
-            parts.progress,
-            health=parts.health,
+            *(parts.progress, parts),
             transfers=parts.transfers,
             lost=parts.lost,
-            predictors=parts.predictors,
             admission=parts.admission,
-            metrics=parts.metrics,
-            log=parts.log,
             now_ns=lambda: 0,
         )
 
