@@ -18,7 +18,6 @@ from balanceroute.proxy.live.control.admin import (
 from balanceroute.proxy.live.control.pages import GroupOrdering
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway
-from balanceroute.proxy.live.frontend.groups import make_aliases
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security import ServerTls, Tenant, server_context
@@ -71,7 +70,6 @@ class PublicListener:
             page_of_metrics=page_of_metrics,
             log=log,
             config=config,
-            aliases=make_aliases(config.aliases, groups, groups.context.clock),
             clients=clients_of(config, config.credentials),
             unix_s=unix_s,
             tracer=None if config.tracing is None else Tracer(config.tracing.share, random_bits),

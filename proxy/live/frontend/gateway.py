@@ -8,7 +8,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote_to_bytes
 
@@ -16,23 +15,37 @@ from msgspec import structs
 
 from balanceroute import __version__
 from balanceroute.proxy.live.connectors import METASERVER_PATH
-from balanceroute.proxy.live.frontend.generation import Generation, LateRefusals, deny_model
-from balanceroute.proxy.live.frontend.groups import unknown_alone
+from balanceroute.proxy.live.frontend.groups import (
+    MODEL_HEADER,
+    Asking,
+    FallBack,
+    UnknownTaskError,
+    deny_model,
+    make_aliases,
+    refuse_unlisted,
+    unknown_alone,
+    unknown_model,
+)
 from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
     EVERYBODY,
     KEY_IS_GONE,
     NOT_FOUND,
+    BadHintError,
     Clients,
     KnownHead,
     client_request_id,
     engine_headers,
     engine_lines,
+    expected_output_tokens,
     key_headers,
     know,
+    named_in_body,
     refuse_model,
     refuse_route,
+    session_of,
     trace_headers,
+    urgency_of,
 )
 from balanceroute.proxy.live.openai.body import (
     SMALL_BYTES,
@@ -41,9 +54,10 @@ from balanceroute.proxy.live.openai.body import (
     is_deep,
     read_in_slices,
 )
+from balanceroute.proxy.live.openai.continuation import may_begin_early
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
-from balanceroute.proxy.live.openai.legs import engine_body
+from balanceroute.proxy.live.openai.legs import engine_body, refuse_if_too_long
 from balanceroute.proxy.live.openai.routes import (
     GENERATION,
     JSON,
@@ -52,7 +66,17 @@ from balanceroute.proxy.live.openai.routes import (
     Route,
     exact_path,
 )
-from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.shape import (
+    GENERATE,
+    RESPONSES,
+    Api,
+    Shape,
+    read_shape,
+    read_token_shape,
+    refuse_state,
+)
+from balanceroute.proxy.live.request.leg_settings import check_direct
+from balanceroute.proxy.live.scheduling.driver import Arrival, Asked
 from balanceroute.proxy.live.security import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import RequestRecord, read_parent
@@ -63,7 +87,7 @@ if TYPE_CHECKING:
     import ctypes
     from collections.abc import Collection
 
-    from balanceroute.proxy.live.frontend.groups import Alias, Groups
+    from balanceroute.proxy.live.frontend.groups import Alias, Group, Groups
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
@@ -266,10 +290,9 @@ class Gateway:
         clients: Clients,
         unix_s: Callable[[], float],
         tracer: "Tracer | None",
-        aliases: "Mapping[str, Alias]" = MappingProxyType({}),
     ) -> None:
         self._groups = groups
-        self._aliases = aliases
+        self._aliases = make_aliases(config.aliases, groups, groups.context.clock)
         self._page_of_metrics = page_of_metrics
         self._engine_key = config.credentials.engine_key
         self._pass_authorization = config.pass_authorization
@@ -280,21 +303,13 @@ class Gateway:
         self._tracer = tracer
         self._clock, self._unique = groups.context.clock, groups.context.unique
         self.refusals = Refusals(
+            groups.context,
             metrics=metrics,
             log=log,
             tenant_of=lambda headers: self._tenant_of(headers).name,
-            unique=self._unique,
-            clock=self._clock,
+            allowances=lambda tenant: groups.first.tenancy.allowances(tenant),  # noqa: PLW0108 - it changes.
             unix_s=unix_s,
             tracer=tracer,
-        )
-        self._late = LateRefusals(groups, metrics, log)
-        self._generation = Generation(
-            groups,
-            aliases,
-            self._late,
-            max_sequences=_MOST_SEQUENCES,
-            engine_lines=self._lines,
         )
         self._hand_offs = HandOffs(groups)
         pump = groups.context.pump
@@ -404,10 +419,10 @@ class Gateway:
             elif route.media is Media.FORM:
                 refuse_internal_parts(request.headers, body)
             elif read is not None and route.generates:
-                self._late.refuse(reply, record, 400, str(read), param=read.param)
+                self.refusals.refuse(reply, record, 400, str(read), param=read.param)
                 return
         except BodyError as error:
-            self._late.refuse(reply, record, 400, str(error), param=error.param)
+            self.refusals.refuse(reply, record, 400, str(error), param=error.param)
             return
         model = model if isinstance(model, str) else ""
         refused = refuse_route(self._known(request).tenant, route, model)
@@ -416,13 +431,13 @@ class Gateway:
             refused = unknown_alone(route, model, is_alias=model in self._aliases)
         if refused is not None or group is None:
             assert refused is not None
-            self._late.refuse(reply, record, *refused)
+            self.refusals.refuse(reply, record, *refused)
             return
         record.group = group.name
         eligible = group.routes.eligible(model)
         refused = group.routes.refuse(model, eligible, decode=False)
         if refused is not None:
-            deny_model(partial(self._late.refuse, reply, record), *refused)
+            deny_model(partial(self.refusals.refuse, reply, record), *refused)
             return
         headers = self._headers(request.headers, record.request_id, route.media)
         among = None if eligible is None else eligible.prefillers
@@ -430,9 +445,9 @@ class Gateway:
 
         refusal = group.tenancy.refuse_alone(record.tenant)
         if refusal is not None:
-            self._late.limit(reply, record, refusal)
+            self.refusals.limit(reply, record, refusal)
             return
-        self._late.tell_allowances(reply, record)
+        self.refusals.tell_allowances(reply, record)
         group.pass_through(request, reply, headers, record, among)
 
     def _generate(self, request: "HttpRequest", reply: "Reply", record: RequestRecord) -> None:
@@ -464,7 +479,7 @@ class Gateway:
         if reply.started:
             reply.abort()
         else:
-            self._late.refuse(reply, record, 500, "internal error; the proxy's log says more")
+            self.refusals.refuse(reply, record, 500, "internal error; the proxy's log says more")
 
     def _take(
         self,
@@ -478,12 +493,140 @@ class Gateway:
         try:
             known = self._known(request)
             if known.tenant is None:
-                self._late.refuse(reply, record, *KEY_IS_GONE)
+                self.refusals.refuse(reply, record, *KEY_IS_GONE)
             else:
                 headers, tenant = request.headers, known.tenant
-                self._generation.take(api, headers, reply, record, body, tenant=tenant, known=known)
+                self._submit_read(api, headers, reply, record, body, tenant=tenant, known=known)
         except Exception as error:
             self._crash(reply, record, error)
+
+    def _submit_read(
+        self,
+        api: Api,
+        headers: "Headers",
+        reply: "Reply",
+        record: "RequestRecord",
+        body: RequestBody | BodyError,
+        *,
+        tenant: "Tenant",
+        known: "KnownHead",
+    ) -> None:
+        """Submit a request whose body was read, or refuse it."""
+        if isinstance(body, BodyError):
+            self.refusals.refuse(reply, record, 400, str(body), param=body.param)
+            return
+        try:
+            shape = self._shape(api, body, record)
+            urgency = urgency_of(tenant, api, headers, body, record.arrived_ns)
+        except BodyError as error:
+            self.refusals.refuse(reply, record, 400, str(error), param=error.param)
+            return
+        asking = Asking(
+            self.refusals, tenant, api, shape, urgency, known, headers, body, reply, record
+        )
+        suspects = self._groups.context.suspects
+        unknown = refuse_model(tenant, shape.model) if tenant.models else None
+        if unknown is not None:
+            asking.deny(*unknown, param="model")
+        elif suspects.prompts and suspects.refuses(suspects.of(api.value, body)):
+            self.refusals.suspected(reply, record)
+        elif shape.model in self._aliases:
+            self._choose(asking, self._aliases[shape.model])
+        else:
+            group = self._groups.find(shape.model)
+            if group is None:
+                asking.deny(*unknown_model(shape.model), param="model")
+            elif group.models and (unlisted := refuse_unlisted(shape.model, group.models)):
+                asking.deny(*unlisted, param="model")
+            else:
+                self._submit(asking, group)
+        body.forget_values()
+
+    def _choose(self, asking: Asking, alias: "Alias") -> None:
+        """Give a request to one of an alias's groups, or refuse it."""
+        record = asking.record
+        record.alias = alias.config.name
+        try:
+            record.task = alias.task(asking.headers, asking.tenant, record.endpoint)
+        except UnknownTaskError as error:
+            asking.deny(400, str(error))
+            return
+        groups = alias.choose(record.task, asking.shape)
+        if alias.config.fall_back:
+            context = self._groups.context
+            begun = FallBack(asking, groups, alias.config, self._submit, context).begin()
+        else:
+            group = next(groups, None)
+            begun = group is not None
+            if group is not None:
+                self._submit(asking.for_model(group.model), group)
+        if not begun:
+            asking.deny(503, f"no group of `{record.alias}` takes requests", retry_s=1)
+
+    def _submit(self, asking: Asking, group: "Group") -> None:
+        """Give a request to a group, or refuse it."""
+        shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
+        record.group, rare = group.name, asking.known.rare
+        eligible = group.routes.eligible(shape.model) if group.routes.differ else None
+        refused = None if eligible is None else group.routes.refuse(shape.model, eligible)
+        if refused is not None:
+            deny_model(asking.deny, *refused)
+            return
+        longest = group.served.max_model_len(shape.model)
+        if shape.api is RESPONSES and group.intake.context.connector.facts.recomputes:
+            # The response of a rank that hands the request back is that of one which has ended.
+            shape = structs.replace(shape, direct=shape.direct or shape.api.value)
+        try:
+            if shape.direct:
+                check_direct(shape, group.intake.context.legs.direct)
+            hinted = b"x-expected-output-tokens" in rare
+            expected_tokens = expected_output_tokens(headers) if hinted else None
+            if longest is not None:
+                refuse_if_too_long(asking.api, asking.body, longest)
+        except BadHintError as error:
+            asking.deny(400, str(error))
+            return
+        except BodyError as error:
+            asking.deny(400, str(error), param=error.param)
+            return
+        name = tenant.name or (record.api_key_id if group.key_is_tenant else "")
+        session = session_of(asking.known.session or named_in_body(asking.body), name)
+        early = (
+            group.intake.context.legs.asks_early
+            and not (shape.direct or group.intake.context.connector.facts.decode_first)
+            and may_begin_early(shape, asking.body.values) is not None
+        )
+        group.intake.submit(
+            Arrival(
+                Asked(
+                    *(shape, eligible, expected_tokens, asking.urgency, name, session, early),
+                    adapter=shape.model in group.served.adapters,
+                ),
+                asking.body,
+                partial(self._lines, asking.known, headers),
+                asking.reply,
+                record,
+                asking.limit,
+            )
+        )
+        if record.superseded:  # Refused, and another group was asked.
+            return
+        self.refusals.tell_allowances(asking.reply, record)
+        if record.alias:
+            asking.reply.more_headers.append((MODEL_HEADER, shape.model.encode()))
+
+    def _shape(self, api: Api, body: RequestBody, record: "RequestRecord") -> Shape:
+        """Return what a request asks for, and note it. Raises BodyError."""
+        refuse_state(api, body)
+        if api is GENERATE:
+            shape = read_token_shape(body, max_sequences=_MOST_SEQUENCES)
+        else:
+            shape = read_shape(api, body, max_sequences=_MOST_SEQUENCES)
+        record.model = shape.model[:128]
+        record.stream = shape.stream
+        record.choices = shape.sequences
+        record.max_tokens = shape.max_tokens
+        return shape
 
     def _by_model(self, tenant: Tenant) -> bool:
         """Return whether it matters which model a request names that one engine answers."""

@@ -17,17 +17,20 @@ from balanceroute.proxy.live.frontend.request_head import (
     client_request_id,
     user_agent,
 )
-from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, NEVER_AGAIN, error_body
 from balanceroute.proxy.live.openai.routes import exact_path
+from balanceroute.proxy.live.request.shared import REASON, SUSPECTED
 from balanceroute.proxy.live.security import Tenant
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.snapshot import TenantState
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.shared import SessionContext
     from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
@@ -94,26 +97,34 @@ class RefusedLog:
 
 
 class Refusals:
-    """Renders and notes refused requests."""
+    """Answers, counts and logs refused requests.
+
+    Args:
+        context: Has the clock and the names of requests.
+        tenant_of: Returns whose request it is that has these headers.
+        allowances: Returns what is left of a tenant's rates.
+    """
 
     def __init__(
         self,
+        context: "SessionContext",
         *,
         metrics: "RequestMetrics",
         log: "Log",
         tenant_of: "Callable[[Headers], str]",
-        unique: Callable[[], str],
-        clock: Callable[[], float],
+        allowances: Callable[[str], Mapping[str, Allowance]],
         unix_s: Callable[[], float],
         tracer: "Tracer | None" = None,
     ) -> None:
         self._tracer = tracer
         self.log = RefusedLog(log.request_ended)
-        self._metrics = metrics
+        self._metrics, self._served_log = metrics, log
         self._tenant_of = tenant_of
-        self._unique = unique
-        self._clock = clock
+        self._allowances = allowances
+        self._unique, self._clock = context.unique, context.clock
         self._unix_s = unix_s
+
+    # On the head of a request, or by the HTTP server.
 
     def render(
         self, rejection: "Rejection", head: "RequestHead | HttpRequest | None", peer: str
@@ -165,6 +176,53 @@ class Refusals:
         if self._tracer is not None and head is not None:
             self._tracer.begin(head.headers, record)
         return record
+
+    # Once its body came.
+
+    def refuse(
+        self,
+        reply: "Reply",
+        record: "RequestRecord",
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_s: int | None = None,
+        for_good: bool = False,
+    ) -> None:
+        """Refuse a request; `param` names what is wrong of it. `for_good` as in `ClientAnswer.fail`."""
+        headers = [(b"x-request-id", record.request_id.encode())]
+        if retry_s is not None:
+            headers.append((b"retry-after", b"%d" % retry_s))
+        if for_good:
+            headers.append(NEVER_AGAIN)
+        body = error_body(status, message, param=param, endpoint=record.endpoint)
+        reply.send(status, [*JSON_HEADERS, *headers], body)
+        if record.superseded:  # Another group is asked instead.
+            return
+        record.status = 200 if reply.commented else status
+        record.outcome = outcome_of(status)
+        record.reason = message
+        record.ended_ns = round(self._clock() * 1e9)
+        self._metrics.ended(record)
+        self._served_log.request_ended(record)
+
+    def suspected(self, reply: "Reply", record: "RequestRecord") -> None:
+        """Refuse a request whose prompt may be what kills engines."""
+        record.refused_for = SUSPECTED
+        self.refuse(reply, record, 502, REASON, for_good=True)
+
+    def limit(self, reply: "Reply", record: "RequestRecord", refusal: "Refusal") -> None:
+        """Refuse a request for a limit."""
+        self.tell_allowances(reply, record)
+        record.refused_for = refusal.cause
+        retry_s = refusal.retry_after_s
+        self.refuse(reply, record, refusal.status, refusal.reason, retry_s=retry_s)
+
+    def tell_allowances(self, reply: "Reply", record: "RequestRecord") -> None:
+        """Have the answer say what is left of a tenant's rates."""
+        allowances = self._allowances(record.tenant)
+        reply.more_headers = allowance_headers(allowances) if allowances else []
 
 
 def outcome_of(status: int) -> Outcome:

@@ -11,7 +11,7 @@ from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import Action
 from balanceroute.proxy.core.policies.two_stage import TwoStage
 from balanceroute.proxy.live.frontend.pass_through import SingleExchange
-from balanceroute.proxy.live.request.decode_attempt import start_prefill
+from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
@@ -72,7 +72,11 @@ def test_an_exception_in_a_session_ends_its_request_alone(
     play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, what: str, stream: bool
 ) -> None:
     """Finding C1: a session whose callback raised hung for ever, and held what it held."""
-    monkeypatch.setattr(Session, method, poisoned(getattr(Session, method)))
+    starts: dict[str, Any] = {"start_prefill": start_prefill, "start_decode": start_decode}
+    if method in starts:
+        monkeypatch.setattr(f"{Decisions.__module__}.{method}", poisoned(starts[method]))
+    else:
+        monkeypatch.setattr(Session, method, poisoned(getattr(Session, method)))
 
     async def scenario(site: "Site") -> None:
         bad = site.send(COMPLETIONS, body(stream=stream), headers=POISONED)

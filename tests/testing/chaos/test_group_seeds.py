@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from balanceroute.proxy.live.frontend.generation import ModelAttempt
-from balanceroute.proxy.live.frontend.groups import Groups
+from balanceroute.proxy.live.frontend.groups import Groups, ModelAttempt
 from balanceroute.proxy.testing.chaos.groups import GroupAct, draw_groups, run_seed_of_groups
 
 REQUESTS = 40

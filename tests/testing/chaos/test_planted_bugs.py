@@ -11,7 +11,7 @@ from balanceroute.proxy.core.admission import Ending, TenantLimits, Tenants
 from balanceroute.proxy.core.events import RequestId, Ticket
 from balanceroute.proxy.core.prefill import Prefillers
 from balanceroute.proxy.core.waiting import Pool
-from balanceroute.proxy.live.frontend import generation
+from balanceroute.proxy.live.frontend import refusals
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.errors import error_event
@@ -92,7 +92,7 @@ def any_key_is_the_first_tenants(patch: Patch) -> None:
 
 @bug("is logged as", seed=4)
 def a_refused_request_is_not_logged_as_rejected(patch: Patch) -> None:
-    patch.setattr(generation, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
+    patch.setattr(refusals, "outcome_of", lambda _: Outcome.CLIENT_ERROR)
 
 
 @bug("that its tenant has not", seed=14)
@@ -212,7 +212,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
         rule = triage(leg, failure, **known)
         return replace(rule, then=Next.OTHER_RANK) if rule.then is Next.NEW_KV else rule
 
-    patch.setattr("balanceroute.proxy.live.request.failures.triage", offer_again)
+    patch.setattr("balanceroute.proxy.live.request.session.triage", offer_again)
 
 
 @bug("poison: 3 engines died of ", seed=59)
