@@ -12,6 +12,8 @@ JOBS ?= auto
 # A file stays in one process, where its fixtures are.
 PYTEST = $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist loadfile
 export CARGO_TARGET_DIR := $(CURDIR)/build/native
+# Else each process that a test starts compiles all modules again, and pytest all tests.
+test test-all test-without-native: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := check
 .PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy demo qos simulate bench docs fmt clean help

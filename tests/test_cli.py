@@ -508,7 +508,7 @@ def test_an_interrupt_while_a_command_is_imported_shows_no_traceback(
 def test_an_interrupt_prints_the_policies_that_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Finding usability-L10: an interrupted comparison printed nothing."""
+    """An interrupted comparison printed nothing."""
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[PolicyResult]:
         results = run_experiment(*arguments, **options)
@@ -530,7 +530,7 @@ def test_an_interrupt_prints_the_policies_that_ended(
 def test_an_output_that_cannot_be_written_is_named_and_not_left_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Finding usability-L7: a full disk was told without the path, and an empty file stayed."""
+    """A full disk was told without the path, and an empty file stayed."""
 
     def full(path: Path, *_: object, **__: object) -> None:
         path.touch()
@@ -552,7 +552,7 @@ def test_the_pictures_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_dash_for_the_json_is_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """Finding usability-L4: it made a file of that name."""
+    """It made a file of that name."""
     assert main([*SATURATED, "--policy", "fifo", "--json", "-"]) == 0
     captured = capsys.readouterr()
     assert [row["policy"] for row in json.loads(captured.out)["results"]] == ["fifo"]
@@ -580,14 +580,14 @@ def test_a_dash_for_the_json_is_standard_output(capsys: pytest.CaptureFixture[st
 def test_a_misspelt_word_is_told_apart_and_no_flag_is_abbreviated(
     words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Finding usability-L2: `--rank` was `--ranks`, and `--rnaks` printed 20 lines about nothing."""
+    """`--rank` was `--ranks`, and `--rnaks` printed 20 lines about nothing."""
     line = refused(words, capsys)
     assert meant in line
     assert line.startswith((f"balanceroute {words[0]}", "balanceroute: "))
 
 
 def test_a_stream_that_knows_few_characters_gets_a_table_all_the_same() -> None:
-    """Finding usability-L9: it got a traceback for a ±."""
+    """It got a traceback for a ±."""
     command = [sys.executable, "-m", "balanceroute.proxy", *SATURATED, "--policy", "fifo,jsq"]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False

@@ -88,7 +88,7 @@ def proxy(folder: Path) -> Iterator[ProxyProcess]:
 def test_what_a_page_shows_works(
     page: Path, folder: Path, proxy: ProxyProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding usability-H2 and H3: a log that was no trace, and a topology that was refused."""
+    """A log that was no trace, and a topology that was refused."""
     monkeypatch.chdir(folder)
     for block in blocks(page):
         if block.kind == "toml":

@@ -27,7 +27,7 @@ def test_the_wheel_has_all_packages_but_the_instruments() -> None:
 
 
 def test_no_hint_installs_from_an_index_what_is_not_published() -> None:
-    """Finding usability-M11: whoever owns our name there would be installed."""
+    """Whoever owns our name there would be installed."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     for name in ("proxy", "predictors", "topologies", "traces", "engine_patch"):
         pages += (ROOT / name).rglob("*.py")

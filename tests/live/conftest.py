@@ -241,12 +241,14 @@ class Site:
         """Return the state as the admin page tells it."""
         return (await self.admin("/admin/state?requests=1")).json["state"]
 
-    async def until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    async def until(
+        self, condition: Callable[[], bool], limit_s: float = 60.0, *, every_s: float = 0.001
+    ) -> None:
         """Wait for something that sets no event."""
         end_s = self.loop.time() + limit_s
         while not condition():
             assert self.loop.time() < end_s, f"not within {limit_s:g} s"
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(every_s)
 
     async def ended(self, count: int = 1) -> list[RequestRecord]:
         """Return the requests that have ended, in order, once there are so many."""
@@ -264,6 +266,7 @@ class Site:
                 and all(fleet.idle for fleet in fleets)
             ),
             limit_s,
+            every_s=0.05,  # Nothing follows that a later look could miss.
         )
         for deployment in deployments:
             at_rest(deployment)

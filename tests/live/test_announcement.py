@@ -55,7 +55,7 @@ def test_an_ipv6_address_is_in_brackets(
 def test_a_terminal_gets_commands_that_can_be_pasted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Finding usability-L14: nothing said what to do next."""
+    """Nothing said what to do next."""
     plain = said(capsys, monkeypatch, host="0.0.0.0")  # noqa: S104 - what is listened on.
     keys = tmp_path / "keys"
     keys.write_text("secret\n")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     [("(64, 100)", 100), ("(64, 64)", 64), ("(64, 1 << 20)", 65_536)],
 )
 def test_the_soft_limit_is_raised_as_far_as_is_useful(limits: str, expected: int) -> None:
-    """Finding H5: the soft limit that the shell left was the ceiling."""
+    """The soft limit that the shell left was the ceiling."""
     script = (
         "import resource\n"
         "from balanceroute.proxy.live.descriptors import raise_limit\n"

@@ -92,7 +92,7 @@ class Engines:
 def test_what_a_rank_may_have_pulled_is_prefilled_again(
     play: "Play", failing: str, *, stream: bool
 ) -> None:
-    """Finding C2: the same lease went to a second rank, which answered another prompt with 200."""
+    """The same lease went to a second rank, which answered another prompt with 200."""
     engines = Engines(failing)
 
     async def scenario(site: "Site") -> None:
@@ -124,7 +124,7 @@ def test_what_no_rank_took_is_offered_to_another(play: "Play", *, stream: bool) 
 
 
 def test_a_kv_cache_is_not_trusted_after_its_rank_was_removed(play: "Play") -> None:
-    """Finding C2: a rank that is removed by force may have pulled what it was offered."""
+    """A rank that is removed by force may have pulled what it was offered."""
 
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("decode/0", hang=True)

@@ -21,7 +21,7 @@ HEADERS = [(b"content-type", b"application/json")]
 def test_a_resolver_that_fails_for_a_minute_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finding H6: nobody is quarantined, for probes or for requests."""
+    """Nobody is quarantined, for probes or for requests."""
 
     async def main(loop: VirtualLoop) -> None:
         is_down = False

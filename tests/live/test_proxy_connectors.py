@@ -332,7 +332,7 @@ def test_handed_back_many_times_the_limit_still_holds(play: "Play", path: str) -
 def test_a_clients_stop_word_of_that_name_is_no_hand_back(
     play: "Play", stop: object, *, stream: bool
 ) -> None:
-    """Finding M3: one such request made 33 prefills and 33 decodes, then 502."""
+    """One such request made 33 prefills and 33 decodes, then 502."""
 
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("decode", recomputed_after_tokens=5)

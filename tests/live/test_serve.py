@@ -226,7 +226,7 @@ def test_sigterm_lets_a_running_stream_finish(
 
     play(main())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    # Finding usability-L14: nothing said that it had come to its end.
+    # Nothing said that it had come to its end.
     assert lines[-1]["message"] == "stopped"
     (request,) = [line for line in lines if "outcome" in line]
     assert (request["outcome"], request["output_tokens"]) == ("ok", 60)
@@ -325,7 +325,7 @@ def samples(page: bytes, family: str) -> dict[str, float]:
 def test_it_serves_and_says_so_when_more_connect_than_it_has_descriptors_for(
     make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:
-    """Finding H5: 70 silent connections at 64 descriptors closed both ports, without a word."""
+    """70 silent connections at 64 descriptors closed both ports, without a word."""
     log = tmp_path / "log"
 
     async def main() -> None:
@@ -496,7 +496,7 @@ async def status_of(client: Client, path: str, key: bytes) -> int:
 def test_certificates_and_keys_are_read_again_on_sighup(
     make_exchanged: "MakeExchanged", tmp_path: Path
 ) -> None:
-    """Finding L4: a renewed certificate, and new keys, needed a restart that ends all streams."""
+    """A renewed certificate, and new keys, needed a restart that ends all streams."""
     cert, key = make_certificate(tmp_path)
     log, keys, token = tmp_path / "log", tmp_path / "keys", tmp_path / "token"
     files = {"--api-key-file": keys, "--admin-token-file": token}

@@ -317,7 +317,7 @@ def test_up_ends_with_the_reason_when_its_engines_do(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Finding usability-M2: it served on for ever in front of nothing."""
+    """It served on for ever in front of nothing."""
     note = fake(FAKE)
     woken, wake = socket.socketpair()
     wake.setblocking(False)

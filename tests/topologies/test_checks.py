@@ -311,7 +311,7 @@ FEW = "recompute_scheduler = true\nmax_num_batched_tokens = 256"
 def test_a_rank_without_the_weights_for_prompts_is_sent_none(
     connector: str, direct: str, decode: str, dies: bool, tmp_path: Path
 ) -> None:
-    """Finding C4: a decode rank whose weights MLAPO freed dies of a prompt."""
+    """A decode rank whose weights MLAPO freed dies of a prompt."""
     top = f"[proxy]\ndirect = '{direct}'\nhost = '10.0.0.9'"
     findings = found(tmp_path, text(connector, top=top, decode=decode))
     if dies:

@@ -220,7 +220,7 @@ def test_a_hint_is_the_nearest_word_or_all_of_a_few() -> None:
 
 
 def test_a_file_without_a_name_has_that_of_the_file(tmp_path: Path) -> None:
-    """Finding usability-H3: the README's file was refused, for it has none."""
+    """The README's file was refused, for it has none."""
     path = write(tmp_path, ENGINES)
     assert read_topology(path).name == Path(path).stem
     odd = tmp_path / "two words.toml"

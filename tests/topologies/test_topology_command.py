@@ -130,7 +130,7 @@ def one_host(folder: Path, weights: str) -> Path:
 def test_the_first_process_to_end_ends_the_rest(tmp_path: Path, programs: dict[str, str]) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
-    # Finding operations-4: a supervisor's restart erased why the last one had ended.
+    # A supervisor's restart erased why the last one had ended.
     (logs / "decode-0.log").write_text("killed for memory\n")
     path = one_host(tmp_path, "dies")
     process = launch(["--logs", str(logs), str(path), "10.0.0.1"], programs)

@@ -443,7 +443,7 @@ def test_a_convict_on_trial_waits_longer_each_time_however_long_ago_it_came_back
 
 @pytest.mark.parametrize("where", ["fetch", "on_change"])
 def test_whatever_a_probe_raises_ends_no_other_probe(where: str) -> None:
-    """Finding L11: an exception of another type ended the whole process."""
+    """An exception of another type ended the whole process."""
     engines = Engines()
     asked: list[str] = []
     errors: list[tuple[str, str]] = []

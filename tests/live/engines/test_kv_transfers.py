@@ -78,7 +78,7 @@ class Judge:
 
 
 def test_a_prefiller_that_fails_with_several_ranks_is_at_fault() -> None:
-    """Finding H7: ranks were blamed for KV caches that a prefiller spoiled."""
+    """Ranks were blamed for KV caches that a prefiller spoiled."""
     judge = Judge()
     judge.fail("p0 r0", "p0 r1")
     assert judge.convicted == []
@@ -230,7 +230,7 @@ def quarantines(page: str, role: str) -> float:
 def test_a_prefiller_whose_kv_caches_cannot_be_pulled_costs_no_client_an_answer(
     play: "Play", spoiled: dict[str, float], *, stream: bool, after_s: float
 ) -> None:
-    """Finding H7: 46 of 120 clients got 500, and decode ranks were quarantined for it."""
+    """46 of 120 clients got 500, and decode ranks were quarantined for it."""
 
     async def scenario(site: "Site") -> None:
         bad = site.fleet.engine("prefill/0")
@@ -254,7 +254,7 @@ def test_a_prefiller_whose_kv_caches_cannot_be_pulled_costs_no_client_an_answer(
 def test_a_convicted_prefiller_comes_back_by_ever_rarer_trials_that_cost_no_answer(
     play: "Play", spoiled: dict[str, float]
 ) -> None:
-    """Finding H7: one good health probe brought it back, only to fail again and again."""
+    """One good health probe brought it back, only to fail again and again."""
 
     async def scenario(site: "Site") -> None:
         bad = site.fleet.engine("prefill/0")

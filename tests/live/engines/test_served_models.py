@@ -142,7 +142,7 @@ def test_a_context_that_is_no_length_is_not_known(length: object) -> None:
 def test_an_answer_beyond_the_context_is_refused_before_a_prefill(
     play: "Play", path: str, values: dict[str, object]
 ) -> None:
-    """Finding M13: the decode rank found it out, with the KV cache on a prefiller for its lease."""
+    """The decode rank found it out, with the KV cache on a prefiller for its lease."""
 
     async def scenario(site: "Site") -> None:
         await known(site)
@@ -361,7 +361,7 @@ def test_an_engine_that_comes_back_is_asked_again(play: "Play") -> None:
 
 @pytest.mark.parametrize("path", ["org/m%C3%B6del", "org%2Fm%C3%B6del"])
 def test_one_model_is_shown(play: "Play", path: str) -> None:
-    """Finding L2: `models.retrieve` of OpenAI's clients got a 404."""
+    """`models.retrieve` of OpenAI's clients got a 404."""
     card = {"id": "org/mödel", "object": "model", "max_model_len": 100}
 
     async def scenario(site: "Site") -> None:
