@@ -12,7 +12,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -80,6 +82,7 @@ class GroupFigures:
     tpot_ms_p99: float | None
 
 
+_PLAIN_WIDTH = 250
 _NAMES = tuple(field.name for field in fields(GroupFigures))
 ByGroup = dict[ServiceGroup, GroupFigures]
 
@@ -116,8 +119,8 @@ def _figures(
 ) -> GroupFigures:
     refused = sum(outcome.refused for outcome in outcomes)
     finished = sum(outcome.finished for outcome in outcomes)
-    ttft = _percentiles([one.ttft_s for one in outcomes if one.ttft_s is not None])
-    tpot = _percentiles([1e3 * one.tpot_s for one in outcomes if one.tpot_s is not None])
+    ttft = percentiles([one.ttft_s for one in outcomes if one.ttft_s is not None])
+    tpot = percentiles([1e3 * one.tpot_s for one in outcomes if one.tpot_s is not None])
     return GroupFigures(
         len(outcomes),
         refused,
@@ -176,11 +179,11 @@ def make_table(runs: Mapping[str, ByGroup], targets: ServiceTargets) -> Table:
                 str(group.level),
                 *(f"{count:,.0f}" for count in (row.requests, row.refused, row.unserved)),
                 *(
-                    _cell(share, 1, 100.0)
+                    cell(share, 1, 100.0)
                     for share in (row.goodput, row.share_requests, row.share_tokens, row.share_kv)
                 ),
-                *(_cell(value, 2) for value in (row.ttft_s_p50, row.ttft_s_p95, row.ttft_s_p99)),
-                *(_cell(value, 1) for value in (row.tpot_ms_p50, row.tpot_ms_p95, row.tpot_ms_p99)),
+                *(cell(value, 2) for value in (row.ttft_s_p50, row.ttft_s_p95, row.ttft_s_p99)),
+                *(cell(value, 1) for value in (row.tpot_ms_p50, row.tpot_ms_p95, row.tpot_ms_p99)),
             )
     return table
 
@@ -197,10 +200,13 @@ def _shown(targets: ServiceTargets) -> str:
     return ", ".join(limits) or "answered in full"
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    if not values:
+def percentiles(
+    values: Sequence[float] | NDArray[np.int64], unit: float = 1.0
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Return the 50th, 95th and 99th percentile in a unit; None of nothing."""
+    if len(values) == 0:
         return None, None, None
-    p50, p95, p99 = np.percentile(values, [50, 95, 99])
+    p50, p95, p99 = np.percentile(values, [50, 95, 99]) / unit
     return float(p50), float(p95), float(p99)
 
 
@@ -208,5 +214,12 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _cell(value: float | None, digits: int, scale: float = 1.0) -> str:
+def cell(value: float | None, digits: int, scale: float = 1.0) -> str:
+    """Return a figure as a table shows it."""
     return "-" if value is None else f"{scale * value:,.{digits}f}"
+
+
+def wide_console() -> Console:
+    """Return standard output, wide enough for the tables where it is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)

@@ -19,6 +19,7 @@ from balanceroute.proxy.lab.service_levels import (
     ServiceOutcome,
     ServiceTargets,
     figures_of,
+    percentiles,
 )
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
@@ -228,12 +229,12 @@ def derive(
     chosen = window if steady and window is not None else whole
     finished = [sample for sample in chosen.ended if sample.finished]
     e2e_ns = [span for sample in finished if (span := sample.e2e_ns) is not None]
-    tpot = _percentiles([v for s in finished if (v := s.tpot_ns) is not None], 1e6 / time_scale)
-    ttft = _percentiles(chosen.ttft_ns, 1e6 / time_scale)
-    ttst = _percentiles(chosen.ttst_ns, 1e6 / time_scale)
-    itl = _percentiles(chosen.gaps_ns, 1e6 / time_scale)
-    e2e = _percentiles(e2e_ns, 1e9 / time_scale)
-    late = _percentiles([sample.sent_ns - sample.due_ns for sample in samples], 1e6 / time_scale)
+    tpot = percentiles([v for s in finished if (v := s.tpot_ns) is not None], 1e6 / time_scale)
+    ttft = percentiles(chosen.ttft_ns, 1e6 / time_scale)
+    ttst = percentiles(chosen.ttst_ns, 1e6 / time_scale)
+    itl = percentiles(chosen.gaps_ns, 1e6 / time_scale)
+    e2e = percentiles(e2e_ns, 1e9 / time_scale)
+    late = percentiles([sample.sent_ns - sample.due_ns for sample in samples], 1e6 / time_scale)
     seconds = time_scale * chosen.duration_ns / 1e9
     complete = [sample for sample in samples if sample.finished]
     return ReplayFigures(
@@ -269,16 +270,6 @@ def derive(
         wrong_lengths=sum(s.output_tokens != s.request.answer_tokens for s in complete),
         uneven_events=sum(sample.events != sample.output_tokens for sample in complete),
     )
-
-
-def _percentiles(
-    values: Sequence[float] | NDArray[np.int64], unit: float
-) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Return the 50th, 95th and 99th percentile in a unit; None of nothing."""
-    if len(values) == 0:
-        return None, None, None
-    p50, p95, p99 = np.percentile(values, [50, 95, 99]) / unit
-    return float(p50), float(p95), float(p99)
 
 
 def _per(amount: float, seconds: float) -> float | None:

@@ -5,17 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.proxy.lab.replay.driver import ReplayResult
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE, FaultCount, RequestSample
-from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows
+from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows, cell, wide_console
 from balanceroute.proxy.lab.service_levels import make_table as make_groups_table
-
-# Wide enough for the tables, for output that is no terminal.
-_PLAIN_WIDTH = 250
 
 
 def as_json(config: Mapping[str, object], label: str, result: ReplayResult) -> str:
@@ -51,9 +47,7 @@ def print_report(
 
     With `targets` also those of each tenant and class.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
+    console = wide_console()
     console.print(escape(title), highlight=False, soft_wrap=True)
     console.print(make_table(label, result))
     for note in (*_remarks(result), *notes):
@@ -74,9 +68,9 @@ def make_table(label: str, result: ReplayResult) -> Table:
     table.add_column(escape(label), no_wrap=True)
     for heading in ("", "p50", "p95", "p99"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_row("output tokens/s", _cell(figures.output_tokens_per_s, 1))
-    table.add_row("requests/s", _cell(figures.requests_per_s, 2))
-    table.add_row("sent requests/s", _cell(figures.request_rate, 2))
+    table.add_row("output tokens/s", cell(figures.output_tokens_per_s, 1))
+    table.add_row("requests/s", cell(figures.requests_per_s, 2))
+    table.add_row("sent requests/s", cell(figures.request_rate, 2))
     spreads = {
         "TTFT ms": (figures.ttft_ms_p50, figures.ttft_ms_p95, figures.ttft_ms_p99),
         "second token ms": (figures.ttst_ms_p50, figures.ttst_ms_p95, figures.ttst_ms_p99),
@@ -84,18 +78,18 @@ def make_table(label: str, result: ReplayResult) -> Table:
         "ITL ms": (figures.itl_ms_p50, figures.itl_ms_p95, figures.itl_ms_p99),
     }
     for name, values in spreads.items():
-        table.add_row(name, "", *(_cell(value, 1) for value in values))
+        table.add_row(name, "", *(cell(value, 1) for value in values))
     e2e = (figures.e2e_s_p50, figures.e2e_s_p95, figures.e2e_s_p99)
-    table.add_row("end to end s", "", *(_cell(value, 2) for value in e2e))
+    table.add_row("end to end s", "", *(cell(value, 2) for value in e2e))
     if result.fleet is not None:
-        table.add_row("imbalance tokens", _cell(result.fleet.mean_imbalance_tokens, 0))
-        table.add_row("idle %", _cell(100 * result.fleet.idle_fraction, 1))
-        table.add_row("engines' tokens/s", _cell(result.fleet.tokens_per_s, 1))
-        table.add_row("decode steps", _cell(result.fleet.steps, 0))
-        table.add_row("steps late ms", _cell(1e3 * result.fleet.mean_late_s, 1))
-    table.add_row("finished", _cell(figures.requests, 0))
-    table.add_row("duration s", _cell(figures.duration_s, 1))
-    table.add_row("errors", _cell(figures.errors, 0))
+        table.add_row("imbalance tokens", cell(result.fleet.mean_imbalance_tokens, 0))
+        table.add_row("idle %", cell(100 * result.fleet.idle_fraction, 1))
+        table.add_row("engines' tokens/s", cell(result.fleet.tokens_per_s, 1))
+        table.add_row("decode steps", cell(result.fleet.steps, 0))
+        table.add_row("steps late ms", cell(1e3 * result.fleet.mean_late_s, 1))
+    table.add_row("finished", cell(figures.requests, 0))
+    table.add_row("duration s", cell(figures.duration_s, 1))
+    table.add_row("errors", cell(figures.errors, 0))
     return table
 
 
@@ -116,7 +110,7 @@ def _remarks(result: ReplayResult) -> list[str]:
     measured = "Steady state: " if figures.window == STEADY_STATE else "Measured: "
     asked = (
         f"Of {figures.finished:,} finished requests: {figures.prompt_tokens_asked:,} prompt tokens "
-        f"asked, {_cell(figures.prompt_tokens, 0)} by the engines' count; "
+        f"asked, {cell(figures.prompt_tokens, 0)} by the engines' count; "
         f"{figures.output_tokens_asked:,} output tokens asked, {figures.output_tokens:,} received."
     )
     remarks = [f"{measured}{figures.window}.", asked]
@@ -164,7 +158,3 @@ def _row(sample: RequestSample, start_ns: int, time_scale: float) -> dict[str, o
         "fault": None if sample.fault is None else sample.fault._asdict(),
         "retry_after": sample.retry_after,
     }
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"

@@ -8,15 +8,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows
+from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows, wide_console
 from balanceroute.proxy.lab.service_levels import make_table as make_groups_table
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import METRICS, PolicyResult
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.traces import TraceRequest
-
-# Wide enough for the table, for output that is no terminal.
-_PLAIN_WIDTH = 250
 
 STEADY_STATE = "from a tenth of the requests finished to the last arrival"
 
@@ -51,9 +48,7 @@ def print_table(
 
     With `targets` also one per tenant and class.
     """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
+    console = wide_console()
     table = make_table(results, title=title, caption=caption)
     if _columns(console, table) > console.width:
         caption += " Wider terminals show more, --json everything."

@@ -10,6 +10,11 @@ import pytest
 from tests.lab.emulate.lab import Exchanged, Lab, emulated
 
 from balanceroute.proxy.lab.emulate import DpMode
+from balanceroute.proxy.lab.emulate.engine_metrics import (
+    EmulatedRankState,
+    RankCounters,
+    render_metrics,
+)
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -388,6 +393,16 @@ async def test_an_answer_without_a_tool_call_has_the_recorded_form(lab: Lab) -> 
             assert_same_json(answer, recorded)
             return
     raise AssertionError("every prompt called the tool")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [(999_999, "999999.0"), (1_000_000, "1e+06"), (1_234_567, "1.234567e+06")],
+)
+def test_a_large_number_of_metrics_is_written_as_go_does(tokens: int, text: str) -> None:
+    state = EmulatedRankState(0, 0, 0, 0, 0.0, RankCounters(prompt_tokens=tokens))
+    page = render_metrics("m", [state], block_tokens=16, kv_tokens=None).decode()
+    assert f'vllm:prompt_tokens_total{{engine="0",model_name="m"}} {text}' in page.splitlines()
 
 
 @emulated()

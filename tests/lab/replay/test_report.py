@@ -211,7 +211,7 @@ def test_the_table_fits_a_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "balanceroute.proxy.lab.replay.report.Console",
+        "balanceroute.proxy.lab.service_levels.Console",
         lambda **_: Console(width=60, force_terminal=True, color_system=None),
     )
     text = printed(result(fleet=FLEET), capsys)
