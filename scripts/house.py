@@ -138,7 +138,7 @@ BUDGET = {
     "proxy/core": (14_320, 53),
     "proxy/wire": (7_300, 27),
     "proxy/settings": (800, 4),
-    "proxy/live": (34_750, 116),
+    "proxy/live": (34_450, 109),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (4_550, 21),
     "proxy/testing": (12_300, 40),
@@ -146,13 +146,23 @@ BUDGET = {
     "topologies": (2_300, 8),
     "traces": (1_400, 6),
     "engine_patch": (700, 5),
-    "scripts": (15_750, 44),
+    "scripts": (16_050, 44),
     "tests": (96_200, 499),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.
 LEAST_MEAN_LINES = 180
 LEAST_LINES = 60
+# Parameters of a constructor. The exceptions may not grow, nor become more.
+MOST_PARAMETERS = 8
+WIDE = {
+    "Endpoint": 13,
+    "Roster": 10,
+    "Decoder": 10,
+    "CompletionStream": 9,
+    "GroupWorld": 9,
+    "Simulation": 9,
+}
 TOP_LEVEL = sorted({row.split(".")[0] for row in MAY_IMPORT})
 
 
@@ -341,6 +351,20 @@ def doubled_names() -> dict[str, list[str]]:
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
+def wide_constructors(source: str) -> list[str]:
+    """Return the classes of a file whose constructors take more than `MOST_PARAMETERS`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                given = part.args
+                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - 1
+                assert isinstance(node, ast.ClassDef)
+                if count > WIDE.get(node.name, MOST_PARAMETERS):
+                    found.append(f"{node.name}: {count} parameters")
+    return found
+
+
 def main() -> int:
     """Print the floors from the top, and return 1 if a rule is broken."""
     sources = python_files(*TOP_LEVEL)
@@ -360,6 +384,7 @@ def main() -> int:
         files = python_files(folder)
         print(f"{folder}: {sum(map(lines_of, files))} lines, {len(files)} files")
     broken += [*outgrown(), *scattered(), *satellites()]
+    broken += [wide for path in sources for wide in wide_constructors(path.read_text())]
     broken += [f"{name}: {' '.join(modules)}" for name, modules in doubled_names().items()]
     print(*broken, sep="\n", end="\n" if broken else "")
     return 1 if broken else 0

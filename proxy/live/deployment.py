@@ -552,7 +552,6 @@ class Deployment:
             on_utilisation=self.roster.utilisation_changed,
             on_gauges=partial(self._scraped, others),
             on_failure=partial(self._scrape_failed, others),
-            on_late_pulls=self._pulled_late,
             on_error=self._failures.report,
             clock=clock,
             rng=self._environment.rng,
@@ -608,7 +607,12 @@ class Deployment:
         if not up:
             self.pass_through.lost(target)
 
-    def _scraped(self, others: OthersOnRanks, target: Target, gauges: EngineGauges) -> None:
+    def _scraped(
+        self, others: OthersOnRanks, target: Target, gauges: EngineGauges, late_pulls: int
+    ) -> None:
+        if late_pulls:
+            self._metrics.engines.pulled_late(late_pulls)
+            _log.warning(_PULLED_LATE, extra={"fields": {"url": target.url, "count": late_pulls}})
         self.roster.scraped(target, gauges)
         others.scraped(target, gauges)
         if self.config.scheduling.prefill_choice in USING_LOADS:
@@ -618,10 +622,6 @@ class Deployment:
         self._metrics.engines.scrape_failed(target)
         others.failed(target)
         _log.debug("scrape failed", extra={"fields": {"url": target.url, "reason": reason}})
-
-    def _pulled_late(self, target: Target, count: int) -> None:
-        self._metrics.engines.pulled_late(count)
-        _log.warning(_PULLED_LATE, extra={"fields": {"url": target.url, "count": count}})
 
     def _identified(self, prefiller: Prefiller, identity: BootstrapIdentity) -> None:
         self.driver.lost.engine_seen(prefiller, identity.engine_id)

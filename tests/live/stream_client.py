@@ -16,6 +16,7 @@ from balanceroute.proxy.live.openai.token_counts import (
 )
 from balanceroute.proxy.live.openai.token_ids import TokenIds
 from balanceroute.proxy.live.openai.transcript import Transcript
+from balanceroute.proxy.live.request.client_answer import Emitted
 from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
@@ -98,7 +99,7 @@ class Client:
             lambda: self.now_s,
             observe_gap=self.gaps.append,
             resumes=resumes,
-            before=resumed_tokens,
+            emitted=Emitted(tokens=resumed_tokens),
             lends=lends,
         )
 

@@ -24,7 +24,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.scheduling.lost_engines import in_flight, sessions_on
+from balanceroute.proxy.live.scheduling.driver import in_flight, sessions_on
 from balanceroute.proxy.live.settings.engines import (
     DecodeServer,
     PrefillServer,

@@ -74,9 +74,8 @@ class Scraper:
         *,
         fetch: Callable[[str], Awaitable[bytes]],
         on_utilisation: Callable[[Target, float], None],
-        on_gauges: Callable[[Target, EngineGauges], None],
+        on_gauges: Callable[[Target, EngineGauges, int], None],
         on_failure: Callable[[Target, str], None],
-        on_late_pulls: Callable[[Target, int], None],
         on_error: Callable[[str, Exception], None],
         clock: Callable[[], float],
         rng: random.Random,
@@ -87,10 +86,9 @@ class Scraper:
             settings: How instances are scraped.
             fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
             on_utilisation: Called when the utilisation of an instance changes; it begins at 0.
-            on_gauges: Called with what every good scrape told.
+            on_gauges: Called with what every good scrape told, and with how many KV caches of the instance
+                were pulled after their lease had ended, since the scrape before.
             on_failure: Called with every scrape that failed, and why.
-            on_late_pulls: Called with how many KV caches of an instance were pulled after their lease
-                had ended, since the scrape before.
             on_error: Called with what a scrape raised beyond `FetchError`; it counts as failed.
             clock: The loop's time.
             rng: Spreads the scrapes.
@@ -100,7 +98,6 @@ class Scraper:
         self._on_utilisation = on_utilisation
         self._on_gauges = on_gauges
         self._on_failure = on_failure
-        self._on_late_pulls = on_late_pulls
         self._on_error = on_error
         self._clock = clock
         self._rng = rng
@@ -197,17 +194,13 @@ class Scraper:
         watch.gauges = gauges
         watch.known_s = self._clock()
         self._schedule(watch)
-        self._compare_late_pulls(watch, gauges.late_pulls)
-        self._on_gauges(target, gauges)
-
-    def _compare_late_pulls(self, watch: _Watch, count: int | None) -> None:
-        before, watch.late_pulls = watch.late_pulls, count
-        if count is None or before is None:
-            return  # Those of before this proxy, if any, are not its own.
-        # A count that shrank began again with its engine.
-        late = count - before if count >= before else count
-        if late:
-            self._on_late_pulls(watch.target, late)
+        count, before, late = gauges.late_pulls, watch.late_pulls, 0
+        watch.late_pulls = count
+        # Those of before this proxy, if any, are not its own.
+        if count is not None and before is not None:
+            # A count that shrank began again with its engine.
+            late = count - before if count >= before else count
+        self._on_gauges(target, gauges, late)
 
     def failed(self, target: Target, reason: str) -> None:
         """Take in a scrape that failed."""

@@ -355,8 +355,7 @@ class DecodeAttempt(Attempt):
             session.context.clock,
             observe_gap=session.context.observe_gap,
             resumes=session.answer.opened,
-            before=session.emitted.tokens,
-            silent_since_s=session.emitted.heard_s,
+            emitted=session.emitted,
             lends=session.context.pump is not None,
         )
 

@@ -19,6 +19,7 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.stream_reader import StreamReader
+    from balanceroute.proxy.live.request.client_answer import Emitted
     from balanceroute.proxy.wire.http1.pump import EventForm, Lent, Passed
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers
@@ -145,8 +146,7 @@ class Relay:
         clock: The loop's clock, in seconds.
         observe_gap: Called with the seconds between two arrivals of events.
         resumes: Whether the client's stream began on an earlier binding.
-        before: Tokens of earlier bindings.
-        silent_since_s: When they brought something last; None if they brought nothing.
+        emitted: What earlier bindings emitted.
         lends: Whether others may move its ordinary events.
 
     Attributes:
@@ -157,7 +157,7 @@ class Relay:
         gap_max_s: The longest gap between two arrivals of events with data, in seconds, and to the
             last of an earlier binding.
         resumed_s: When the client's last pause ended while others moved the events; 0.0 for none.
-        silent_since_s: As given, until something comes that the client does not have; then None.
+        silent_since_s: When earlier bindings brought something last, until something comes that the client does not have; then None.
     """
 
     __slots__ = (
@@ -198,12 +198,11 @@ class Relay:
         *,
         observe_gap: "Callable[[float], None]",
         resumes: bool,
-        before: int,
-        silent_since_s: float | None = None,
+        emitted: "Emitted",
         lends: bool = False,
     ) -> None:
-        self._before = before
-        self.silent_since_s = silent_since_s
+        self._before = emitted.tokens
+        self.silent_since_s = emitted.heard_s
         self._owner = owner
         self._write = reply.write
         self._clock = clock

@@ -41,9 +41,8 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.lifecycle import PREFILLING, LifecycleState
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
-from balanceroute.proxy.live.scheduling.lost_engines import StreamLooks
 from balanceroute.proxy.live.scheduling.progress import Progress
-from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
+from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto, StreamLooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,7 +6,8 @@ The same role as the simulator's driver, with the loop's clock.
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,13 @@ from balanceroute.proxy.core.events import (
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.scheduler import placed
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import Instances, KvTransfers, Prefiller, Role
+from balanceroute.proxy.live.engines.instances import (
+    Instances,
+    KvTransfers,
+    Prefiller,
+    Role,
+    process_of,
+)
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape, TokenEstimate
 from balanceroute.proxy.live.prediction import ticket_features
@@ -53,7 +60,6 @@ from balanceroute.proxy.live.scheduling.decisions import (
     DriverSettings,
     Observers,
 )
-from balanceroute.proxy.live.scheduling.lost_engines import LostEngines
 from balanceroute.proxy.live.telemetry.record import OK, RequestRecord
 
 if TYPE_CHECKING:
@@ -61,12 +67,92 @@ if TYPE_CHECKING:
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
+    from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.scheduling.progress import Progress
     from balanceroute.proxy.live.telemetry.metrics import Metrics
     from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Reply
+
+
+# Requests leave an engine that does not answer any more, and KV caches that died with one.
+#
+# An engine that refuses connections or is silent is quarantined. What it was sent, and has not
+# begun to answer, would wait there for its own time limit, of minutes: it goes elsewhere at once,
+# as far as attempts and the retry budget allow, so that a common fault of all engines makes no
+# storm. KV caches on it are lost, and so are those of an engine that restarted under the same
+# address: what waits in the pool with one is prefilled again, at the pace at which prefillers
+# take prompts.
+
+
+def sessions_on(sessions: "Mapping[RequestId, Session]", target: "Target") -> "list[Session]":
+    """Return the requests in flight on an instance, of all live ones."""
+    return [session for session in sessions.values() if target in session.targets]
+
+
+def in_flight(sessions: "Mapping[RequestId, Session]") -> "Counter[Target]":
+    """Return how many requests are in flight on each instance that has some."""
+    return Counter(target for session in sessions.values() for target in {*session.targets})
+
+
+class LostEngines:
+    """Tells the sessions of engines that are lost.
+
+    Args:
+        sessions: All live requests.
+        call_soon: Calls back from the event loop, so that a session in the middle of a failure is
+            notified after it.
+    """
+
+    def __init__(
+        self,
+        sessions: "Mapping[RequestId, Session]",
+        call_soon: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._sessions = sessions
+        self._call_soon = call_soon
+        # To be told of soon: many engines may go at once.
+        self._gone: set[Target] = set()
+        self._lost_kv = False
+
+    def gone(self, target: "Target") -> None:
+        """Note that an engine does not answer."""
+        if not self._gone:
+            self._call_soon(self._leave)
+        self._gone.add(target)
+
+    def kv_lost(self, prefiller: "Prefiller") -> None:
+        """Note that the KV caches which a prefiller has handed out so far are no more."""
+        prefiller.lost_kv += 1
+        if not self._lost_kv:
+            self._lost_kv = True
+            self._call_soon(self._drop_lost_kv)
+
+    def engine_seen(self, prefiller: "Prefiller", engine_id: str) -> None:
+        """Note an id of the engine behind a prefiller's address, which is new with each start."""
+        engine = process_of(engine_id)
+        if engine in prefiller.engines:
+            return
+        if prefiller.engines:
+            self.kv_lost(prefiller)
+        prefiller.engines.add(engine)
+
+    def _leave(self) -> None:
+        gone, self._gone = self._gone, set()
+        left = [
+            (session, target)
+            for session in self._sessions.values()
+            for target in dict.fromkeys(session.targets)
+            if target in gone
+        ]
+        for session, target in left:
+            session.engine_lost(target)
+
+    def _drop_lost_kv(self) -> None:
+        self._lost_kv = False
+        for session in list(self._sessions.values()):
+            session.drop_lost_kv()
 
 
 # A cap on retries over the whole proxy, so that an outage is not answered with a retry storm.

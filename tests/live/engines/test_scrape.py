@@ -220,14 +220,17 @@ class Bench:
             fetch=self._no_fetch,
             on_utilisation=lambda target, value: self.told.append((target.url, value)),
             on_failure=lambda target, reason: self.failures.append((target.url, reason)),
-            on_gauges=lambda *_: None,
-            on_late_pulls=lambda target, count: self.late.append((target.url, count)),
+            on_gauges=self._on_gauges,
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=lambda: self.now_s,
             rng=random.Random(1),
         )
         for target in targets:
             self.scraper.add(target)
+
+    def _on_gauges(self, target: Target, _: EngineGauges, late: int) -> None:
+        if late:
+            self.late.append((target.url, late))
 
     async def _no_fetch(self, _url: str) -> bytes:
         raise AssertionError("nothing is fetched here")
@@ -413,7 +416,6 @@ def test_instances_removed_while_they_are_scraped_are_not_missed() -> None:
             on_utilisation=lambda *_: pytest.fail("nothing changes"),
             on_failure=lambda *_: pytest.fail("nobody asks any more"),
             on_gauges=lambda *_: None,
-            on_late_pulls=lambda *_: None,
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=loop.time,
             rng=random.Random(1),
@@ -455,7 +457,6 @@ def test_running_scrapes_pages_and_survives_what_they_do() -> None:
             on_utilisation=lambda target, value: told.update({target.url: value}),
             on_failure=lambda target, reason: failures.update({target.url: reason}),
             on_gauges=lambda *_: None,
-            on_late_pulls=lambda *_: None,
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             clock=loop.time,
             rng=random.Random(1),

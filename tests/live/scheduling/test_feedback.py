@@ -1,7 +1,9 @@
-"""What sessions report and ask: every report reaches its part, and retries and prefillers are given out."""
+"""What the driver keeps for all requests: who takes their reports, their names, retries and tokens."""
 
+import asyncio
+import random
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 from unittest.mock import MagicMock
 
 import pytest
@@ -26,7 +28,20 @@ from balanceroute.proxy.live.request.shared import (
     RemotePrefillEnded,
     Report,
 )
-from balanceroute.proxy.live.scheduling.driver import Feedback
+from balanceroute.proxy.live.scheduling.driver import (
+    Feedback,
+    RetryBudget,
+    SessionTable,
+    UniqueTokens,
+)
+from balanceroute.proxy.live.telemetry.record import RequestRecord
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.request.session import Session
+
+
+# What sessions report and ask: every report reaches its part, and retries and prefillers are given out.
+
 
 NUMBER, P, R = RequestId(3), PrefillerId(1), RankId(0)
 TARGET = Target(Role.DECODE, "http://d0")
@@ -143,3 +158,110 @@ def test_a_prefiller_that_cannot_serve_the_request_is_not_chosen() -> None:
     eligible = Eligible(frozenset({PrefillerId(1)}), frozenset({R}))
     site = Site(Ticket(2, eligible=eligible))
     assert [site.choose(), site.choose()] == ["p1", "p1"]
+
+
+# All live requests: their numbers, their names at the engines, and when none is left.
+
+
+def add(table: SessionTable, request_id: str) -> "Session":
+    record = RequestRecord(request_id, "/v1/completions", 0, 0.0)
+    session = cast("Session", SimpleNamespace(number=table.next_number(), record=record))
+    table.add(session)
+    return session
+
+
+def test_a_request_of_a_name_in_use_gets_another_one_at_the_engines() -> None:
+    table = SessionTable(random.Random(1))
+    assert table.engine_id("a") == "a"
+    one, two = add(table, "a"), add(table, "a")
+    assert (one.number, two.number) == (0, 1)
+    table.remove(one.number, one.record)
+    name = table.engine_id("a")
+    assert name.startswith("a-")
+    assert table.engine_id("a") != name
+    table.remove(two.number, two.record)
+    assert table.engine_id("a") == "a"
+    assert table.idle
+
+
+def test_a_wait_for_the_last_request_ends_with_it() -> None:
+    async def scenario() -> None:
+        table = SessionTable(random.Random(1))
+        await table.drained()
+        session = add(table, "a")
+        assert not table.idle
+        drained = asyncio.ensure_future(table.drained())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        table.remove(session.number, session.record)
+        await drained
+
+    asyncio.run(scenario())
+
+
+# Tokens that name requests and transfers.
+
+
+class Counted(random.Random):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def getrandbits(self, k: int, /) -> int:
+        self.asked += 1
+        return super().getrandbits(k)
+
+
+def test_every_token_is_another_of_128_bits() -> None:
+    token = UniqueTokens(random.Random(7))
+    made = [token() for _ in range(1_000)]
+    assert len(set(made)) == 1_000
+    assert {len(one) for one in made} == {32}
+    assert set("".join(made)) == set("0123456789abcdef")
+
+
+def test_the_system_is_asked_once_for_many() -> None:
+    rng = Counted(7)
+    token = UniqueTokens(rng)
+    for _ in range(128):
+        token()
+    assert rng.asked == 2
+
+
+# The cap on retries.
+
+
+def spend_all(budget: RetryBudget) -> int:
+    count = 0
+    while budget.spend():
+        count += 1
+    return count
+
+
+def test_the_first_failures_may_be_retried() -> None:
+    assert spend_all(RetryBudget()) == 10
+
+
+def test_an_outage_is_retried_for_a_fifth_of_the_requests() -> None:
+    budget = RetryBudget(reserve=0.0)
+    retried = 0
+    for _ in range(1_000):
+        budget.earn()
+        retried += spend_all(budget)
+    assert 199 <= retried <= 200
+
+
+def test_a_quiet_day_saves_up_no_storm() -> None:
+    budget = RetryBudget(most=10.0)
+    for _ in range(100_000):
+        budget.earn()
+    assert spend_all(budget) == 10
+
+
+def test_nothing_is_spent_when_nothing_is_left() -> None:
+    budget = RetryBudget(reserve=0.0, share=0.5)
+    assert not budget.spend()
+    budget.earn()
+    assert not budget.spend()
+    budget.earn()
+    assert budget.spend()
