@@ -135,14 +135,14 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (14_320, 53),
+    "proxy/core": (13_600, 34),
     "proxy/wire": (7_300, 27),
     "proxy/settings": (800, 4),
     "proxy/live": (34_450, 109),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (4_550, 21),
     "proxy/testing": (12_300, 40),
-    "predictors": (3_800, 11),
+    "predictors": (3_720, 11),
     "topologies": (2_300, 8),
     "traces": (1_400, 6),
     "engine_patch": (700, 5),

@@ -13,7 +13,7 @@ predictors: Capped ExactMatch Hinted NoPrediction Oracle PastRequest Predictor P
 predictors.gbdt: Gbdt KIND
 proxy.core.admission: ADMISSIONS Admission Aimd AimdOptions AimdSettings Allowance BoundedQueue Budget Decision
     EXPECTING EarlyRefusal Ending FirstTokens Load POST_4 POST_5 Rate Refusal TenantLimits Tenants
-proxy.core.policies: Assignment Fleet POLICIES PREDICTING Policy PolicyInputs PolicySettings
+proxy.core.policies: Assignment Fleet OldestFirst POLICIES PREDICTING Policy PolicyInputs PolicySettings PoolEntry
     is_outside make_policy predicts skill_share
 proxy.core.prefill: FewestTokens MakePrefillChoice PREFILL_CHOICES PrefillChoice PrefillInputs
     PrefillRequest PrefillView Prefillers ScoreLimits USING_BLOCKS USING_EVENTS USING_LOADS

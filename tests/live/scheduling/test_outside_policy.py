@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
 MODULE = """
-from balanceroute.proxy.core.ranks import OldestFirst
+from balanceroute.proxy.core.policies import OldestFirst
 
 made = []
 
