@@ -204,7 +204,7 @@ def outside_predictor(name: str) -> Predictor:
 
 
 class Checked:
-    """A predictor from outside, whose answers and failures are told as its own.
+    """A predictor from outside, whose failures are errors that name it.
 
     The live proxy does without: it checks each answer, and goes on without a predictor that fails.
 

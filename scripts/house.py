@@ -135,7 +135,7 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_600, 34),
+    "proxy/core": (13_560, 34),
     "proxy/wire": (7_300, 27),
     "proxy/settings": (800, 4),
     "proxy/live": (34_450, 109),

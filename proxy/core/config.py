@@ -72,7 +72,7 @@ class SchedulerConfig:
     # Whether it is as much as leases allow, rather than as little as balance needs: for clients who
     # get their first token before the pool.
     deep_pool: bool = False
-    # As `prefiller_kv_tokens`, for a deep pool while nobody knows how fast it empties: what fits
+    # As `prefiller_kv_tokens`, for a deep pool while it is not known how fast it empties: what fits
     # there, as engines tell; None if none does.
     prefiller_memory_tokens: int | None = None
 

@@ -236,7 +236,7 @@ class EngineLoad(Struct, frozen=True):
 
 
 class PrefillerScraped(Struct, frozen=True):
-    """A prefiller told its metrics."""
+    """The proxy has read a prefiller's metrics."""
 
     prefiller: PrefillerId
     load: EngineLoad

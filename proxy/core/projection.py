@@ -600,10 +600,10 @@ class Balance:
         self._envelope: NDArray[np.float64] = np.maximum.reduce(levels)
         self._make_target = target
         self._target: NDArray[np.float64] | None = None
-        # float64[G, H + 1]; None until somebody asks for those of all ranks.
+        # float64[G, H + 1]; None until a caller asks for those of all ranks.
         self._margins: NDArray[np.float64] | None = None
         self._safe_margins: NDArray[np.float64] | None = None
-        # None until somebody asks for them.
+        # None until a caller asks for them.
         self._filled: NDArray[np.float64] | None = None
         self._rounding: float | None = None
         self._room_weights = weights.steps

@@ -53,7 +53,7 @@ class RankMemory:
 
     Args:
         rank_tokens: Returns the KV tokens that a rank keeps; None if that is unknown.
-        told: What ranks tell of their blocks, by rank; None if nobody listens.
+        told: What ranks tell of their blocks, by rank; None if the proxy does not listen.
     """
 
     def __init__(

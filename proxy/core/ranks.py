@@ -98,35 +98,15 @@ class Follower(Protocol):
 
     ranks: int
 
-    def clear(self) -> None:
-        """Remove all requests."""
-        ...
-
+    def clear(self) -> None: ...
     def bind(
         self, request: RequestId, rank: RankId, kv_tokens: int, age: int, sequences: int = 1
-    ) -> None:
-        """Add a request."""
-        ...
-
-    def start(self, request: RequestId) -> None:
-        """Let a request grow with the steps."""
-        ...
-
-    def emit(self, request: RequestId, tokens: int) -> None:
-        """Correct the tokens of a request."""
-        ...
-
-    def unbind(self, request: RequestId) -> None:
-        """Remove a request."""
-        ...
-
-    def step(self) -> None:
-        """Advance by one step."""
-        ...
-
-    def check(self) -> None:
-        """Recount and assert."""
-        ...
+    ) -> None: ...
+    def start(self, request: RequestId) -> None: ...
+    def emit(self, request: RequestId, tokens: int) -> None: ...
+    def unbind(self, request: RequestId) -> None: ...
+    def step(self) -> None: ...
+    def check(self) -> None: ...
 
 
 class _Binding(Struct):
@@ -316,7 +296,9 @@ class Fleet(Struct, eq=False):
     room_after: Callable[[int, PoolEntry], int] | None = None
     # int64[G], what the requests of others hold; None if there are none.
     others_kv_tokens: NDArray[np.int64] | None = None
-    keeping: Keeping | None = None  # What the ranks have of prompts; None if nobody remembers that.
+    keeping: Keeping | None = (
+        None  # What the ranks have of prompts; None if the scheduler remembers none.
+    )
     # Whether a rank without a free slot closes: of a policy that binds early, those that have few
     # slots began lately.
     closes: bool = False
@@ -473,8 +455,8 @@ _GIVEN_SHARE = 1 / 8
 _NO_LIMIT = 1 << 62
 
 
-class Others:
-    """What others have on each of G ranks."""
+class ForeignRequests:
+    """What requests that this scheduler did not send hold on each of G ranks."""
 
     def __init__(self, ranks: int) -> None:
         # int64[G], the slots of their requests.
@@ -483,7 +465,7 @@ class Others:
         # int64[G], the slots that this scheduler's requests may have.
         self.limits: NDArray[np.int64] = np.full(ranks, _NO_LIMIT)
 
-    def told(self, event: OthersOnRank, *, batch: int, own: int) -> None:
+    def update(self, event: OthersOnRank, *, batch: int, own: int) -> None:
         """Take in what is known of a rank.
 
         Args:
@@ -496,8 +478,8 @@ class Others:
         self.limits[rank] = own_limit(batch, event.slots, own) if event.slots else _NO_LIMIT
 
     def grow(self, ranks: int) -> None:
-        """Follow a larger number of ranks; nobody else is on the new ones."""
-        new = Others(ranks - len(self.slots))
+        """Follow a larger number of ranks; the new ones have none."""
+        new = ForeignRequests(ranks - len(self.slots))
         self.slots = np.concatenate([self.slots, new.slots])
         self.kv_tokens = np.concatenate([self.kv_tokens, new.kv_tokens])
         self.limits = np.concatenate([self.limits, new.limits])
@@ -531,7 +513,7 @@ class Ranks:
 
     Args:
         config: Their number, and whether their speeds are to be learned.
-        memory: What they have of earlier prompts; None if nobody asks.
+        memory: What they have of earlier prompts; None if no part asks.
     """
 
     def __init__(self, config: SchedulerConfig, memory: RankMemory | None = None) -> None:
@@ -539,8 +521,8 @@ class Ranks:
         # bool[G], whether each takes new requests.
         self.is_open: NDArray[np.bool_] = np.ones(config.ranks, np.bool_)
         self._all_open = True
-        # What others have there; None if nobody else sends to any.
-        self.others: Others | None = None
+        # What others have there; None if this scheduler alone sends to the ranks.
+        self.foreign: ForeignRequests | None = None
         self._unlimited: NDArray[np.int64] = np.full(config.ranks, UNLIMITED)
         self._batch = _batch_limits(config)
         self._learned = _learned(config)
@@ -590,13 +572,13 @@ class Ranks:
         """
         rank = event.rank
         self._check_known(rank)
-        if self.others is None:
-            self.others = Others(len(self.is_open))
+        if self.foreign is None:
+            self.foreign = ForeignRequests(len(self.is_open))
         limits = config.rank_batch_limits
         batch = config.batch_limit if limits is None else limits[rank]
-        self.others.told(event, batch=batch, own=int(ledger.bound[rank]))
-        if not self.others.slots.any():
-            self.others = None
+        self.foreign.update(event, batch=batch, own=int(ledger.bound[rank]))
+        if not self.foreign.slots.any():
+            self.foreign = None
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Follow another configuration, with as many ranks or more; the new ones are open."""
@@ -604,8 +586,8 @@ class Ranks:
         self.is_open = np.concatenate([self.is_open, new])
         self._all_open = bool(self.is_open.all())
         self.proved += [False] * len(new)
-        if self.others is not None:
-            self.others.grow(config.ranks)
+        if self.foreign is not None:
+            self.foreign.grow(config.ranks)
         self._unlimited = np.full(config.ranks, UNLIMITED)
         self._batch = _batch_limits(config)
         learned = _learned(config)
@@ -676,8 +658,8 @@ class Ranks:
             speeds,
             closes=closes,
         )
-        if self.others is not None:
-            fleet.share(self.others.slots, self.others.kv_tokens)
+        if self.foreign is not None:
+            fleet.share(self.foreign.slots, self.foreign.kv_tokens)
         if self._memory is not None:
             fleet.keeping = self._memory.keeping(config.ranks, self.open)
         return fleet
@@ -709,8 +691,8 @@ class Ranks:
         """Return the free slots, int64[G], of open and closed ranks."""
         # One free slot admits a request of several, which may leave a rank overbooked.
         slots = self._batch
-        if self.others is not None:
-            slots = np.minimum(slots, self.others.limits)
+        if self.foreign is not None:
+            slots = np.minimum(slots, self.foreign.limits)
         if beyond_batch:
             slots = slots + beyond_batch
         slots = slots - ledger.bound
@@ -733,6 +715,6 @@ def _batch_limits(config: SchedulerConfig) -> "NDArray[np.int64]":
 
 
 def _learned(config: SchedulerConfig) -> LearnedSpeeds | None:
-    """Return what learns the speeds; None if nobody asks, or if there is nothing to compare."""
+    """Return what learns the speeds; None if no setting asks, or if there is nothing to compare."""
     asked = config.learn_speeds and config.rank_speeds is None
     return LearnedSpeeds(config.ranks) if asked and config.ranks > 1 else None

@@ -399,56 +399,7 @@ def pool_entry(request: Request, config: SchedulerConfig, pairs: Pairs) -> PoolE
     )
 
 
-# The scheduler's self-check: what is charged against what the requests' states say.
-
-
-def check_holdings(
-    requests: "Collection[Request]",
-    *,
-    prefill_queue: "PrefillQueue",
-    prefillers: "Prefillers",
-    pool: "Pool",
-    ledger: "Ledger",
-    waiting: int,
-) -> None:
-    """Recount every holding from the requests' states and assert that nothing leaked."""
-    ledger.check()
-    held = [0] * len(prefillers.held_tokens)
-    prefills, direct = held.copy(), held.copy()
-    slots = [0] * len(ledger.bound)
-    for request in requests:
-        state, decodes = request.state, request.decode
-        # Rule 2 of `lifecycle`: what a request holds follows from its state.
-        if request.prefiller is not None:
-            assert request.ticket.prefill
-            held[request.prefiller] += request.held_tokens()
-            prefills[request.prefiller] += request.prefilling
-            direct[request.prefiller] += 0 if decodes else request.ticket.slots
-        if request.rank is not None:
-            slots[request.rank] += request.ticket.slots
-        # A direct request holds sequences instead of a prefill.
-        assert request.prefilling == (state is LifecycleState.PREFILLING and decodes)
-        assert (request.rank is not None) == (state is LifecycleState.DECODING)
-        assert (request.request in pool) == (state is LifecycleState.POOLED)
-        assert (request in prefill_queue) == (state is LifecycleState.QUEUED)
-        assert request.ticket.prefill or state is not LifecycleState.PREFILLING
-        assert decodes or state in {LifecycleState.QUEUED, LifecycleState.PREFILLING}
-    assert direct == prefillers.direct, f"{direct} != {prefillers.direct}"
-    assert held == prefillers.held_tokens, f"{held} != {prefillers.held_tokens}"
-    assert prefills == prefillers.prefills, f"{prefills} != {prefillers.prefills}"
-    assert sum(prefills) == prefillers.prefilling
-    assert slots == ledger.bound.tolist(), f"{slots} != {ledger.bound}"
-    assert pool.slots == sum(entry.slots for entry in pool)
-    # The count that bounds admission, derived from its complement.
-    answered = sum(
-        request.rank is not None
-        or (request.state is LifecycleState.PREFILLING and not request.decode)
-        for request in requests
-    )
-    assert waiting == len(requests) - answered
-
-
-class Holdings:
+class Resources:
     """Takes and releases what the requests of one scheduler hold."""
 
     def __init__(
@@ -571,15 +522,42 @@ class Holdings:
         self.ledger = ledger
 
     def check(self, requests: Collection[Request], waiting: int) -> None:
-        """Recount every holding from the requests' states and assert that nothing leaked."""
-        check_holdings(
-            requests,
-            prefill_queue=self._prefill_queue,
-            prefillers=self._prefillers,
-            pool=self._pool,
-            ledger=self.ledger,
-            waiting=waiting,
+        """Count again what requests hold, from their states, and assert that nothing leaked."""
+        prefillers, pool, ledger = self._prefillers, self._pool, self.ledger
+        ledger.check()
+        held = [0] * len(prefillers.held_tokens)
+        prefills, direct = held.copy(), held.copy()
+        slots = [0] * len(ledger.bound)
+        for request in requests:
+            state, decodes = request.state, request.decode
+            # Rule 2 of `lifecycle`: what a request holds follows from its state.
+            if request.prefiller is not None:
+                assert request.ticket.prefill
+                held[request.prefiller] += request.held_tokens()
+                prefills[request.prefiller] += request.prefilling
+                direct[request.prefiller] += 0 if decodes else request.ticket.slots
+            if request.rank is not None:
+                slots[request.rank] += request.ticket.slots
+            # A direct request holds sequences instead of a prefill.
+            assert request.prefilling == (state is LifecycleState.PREFILLING and decodes)
+            assert (request.rank is not None) == (state is LifecycleState.DECODING)
+            assert (request.request in pool) == (state is LifecycleState.POOLED)
+            assert (request in self._prefill_queue) == (state is LifecycleState.QUEUED)
+            assert request.ticket.prefill or state is not LifecycleState.PREFILLING
+            assert decodes or state in {LifecycleState.QUEUED, LifecycleState.PREFILLING}
+        assert direct == prefillers.direct, f"{direct} != {prefillers.direct}"
+        assert held == prefillers.held_tokens, f"{held} != {prefillers.held_tokens}"
+        assert prefills == prefillers.prefills, f"{prefills} != {prefillers.prefills}"
+        assert sum(prefills) == prefillers.prefilling
+        assert slots == ledger.bound.tolist(), f"{slots} != {ledger.bound}"
+        assert pool.slots == sum(entry.slots for entry in pool)
+        # The count that bounds admission, derived from its complement.
+        answered = sum(
+            request.rank is not None
+            or (request.state is LifecycleState.PREFILLING and not request.decode)
+            for request in requests
         )
+        assert waiting == len(requests) - answered
 
 
 def _bind(ledger: Ledger, request: Request, rank: RankId, *, emitted: int = 0) -> None:
@@ -600,7 +578,7 @@ def _bind(ledger: Ledger, request: Request, rank: RankId, *, emitted: int = 0) -
 
 
 def lose_prefill(
-    request: Request, event: PrefillLost, holdings: Holdings, now_ns: int
+    request: Request, event: PrefillLost, resources: Resources, now_ns: int
 ) -> list[Action]:
     """Release what a request holds that has to be prefilled again; the caller queues it.
 
@@ -613,10 +591,10 @@ def lose_prefill(
         raise LifecycleError(f"request {request.request} has pulled its KV cache already")
     if not request.ticket.prefill:
         raise LifecycleError(f"request {request.request} has no prefill to lose")
-    # Read first: the holdings follow from the state before the move, and `release` clears them.
+    # Read first: what it holds follows from the state before the move, and `release` clears them.
     state, prefiller, rank = request.state, request.prefiller, request.rank
     request.move(Trigger.PREFILL_LOST)
-    actions = holdings.release(request, state, gone=True)
+    actions = resources.release(request, state, gone=True)
     if rank is not None and not event.same_rank:
         request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)
     if event.elsewhere:
@@ -629,7 +607,7 @@ def lose_prefill(
     return actions
 
 
-def lose_decode(request: Request, holdings: Holdings) -> None:
+def lose_decode(request: Request, resources: Resources) -> None:
     """Release the rank of a request that never joined its batch; the caller puts it in the pool.
 
     Raises:
@@ -643,11 +621,11 @@ def lose_decode(request: Request, holdings: Holdings) -> None:
     assert request.rank is not None
     request.lost_on_ranks = with_loss(request.lost_on_ranks, request.rank)
     # Only the rank's slots: the prefiller still holds the KV cache, under the same lease.
-    holdings.unbind(request)
+    resources.unbind(request)
 
 
 def recompute(
-    request: Request, holdings: Holdings, now_ns: int, *, elsewhere: bool
+    request: Request, resources: Resources, now_ns: int, *, elsewhere: bool
 ) -> list[Action]:
     """Release what a request holds whose rank dropped it; the caller queues it.
 
@@ -656,7 +634,7 @@ def recompute(
     """
     state, rank = request.state, request.rank
     request.move(Trigger.RECOMPUTE)
-    actions = holdings.release(request, state, gone=True)
+    actions = resources.release(request, state, gone=True)
     if elsewhere:
         assert rank is not None
         request.lost_on_ranks = with_loss(request.lost_on_ranks, rank)

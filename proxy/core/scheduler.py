@@ -69,8 +69,8 @@ from balanceroute.proxy.core.queueing import FairQueueing
 from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.ranks import Assignment, Fleet, Ledger, Policy, Ranks
 from balanceroute.proxy.core.resources import (
-    Holdings,
     Leases,
+    Resources,
     lose_decode,
     lose_prefill,
     pool_entry,
@@ -102,9 +102,9 @@ class Intake:
         fair: Shares what starts among tenants; None for no sharing.
         meter: Settles what it charged; None if nothing is to settle.
         budget: Limits the requests in flight; None for no limit.
-        first_tokens: Expects times to first token; None if nobody asks.
+        first_tokens: Expects times to first token; None if no part asks.
         local_prefill: Decides which prompts ranks compute; None for none.
-        memory: What the ranks have of earlier prompts; None if nobody asks.
+        memory: What the ranks have of earlier prompts; None if no part asks.
         follows_time: Whether `advance` is to be called.
         held: Whether nothing may start; see `hold`.
         queues_all: Whether requests that need no prefiller may be in the queue, too.
@@ -167,7 +167,7 @@ class Intake:
         return self.budget.next_tick_ns if waiting and self.budget is not None else None
 
     def load(self, ticket: Ticket, queue: PrefillQueue, waiting: int, requests: int) -> Load:
-        """Return what an admission rule is told of a request that arrives."""
+        """Return what an admission rule gets to know of a request that arrives."""
         if self.first_tokens is None:
             return Load(waiting)
         expected_ns = self.first_tokens.expected_ns(
@@ -359,7 +359,7 @@ class Scheduler:
         self.prefill_queue = PrefillQueue(self.requests, self.prefillers, make_order)
         self.leases = Leases(config, self.requests)
         ledger = self._new_ledger(config, policy)
-        self._holdings = Holdings(
+        self._resources = Resources(
             self.prefill_queue, self.prefillers, self.pool, ledger, self.leases, meter=meter
         )
         self.ranks = Ranks(config, intake.memory)
@@ -368,7 +368,7 @@ class Scheduler:
     @property
     def ledger(self) -> Ledger:
         """Loads and slots of the ranks."""
-        return self._holdings.ledger
+        return self._resources.ledger
 
     @property
     def waiting(self) -> int:
@@ -381,7 +381,7 @@ class Scheduler:
         Raises:
             LifecycleError: The request is unknown.
         """
-        return self._holdings.emitted(self._get(number))
+        return self._resources.emitted(self._get(number))
 
     def free_slots(self) -> "NDArray[np.int64]":
         """Return the free slots, int64[G], of open and closed ranks; without a limit, of the batch."""
@@ -436,7 +436,7 @@ class Scheduler:
             # A shared projection would count every request twice.
             raise ConfigError("the policy is in use: its projection counts every request already")
         # All checks come first: a ConfigError leaves everything unchanged.
-        self._holdings.move(self.requests.values(), self._new_ledger(config, policy))
+        self._resources.move(self.requests.values(), self._new_ledger(config, policy))
         self.config, self.policy = config, policy
         self.leases.reconfigure(config)
         self.ranks.reconfigure(config)
@@ -454,8 +454,8 @@ class Scheduler:
                 self.prefill_queue.expire_at(request, queue_end_ns(request, self.config))
 
     def check(self) -> None:
-        """Recount every holding from the requests' states and assert that nothing leaked."""
-        self._holdings.check(self.requests.values(), self.waiting)
+        """Count again what requests hold, from their states, and assert that nothing leaked."""
+        self._resources.check(self.requests.values(), self.waiting)
 
     def _get(self, number: RequestId) -> Request:
         request = self.requests.get(number)
@@ -492,7 +492,7 @@ class Scheduler:
         # lease, so a deep pool outlasts its leases, while a request before prefill holds nothing.
         held = self.prefillers.prefilling + len(self.pool.entries)
         self.prefillers.kv_capacity_tokens = self.leases.prefiller_kv_tokens
-        room = self.intake.room(self.leases.room(held), held, self._holdings.ledger, self.ranks)
+        room = self.intake.room(self.leases.room(held), held, self._resources.ledger, self.ranks)
         for request, prefiller in self.intake.let(self.prefill_queue.start(room, now_ns)):
             self.intake.left_queue(request, now_ns)
             if prefiller is None:
@@ -514,7 +514,7 @@ class Scheduler:
         if not request.decode:
             raise LifecycleError(f"request {request.request} is answered by its prefiller")
         request.move(PREFILLED)
-        self._holdings.end_prefill(request)
+        self._resources.end_prefill(request)
         self.leases.prefill_ended(event.request, now_ns, event.prompt_tokens)
         assert request.prefiller is not None
         self.prefillers.proved[request.prefiller] = True
@@ -549,7 +549,7 @@ class Scheduler:
         return actions + self._start_prefills(now_ns)
 
     def _lose_prefill(self, request: Request, event: PrefillLost, now_ns: int) -> list[Action]:
-        actions = lose_prefill(request, event, self._holdings, now_ns)
+        actions = lose_prefill(request, event, self._resources, now_ns)
         self.prefill_queue.add(request, queue_end_ns(request, self.config))
         return actions
 
@@ -565,12 +565,12 @@ class Scheduler:
             self.ranks.proved[request.rank] = True
         # It decodes here, so earlier losses no longer restrict a later choice.
         request.lost_on_ranks = ()
-        ledger = self._holdings.ledger
+        ledger = self._resources.ledger
         ledger.start(request.request)
         self.intake.started(request, ledger, now_ns)
         request.pulled_from = request.prefiller
         # The first token proves that the KV transfer is over: the prefiller frees its blocks.
-        self._holdings.release_prefill(request)
+        self._resources.release_prefill(request)
         return self._start_prefills(now_ns)
 
     def _step(self, event: StepCompleted, now_ns: int) -> list[Action]:
@@ -588,22 +588,22 @@ class Scheduler:
         if not request.started:
             raise LifecycleError(f"request {number} cannot emit {tokens} tokens now")
         # A correction takes back tokens that the steps gave in excess, never tokens of the prompt.
-        if tokens < 0 and self._holdings.emitted(request) + tokens < 0:
+        if tokens < 0 and self._resources.emitted(request) + tokens < 0:
             raise LifecycleError(f"request {number} has not emitted {-tokens} tokens to take back")
         self.ledger.emit(number, tokens)
         return []
 
     def _lose_decode(self, event: DecodeLost, now_ns: int) -> list[Action]:
         request = self._get(event.request)
-        lose_decode(request, self._holdings)
+        lose_decode(request, self._resources)
         self._to_pool(request, now_ns)
         return []
 
     def _recompute(self, event: RequestRecomputed, now_ns: int) -> list[Action]:
         request = self._get(event.request)
         if event.anew and request.started:
-            self.ledger.emit(event.request, -self._holdings.emitted(request))
-        actions = recompute(request, self._holdings, now_ns, elsewhere=event.elsewhere)
+            self.ledger.emit(event.request, -self._resources.emitted(request))
+        actions = recompute(request, self._resources, now_ns, elsewhere=event.elsewhere)
         self._queue(request, now_ns)
         return actions + self._start_prefills(now_ns)
 
@@ -674,7 +674,7 @@ class Scheduler:
         request.move(trigger)
         # A request that finished has ended in the engine: there is nothing to abort.
         finished = trigger is FINISH
-        actions = self._holdings.release(request, state, gone=finished)
+        actions = self._resources.release(request, state, gone=finished)
         del self.requests[request.request]
         return actions
 
@@ -713,11 +713,11 @@ class Scheduler:
         policy, projection = self.policy, self.policy.projection
         # The ledger drops a projection that raised: its state is unknown, so it is built again from
         # the requests.
-        if projection is not None and self._holdings.ledger.projection is None:
+        if projection is not None and self._resources.ledger.projection is None:
             projection.clear()
             fresh = self._new_ledger(self.config, policy)
-            self._holdings.move(self.requests.values(), fresh)
-        ledger = self._holdings.ledger
+            self._resources.move(self.requests.values(), fresh)
+        ledger = self._resources.ledger
         make_fleet = partial(self.ranks.fleet, ledger, self.config, policy.slots_beyond_batch)
         self.leases.judge(self.pool, now_ns)
         # These entries have left the pool, so each of them has to be bound.
@@ -726,7 +726,7 @@ class Scheduler:
         for number, rank in decided:
             request = self.requests[number]
             request.move(ADMIT)
-            self._holdings.bind(request, rank)
+            self._resources.bind(request, rank)
             if memory is not None:
                 memory.add(request.ticket, rank)
             if self.ranks.warm_up.active:

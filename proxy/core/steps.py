@@ -224,7 +224,7 @@ def _squares(
 
 # Which decode ranks make no tokens while others do, as far as their streams tell.
 #
-# Whoever reads streams **looks** at them a few times a second and tells of each rank whether any
+# The reader of streams **looks** at them a few times a second and tells of each rank whether any
 # of its streams moved, and how many of those that stand still would have moved if the rank had
 # made a step. A rank is **silent** for the time in which it has such streams, none of its streams
 # moved, and another rank stepped at its usual pace. It **stands still** once that is more than
@@ -237,7 +237,7 @@ def _squares(
 # That is the **standstill** of the fleet.
 #
 # Time counts as far as the one who looks was there to see it: who stood still himself tells 0 s.
-# So a rank is never silent because nobody read its streams. Times are float seconds.
+# So a rank is never silent because its streams were not read. Times are float seconds.
 
 FLOOR_S = 2.0
 """No rank stands still sooner."""
@@ -309,7 +309,7 @@ class RankProgress:
 
         Args:
             now_s: The time.
-            elapsed_s: Since the last look; 0 if nobody was there to see what came meanwhile.
+            elapsed_s: Since the last look; 0 if the reader did not see what came meanwhile.
             sightings: One for each rank that has a stream.
         """
         still: list[RankId] = []
@@ -352,7 +352,7 @@ class RankProgress:
         self._silent_s.pop(rank, None)
 
     def excuse(self) -> None:
-        """Let the silence of all ranks begin now: somebody told the engines to wait."""
+        """Let the silence of all ranks begin now: the proxy had the engines wait."""
         self._silent_s.clear()
         self._still_s = 0.0
 
@@ -366,7 +366,7 @@ class RankProgress:
         return self._silent_s.get(rank, 0.0)
 
     def limit_s(self, rank: RankId, now_s: float) -> float | None:
-        """Return for how long it may be silent; None if that cannot be told.
+        """Return for how long it may be silent; None if that is not known.
 
         That is while its own pace is not known yet, and while no other rank steps whose pace is.
         """
@@ -429,5 +429,5 @@ class RankProgress:
         return len(ranks)
 
     def _fresh(self, now_s: float) -> set[RankId]:
-        """Return the ranks that are silent, as far as somebody has just looked."""
+        """Return the ranks that are silent, as far as the reader has just looked."""
         return set(self._silent_s) if now_s - self._looked_s <= _STALE_S else set()

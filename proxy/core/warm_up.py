@@ -53,7 +53,7 @@ class WarmUp:
         self.active = False  # Whether any instance has one.
         self._windows: dict[int, _Window] = {}
         self._at: dict[RequestId, int] = {}
-        # Sent while the scheduler handles an event that `saw` is not told of yet.
+        # Sent while the scheduler handles an event that `saw` does not know yet.
         self._just_sent: set[RequestId] = set()
 
     def begin(self, instance: int, *, grows: bool) -> None:
@@ -104,7 +104,7 @@ class WarmUp:
         The event of a loss may already have sent the request to the next instance, of which it says nothing.
 
         Args:
-            event: What the scheduler was told.
+            event: What the scheduler handled.
             actions: What it decided.
             full: By instance, the width at which it is warm.
         """

@@ -61,7 +61,7 @@ def test_what_others_have_counts_until_it_is_gone() -> None:
     ledger = Ledger(3)
     assert ranks.fleet(ledger, config, 0).free_slots.tolist() == [8, 3, 8]
     ranks.shared(OthersOnRank(RankId(1), 0, 0), ledger, config)
-    assert ranks.others is None
+    assert ranks.foreign is None
     assert np.array_equal(ranks.fleet(ledger, config, 0).free_slots, [8, 8, 8])
 
 

@@ -54,7 +54,7 @@ class Admission(Protocol):
 
     @property
     def follows(self) -> bool:
-        """Whether it learns from what is told of accepted requests; if not, nobody need tell."""
+        """Whether it learns from accepted requests; if not, drivers need not report them."""
         ...
 
     def offer(self, ticket: Ticket, load: Load, now_ns: int) -> Refusal | None:
@@ -218,7 +218,7 @@ class EarlyRefusal:
             f"the first token is expected in {expected_ns / _NS_PER_S:.1f} s, "
             f"and due in {max(0, left_ns) / _NS_PER_S:.1f} s"
         )
-        # If nobody comes meanwhile, the queue is by so much shorter then.
+        # If no request comes meanwhile, the queue is by so much shorter then.
         retry_s = min(-(-int(expected_ns - left_ns) // _NS_PER_S), _LONGEST_S)
         return Refusal(_UNAVAILABLE, reason, max(1, retry_s), cause="deadline")
 

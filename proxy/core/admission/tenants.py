@@ -108,7 +108,7 @@ class TenantOccupancy:
 
     def leave(self, now_ns: int) -> None:
         """Note that one is there no more."""
-        assert self.count, "nobody is there"
+        assert self.count, "no request is there"
         self._pass(now_ns)
         self.count -= 1
         self._score = self._score * exp((self._scored_ns - self._busy_ns) / _MEMORY_NS) + 1.0
@@ -133,7 +133,7 @@ class TenantOccupancy:
 # Of a sequence of a request that names no limit.
 UNSTATED_OUTPUT_TOKENS = 256
 _NS_PER_S = 1_000_000_000
-# Nobody knows what a queue does beyond it.
+# What a queue does beyond it is not known.
 _LONGEST_S = 60
 # Its key was good when the request came in, and the file has changed since.
 _UNKNOWN = Refusal(401, "the key is not valid any more", None, "unknown")

@@ -512,7 +512,7 @@ class _View:
     def best(self, work: Round, rank: int) -> "list[PoolEntry]":
         """Return the best choice of what has no other rank to itself, or fills this one as well.
 
-        An empty rank waits for nobody: it takes what has another rank to itself, too.
+        An empty rank waits for no other: it takes what has another rank to itself, too.
         """
         free = self.fits()
         if work.fleet.bound[rank] and np.count_nonzero(self.reserved):

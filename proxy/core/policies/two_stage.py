@@ -202,7 +202,7 @@ class TwoStageSettings:
 
 
 # Entries about which the predictor is asked in one call, which costs a thirtieth of one for each.
-# Usually there are as many free slots; but those of ranks without memory admit nobody.
+# Usually there are as many free slots; but those of ranks without memory admit no entry.
 _MOST_ASKED = 256
 
 
@@ -380,7 +380,7 @@ class _Asked:
     def adds(self) -> NDArray[np.float64]:
         """float64[n, H + 1], what each adds if it is admitted now.
 
-        Nobody asks for it where nothing waits after the one that is admitted.
+        It is not needed where nothing waits after the one that is admitted.
         """
         return self._projection.newcomers(
             [entry.kv_tokens for entry in self._entries],
@@ -399,7 +399,7 @@ def _loads_ahead(projection: Projection, fleet: Fleet) -> NDArray[np.float64]:
 
 # Below saturation: a large newcomer waits a moment if it would overflow every rank.
 #
-# While slots are free, nobody behind it has to wait for it, and what it costs is its own moment.
+# While slots are free, no entry behind it has to wait for it, and what it costs is its own moment.
 # What it saves is the step time of everybody: a rank often frees the room within some steps. Many
 # requests with long steps fill the slots in the end, so that without the hold all of them would
 # wait.

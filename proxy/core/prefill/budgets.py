@@ -118,7 +118,7 @@ class PrefillInputs:
     rng: "random.Random"  # Seeded generator for the randomised ones.
     index_blocks: int = 1 << 20  # Blocks of prompts that are remembered of each prefiller.
     limits: ScoreLimits = ScoreLimits()  # For choices by a score.
-    # What the prefillers themselves tell of their caches; None if nobody listens.
+    # What the prefillers report of their caches; None if the proxy does not listen.
     engine_blocks: "EngineBlocks | None" = None
 
 

@@ -335,7 +335,7 @@ class PrefixAware:
 
     Args:
         index_blocks: Blocks that are remembered of each prefiller.
-        engine_blocks: What prefillers tell of their caches; None if nobody listens.
+        engine_blocks: What prefillers report of their caches; None if the proxy does not listen.
     """
 
     def __init__(self, index_blocks: int, engine_blocks: EngineBlocks | None = None) -> None:

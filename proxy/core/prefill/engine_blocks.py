@@ -354,7 +354,7 @@ class Knowledge(Enum):
     """How much is known of what an engine has cached."""
 
     NONE = "none"  # It tells nothing.
-    SOME = "some"  # It had blocks before it was heard.
+    SOME = "some"  # It had blocks before its events came.
     ALL = "all"
 
 
@@ -468,7 +468,7 @@ class EngineBlocks:
         cache = self._caches[engine]
         start = 0 if before is None else cache.by_engine.get(before)
         if start is None or not hashes:
-            return  # The blocks before it were stored unheard.
+            return  # The blocks before it were stored before its events came.
         if ids is None:
             own = cache.put_one(hashes[0], start, chain_one(tokens, start, *extras))
         else:

@@ -134,7 +134,7 @@ class _Table:
 _PENDING = 1 << 16
 
 
-class HeardPrefixes:
+class ReportedPrefixes:
     """How much of a prompt each prefiller has or will have.
 
     Args:
@@ -150,10 +150,10 @@ class HeardPrefixes:
         self._under_way: defaultdict[PrefillerId, Counter[int]] = defaultdict(Counter)
         self._tables: dict[RequestId, tuple[PrefillerId, int]] = {}
 
-    def cached(self, prefiller: PrefillerId, told: Sequence[int]) -> tuple[int, bool]:
-        """Return how many tokens of a prompt a prefiller says that it has, and whether that is all of `told`."""
-        there = self.engines.leading(prefiller, told)
-        return there * self.engines.block_tokens, there == len(told)
+    def cached(self, prefiller: PrefillerId, reported_blocks: Sequence[int]) -> tuple[int, bool]:
+        """Return how many tokens of a prompt a prefiller reports, and whether those are all blocks."""
+        there = self.engines.leading(prefiller, reported_blocks)
+        return there * self.engines.block_tokens, there == len(reported_blocks)
 
     def coming(self, prefiller: PrefillerId, keys: list[int]) -> int:
         """Return how many of a prompt's first blocks are on their way there; `keys` are its own."""
@@ -170,7 +170,7 @@ class HeardPrefixes:
             self._tables[request] = prefiller, pending.newest
 
     def end(self, request: RequestId) -> None:
-        """Note that its prefill ended: what it stored was told."""
+        """Note that its prefill ended: the prefiller has reported what it stored."""
         prefiller, table = self._tables.pop(request, (None, 0))
         if prefiller is None:
             return
@@ -183,8 +183,8 @@ class HeardPrefixes:
 
 # A prefiller that found nothing of what it was given last so often in a row has lost its cache.
 _MISSES = 2
-# In place of a table: the prefiller told it.
-_TOLD = -1
+# In place of a table: the prefiller reported it.
+_REPORTED = -1
 
 
 class Expected(NamedTuple):
@@ -199,11 +199,11 @@ class PrefixMemory:
 
     Args:
         blocks: Blocks that are remembered of each prefiller.
-        engines: What prefillers tell of their blocks; None if nobody listens.
+        engines: What prefillers tell of their blocks; None if the proxy does not listen.
     """
 
     def __init__(self, blocks: int, engines: EngineBlocks | None = None) -> None:
-        self._heard = None if engines is None else HeardPrefixes(engines)
+        self._reported = None if engines is None else ReportedPrefixes(engines)
         self._resets: defaultdict[PrefillerId, int] = defaultdict(int)
         self._indices: defaultdict[PrefillerId, BlockIndex] = defaultdict(
             lambda: BlockIndex(blocks)
@@ -219,31 +219,35 @@ class PrefixMemory:
         if not ticket.blocks:
             return dict.fromkeys(candidates, Expected(0, 0))
         keys = block_keys(ticket.blocks).tolist()
-        told = () if self._heard is None else self._heard.engines.beginning(ticket)
+        reported_blocks = () if self._reported is None else self._reported.engines.beginning(ticket)
         found: dict[PrefillerId, Expected] = {}
         for prefiller in candidates:
-            known, table = self._leading(prefiller, ticket, keys, told)
+            known, table = self._leading(prefiller, ticket, keys, reported_blocks)
             # The last token is always computed: its output is the answer's first token.
             found[prefiller] = Expected(min(known, request.tokens - 1), table)
         return found
 
     def _leading(
-        self, prefiller: PrefillerId, ticket: Ticket, keys: list[int], told: Sequence[int]
+        self,
+        prefiller: PrefillerId,
+        ticket: Ticket,
+        keys: list[int],
+        reported_blocks: Sequence[int],
     ) -> tuple[int, int]:
         """Return how many of a prompt's first tokens a prefiller should have, and the table."""
-        heard = self._heard
-        if heard is None:
+        reported = self._reported
+        if reported is None:
             return self._given(prefiller, ticket, keys)
-        resets = heard.engines.resets(prefiller)
+        resets = reported.engines.resets(prefiller)
         if resets != self._resets[prefiller]:
             self._resets[prefiller] = resets
             self._indices.pop(prefiller, None)
-        knowledge = heard.engines.knowledge(prefiller)
-        if knowledge is Knowledge.NONE or not told:
+        knowledge = reported.engines.knowledge(prefiller)
+        if knowledge is Knowledge.NONE or not reported_blocks:
             return self._given(prefiller, ticket, keys)
-        there, whole = heard.cached(prefiller, told)
-        coming = round(heard.coming(prefiller, keys) * ticket.block_tokens)
-        expected = max(there, coming), _TOLD
+        there, whole = reported.cached(prefiller, reported_blocks)
+        coming = round(reported.coming(prefiller, keys) * ticket.block_tokens)
+        expected = max(there, coming), _REPORTED
         if knowledge is Knowledge.ALL and (ticket.token_blocks or not whole):
             return expected
         # Of a text, what follows the part whose tokens are known may be there too.
@@ -262,8 +266,8 @@ class PrefixMemory:
     def watch(self, request: PrefillRequest, prefiller: PrefillerId, expected: Expected) -> None:
         """Expect `ended` for a request that was added."""
         self._running[request.request] = prefiller, expected
-        if self._heard is not None:
-            self._heard.begin(request.request, prefiller, request.ticket)
+        if self._reported is not None:
+            self._reported.begin(request.request, prefiller, request.ticket)
 
     def ended(self, request: RequestId, done: PrefillDone | None) -> None:
         """Compare what was found with what was expected; None if the prefill was lost.
@@ -271,12 +275,12 @@ class PrefixMemory:
         An engine drops the blocks first that were not used for longest. So one that finds less than
         half has dropped what was given to it in that time, and before it.
         """
-        if self._heard is not None:
-            self._heard.end(request)
+        if self._reported is not None:
+            self._reported.end(request)
         prefiller, expected = self._running.pop(request, (None, None))
         if prefiller is None or expected is None or done is None or done.cached_tokens is None:
             return
-        if expected.table == _TOLD:
+        if expected.table == _REPORTED:
             return  # It corrects itself.
         if 2 * done.cached_tokens >= expected.cached_tokens:
             self._misses[prefiller] = 0

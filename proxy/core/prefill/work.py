@@ -62,7 +62,7 @@ class _Queue:
 
     def note_busy(self, now_ns: int, window_ns: float) -> float:
         """Bring the share up to date, before what it has changes, and return it."""
-        # Before the first prefill has told a mean time, there is no "lately".
+        # Before the first prefill has given a mean time, there is no "lately".
         keep = exp((self.busy_ns - now_ns) / window_ns) if window_ns else 1.0
         self.busy = keep * self.busy + (1.0 - keep) * bool(self.jobs)
         self.busy_ns = now_ns

@@ -162,7 +162,7 @@ def request_rows(driver: "Driver", request_id: str) -> list[dict[str, object]]:
 def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list[RankState]:
     scheduler = driver.scheduler
     ledger, free_slots = scheduler.ledger, scheduler.free_slots()
-    speeds, others = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.others
+    speeds, others = scheduler.ranks.speeds(scheduler.config), scheduler.ranks.foreign
     blocks = driver.instances.rank_blocks
     return [
         RankState(

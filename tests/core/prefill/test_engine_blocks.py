@@ -296,7 +296,7 @@ def test_prompts_on_their_way_are_forgotten_when_they_are_there() -> None:
     requests = [asked.send(list(range(start, start + 41)), P0) for start in range(0, 4_000, 50)]
     for request in requests:
         asked.memory.ended(request, None)
-    heard = asked.memory._heard
+    heard = asked.memory._reported
     assert heard is not None
     assert not heard._tables
     assert not heard._pending[P0]._tables
