@@ -254,6 +254,15 @@ class Tick(Struct, frozen=True):
     """Decide now. Feed every event that is due first, so that one decision sees them all."""
 
 
+InstanceEvent = (
+    RankClosed
+    | RankOpened
+    | PrefillerClosed
+    | PrefillerOpened
+    | PrefillerPaired
+    | PrefillerScraped
+    | OthersOnRank
+)
 Event = (
     RequestArrived
     | FirstToken
@@ -267,23 +276,8 @@ Event = (
     | RequestFinished
     | RequestFailed
     | RequestCancelled
-    | RankClosed
-    | RankOpened
-    | PrefillerClosed
-    | PrefillerOpened
-    | PrefillerPaired
-    | PrefillerScraped
-    | OthersOnRank
+    | InstanceEvent
     | Tick
-)
-InstanceEvent = (
-    RankClosed
-    | RankOpened
-    | PrefillerClosed
-    | PrefillerOpened
-    | PrefillerPaired
-    | PrefillerScraped
-    | OthersOnRank
 )
 
 

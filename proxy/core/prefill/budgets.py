@@ -131,6 +131,8 @@ class Turns:
     So no one of several idle ones gets every request.
     """
 
+    observer: Observer | None = None
+
     def __init__(self) -> None:
         self._choices = 0
         self._last_choice: dict[PrefillerId, int] = {}

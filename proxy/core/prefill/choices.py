@@ -178,42 +178,40 @@ def _kv_usage(loads: Sequence[EngineLoad]) -> list[float]:
     return [load.kv_usage for load in loads]
 
 
-class FewestTokens:
+class FewestTokens(Turns):
     """The candidate that holds the fewest KV tokens; equal ones take turns."""
-
-    observer = None
-
-    def __init__(self) -> None:
-        self._turns = Turns()
 
     def choose(
         self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
         del request
-        return self._turns.least(candidates, view.held_tokens.__getitem__)
+        return self.least(candidates, view.held_tokens.__getitem__)
 
 
 # `least-conn`: the prefiller that works on the fewest requests.
 
 
-class LeastConn:
+class LeastConn(Turns):
     """The candidate with the fewest prefills and direct sequences; equal ones take turns."""
-
-    observer = None
-
-    def __init__(self) -> None:
-        self._turns = Turns()
 
     def choose(
         self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
         del request
-        return self._turns.least(candidates, lambda one: under_way(view, one))
+        return self.least(candidates, lambda one: under_way(view, one))
 
 
 def under_way(view: PrefillView, prefiller: PrefillerId) -> int:
     """Return what a prefiller works on: prefills, and sequences of direct requests."""
     return view.prefills[prefiller] + view.direct[prefiller]
+
+
+class _GivenPrompts(Turns):
+    """A choice that remembers `index_blocks` blocks of the prompts that it gave each prefiller."""
+
+    def __init__(self, index_blocks: int) -> None:
+        super().__init__()
+        self._memory = PrefixMemory(index_blocks)
 
 
 # `lmetric`: LMetric's product of new prefill tokens and batch size.
@@ -224,24 +222,14 @@ def under_way(view: PrefillView, prefiller: PrefillerId) -> int:
 # Source: https://arxiv.org/abs/2603.15202.
 
 
-class LMetric:
-    """The candidate with the lowest product; equal ones take turns.
-
-    Args:
-        index_blocks: Blocks that are remembered of each prefiller.
-    """
-
-    observer = None
-
-    def __init__(self, index_blocks: int) -> None:
-        self._memory = PrefixMemory(index_blocks)
-        self._turns = Turns()
+class LMetric(_GivenPrompts):
+    """The candidate with the lowest product; equal ones take turns."""
 
     def choose(
         self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
     ) -> PrefillerId:
         expected = self._memory.expect(request, candidates)
-        chosen = self._turns.least(
+        chosen = self.least(
             candidates,
             lambda one: (request.tokens - expected[one].cached_tokens) * (under_way(view, one) + 1),
         )
@@ -263,18 +251,8 @@ _BALANCE_ABS_THRESHOLD = 64
 _BALANCE_REL_THRESHOLD = 1.5
 
 
-class CacheAware:
-    """The candidate with the longest cached prefix or the fewest requests.
-
-    Args:
-        index_blocks: Blocks that are remembered of each prefiller.
-    """
-
-    observer = None
-
-    def __init__(self, index_blocks: int) -> None:
-        self._memory = PrefixMemory(index_blocks)
-        self._turns = Turns()
+class CacheAware(_GivenPrompts):
+    """The candidate with the longest cached prefix or the fewest requests."""
 
     def choose(
         self, request: PrefillRequest, candidates: Sequence[PrefillerId], view: PrefillView
@@ -285,9 +263,9 @@ class CacheAware:
         longest = max(found.cached_tokens for found in expected.values())
         imbalanced = most - least > _BALANCE_ABS_THRESHOLD and most > _BALANCE_REL_THRESHOLD * least
         if imbalanced or longest <= _CACHE_THRESHOLD * request.tokens:
-            chosen = self._turns.least(candidates, busy.__getitem__)
+            chosen = self.least(candidates, busy.__getitem__)
         else:
-            chosen = self._turns.least(candidates, lambda one: -expected[one].cached_tokens)
+            chosen = self.least(candidates, lambda one: -expected[one].cached_tokens)
         self._memory.add(request, chosen)
         return chosen
 
