@@ -226,6 +226,7 @@ def proxy(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             stalled=arguments.stalled,
             traces=arguments.traces,
             pythons=arguments.python,
+            native_threads=arguments.native_threads,
             floor=arguments.floor,
         ) as all_targets,
         on_cores(others),
@@ -289,6 +290,14 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         "--without-native",
         action="store_true",
         help="balanceroute with --native off too: all others use the native library, if it is installed",
+    )
+    parser.add_argument(
+        "--native-threads",
+        type=positive,
+        action="append",
+        default=[],
+        metavar="N",
+        help="balanceroute with so many threads of the native library too; may be given more than once",
     )
     parser.add_argument(
         "--stalled",

@@ -248,13 +248,14 @@ def targets(
     stalled: bool = False,
     traces: bool = False,
     pythons: Sequence[Interpreter] = (),
+    native_threads: Sequence[int] = (),
     floor: bool = False,
 ) -> Iterator[list[Target]]:
     """Start the proxies, each with a log of its own in a folder; yield them and the engine.
 
     Beside this proxy run the package of another checkout, other routers, and this proxy again: without the
-    native library, with an interpreter that stalls (see `stalled.py`), with a trace of every request, and by
-    other interpreters. `floor` is a relay that only moves bytes.
+    native library, with an interpreter that stalls (see `stalled.py`), with a trace of every request, with
+    other numbers of native threads, and by other interpreters. `floor` is a relay that only moves bytes.
     """
     own = ROOT / ".src"
     with ExitStack() as stack:
@@ -269,6 +270,10 @@ def targets(
         if without_native:
             plain = [*flags, "--native", "off"]
             found.append(run(balanceroute("native off", engine, plain, own, logs / "plain")))
+        for count in native_threads:
+            name = f"{count} native thread{'s' * (count > 1)}"
+            more = [*flags, "--native", "require", "--native-threads", str(count)]
+            found.append(run(balanceroute(name, engine, more, own, logs / name)))
         for name, one in by_name(pythons).items():
             log = logs / f"python {len(found)}"
             found.append(run(balanceroute(name, engine, flags, own, log, python=one.path)))

@@ -394,6 +394,8 @@ class Writer:
     def _ids(self, drawn: int) -> object:
         if not self._options["ids"] and self._options["kind"] != "generate":
             return None
+        if drawn and self._rng.random() < 0.02:
+            return [self._rng.choice(["7", None, -7, 7.5, [7], {"id": 7}])] * drawn
         return [self._rng.randrange(10**6) for _ in range(drawn)]
 
     def _token(self, finish: str | None = None) -> bytes:

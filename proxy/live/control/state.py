@@ -107,6 +107,7 @@ def held_by(server: "Server", engine_connections: int, pump: "Pump | None") -> H
         rejected_bodies=server.bodies.rejected,
         pumped_streams=0 if pump is None else pump.streams,
         pumped_events=0 if pump is None else pump.events,
+        pumped_bodies=0 if pump is None else pump.bodies,
         pumped_returns={} if pump is None else pump.returns.copy(),
     )
 

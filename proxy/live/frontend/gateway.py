@@ -84,7 +84,6 @@ from balanceroute.proxy.wire.http1.heads import encode_fields
 from balanceroute.proxy.wire.messages import Rejection
 
 if TYPE_CHECKING:
-    import ctypes
     from collections.abc import Collection
 
     from balanceroute.proxy.live.frontend.groups import Alias, Group, Groups
@@ -92,6 +91,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
+    from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
@@ -133,18 +133,18 @@ class BodyQueue:
     """Reads bodies.
 
     Args:
-        library: The native library; None to read in Python.
+        pump: Has the native library; None to read in Python.
     """
 
-    def __init__(self, library: "ctypes.CDLL | None" = None) -> None:
-        self._library = library
+    def __init__(self, pump: "Pump | None" = None) -> None:
+        self._pump = pump
         self._queue: deque[tuple[_Reading, Waiting, Done]] = deque()
         self._scheduled = False
 
     def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
         """Read a body; call `done`, at once if it is small, and not if the client is gone."""
         if len(data) > SMALL_BYTES:
-            reading = read_in_slices(data, hashed=hashed, library=self._library)
+            reading = read_in_slices(data, hashed=hashed, pump=self._pump)
             self._read_on(reading, waiting, done)
         else:
             done(read_at_once(data))
@@ -312,8 +312,7 @@ class Gateway:
             tracer=tracer,
         )
         self._hand_offs = HandOffs(groups)
-        pump = groups.context.pump
-        self._bodies = BodyQueue(None if pump is None else pump.library)
+        self._bodies = BodyQueue(groups.context.pump)
 
     def use_keys(self, clients: Clients, engine_key: Secret | None) -> None:
         """Tell clients so, and send this key to the engines, from the next request on."""

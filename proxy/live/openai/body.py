@@ -34,7 +34,8 @@ from balanceroute.proxy.live.openai.native_scan import NativeScanner
 from balanceroute.proxy.wire.messages import Payload, Pieces
 
 if TYPE_CHECKING:
-    import ctypes
+    from balanceroute.proxy.wire.http1.pump import Pump
+
 
 # Bytes of a body that is decoded at once, and of a member that is decoded at all: the worst of that
 # size takes some 15 ms and 4 MB.
@@ -272,24 +273,26 @@ def _in_pieces(members: Iterable[bytes | memoryview]) -> Pieces:
 
 
 def read_in_slices(
-    data: bytes, *, hashed: bool = False, library: "ctypes.CDLL | None" = None
+    data: bytes, *, hashed: bool = False, pump: "Pump | None" = None
 ) -> Generator[None, None, RequestBody]:
     """Read a body of more than `SMALL_BYTES`, yielding whenever that has taken some milliseconds.
 
     Args:
         data: The body.
         hashed: Whether to prepare `fingerprint` and `digest` too.
-        library: The native library; None to read in Python.
+        pump: Has the native library, and counts what that reads alone; None to read in Python.
 
     Raises:
         BodyError: See `RequestBody`.
     """
     data = data.removeprefix(BOM_UTF8)
     scan: Scanner = (
-        JsonScanner(data, _PROMPTS) if library is None else NativeScanner(library, data, _PROMPTS)
+        JsonScanner(data, _PROMPTS) if pump is None else NativeScanner(pump.library, data, _PROMPTS)
     )
     while not _advance(scan):
         yield
+    if pump is not None and isinstance(scan, NativeScanner) and scan.is_native:
+        pump.bodies += 1
     body = RequestBody(data, scan)
     if hashed:
         yield from body.hash_in_slices()

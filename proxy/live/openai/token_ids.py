@@ -164,8 +164,7 @@ class TokenIds:
         ids = event[begin:end]
         if (
             end < 0
-            or not ids
-            or _COMMA in ids
+            or not ids.isdigit()
             or begin < len(self._before)
             or event[begin - len(self._before) - 1] == _QUOTE  # No text, or one that ends so.
             or self._new

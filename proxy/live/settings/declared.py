@@ -325,8 +325,8 @@ class ListeningSettings:
     )
     native: str = choice(
         "auto",
-        "whether the native library moves the ordinary events of streams, over http on both sides: require "
-        "refuses to start without it, auto uses it where it is installed",
+        "whether the native library moves the ordinary events of streams, over http on both sides, and reads "
+        "bodies of more than 128 KiB: require refuses to start without it, auto uses it where it is installed",
         words(("auto", "off", "require")),
     )
     native_threads: int | None = integer(

@@ -186,7 +186,7 @@ _TABLE = (
     _Idle(("native_threads",), "with --native off", lambda c: c.listening.native == "off"),
     _Idle(
         ("native", "native_threads"),
-        "with --tls-cert: streams over TLS are not moved natively",
+        "with --tls-cert: streams over TLS are not moved natively, only large bodies are read so",
         lambda c: c.listening.native != "off" and c.listening.tls_cert is not None,
     ),
     # Admission.

@@ -180,6 +180,11 @@ _COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
         attrgetter("pumped_streams"),
     ),
     ("pumped_events", "Events that it moved.", attrgetter("pumped_events")),
+    (
+        "pumped_bodies",
+        "Large bodies of requests that the native library has read.",
+        attrgetter("pumped_bodies"),
+    ),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
     (

@@ -266,6 +266,7 @@ class Held:
         0  # How often a stream was moved by the native library, as it may come back.
     )
     pumped_events: int = 0  # Events that it moved.
+    pumped_bodies: int = 0  # Bodies of requests that it read.
     pumped_returns: dict[str, int] = field(default_factory=dict)  # Of streams, by reason.
 
 
@@ -321,6 +322,7 @@ class Snapshot:
     rejected_bodies: int = 0  # For want of room for them.
     pumped_streams: int = 0  # As of `Held`.
     pumped_events: int = 0
+    pumped_bodies: int = 0
     pumped_returns: dict[str, int] = field(default_factory=dict)
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
     tenants: list[TenantState] = field(default_factory=list)

@@ -58,10 +58,9 @@ impl TokenIds {
         let begin = mark + before.needle().len();
         let end = begin + memchr(b']', &event[begin..])?;
         let text_end = mark.checked_sub(1).map_or(b'}', |at| event[at]);
-        if end == begin || text_end == b'"' || memchr(b',', &event[begin..end]).is_some() {
-            return None; // No text, or one that ends with a quote.
-        }
-        Some(begin..end)
+        let is_one = end > begin && event[begin..end].iter().all(u8::is_ascii_digit);
+        // Else there is no text, or one that ends with a quote.
+        (is_one && text_end != b'"').then_some(begin..end)
     }
 
     /// Where the ids stand in any event.

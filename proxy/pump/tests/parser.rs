@@ -175,7 +175,7 @@ fn drawn_settings(draw: &mut Draw) -> Settings {
 
 fn drawn_stream(kind: Kind, draw: &mut Draw) -> Vec<u8> {
     let texts = ["a", "", "\\\"", "\\n", "é", "},\\\"usage\\\":{", "]"];
-    let ids = ["null", "[5]", "[5,6]", "[]", "[ ]", "5", "[[1]]"];
+    let ids = ["null", "[5]", "[5,6]", "[]", "[ ]", "5", "[[1]]", "[x]", "[-5]", "[ 5]"];
     let mut data = Vec::new();
     for count in 0..draw.below(12) {
         let mut body = Vec::new();

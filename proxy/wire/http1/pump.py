@@ -243,6 +243,7 @@ class Pump:
         library: The library.
         streams: How often a stream was lent.
         returns: How often one came back, by reason.
+        bodies: Bodies of requests that the library has read.
         tokens: uint32[slots], those of each stream that is away.
         words: The slots by 4 bytes; `longs` by 8.
         longs: The slots by 8 bytes.
@@ -281,7 +282,7 @@ class Pump:
         counted = np.frombuffer(_view(library.br_pump_gaps(made), size), np.uint64)
         self._gaps: NDArray[np.uint64] = counted.reshape(threads, -1)
         self._told = self._gaps.sum(0)
-        self.streams = self._events = 0
+        self.streams = self.bodies = self._events = 0
         self.returns = dict.fromkeys(_REASONS.values(), 0)
         self._has_failed = False
         self._number = library.br_pump_fd(made)
@@ -337,7 +338,11 @@ class Pump:
 
     def stop(self, lent: Lent) -> None:
         """Get a stream back; what of it was read is processed behind what is under way."""
-        self.library.br_stop(self._made, lent.slot, byref(self._returned))
+        error = self.library.br_stop(self._made, lent.slot, byref(self._returned))
+        if error:  # Nobody knows what its client has.
+            reason = os.strerror(-error)
+            _LOG.error("the native library does not give a stream back, which is cut: %s", reason)
+            self._returned = _Returned(lent.slot, _FAULT, error)
         connection, left = lent.connection, self._bring_back(lent)
         if connection.in_use:
             # Before anything is read.

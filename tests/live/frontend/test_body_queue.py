@@ -120,7 +120,7 @@ class IdlePump:
 
     def __init__(self) -> None:
         self.library = self
-        self.streams = self.events = self.away = self.scans = 0
+        self.streams = self.events = self.away = self.scans = self.bodies = 0
         self.tokens = np.zeros(1, np.uint32)
         self._library = load_library()
 
@@ -163,7 +163,7 @@ def test_a_large_body_is_read_natively_where_the_library_is(
     async def scenario(site: "Site") -> None:
         asked = await site.send(path, values).end()
         assert asked.status == 200
-        assert pump.scans == (size > 1)
+        assert pump.scans == pump.bodies == (size > 1)
         prompts = [seen.values["messages"] for seen in site.received("prefill", path)]
         assert prompts == [talk]
 

@@ -3,6 +3,7 @@
 import ctypes
 import json
 from collections import Counter
+from typing import cast
 
 import pytest
 from tests.native import needs_native
@@ -12,7 +13,7 @@ from balanceroute.proxy.live.openai import native_scan
 from balanceroute.proxy.live.openai.body import SMALL_BYTES, RequestBody, read_in_slices
 from balanceroute.proxy.live.openai.json_scan import JsonScanner
 from balanceroute.proxy.live.openai.native_scan import NativeScanner
-from balanceroute.proxy.wire.http1.pump import load_library
+from balanceroute.proxy.wire.http1.pump import Pump, load_library
 
 pytestmark = needs_native
 CASES = 4_000
@@ -143,7 +144,9 @@ def test_many_strings_are_refused_in_the_words_of_python(
 
 
 def test_a_large_body_is_read_in_slices_that_grow_with_the_work(library: ctypes.CDLL) -> None:
-    reading = read_in_slices(f'{{"prompt": "{LARGE * 64}"}}'.encode(), library=library)
+    reading = read_in_slices(
+        f'{{"prompt": "{LARGE * 64}"}}'.encode(), pump=cast("Pump", Library(library))
+    )
     assert 4 < sum(1 for _ in reading) < 20
 
 
@@ -152,15 +155,31 @@ def test_a_body_that_was_read_natively_is_one_like_any_other(
     library: ctypes.CDLL, hashed: bool
 ) -> None:
     data = json.dumps({**CHAT, "suffix": LARGE}).encode()
-    native, python = sliced(data, library, hashed=hashed), sliced(data, None, hashed=hashed)
+    pump = Library(library)
+    native, python = sliced(data, pump, hashed=hashed), sliced(data, None, hashed=hashed)
+    assert pump.bodies == 1
     assert native.encode({"n": 1}).parts == python.encode({"n": 1}).parts  # type: ignore[union-attr]
     assert native.summary("messages") == python.summary("messages")
     assert native.told_apart_by(frozenset()) == python.told_apart_by(frozenset())
     assert list(native.values) == list(python.values) == [*CHAT, "suffix"]
 
 
-def sliced(data: bytes, library: ctypes.CDLL | None, *, hashed: bool) -> RequestBody:
-    reading = read_in_slices(data, hashed=hashed, library=library)
+def test_a_body_that_python_reads_on_does_not_count_as_read_natively(library: ctypes.CDLL) -> None:
+    pump = Library(library)
+    sliced(f'{{"suffix": "{LARGE}", "\\u0061": 1}}'.encode(), pump, hashed=False)
+    assert pump.bodies == 0
+
+
+class Library:
+    """What a pump is to who reads bodies."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self.bodies = 0
+
+
+def sliced(data: bytes, pump: Library | None, *, hashed: bool) -> RequestBody:
+    reading = read_in_slices(data, hashed=hashed, pump=cast("Pump | None", pump))
     while True:
         try:
             next(reading)

@@ -159,6 +159,7 @@ def test_the_quick_way_takes_text_with_one_id_alone() -> None:
         chat(" a", b"[8]").rstrip() + b" \n\n",
         completion(" a", b"[8]"),
         chat(" a", b"[8]").replace(b"[8]}]}", b"[8}}"),  # A list without an end.
+        *(chat(" a", b"[%b]" % one) for one in (b'"8"', b"null", b"-8", b"8.5", b" 8")),
     ):
         assert ids.take_text(event[:-2]) == b"", event
     assert ids.kept == b"7"

@@ -5,6 +5,7 @@ The library has tests of its own. Here is what this side makes of it: who has a 
 
 import asyncio
 import ctypes
+import errno
 import os
 import resource
 import socket
@@ -464,6 +465,37 @@ def test_a_client_that_reads_slowly_gets_everything() -> None:
             await one.end()
 
     play(main)
+
+
+def test_a_client_is_cut_off_whose_stream_does_not_come_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing:
+        def __init__(self, library: ctypes.CDLL) -> None:
+            self._library = library
+
+        def br_stop(self, made: object, slot: int, returned: object) -> int:
+            self._library.br_stop(made, slot, returned)
+            return -errno.EINVAL
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._library, name)
+
+    async def main() -> None:
+        async with site() as one:
+            await one.lent()
+            lent, library = one.through.lent, one.pump.library
+            assert lent is not None
+            one.pump.library = cast("ctypes.CDLL", Failing(library))
+            lent.stop()
+            one.pump.library = library
+            assert one.pump.returns["fault"] == 1
+            await one.receive(event(0))
+            with pytest.raises(AssertionError, match="the connection was closed"):
+                await one.line()
+
+    play(main)
+    assert "does not give a stream back, which is cut: Invalid argument" in caplog.text
 
 
 def test_a_client_that_reads_nothing_is_disconnected() -> None:
