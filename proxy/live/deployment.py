@@ -6,7 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, Budget, FirstTokens
@@ -25,6 +25,7 @@ from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
+from balanceroute.proxy.live.control.order_store import OrderedState, basis_of, ordered_state
 from balanceroute.proxy.live.control.roster import Roster, await_decoder
 from balanceroute.proxy.live.control.state import take_snapshot
 from balanceroute.proxy.live.discovery.sources import make_reconciler
@@ -52,7 +53,6 @@ from balanceroute.proxy.live.environment import EngineConnections
 from balanceroute.proxy.live.frontend.groups import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.refusals import Tenancy
-from balanceroute.proxy.live.kept_orders import KeptOrders
 from balanceroute.proxy.live.prediction import (
     PredictorSet,
     StateKeeper,
@@ -65,7 +65,7 @@ from balanceroute.proxy.live.scheduling.decisions import DriverSettings, Observe
 from balanceroute.proxy.live.scheduling.driver import Driver, session_context
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
-from balanceroute.proxy.live.telemetry.process_log import set_log_level
+from balanceroute.proxy.live.telemetry.process_log import log_level, set_log_level
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState
 from balanceroute.proxy.wire.addresses import bracketed
 
@@ -221,6 +221,8 @@ def _is_there(engine: Prefiller | Rank) -> bool:
 
 
 _log = logging.getLogger(__name__)
+# Between two looks at the limit on requests in flight, which moves every 5 s at most.
+_LIMIT_S = 1.0
 # Pages of engines longer than this are not read.
 _PAGE_BYTES = 4 << 20
 # Stands for the engines while there are none: the scheduler needs one of each role. Never called.
@@ -245,7 +247,6 @@ class Deployment:
         tenancy: The limits of its tenants.
         models: The models of its engines.
         discovery: Registers engines that are found; None if nothing finds any.
-        orders: What was ordered and found.
         driver: There after `start`, like the next.
         pass_through: Serves requests that one engine answers alone.
     """
@@ -262,7 +263,6 @@ class Deployment:
     ) -> None:
         self.config, self.policy = config, config.scheduling.policy
         self._environment = environment
-        self.orders = KeptOrders(environment.orders, config)
         self._suspects = suspects
         self._metrics, self._failures = metrics, failures
         connect = EngineConnections(config, environment.uptime_s)
@@ -316,22 +316,23 @@ class Deployment:
         """
         if self._hears:
             subscribed(self._environment)
-        config, roster, standing = self.config, self.roster, self.orders.load()
-        self.policy = standing.policy
-        if standing.log_level:
-            set_log_level(standing.log_level)
-        for prefill in standing.prefillers:
+        config, roster, environment = self.config, self.roster, self._environment
+        ordered = ordered_state(environment.orders, environment.group, self._settings())
+        self.policy = ordered.policy
+        if ordered.log_level:
+            set_log_level(ordered.log_level)
+        for prefill in ordered.prefillers:
             roster.enlist_prefiller(prefill)
         if not self.instances.prefillers:
             roster.reserve_prefiller(prefill_server(_NOBODY, None, config.engines.connector))
-        for decode in standing.decoders:
+        for decode in ordered.decoders:
             await roster.enlist_decoder(decode)
         if not self.instances.ranks:
             roster.reserve_rank(DecodeServer(_NOBODY))
         if (reason := config.too_long_waits) is not None:
             fields = {"reason": reason}
             _log.warning("the target of --aimd cannot be kept", extra={"fields": fields})
-        self.driver = self._make_driver(standing.inflight_limit)
+        self.driver = self._make_driver(ordered.inflight_limit)
         self.pass_through = PassThrough(
             self.instances,
             self.driver,
@@ -352,18 +353,20 @@ class Deployment:
             ordered=self.ordered,
         )
         if config.discovery.discover:
-            rng = self._environment.rng
+            rng = environment.rng
             self.discovery = make_reconciler(
-                config.discovery, roster, standing, rng=rng, ask=self._found
+                config.discovery, roster, ordered, rng=rng, ask=self._found
             )
         # Before the drains, each of which has all of it kept anew.
-        roster.deadlines.restore(standing.deadlines)
-        if standing.paused:
+        roster.deadlines.restore(ordered.deadlines)
+        if ordered.paused:
             self.driver.hold(held=True)
             _log.warning("paused as before: no prefill starts until POST /resume")
         with roster.one_change():
-            for target in set(standing.draining).intersection(roster.targets()):
+            for target in set(ordered.draining).intersection(roster.targets()):
                 roster.drain(target.role, target.url)
+        roster.removing.update(set(ordered.removing).intersection(roster.targets()))
+        roster.go_on_removing()
         asked = roster.pairing.ask(set(roster.targets()))
         await asyncio.gather(asked, self.health.probe_new())
 
@@ -398,7 +401,7 @@ class Deployment:
         if self._keeper is not None:
             yield "predictor state", self._keeper.run
         if (budget := self.driver.scheduler.intake.budget) is not None:
-            yield "limit", partial(self.orders.follow, budget, self.ordered)
+            yield "limit", partial(self._follow_limit, budget)
 
     async def close(self) -> None:
         """End what is left and close every connection."""
@@ -410,8 +413,7 @@ class Deployment:
         self.fetcher.close()
 
     async def hand_over(self) -> None:
-        """Leave to another process what is kept: the orders, and the predictors' state."""
-        self.orders.hand_over()
+        """Leave the predictors' state to another process."""
         if self._keeper is not None:
             await self._keeper.close()
             self._keeper = None
@@ -439,11 +441,51 @@ class Deployment:
         self.driver.grown()
 
     def ordered(self) -> None:
-        """Keep what an administrator has made of the settings."""
+        """Keep what an administrator or discovery has made of the settings."""
+        if (store := self._environment.orders) is not None:
+            store.changed(self._environment.group, self._ordered_state)
+
+    def _ordered_state(self) -> OrderedState:
+        """Return what has become of the settings."""
+        servers, found = self.roster.servers.values(), self.discovery
+        engines: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
         intake = self.driver.scheduler.intake
-        self.orders.keep(
-            self.policy, self.roster, self.discovery, intake.budget, paused=intake.held
+        return OrderedState(
+            self.policy,
+            tuple(one for one in servers if isinstance(one, PrefillServer)),
+            tuple(one for one in servers if isinstance(one, DecodeServer)),
+            tuple({one.target for one in engines if one.status is Status.DRAINING}),
+            () if found is None else tuple(found.owned),
+            () if found is None else tuple(found.leaving),
+            self._settings_name,
+            log_level(other_than=self.config.log.log_level),
+            None if intake.budget is None else intake.budget.cap,
+            intake.held,
+            self.roster.deadlines.standing(),
+            tuple(self.roster.removing),
         )
+
+    def _settings(self) -> OrderedState:
+        """Return the same as the settings have it."""
+        config = self.config
+        named = (config.scheduling.policy, config.prefillers, config.decoders)
+        return OrderedState(*named, basis=self._settings_name)
+
+    @cached_property
+    def _settings_name(self) -> str:
+        config = self.config
+        return basis_of(
+            config.scheduling.policy, config.prefillers, config.decoders, config.discovery.discover
+        )
+
+    async def _follow_limit(self, budget: Budget) -> None:
+        """Keep the limit on requests in flight whenever it has moved."""
+        kept = budget.cap
+        while True:
+            await asyncio.sleep(_LIMIT_S)
+            if budget.cap != kept:
+                kept = budget.cap
+                self.ordered()
 
     # Parts.
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from balanceroute.proxy.core.events import Observer
 from balanceroute.proxy.core.policies import Policy
-from balanceroute.proxy.live.control.standing import Keeper, KeepingPart
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.engines.kv_feed import Subscribe
 from balanceroute.proxy.live.prediction import InThread
 from balanceroute.proxy.live.security import Credentials, engine_context
@@ -54,6 +54,7 @@ class Environment:
         make_group: Returns the settings of a group that is to be added. Raises ConfigError. None where
             there are no groups.
         orders: Keeps what was ordered and found for the process that is started next; None to forget it.
+        group: Of one of several groups, its name.
         subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
         public_sockets: Listen for clients already; none to listen at the address of the settings.
         admin_sockets: Listen for administrators likewise.
@@ -76,7 +77,8 @@ class Environment:
     policy: Callable[[Policy], Policy] = lambda policy: policy
     read_credentials: Callable[[], Credentials] | None = None
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None
-    orders: Keeper | None = None
+    orders: OrderStore | None = None
+    group: str = ""
     subscribe: Subscribe | None = None
     public_sockets: Sequence[socket.socket] = ()
     admin_sockets: Sequence[socket.socket] = ()
@@ -85,8 +87,7 @@ class Environment:
 
     def of_group(self, name: str) -> "Environment":
         """Return that of one of several groups: its observer, and its part of the orders."""
-        orders = None if self.orders is None else KeepingPart(self.orders, name)
-        return replace(self, orders=orders, observer=self.group_observers.get(name))
+        return replace(self, group=name, observer=self.group_observers.get(name))
 
 
 # Connections to engines, as the settings have them.

@@ -5,19 +5,47 @@ disk. The new process has the listening sockets from the start, and says when it
 accepts nothing more, lets its connections end, and after that only waits for the new one and passes
 signals on to it. So whoever started the first process sees one process with one number, and its end.
 
-This file is also the program that waits: it is run alone, and so imports nothing of the package.
+This file is also the program that waits: it is run alone, and so imports nothing of the package, and ends
+above the imports of what begins a hand-over. They would hold most of its memory, once for each update.
 """
+
+# ruff: noqa: E402
+
+import os
+import signal
+import sys
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+
+
+def hold_signals() -> None:
+    """Keep the signals of this process for `wait_in_place`, which acts on them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+
+
+def _wait(pid: int) -> int:
+    """Wait for a child and pass signals on to it; return its exit status."""
+    hold_signals()
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+        number = signal.sigwait({*_PASSED_ON, signal.SIGCHLD})
+        if number != signal.SIGCHLD:
+            os.kill(pid, number)  # It is there until it is waited for.
+
+
+if __name__ == "__main__":
+    sys.exit(_wait(int(sys.argv[1])))
 
 import asyncio
 import json
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 
 _log = logging.getLogger(__name__)
@@ -25,7 +53,6 @@ _GIVEN = "BALANCEROUTE_HAND_OVER"
 _READY = b"ready\n"
 # So long a new version may take to serve: it may have thousands of engines to ask.
 _READY_S = 120.0
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
 class Inherited:
@@ -37,7 +64,7 @@ class Inherited:
     Attributes:
         public: Listening sockets for clients.
         admin: Those for administrators.
-        orders: What was ordered; see `standing`.
+        orders: What was ordered; see `OrderStore`.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
@@ -73,8 +100,10 @@ class Successor:
         command: Its command line.
         public: Returns the descriptors of the listening sockets for clients.
         admin: Returns those for administrators.
+        stop_orders: Refuses orders from now on, and returns when none is being carried out.
         orders: Returns what was ordered.
         serves: Called when it serves.
+        failed: Called when it does not, after `stop_orders`.
     """
 
     def __init__(
@@ -83,12 +112,18 @@ class Successor:
         *,
         public: Callable[[], Sequence[int]],
         admin: Callable[[], Sequence[int]],
+        stop_orders: Callable[[], Awaitable[None]],
         orders: Callable[[], bytes],
         serves: Callable[[], object],
+        failed: Callable[[], object],
     ) -> None:
         self._command = command
-        self._public, self._admin, self._orders, self._serves = public, admin, orders, serves
+        self._public, self._admin = public, admin
+        self._stop_orders, self._orders = stop_orders, orders
+        self._serves, self._gives_up = serves, failed
         self._loop = asyncio.get_running_loop()
+        self._beginning: asyncio.Task[None] | None = None
+        self._hung_up = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: int | None = None
         self._late: asyncio.TimerHandle | None = None
@@ -96,42 +131,57 @@ class Successor:
     @property
     def took_over(self) -> "subprocess.Popen[bytes] | None":
         """The process that serves in place of this one; None while none does."""
-        return None if self._ready is not None else self._process
+        return None if self._starting else self._process
 
     def begin(self) -> None:
         """Start it; if it has taken over already, have it do so itself."""
-        if self._ready is not None:
+        if self._starting:
             _log.warning("a new version is starting already")
-            return
-        if self._process is not None:
+        elif self._process is not None:
             self.send(signal.SIGUSR2)
-            return
-        public, admin = self._public(), self._admin()
-        if not public:
+        elif not self._public():
             _log.warning("a new version cannot take over now: nothing is accepted at present")
-            return
-        self._ready, its_end = os.pipe()
+        else:
+            self._hung_up = False
+            self._beginning = self._loop.create_task(self._begin())
+
+    @property
+    def _starting(self) -> bool:
+        """Whether there is to be one that does not serve yet."""
+        return self._ready is not None or self._beginning is not None
+
+    async def _begin(self) -> None:
         try:
-            self._start(public, admin, its_end)
-        except OSError as error:
+            await self._stop_orders()
+            self._ready, its_end = os.pipe()
+            try:
+                self._start(self._public(), self._admin(), its_end)
+            finally:
+                os.close(its_end)
+        except Exception as error:
             self._failed(str(error))
         else:
             self._loop.add_reader(self._ready, self._read)
             self._late = self._loop.call_later(_READY_S, self._kill)
         finally:
-            os.close(its_end)
+            self._beginning = None
 
     def send(self, number: signal.Signals) -> None:
-        """Pass a signal on to it, if it has taken over."""
+        """Pass a signal on to it, if it has taken over; SIGHUP as soon as it has."""
+        self._hung_up |= number == signal.SIGHUP and self._starting
         if self.took_over is not None:
             self.took_over.send_signal(number)
 
     def stop(self) -> None:
         """Kill it if it does not serve yet: the proxy ends."""
+        if self._beginning is not None:
+            self._beginning.cancel()
         if self._ready is not None:
             self._end()
 
     def _start(self, public: Sequence[int], admin: Sequence[int], its_end: int) -> None:
+        if not public:
+            raise OSError("nothing is accepted at present")
         with tempfile.TemporaryFile() as orders:
             orders.write(self._orders())
             orders.seek(0)
@@ -149,6 +199,8 @@ class Successor:
         if os.read(self._ready, len(_READY)) == _READY:
             self._over()
             _log.info("a new version serves: this one lets its connections end")
+            if self._hung_up:  # It may have read the files before they changed.
+                self.send(signal.SIGHUP)
             self._serves()
         else:
             self._failed("it ended before it served")
@@ -158,7 +210,8 @@ class Successor:
         self._process.kill()
 
     def _end(self) -> None:
-        self._over()
+        if self._ready is not None:
+            self._over()
         if self._process is not None:
             self._process.kill()  # It may have done no more than close its end.
             self._process.wait()
@@ -168,6 +221,7 @@ class Successor:
         self._end()
         fields = {"reason": reason}
         _log.error("the new version does not start: this one stays", extra={"fields": fields})
+        self._gives_up()
 
     def _over(self) -> None:
         if self._late is not None:
@@ -176,11 +230,6 @@ class Successor:
         self._loop.remove_reader(self._ready)
         os.close(self._ready)
         self._ready = None
-
-
-def hold_signals() -> None:
-    """Keep the signals of this process for `wait_in_place`, which acts on them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
 
 
 def wait_in_place(process: "subprocess.Popen[bytes]") -> int:  # noqa: RET503 - else it is replaced.
@@ -194,20 +243,3 @@ def wait_in_place(process: "subprocess.Popen[bytes]") -> int:  # noqa: RET503 - 
     os.execv(  # noqa: S606 - this very file.
         sys.executable, [sys.executable, "-I", "-S", __file__, str(process.pid)]
     )
-
-
-def _wait(pid: int) -> int:
-    """Wait for a child and pass signals on to it; return its exit status."""
-    hold_signals()
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
-        number = signal.sigwait({*_PASSED_ON, signal.SIGCHLD})
-        if number != signal.SIGCHLD:
-            os.kill(pid, number)  # It is there until it is waited for.
-
-
-if __name__ == "__main__":
-    sys.exit(_wait(int(sys.argv[1])))

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
+from balanceroute.proxy.live.control.order_store import GroupsInForce, keep_trying
 from balanceroute.proxy.live.control.orders import ConflictError
 from balanceroute.proxy.live.control.pausing import Pausing
-from balanceroute.proxy.live.control.standing import EngineOrders, keep_trying, named
+from balanceroute.proxy.live.control.roster import EngineOrders, named
 from balanceroute.proxy.live.control.state import (
     LoadLog,
     ended_rows,
@@ -27,7 +28,6 @@ from balanceroute.proxy.live.deployment import Deployment, snapshot_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.groups import Group, Groups
-from balanceroute.proxy.live.kept_orders import KeptGroups
 from balanceroute.proxy.live.listeners import AdminListener, PublicListener
 from balanceroute.proxy.live.request.shared import Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
@@ -60,7 +60,7 @@ class GroupOrders:
         make: Returns a group's settings, given what its `[[model]]` table would have. Raises ConfigError.
         begin: Starts a group and serves it from now on.
         end: Serves a group no more, and closes it.
-        kept: Keeps what was ordered.
+        in_force: Keeps what was ordered.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class GroupOrders:
         make: "Callable[[Mapping[str, object]], GroupConfig]",
         begin: "Callable[[GroupConfig], Awaitable[None]]",
         end: Callable[[str], Awaitable[None]],
-        kept: "KeptGroups",
+        in_force: "GroupsInForce",
     ) -> None:
         self._deployments = deployments
-        self._make, self._begin, self._end, self._kept = make, begin, end, kept
+        self._make, self._begin, self._end, self._in_force = make, begin, end, in_force
 
     def rows(self) -> list[dict[str, object]]:
         """Return each group: its names, whether it takes requests, and how many it has."""
@@ -107,7 +107,7 @@ class GroupOrders:
             for url in own & urls:
                 raise ConflictError(f"{url} is an engine of the group {name!r}")
         await self._begin(group)
-        self._kept.add(group.name, table)
+        self._in_force.add(group.name, table)
 
     def drain(self, group: str) -> None:
         """Send nothing new to any engine of a group. Raises UnknownInstanceError: it is not there."""
@@ -129,7 +129,7 @@ class GroupOrders:
         if count and not force:
             raise ConflictError(f"{count} requests are in flight in {group!r}: drain it first")
         await self._end(group)
-        self._kept.remove(group)
+        self._in_force.remove(group)
 
     def _in_flight(self, deployment: "Deployment") -> int:
         return len(deployment.driver.sessions) + deployment.pass_through.in_flight
@@ -140,6 +140,8 @@ _log = logging.getLogger(__name__)
 _RESTART_S = 1.0
 # So long a client may take to use a connection that it believes to be open, once it is handed over.
 _IDLE_S = 2.0
+# So long a new version waits for orders that are being carried out: engines may copy their weights.
+_ORDERS_S = 120.0
 # The name of the only deployment.
 DEFAULT = ""
 
@@ -162,11 +164,11 @@ class Proxy:
         config: "ProxyConfig",
         environment: Environment,
     ) -> None:
-        self._kept: KeptGroups | None = None
+        self._groups_in_force: GroupsInForce | None = None
         if config.groups and environment.make_group is not None:
             make = environment.make_group
-            self._kept = KeptGroups(environment.orders, config.groups, make)
-            config = replace(config, groups=self._kept.load())
+            self._groups_in_force = GroupsInForce(environment.orders, config.groups, make)
+            config = replace(config, groups=self._groups_in_force.load())
         self.server: Server
         self.gateway: Gateway
         self._public: PublicListener
@@ -207,7 +209,6 @@ class Proxy:
         # Of each deployment by its name, and of the whole proxy.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._own_tasks: list[asyncio.Task[None]] = []
-        self._keeping: asyncio.Task[None] | None = None
         self._credentials = config.credentials
         self._idle: list[str] = []
         self._ends_s = math.inf
@@ -243,9 +244,8 @@ class Proxy:
             self._begin(name)
         if self._traces is not None:
             self._own_tasks.append(self._task("traces", self._traces.run))
-        if (keeper := self._environment.orders) is not None:
-            self._keeping = self._task("orders", partial(keep_trying, keeper))
-            self._own_tasks.append(self._keeping)
+        if (store := self._environment.orders) is not None:
+            self._own_tasks.append(self._task("orders", partial(keep_trying, store)))
 
     def _tell_idle(self) -> None:
         """Warn of settings that do nothing, of which the log does not tell yet."""
@@ -344,6 +344,24 @@ class Proxy:
             fields = {"count": count, "connections": self.server.connections}
             _log.warning("cut at shutdown", extra={"fields": fields})
 
+    async def stop_orders(self) -> None:
+        """Refuse orders from now on; return when those that are carried out have ended, or time is up.
+
+        A process that is to take over is told what was ordered when it begins, and of nothing that is
+        ordered after that. What discovery finds meanwhile it finds by itself.
+        """
+        if self.pages is not None:
+            await self.pages.stop_orders(_ORDERS_S)
+        if (store := self._environment.orders) is not None:
+            store.suspend()
+
+    def take_orders(self) -> None:
+        """Take orders again: that process does not take over."""
+        if self.pages is not None:
+            self.pages.takes_orders = True
+        if (store := self._environment.orders) is not None:
+            store.resume()
+
     async def hand_over(self) -> None:
         """Leave what is new to another process; return when every open connection has ended, or time is up.
 
@@ -352,8 +370,8 @@ class Proxy:
         self._ends_s = asyncio.get_running_loop().time() + self.config.times.drain_timeout_s
         for deployment in self.deployments.values():
             await deployment.hand_over()
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if (store := self._environment.orders) is not None:
+            store.hand_over()
         if self.admin is not None:
             self.admin.stop_accepting()
         self.server.hand_over(idle_s=_IDLE_S)
@@ -508,14 +526,14 @@ class Proxy:
 
     def _group_orders(self) -> GroupOrders | None:
         make = self._environment.make_group
-        if make is None or self._kept is None:
+        if make is None or self._groups_in_force is None:
             return None
         return GroupOrders(
             self.deployments,
             make=make,
             begin=self._begin_group,
             end=self._end_group,
-            kept=self._kept,
+            in_force=self._groups_in_force,
         )
 
     async def _begin_group(self, config: "GroupConfig") -> None:

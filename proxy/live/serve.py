@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.standing import KeepingFile, KeptHere
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.descriptors import DescriptorWatch
 from balanceroute.proxy.live.hand_over import Inherited, Successor, hold_signals, wait_in_place
 from balanceroute.proxy.live.process_edge import (
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Mapping, Sequence
 
-    from balanceroute.proxy.live.control.standing import Keeper
     from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 
@@ -120,8 +119,7 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
     logs = Logs(config)
     signals = Signals(logs.reopen)
     config, descriptors, pump = equip(config)
-    kept = config.discovery.roster_state
-    orders: Keeper = KeptHere(inherited.orders) if kept is None else KeepingFile(kept)
+    orders = OrderStore(config.discovery.roster_state, inherited.orders)
     environment = replace(
         make_environment(logs, lambda: watch.shortages, pump),
         read_credentials=command.read_credentials,
@@ -141,8 +139,10 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         [sys.executable, "-m", "balanceroute.proxy", *command.words],
         public=lambda: proxy.server.listening,
         admin=lambda: [] if proxy.admin is None else proxy.admin.listening,
-        orders=orders.read,
+        stop_orders=proxy.stop_orders,
+        orders=orders.content,
         serves=lambda: leaving.append(asyncio.create_task(leave())),
+        failed=proxy.take_orders,
     )
 
     def on_hangup() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from balanceroute.proxy.lab.emulate.generation import Routes
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.control.standing import Keeper
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
@@ -378,7 +378,7 @@ def play_groups(monkeypatch: pytest.MonkeyPatch) -> Play:
         flags: Mapping[str, object] | None = None,
         more: str = "",
         tenants: str = "",
-        orders: Keeper | None = None,
+        orders: OrderStore | None = None,
         at_rest: bool = True,
     ) -> None:
         async def main(loop: VirtualLoop) -> None:

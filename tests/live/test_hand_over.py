@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
+
+from balanceroute.proxy.live.hand_over import Successor
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, MakeExchanged
@@ -27,6 +30,10 @@ def children(pid: int) -> list[int]:
 
 def is_waiting(pid: int) -> bool:
     return b"hand_over.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def mapped_by(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 async def until_waiting(pid: int) -> None:
@@ -125,6 +132,11 @@ def test_a_new_version_takes_over_and_no_request_notices(
                     assert len(one.events) == 401
                 await until_waiting(served.process.pid)
                 over.set()
+            # It holds next to nothing of a proxy: many updates leave many of them.
+            mapped = mapped_by(served.process.pid)
+            assert not any(
+                module in mapped for module in ("_asyncio", "_socket", "_json", "uvloop")
+            )
             assert (await served.admin.get("/ready")).status == 200
             assert await policy(served) == "jsq"
             # Signals to the first process reach the one that serves.
@@ -171,6 +183,7 @@ def test_a_version_that_does_not_start_leaves_everything_as_it_is(
             key = [(b"authorization", b"Bearer one")]
             answer = await served.client.send(b"POST", COMPLETIONS, STREAM, key).end()
             assert answer.done
+            assert (await served.admin.post("/admin/policy", {"policy": "jsq"})).status == 200
             assert children(served.process.pid) == []
             keys.write_text("two\n")
             served.process.send_signal(signal.SIGUSR2)
@@ -228,3 +241,115 @@ def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(
             assert not exists(pid)
 
     play(main())
+
+
+def test_an_order_while_a_new_version_starts_is_refused_until_that_takes_it(
+    make_exchanged: "MakeExchanged", tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        async with served_by(make_exchanged, log=log) as served:
+            pid = await begin(served)
+            os.kill(pid, signal.SIGSTOP)  # So the old one is still asked.
+            answer = await served.admin.post("/admin/policy", {"policy": "jsq"})
+            assert (answer.status, answer.header(b"retry-after")) == (503, b"1")
+            assert "order again" in answer.json["error"]["message"]
+            assert await policy(served) == "br-h"
+            os.kill(pid, signal.SIGCONT)
+            statuses = []
+            while 200 not in statuses:
+                client = Client(served.ports()[1], make_exchanged)
+                statuses.append((await client.post("/admin/policy", {"policy": "jsq"})).status)
+                client.close()
+            assert set(statuses) <= {200, 503}
+            await until_waiting(served.process.pid)
+            assert await policy(served) == "jsq"
+            served.process.send_signal(signal.SIGTERM)
+            assert (await served.exit())[0] == 0
+
+    play(main())
+
+
+SUCCESSOR = """
+import json, os, pathlib, signal, sys, time
+given, folder = json.loads(os.environ["BALANCEROUTE_HAND_OVER"]), pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGHUP, lambda *_: (folder / "hung-up").touch() or sys.exit())
+(folder / "orders").write_bytes(open(given["orders"], "rb").read())
+(folder / "starts").touch()
+while not (folder / "may-serve").exists():
+    time.sleep(0.01)
+os.write(given["ready"], b"ready\\n")
+time.sleep(60)
+"""
+
+
+async def there(path: Path) -> None:
+    """Wait until a file is there."""
+    while not path.exists():  # noqa: ASYNC110, ASYNC240 - nobody tells.
+        await asyncio.sleep(0.01)
+
+
+def test_a_hang_up_while_a_new_version_starts_reaches_it_once_it_serves(tmp_path: Path) -> None:
+    """It may have read keys and tenants before they changed."""
+    steps: list[str] = []
+
+    async def stop_orders() -> None:
+        steps.append("orders are stopped")
+
+    def orders() -> bytes:
+        steps.append("orders are asked for")
+        return b"[1]"
+
+    async def main() -> None:
+        successor = Successor(
+            [sys.executable, "-c", SUCCESSOR, str(tmp_path)],
+            public=lambda: [0],
+            admin=list,
+            stop_orders=stop_orders,
+            orders=orders,
+            serves=lambda: steps.append("serves"),
+            failed=lambda: steps.append("failed"),
+        )
+        successor.begin()
+        successor.begin()  # It is starting already.
+        await there(tmp_path / "starts")
+        successor.send(signal.SIGHUP)
+        (tmp_path / "may-serve").touch()
+        await there(tmp_path / "hung-up")
+        assert successor.took_over is not None
+        successor.took_over.wait()
+
+    play(main())
+    assert steps == ["orders are stopped", "orders are asked for", "serves"]
+    assert (tmp_path / "orders").read_bytes() == b"[1]"
+
+
+def test_orders_are_taken_again_if_a_new_version_cannot_be_started(tmp_path: Path) -> None:
+    steps: list[str] = []
+
+    async def stop_orders() -> None:
+        steps.append("orders are stopped")
+
+    async def main() -> None:
+        over = asyncio.Event()
+
+        def failed() -> None:
+            steps.append("failed")
+            over.set()
+
+        successor = Successor(
+            [str(tmp_path / "absent")],
+            public=lambda: [0],
+            admin=list,
+            stop_orders=stop_orders,
+            orders=bytes,
+            serves=lambda: steps.append("serves"),
+            failed=failed,
+        )
+        successor.begin()
+        await over.wait()
+        assert successor.took_over is None
+
+    play(main())
+    assert steps == ["orders are stopped", "failed"]

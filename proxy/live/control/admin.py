@@ -41,7 +41,6 @@ from urllib.parse import parse_qs
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.orders import (
-    ConflictError,
     OrderRefusal,
     UnknownInstanceError,
     address_of,
@@ -53,6 +52,7 @@ from balanceroute.proxy.live.control.orders import (
     text_of,
 )
 from balanceroute.proxy.live.control.pages import (
+    ABORT,
     COMMON_HEADERS,
     EVENTS,
     HEADERS,
@@ -94,7 +94,6 @@ MORE_OF_A_WORKER = frozenset(
 )
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _ID_DIGITS = 16
-_STEP_S = 0.25
 
 
 class Orders(Protocol):
@@ -118,8 +117,8 @@ class Orders(Protocol):
         """Send nothing new to an instance, and have it left after `deadline_s`; None for never."""
         ...
 
-    def move_away(self, role: Role, url: str) -> None:
-        """Have requests on an instance that is drained go on elsewhere, as far as they can."""
+    def remove_when_idle(self, role: Role, url: str) -> None:
+        """Drain an instance, have its requests go on elsewhere, and forget it once it has none."""
         ...
 
     def remove(self, role: Role, url: str, *, force: bool) -> None:
@@ -187,33 +186,16 @@ class Workers:
         await self._engines.add(role, url, ranks=ranks, bootstrap=bootstrap)
         return _accepted(role.value, address.base)
 
-    def begin_removal(self, path: bytes) -> tuple[dict[str, object], Role, str]:
-        """Drain the engine of a path; return the answer, and what `end_removal` needs.
+    def remove(self, path: bytes) -> dict[str, object]:
+        """Have the engine of a path removed as soon as nothing is in flight on it; return the answer.
 
         Raises:
             UnknownInstanceError: There is none.
         """
         row = self._row(path)
         role, url = Role(row["role"]), str(row["url"])
-        self._engines.drain(role, url)
-        self._engines.move_away(role, url)
-        return _accepted(role.value, url), role, url
-
-    async def end_removal(self, role: Role, url: str) -> None:
-        """Forget an engine as soon as nothing is in flight on it, unless it was taken back."""
-        looked_s: float | None = None
-        while True:
-            all_rows = self._rows.after(looked_s)
-            looked_s = asyncio.get_running_loop().time()
-            rows = [row for row in all_rows if (row["role"], row["url"]) == (role.value, url)]
-            if not rows or rows[0]["status"] != Status.DRAINING.value:
-                return
-            try:
-                self._engines.remove(role, url, force=False)
-            except ConflictError:
-                await asyncio.sleep(_STEP_S)
-            except UnknownInstanceError:
-                return
+        self._engines.remove_when_idle(role, url)
+        return _accepted(role.value, url)
 
     def _row(self, path: bytes) -> dict[str, object]:
         worker_id = path[len(PATH) + 1 :].decode("latin-1")
@@ -261,11 +243,11 @@ MAX_ADDITIONS = 16
 """Additions that may go on at a time: each asks the new instance for its ranks."""
 MAX_WAITS = CONNECTIONS - KEPT
 """Requests that hold a connection until something is done: orders that are waited for, and live views."""
-MAX_REMOVALS = 256
-"""Removals of workers that go on at a time; nobody waits for them."""
 _WAIT_STEP_S = 0.25
 
 _MORE_OF_AN_INSTANCE = frozenset({"ranks", "bootstrap", "group", "kv_events", "kv_replay"})
+# The process that takes over would not be told of it; it takes orders in about a second.
+_TAKING_OVER = "a new version of the proxy is taking over: order again"
 _OPEN_PATHS = frozenset({b"/", b"/health", b"/ready"})
 
 _log = logging.getLogger(__name__)
@@ -351,7 +333,8 @@ class Admin:
         self._workers = Workers(engines, self._rows)
         self._additions: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
-        self._removals: set[asyncio.Task[None]] = set()
+        self._pauses: set[asyncio.Task[None]] = set()
+        self.takes_orders = True
         self._routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
             b"/": {b"GET": self._page},
             b"/health": {b"GET": self._health},
@@ -368,7 +351,7 @@ class Admin:
             b"/admin/reload": {b"POST": self._reload},
             PATH: {b"GET": self._list_workers, b"POST": self._add_worker},
         }
-        self._routes |= PausePages(control.pausing, self._waits, self._check_places).routes
+        self._routes |= PausePages(control.pausing, self._pauses, self._check_places).routes
         if groups is not None:
             self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
@@ -390,17 +373,28 @@ class Admin:
             asks = request.path in PAUSE_PATHS or handler in (self._state, self._requests)
             if request.query and not asks:
                 raise OrderRefusal(400, "the page takes no query")
+            # What is aborted are requests of this process.
+            orders = request.method not in (b"GET", b"HEAD") and request.path != ABORT
+            if orders and not self.takes_orders:
+                raise OrderRefusal(503, _TAKING_OVER, headers=[(b"retry-after", b"1")])
             handler(request, reply)
+
+    async def stop_orders(self, limit_s: float) -> None:
+        """Refuse orders from now on; return when those that change something have ended, or time is up."""
+        self.takes_orders = False
+        if changes := self._additions | self._pauses:
+            await asyncio.wait(changes, timeout=limit_s)
 
     def close(self) -> None:
         """Give up the additions and the waits that go on, and end the live views."""
         self._live_view.close()
-        for task in (*self._additions, *self._waits, *self._removals):
+        for task in (*self._additions, *self._waits, *self._pauses):
             task.cancel()
 
     def _check_places(self) -> None:
         """Raise Refusal if one more may not hold a connection."""
-        if len(self._additions) + len(self._waits) + self._live_view.viewers >= MAX_WAITS:
+        going_on = len(self._additions) + len(self._waits) + len(self._pauses)
+        if going_on + self._live_view.viewers >= MAX_WAITS:
             raise OrderRefusal(429, f"too many orders and views go on: {MAX_WAITS} at a time")
 
     def _authorise(self, request: HttpRequest) -> None:
@@ -558,11 +552,8 @@ class Admin:
         begin(self._additions, add())
 
     def _remove_worker(self, request: HttpRequest, reply: AdminReply) -> None:
-        if len(self._removals) >= MAX_REMOVALS:
-            raise OrderRefusal(429, "too many workers are being removed")
-        answer, role, url = self._workers.begin_removal(request.path)
+        answer = self._workers.remove(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
-        begin(self._removals, self._workers.end_removal(role, url))
         send_json(reply, 202, answer)
 
     def _set_policy(self, request: HttpRequest, reply: AdminReply) -> None:

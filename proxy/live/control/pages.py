@@ -306,9 +306,10 @@ def _note(request: HttpRequest, order: dict[str, object], word: str) -> None:
 # 200 if every engine did as it was told, else 502. The orders stand in both cases, and the body
 # tells what each engine answered.
 
+ABORT = b"/abort_requests"
 PATHS = frozenset(
     {
-        *(b"/pause", b"/resume", b"/is_paused", b"/abort_requests"),
+        *(b"/pause", b"/resume", b"/is_paused", ABORT),
         *(b"/sleep", b"/wake_up", b"/is_sleeping"),
     }
 )
@@ -343,7 +344,7 @@ class PausePages:
             b"/pause": {b"POST": self._pause},
             b"/resume": {b"POST": self._resume},
             b"/is_paused": {b"GET": self._is_paused},
-            b"/abort_requests": {b"POST": self._abort},
+            ABORT: {b"POST": self._abort},
             b"/sleep": {b"POST": self._sleep},
             b"/wake_up": {b"POST": self._wake_up},
             b"/is_sleeping": {b"GET": self._is_sleeping},

@@ -6,7 +6,7 @@ itself cannot disagree.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -166,6 +166,7 @@ def note_sleep(instances: Instances, target: Target, *, asleep: bool) -> bool:
 
 # What concerns all engines is done anew at most so often while engines change by themselves.
 _AGAIN_S = 0.1
+_REMOVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,7 @@ class Roster:
         pairing: As given.
         deadlines: When requests leave the engines that are drained.
         servers: What was said of each engine that is not removed.
+        removing: Those of them that are drained, to be forgotten when they have no request.
         silent: The decode servers that have not told their ranks yet.
     """
 
@@ -254,6 +256,8 @@ class Roster:
         self._added: list[Target] = []
         self._changed = False
         self._settled_s = -_AGAIN_S
+        self.removing: set[Target] = set()
+        self._removal: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def attach(
@@ -509,6 +513,34 @@ class Roster:
         for session in busy:
             session.instance_removed(target)
 
+    def remove_when_idle(self, role: Role, url: str) -> None:
+        """Drain an instance, have its requests go on elsewhere, and forget it once it has none.
+
+        Raises:
+            UnknownInstanceError: It is not there.
+        """
+        self.removing.add(self._find(role, url))
+        self.drain(role, url)
+        self.move_away(role, url)
+        self.go_on_removing()
+
+    def go_on_removing(self) -> None:
+        """Forget what is `removing` and has no request, now and every quarter of a second."""
+        if self.removing and self._removal is None:
+            self._removal = asyncio.get_running_loop().create_task(self._remove_some())
+            self._removal.add_done_callback(self._removed)
+
+    async def _remove_some(self) -> None:
+        while self.removing:
+            self.remove_idle(self.removing)
+            if self.removing:
+                await asyncio.sleep(_REMOVAL_S)
+
+    def _removed(self, task: "asyncio.Task[None]") -> None:
+        self._removal = None
+        if not task.cancelled():
+            self.go_on_removing()  # One may have come since.
+
     def remove_idle(self, targets: Collection[Target]) -> set[Target]:
         """Forget those of some instances on which no request is in flight; return which they are."""
         busy = self.in_flight()
@@ -522,6 +554,7 @@ class Roster:
         self._health.remove(target)
         self._scraper.remove(target)
         self.deadlines.forget(target)
+        self.removing.discard(target)
         del self.servers[target]
         self._set(target, Status.REMOVED, "removed")
         # One engine may have both roles.
@@ -621,6 +654,8 @@ class Roster:
         self.deadlines.close()
         if self._timer is not None:
             self._timer.cancel()
+        if self._removal is not None:
+            self._removal.cancel()
         for endpoint in self.endpoints.values():
             endpoint.close()
 
@@ -660,6 +695,7 @@ class Roster:
             raise ConflictError(f"{target.role.value} {target.url} is there already")
         if present:
             self.deadlines.forget(target)
+            self.removing.discard(target)
             self.pairing.doubt(target)  # It may have been updated.
             is_up = self._health.is_up(target)
             with self.one_change():
@@ -681,3 +717,87 @@ def _note(word: str, target: Target) -> None:
 
 def _untold(url: EngineUrl, error: FetchError) -> ConfigError:
     return ConfigError(f"{url.base}: cannot discover its ranks: {error}")
+
+
+# Orders about engines, where there may be several groups of them.
+
+
+class EngineOrders:
+    """Passes each order on to the group that it is about; see `Roster`.
+
+    Args:
+        rosters: Returns those of the groups by name, and that of a proxy without groups by "".
+    """
+
+    def __init__(self, rosters: Callable[[], Mapping[str, Roster]]) -> None:
+        self._rosters = rosters
+
+    async def add(
+        self,
+        role: Role,
+        url: str,
+        *,
+        ranks: int | None,
+        bootstrap: str | None,
+        group: str | None = None,
+        kv_events: str | None = None,
+        kv_replay: str | None = None,
+    ) -> None:
+        """Add an instance to a group; None without groups, or to take a draining one back.
+
+        Raises:
+            ConfigError: The order cannot be carried out, names no group where there are some, or names KV
+                cache events that nobody would follow.
+            ConflictError: It is there already, perhaps in another group.
+            UnknownInstanceError: There is no such group.
+        """
+        rosters, base = self._rosters(), EngineUrl.parse(url).base
+        both = [Target(either, base) for either in Role]
+        owners = [name for name, one in rosters.items() if any(map(one.instances.has, both))]
+        name = owners[0] if group is None and owners else group
+        name = named(rosters, name)
+        if any(one != name for one in owners):
+            raise ConflictError(f"{base} is an engine of the group {owners[0]!r}")
+        roster = rosters[name]
+        if kv_events is not None and role is not Role.PREFILL:
+            raise ConfigError("kv_events: only prefillers tell what they have cached")
+        if kv_events is not None and roster.instances.engine_blocks is None:
+            raise ConfigError(
+                "kv_events: none are followed: start the proxy with --kv-events or --kv-events-port"
+            )
+        await roster.add(
+            role, url, ranks=ranks, bootstrap=bootstrap, kv_events=kv_events, kv_replay=kv_replay
+        )
+
+    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
+        """Send nothing new to an instance; see `Roster.drain`."""
+        self._having(role, url).drain(role, url, deadline_s=deadline_s)
+
+    def remove_when_idle(self, role: Role, url: str) -> None:
+        """Drain an instance and forget it later; see `Roster.remove_when_idle`."""
+        self._having(role, url).remove_when_idle(role, url)
+
+    def remove(self, role: Role, url: str, *, force: bool) -> None:
+        """Forget an instance; see `Roster.remove`."""
+        self._having(role, url).remove(role, url, force=force)
+
+    def _having(self, role: Role, url: str) -> Roster:
+        """Return the roster that has an instance, or one that says that it has not."""
+        rosters = list(self._rosters().values())
+        target = Target(role, EngineUrl.parse(url).base)
+        return next((one for one in rosters if one.instances.has(target)), rosters[0])
+
+
+def named(groups: Mapping[str, object], group: str | None) -> str:
+    """Return the name of a group that an order is about; None stands for the only one.
+
+    Raises:
+        ConfigError: There are groups, and none is named.
+        UnknownInstanceError: There is no such group.
+    """
+    if group is None and "" not in groups:
+        raise ConfigError(f"group is missing, one of {', '.join(groups)}")
+    name = group or ""
+    if name not in groups:
+        raise UnknownInstanceError(f"there is no group {name!r}")
+    return name

@@ -21,8 +21,8 @@ from balanceroute.topologies.topology import MAX_FILE_BYTES
 if TYPE_CHECKING:
     import random
 
+    from balanceroute.proxy.live.control.order_store import OrderedState
     from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.control.standing import StandingOrders
     from balanceroute.proxy.live.discovery.reconciler import DiscoverySource, View
     from balanceroute.proxy.live.settings.declared import DiscoverySettings, EngineSource
 
@@ -197,7 +197,7 @@ def _target(path: Path, role: Role, word: str) -> Target:
 def make_reconciler(
     settings: "DiscoverySettings",
     roster: "Roster",
-    standing: "StandingOrders",
+    ordered: "OrderedState",
     *,
     rng: "random.Random",
     ask: "Callable[[Found], Awaitable[int | None]]",
@@ -207,7 +207,7 @@ def make_reconciler(
     Args:
         settings: Where it is found.
         roster: Takes it.
-        standing: What is left of the time before a restart.
+        ordered: What is left of the time before a restart.
         rng: Spreads what sources ask.
         ask: See `Reconciler`.
     """
@@ -219,8 +219,8 @@ def make_reconciler(
         hold_s=settings.discover_hold_s,
         limit=settings.discover_limit,
         clock=asyncio.get_running_loop().time,
-        owned=set(standing.discovered).intersection(present),
-        leaving=set(standing.leaving).intersection(present),
+        owned=set(ordered.discovered).intersection(present),
+        leaving=set(ordered.leaving).intersection(present),
     )
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.control.orders import ConflictError
-from balanceroute.proxy.live.control.standing import Keeper
 from balanceroute.proxy.live.settings.aliases import CHOOSERS, FALL_BACKS
 from balanceroute.proxy.live.settings.configure import make_config, make_group, read_credentials
 from balanceroute.proxy.model_choice import QNetwork, inputs_of
@@ -87,7 +87,7 @@ class GroupWorld(World):
         more: str = "",
         tenants: str = "",
         files: Mapping[str, bytes] = MappingProxyType({}),
-        orders: Keeper | None = None,
+        orders: OrderStore | None = None,
         watch: Callable[[SchedulerStep], None] = lambda _: None,
     ) -> None:
         """Take the groups by name.

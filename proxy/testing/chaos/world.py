@@ -38,7 +38,7 @@ from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.prefix_caches import KvLog
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.control.standing import KeepingFile
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed
 from balanceroute.proxy.live.environment import Environment
@@ -428,7 +428,7 @@ class World:
             subscribe=KvLink(self.fleet).subscribe,
             policy=lambda policy: FaultyPolicy(policy, self.decision_faults),
             read_credentials=read,
-            orders=KeepingFile(self.machine.disk.orders),
+            orders=OrderStore(self.machine.disk.orders),
         )
 
     def _denied(self) -> OSError | None:

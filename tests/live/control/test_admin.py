@@ -100,8 +100,8 @@ class Fleet:
     def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
         self._order("drain", role, url, *([] if deadline_s is None else [deadline_s]))
 
-    def move_away(self, role: Role, url: str) -> None:
-        self._order("move away", role, url)
+    def remove_when_idle(self, role: Role, url: str) -> None:
+        self._order("remove when idle", role, url)
 
     def remove(self, role: Role, url: str, *, force: bool) -> None:
         self._order("remove", role, url, force)
@@ -777,3 +777,60 @@ def test_who_waits_is_limited() -> None:
         assert bench.get("/health").status == 200
 
     waited(scenario)
+
+
+CHANGES = [
+    ("POST", "/admin/instances"),
+    ("POST", "/admin/instances/drain"),
+    ("POST", "/admin/instances/remove"),
+    ("POST", "/admin/policy"),
+    ("POST", "/admin/log-level"),
+    ("POST", "/admin/reload"),
+    ("POST", "/workers"),
+    ("DELETE", "/workers/1"),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+def test_an_order_that_a_new_version_would_not_be_told_of_is_refused(
+    method: str, path: str
+) -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.admin.stop_orders(1.0)
+        refused = bench.ask(method, path, ORDERS.get(path, {}))
+        assert (refused.status, refused.message) == (
+            503,
+            "a new version of the proxy is taking over: order again",
+        )
+        assert refused.headers[b"retry-after"] == b"1"
+        assert bench.fleet.orders == []
+        # What changes nothing is answered, and what is about requests of this process.
+        assert all(bench.get(page).status == 200 for page in PAGES)
+        bench.post("/abort_requests", {})
+        await asyncio.sleep(0)
+        bench.admin.takes_orders = True
+        assert bench.ask(method, path, ORDERS.get(path, {})).status != 503
+
+    asyncio.run(main())
+
+
+def test_a_new_version_waits_for_the_orders_that_are_being_carried_out() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.fleet.gate.clear()
+        added = bench.post("/admin/instances", INSTANCE)
+        stopped = asyncio.ensure_future(bench.admin.stop_orders(60.0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not stopped.done()
+        bench.fleet.gate.set()
+        await stopped
+        assert added.status == 200
+        assert bench.fleet.orders == [("add", Role.DECODE, "http://d:8000", None, None)]
+
+    asyncio.run(main())

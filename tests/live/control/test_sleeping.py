@@ -9,8 +9,8 @@ from tests.live.control.test_pausing import reason, running
 from tests.live.groups.test_kept_groups import COMPLETIONS, add, ask, remove, world_of
 from tests.live.test_proxy_connectors import CHAT, TALK
 
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.control.pausing import ABORTED
-from balanceroute.proxy.live.control.standing import KeepingFile
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -117,4 +117,4 @@ def test_a_group_that_is_added_meanwhile_is_paused_too(play_groups: "Play", tmp_
         for model in ("small", "large"):
             assert (await site.post(COMPLETIONS, ask(model))).status == 200
 
-    play_groups(scenario, orders=KeepingFile(tmp_path / "orders"))
+    play_groups(scenario, orders=OrderStore(tmp_path / "orders"))

@@ -125,3 +125,36 @@ def test_all_that_wait_look_at_the_same_rows() -> None:
         assert len(made) <= 20 + 25
 
     run(main, seed=1, limit_s=100.0)
+
+
+def test_a_removal_goes_on_in_the_next_process(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        url = site.fleet.engine("decode/0").url
+        (worker,) = [one for one in await listed(site) if one["url"] == url]
+        streams = [site.send(CHAT, TALK | GREEDY) for _ in range(4)]
+        for stream in streams:
+            await stream.until_events(9)
+        assert (await delete(site, worker["id"])).status == 202
+        roster = site.world.plane.deployment.roster
+        assert [target.url for target in roster.removing] == [url]
+        await site.world.restart()
+        await asyncio.sleep(2.0)
+        assert url not in [one["url"] for one in await listed(site)]
+        assert not site.world.plane.deployment.roster.removing
+
+    play(scenario)
+
+
+def test_a_worker_that_is_taken_back_is_not_removed(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        url = site.fleet.engine("decode/0").url
+        (worker,) = [one for one in await listed(site) if one["url"] == url]
+        stream = site.send(CHAT, TALK | GREEDY)
+        await stream.until_events(9)
+        assert (await delete(site, worker["id"])).status == 202
+        assert (await site.admin("/workers", {"url": url, "worker_type": "decode"})).status == 202
+        assert (await stream.end()).done
+        await asyncio.sleep(10.0)
+        assert url in [one["url"] for one in await listed(site)]
+
+    play(scenario)

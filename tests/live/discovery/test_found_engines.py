@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
 
-from balanceroute.proxy.live.control.standing import Keeper
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.configure import make_config
@@ -21,26 +21,13 @@ COMPLETIONS = "/v1/completions"
 Body = Callable[["Scene"], Awaitable[None]]
 
 
-class Kept:
-    """What outlives a proxy."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def read(self) -> bytes:
-        return self.data
-
-    def write(self, data: bytes) -> None:
-        self.data = data
-
-
 class Scene:
     """An API server, and a proxy that finds the engines of a site there.
 
     All engines have one address and differ in their ports, so each has a slice of its own.
     """
 
-    def __init__(self, site: "Site", folder: Path, keeper: Keeper | None = None) -> None:
+    def __init__(self, site: "Site", folder: Path, keeper: OrderStore | None = None) -> None:
         self.site, self.folder, self.keeper = site, folder, keeper
         self.api = ApiServer()
         self.listed: dict[str, bool] = {}  # Whether each terminates.
@@ -118,7 +105,7 @@ class Scene:
 def staged(play: "Play", tmp_path: Path) -> Callable[..., None]:
     """Play a scenario with such a proxy, which is at rest in the end."""
 
-    def stage(scenario: Body, *, keeper: Keeper | None = None, **engines: Any) -> None:
+    def stage(scenario: Body, *, keeper: OrderStore | None = None, **engines: Any) -> None:
         async def run(site: "Site") -> None:
             scene = Scene(site, tmp_path, keeper)
             await scene.api.start()
@@ -202,7 +189,7 @@ def test_the_roster_is_kept_over_a_restart_while_the_api_server_is_down(staged: 
         assert scene.proxy.deployment.policy == "jsq"
         await scene.all_registered()
 
-    staged(scenario, keeper=Kept())
+    staged(scenario, keeper=OrderStore())
 
 
 def test_without_what_was_kept_nothing_is_registered_while_the_api_server_is_down(
@@ -277,3 +264,22 @@ def test_no_request_is_lost_in_500_histories(staged: Staged, block: int) -> None
             await history(scene, seed)
 
         staged(scenario)
+
+
+def test_what_is_found_while_a_new_version_starts_is_found_by_it_too(staged: Staged) -> None:
+    async def scenario(scene: Scene) -> None:
+        for engine in ("prefill/0", "prefill/1", "decode/0"):
+            scene.show(engine)
+        await scene.all_registered()
+        assert scene.keeper is not None
+        told = scene.keeper.content()  # What it begins with.
+        scene.show("decode/1")
+        scene.hide("prefill/1")
+        await scene.all_registered()
+        scene.keeper = OrderStore(handed_over=told)
+        await scene.stop_proxy()
+        await scene.start_proxy()
+        await scene.all_registered()
+        await scene.ask(2)
+
+    staged(scenario, keeper=OrderStore())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.live.conftest import LARGE, SMALL
 
-from balanceroute.proxy.live.control.standing import KeepingFile
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def test_groups_are_as_they_were_ordered_after_a_restart(
         await world_of(site).restart()
         assert names(site) == ["small"]
 
-    play_groups(scenario, orders=KeepingFile(tmp_path / "orders"))
+    play_groups(scenario, orders=OrderStore(tmp_path / "orders"))
 
 
 def test_a_group_that_is_added_again_is_not_as_it_was_left(
@@ -75,7 +75,7 @@ def test_a_group_that_is_added_again_is_not_as_it_was_left(
         await world_of(site).restart()
         assert (await site.post(COMPLETIONS, ask("large"))).status == 200
 
-    play_groups(scenario, orders=KeepingFile(tmp_path / "orders"))
+    play_groups(scenario, orders=OrderStore(tmp_path / "orders"))
 
 
 def test_without_a_file_groups_are_those_of_the_settings(play_groups: "Play") -> None:
@@ -96,7 +96,7 @@ def test_orders_for_other_groups_are_dropped(
     async def later(site: "Site") -> None:
         assert names(site) == ["small", "large", "more"]
 
-    keeper = KeepingFile(tmp_path / "orders")
+    keeper = OrderStore(tmp_path / "orders")
     play_groups(scenario, orders=keeper)
     more = {
         "small": GroupSettings(SMALL),
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_logged_and_the_settings_hold(
 
     path = tmp_path / "orders"
     path.write_bytes(kept)
-    play_groups(scenario, orders=KeepingFile(path))
+    play_groups(scenario, orders=OrderStore(path))
     assert "orders about groups are lost" in caplog.messages
 
 
@@ -143,5 +143,5 @@ def test_a_group_that_cannot_be_served_any_more_is_left_out(
         assert names(site) == ["small"]
         assert (await site.post(COMPLETIONS, ask("small"))).status == 200
 
-    play_groups(scenario, orders=KeepingFile(path))
+    play_groups(scenario, orders=OrderStore(path))
     assert "a group that was added is lost" in caplog.messages

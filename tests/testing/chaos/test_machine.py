@@ -6,7 +6,7 @@ import pytest
 from tests.testing.chaos.test_fault_kinds import BOTH, assert_nobody_noticed, injection, run_with
 
 from balanceroute.proxy.live import proxy
-from balanceroute.proxy.live.control.standing import Keeper
+from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.proxy.testing.chaos.faults import Act, Injection
@@ -54,7 +54,7 @@ def test_an_order_for_a_full_disk_is_kept_later() -> None:
 
 
 def test_an_order_that_is_not_kept_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def try_never(keeper: Keeper) -> None:
+    async def try_never(keeper: OrderStore) -> None:
         del keeper
         await asyncio.Event().wait()
 

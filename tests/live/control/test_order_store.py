@@ -4,20 +4,19 @@ import asyncio
 import errno
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
 
-from balanceroute.proxy.live.control.standing import (
-    KeepingFile,
-    KeptHere,
-    StandingOrders,
+from balanceroute.proxy.live.control.order_store import (
+    OrderedState,
+    OrderStore,
     basis_of,
     keep_trying,
-    load,
-    save,
+    ordered_state,
 )
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
 P, D = EngineUrl("http", "p", 1), EngineUrl("https", "::1", 2)
-SETTINGS = StandingOrders("br-0", (PrefillServer(P),), (DecodeServer(D),))
-ORDERED = StandingOrders(
+SETTINGS = OrderedState("br-0", (PrefillServer(P),), (DecodeServer(D),))
+ORDERED = OrderedState(
     "jsq",
     (PrefillServer(P, EngineUrl("http", "p", 8998)),),
     (DecodeServer(D, (0, 3)), DecodeServer(P, discover=True)),
@@ -41,34 +40,103 @@ ORDERED = StandingOrders(
 )
 
 
+def load(store: OrderStore | None, settings: OrderedState) -> OrderedState:
+    return ordered_state(store, "", settings)
+
+
+def save(store: OrderStore, state: OrderedState) -> None:
+    store.changed("", lambda: state)
+
+
 def test_what_was_kept_goes_before_the_settings(tmp_path: Path) -> None:
-    keeper = KeepingFile(tmp_path / "orders")
+    store = OrderStore(tmp_path / "orders")
     assert load(None, SETTINGS) == SETTINGS
-    assert load(keeper, SETTINGS) == SETTINGS
-    for standing in (ORDERED, SETTINGS, ORDERED):
-        save(keeper, standing)
-        assert load(keeper, SETTINGS) == standing
+    assert load(store, SETTINGS) == SETTINGS
+    for state in (ORDERED, SETTINGS, ORDERED):
+        save(store, state)
+        assert load(store, SETTINGS) == state
     assert [path.name for path in tmp_path.iterdir()] == ["orders"]
 
 
-def test_without_a_file_it_is_kept_for_the_successor_of_the_process() -> None:
-    keeper = KeptHere(b"")
-    assert load(keeper, SETTINGS) == SETTINGS
-    save(keeper, ORDERED)
-    assert not keeper.retry()
-    assert load(KeptHere(keeper.read()), SETTINGS) == ORDERED
+@pytest.mark.parametrize("group", ["", "small"])
+def test_without_a_file_nothing_is_encoded_before_a_successor_is_told(group: str) -> None:
+    store, asked = OrderStore(), 0
+
+    def state() -> OrderedState:
+        nonlocal asked
+        asked += 1
+        return ORDERED
+
+    assert ordered_state(store, group, SETTINGS) == SETTINGS
+    for _ in range(1_000):
+        store.changed(group, state)
+    assert asked == 0
+    assert not store.retry()
+    successor = OrderStore(handed_over=store.content())
+    assert asked == 1
+    assert ordered_state(successor, group, SETTINGS) == ORDERED
+    assert ordered_state(successor, "other" if group else "", SETTINGS) == (
+        SETTINGS if group else ORDERED
+    )
+    # Which tells its own successor, with nothing ordered since.
+    assert successor.content() == store.content()
+
+
+def test_with_a_file_only_the_part_that_has_changed_is_encoded(tmp_path: Path) -> None:
+    store = OrderStore(tmp_path / "orders")
+    asked: list[str] = []
+
+    def state(group: str) -> Callable[[], OrderedState]:
+        def asked_for() -> OrderedState:
+            asked.append(group)
+            return ORDERED
+
+        return asked_for
+
+    for group in ("a", "b", "a"):
+        store.changed(group, state(group))
+    assert asked == ["a", "b", "a"]
+    store.changed("b", state("b"), forgotten="a")
+    again = OrderStore(tmp_path / "orders")
+    assert ordered_state(again, "b", SETTINGS) == ORDERED
+    assert ordered_state(again, "a", SETTINGS) == SETTINGS
+
+
+def test_while_another_process_begins_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    store = OrderStore(tmp_path / "orders")
+    save(store, SETTINGS)
+    store.suspend()
+    save(store, ORDERED)
+    assert not store.retry()
+    assert load(OrderStore(tmp_path / "orders"), ORDERED) == SETTINGS
+    store.resume()
+    assert load(OrderStore(tmp_path / "orders"), SETTINGS) == ORDERED
+    store.hand_over()
+    save(store, SETTINGS)
+    assert load(OrderStore(tmp_path / "orders"), SETTINGS) == ORDERED
+
+
+def test_what_was_handed_over_goes_before_the_file(tmp_path: Path) -> None:
+    """The file may lack what was ordered while the disk was full."""
+    save(OrderStore(tmp_path / "orders"), SETTINGS)
+    told = OrderStore()
+    save(told, ORDERED)
+    store = OrderStore(tmp_path / "orders", told.content())
+    assert load(store, SETTINGS) == ORDERED
+    save(store, replace(ORDERED, policy="br-h"))
+    assert load(OrderStore(tmp_path / "orders"), SETTINGS).policy == "br-h"
 
 
 @pytest.mark.parametrize(("servers", "ranks"), [(1, 1025), (11, 1000)])
 def test_a_fleet_of_too_many_ranks_is_not_taken_from_a_file(
     servers: int, ranks: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = KeepingFile(tmp_path / "orders")
+    store = OrderStore(tmp_path / "orders")
     decoders = [
         DecodeServer(EngineUrl("http", f"d{n}", 1), (*range(ranks),)) for n in range(servers)
     ]
-    save(keeper, replace(SETTINGS, decoders=tuple(decoders)))
-    assert load(keeper, SETTINGS) == SETTINGS
+    save(store, replace(SETTINGS, decoders=tuple(decoders)))
+    assert load(store, SETTINGS) == SETTINGS
     assert caplog.messages == ["orders are lost"]
 
 
@@ -78,14 +146,14 @@ def test_what_cannot_be_read_is_logged_and_the_settings_hold(
 ) -> None:
     path = tmp_path / "orders"
     path.write_bytes(content)
-    assert load(KeepingFile(path), SETTINGS) == SETTINGS
+    assert load(OrderStore(path), SETTINGS) == SETTINGS
     assert caplog.messages == ["orders are lost"]
 
 
 def test_an_order_holds_though_it_cannot_be_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(KeepingFile(tmp_path / "absent" / "orders"), ORDERED)
+    save(OrderStore(tmp_path / "absent" / "orders"), ORDERED)
     assert caplog.messages == ["orders are not kept"]
 
 
@@ -106,19 +174,19 @@ def test_an_order_that_found_a_full_disk_is_kept_as_soon_as_there_is_room(
 
     async def main(loop: VirtualLoop) -> None:
         nonlocal room
-        keeper = KeepingFile(path)
-        save(keeper, SETTINGS)
+        store = OrderStore(path)
+        save(store, SETTINGS)
         before = path.read_bytes()
         room = 10
-        trying = loop.create_task(keep_trying(keeper))
-        save(keeper, ORDERED)
+        trying = loop.create_task(keep_trying(store))
+        save(store, ORDERED)
         await asyncio.sleep(60.0)
         assert (path.read_bytes(), os.listdir(tmp_path)) == (before, ["orders"])
-        assert load(keeper, SETTINGS) == ORDERED
-        assert load(KeepingFile(path), SETTINGS) == SETTINGS
+        assert load(store, SETTINGS) == ORDERED
+        assert load(OrderStore(path), SETTINGS) == SETTINGS
         room = 100_000
         await asyncio.sleep(6.0)
-        assert load(KeepingFile(path), SETTINGS) == ORDERED
+        assert load(OrderStore(path), SETTINGS) == ORDERED
         trying.cancel()
 
     with caplog.at_level(logging.INFO):
@@ -129,10 +197,10 @@ def test_an_order_that_found_a_full_disk_is_kept_as_soon_as_there_is_room(
 def test_of_other_settings_what_was_found_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = KeepingFile(tmp_path / "roster")
+    store = OrderStore(tmp_path / "roster")
     x, y = EngineUrl("http", "x", 1), EngineUrl("http", "y", 1)
     found = (Target(Role.DECODE, x.base), Target(Role.PREFILL, y.base))
-    kept = StandingOrders(
+    kept = OrderedState(
         "jsq",
         (PrefillServer(P), PrefillServer(y)),
         (DecodeServer(x, (0, 1)),),
@@ -143,13 +211,11 @@ def test_of_other_settings_what_was_found_is_kept(
         paused=True,
         deadlines=((found[0], 5.0),),
     )
-    save(keeper, kept)
-    assert load(keeper, StandingOrders("br-0", (), (), basis=kept.basis)) == kept
+    save(store, kept)
+    assert load(store, OrderedState("br-0", (), (), basis=kept.basis)) == kept
     assert caplog.messages == []
-    settings = StandingOrders(
-        "br-h", (PrefillServer(P),), (DecodeServer(D),), basis=basis_of("br-h")
-    )
-    assert load(keeper, settings) == StandingOrders(
+    settings = OrderedState("br-h", (PrefillServer(P),), (DecodeServer(D),), basis=basis_of("br-h"))
+    assert load(store, settings) == OrderedState(
         "br-h",
         (PrefillServer(P), PrefillServer(y)),
         (DecodeServer(D), DecodeServer(x, (0, 1))),
@@ -160,8 +226,8 @@ def test_of_other_settings_what_was_found_is_kept(
         paused=True,
     )
     # One that the settings name now is there once.
-    named = StandingOrders("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
-    assert load(keeper, named) == replace(named, paused=True)
+    named = OrderedState("br-h", (PrefillServer(y),), (DecodeServer(x),), basis="other")
+    assert load(store, named) == replace(named, paused=True)
 
 
 COMPLETIONS = "/v1/completions"

@@ -1,0 +1,312 @@
+"""What administrators and discovery have made of the settings, kept for the process started next.
+
+A process that takes over reads the settings; what was ordered and found since then is in none of them.
+With --roster-state it outlives the proxy.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Raw, Struct
+from msgspec.json import decode, encode
+from msgspec.structs import replace
+
+from balanceroute.proxy.core.errors import ConfigError
+from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, check_ranks
+from balanceroute.topologies import MAX_RANKS
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.settings.config import GroupConfig
+
+_log = logging.getLogger(__name__)
+_AGAIN_S = 1.0
+_ALONE = ""
+
+
+class OrderedState(Struct, frozen=True):
+    """The engines, the policy and the log level, as they were ordered, and a limit that was found.
+
+    Attributes:
+        draining: The engines to which nothing new goes.
+        discovered: The engines that are here because they were found; see `Reconciler`.
+        leaving: Of these, those that are drained because they are found no more.
+        basis: Names the settings that it was made of.
+        log_level: Empty for that of the settings.
+        inflight_limit: What `--aimd` had come to, per rank; None to begin anew.
+        paused: Whether no prefill may start; see `Pausing`.
+        deadlines: Of those that are drained, some, with the Unix time at which they are left.
+        removing: Of these, some that are to be forgotten when they have no request.
+    """
+
+    policy: str
+    prefillers: tuple[PrefillServer, ...]
+    decoders: tuple[DecodeServer, ...]
+    draining: tuple[Target, ...] = ()
+    discovered: tuple[Target, ...] = ()
+    leaving: tuple[Target, ...] = ()
+    basis: str = ""
+    log_level: str = ""
+    inflight_limit: int | None = None
+    paused: bool = False
+    deadlines: tuple[tuple[Target, float], ...] = ()
+    removing: tuple[Target, ...] = ()
+
+
+class OrderStore:
+    """Keeps it, each group of engines as a part of its own; a proxy without groups is one, named "".
+
+    Without a file nothing is encoded until a hand-over asks for it, which may never be.
+
+    Args:
+        path: The file; None to keep it in this process, which tells its successor.
+        handed_over: What this process was told so, which is newer than the file.
+    """
+
+    def __init__(self, path: Path | None = None, handed_over: bytes = b"") -> None:
+        self._path, self._before = path, handed_over
+        # What the file does not have: parts as they were read, and what returns their states.
+        self._parts: dict[str, bytes | Callable[[], Struct]] = {}
+        self._has_groups = self._unwritten = self._suspended = self._handed_over = False
+
+    def load(self, group: str) -> bytes:
+        """Return what was kept of a group last; empty for nothing. Raises OSError or ValueError."""
+        if group != _ALONE:
+            return _encoded(self._groups().get(group, b""))
+        return _encoded(self._parts[_ALONE]) if _ALONE in self._parts else self._read()
+
+    def content(self) -> bytes:
+        """Return all of it. Raises OSError."""
+        if not self._parts and not self._has_groups:
+            return self._read()
+        if _ALONE in self._parts:
+            return _encoded(self._parts[_ALONE])
+        return encode({group: Raw(_encoded(part)) for group, part in self._parts.items()})
+
+    def changed(
+        self,
+        group: str,
+        state: Callable[[], Struct],
+        *,
+        forgotten: str = "",
+        what: str = "orders",
+    ) -> None:
+        """Keep the state of a group from now on. What cannot be written is logged, and holds here.
+
+        Args:
+            group: Its name.
+            state: Returns the state, now or when it is asked for.
+            forgotten: Another group, of which nothing is kept any more.
+            what: What the log calls it.
+        """
+        try:
+            parts = self._parts if group == _ALONE else self._groups()
+            parts[group] = state
+            if forgotten:
+                parts.pop(forgotten, None)
+            self._write()
+        except (OSError, ValueError) as error:
+            _log.error("%s are not kept", what, extra={"fields": {"reason": str(error)}})
+
+    def retry(self) -> bool:
+        """Write what could not be written; return whether there was something. Raises OSError."""
+        if not self._unwritten or self._suspended or self._handed_over:
+            return False
+        self._write()
+        return True
+
+    def suspend(self) -> None:
+        """Write nothing while another process begins with what is there."""
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Write again, also what has changed meanwhile: that process does not take over."""
+        self._suspended = False
+        with suppress(OSError):  # It is tried again.
+            self.retry()
+
+    def hand_over(self) -> None:
+        """Write nothing any more: the file is another process's."""
+        self._handed_over = True
+
+    def _groups(self) -> dict[str, bytes | Callable[[], Struct]]:
+        if not self._has_groups:
+            data = self._read()
+            kept = decode(data, type=dict[str, Raw]) if data else {}
+            self._parts = {group: bytes(part) for group, part in kept.items()}
+            self._has_groups = True
+        return self._parts
+
+    def _read(self) -> bytes:
+        if self._before or self._path is None:
+            return self._before
+        return self._path.read_bytes() if self._path.exists() else b""
+
+    def _write(self) -> None:
+        """Write the file, whole or not at all."""
+        if self._path is None or self._handed_over:
+            return
+        self._unwritten = True
+        if self._suspended:
+            return
+        # Once, also if it is to be tried again and again.
+        self._parts = {group: _encoded(part) for group, part in self._parts.items()}
+        new = self._path.with_name(f"{self._path.name}.new")
+        try:
+            new.write_bytes(self.content())
+            new.replace(self._path)
+        except OSError:
+            with suppress(OSError):  # On a full disk, half of it takes room.
+                new.unlink()
+            raise
+        # From now on the file says it.
+        self._before, self._parts = b"", {}
+        self._unwritten = self._has_groups = False
+
+
+def _encoded(part: bytes | Callable[[], Struct]) -> bytes:
+    return part if isinstance(part, bytes) else encode(part())
+
+
+def ordered_state(store: OrderStore | None, group: str, settings: OrderedState) -> OrderedState:
+    """Return what was kept of a group, else the settings; of other settings the engines that were found."""
+    try:
+        data = b"" if store is None else store.load(group)
+        kept = decode(data, type=OrderedState) if data else settings
+        room = MAX_RANKS
+        for one in kept.decoders:
+            check_ranks(one.url, len(one.rank_ids or (0,)), room)
+            room -= len(one.rank_ids or (0,))
+    except (OSError, ValueError, ConfigError) as error:
+        _log.error("orders are lost", extra={"fields": {"reason": str(error)}})
+        return settings
+    if kept.basis == settings.basis:
+        return kept
+    _log.warning("orders are dropped: the settings are others than those they were given for")
+    named = {Target(Role.PREFILL, one.url.base) for one in settings.prefillers}
+    named |= {Target(Role.DECODE, one.url.base) for one in settings.decoders}
+    found = [one for one in kept.discovered if one not in named]
+    leaving = tuple(one for one in kept.leaving if one in found)
+    prefillers = [one for one in kept.prefillers if Target(Role.PREFILL, one.url.base) in found]
+    decoders = [one for one in kept.decoders if Target(Role.DECODE, one.url.base) in found]
+    return replace(
+        settings,
+        prefillers=(*settings.prefillers, *prefillers),
+        decoders=(*settings.decoders, *decoders),
+        draining=leaving,
+        discovered=tuple(found),
+        leaving=leaving,
+        paused=kept.paused,  # No setting says anything else.
+    )
+
+
+def basis_of(*settings: object) -> str:
+    """Return a name of settings, which differs when they do."""
+    return sha256(encode(settings)).hexdigest()
+
+
+async def keep_trying(store: OrderStore) -> None:
+    """Write what could not be written, as on a full disk, as soon as that can be; for ever."""
+    while True:
+        await asyncio.sleep(_AGAIN_S)
+        with suppress(OSError):  # It was told when it was ordered.
+            if store.retry():
+                _log.info("orders are kept again")
+
+
+# Which groups were added to those of the settings, and which were removed, kept over a restart.
+
+# Beside the parts of the groups: no group can have this name.
+_PLACE = "[[model]]"
+
+
+class _GroupChanges(Struct, frozen=True):
+    """What was ordered.
+
+    Attributes:
+        basis: Names the groups of the settings that it was ordered for.
+        added: What the `[[model]]` tables of the groups that were added would have.
+        removed: The groups of the settings that were removed.
+    """
+
+    basis: str
+    added: tuple[dict[str, Any], ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+class GroupsInForce:
+    """The groups of the settings, and what orders have made of them.
+
+    Args:
+        store: Keeps it; None to keep nothing.
+        groups: Those of the settings.
+        make: Returns a group's settings, given what its table would have. Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        store: OrderStore | None,
+        groups: "tuple[GroupConfig, ...]",
+        make: "Callable[[Mapping[str, object]], GroupConfig]",
+    ) -> None:
+        self._store = store
+        self._groups = groups
+        self._make = make
+        self._basis = basis_of(*((one.name, one.models) for one in groups))
+        self._added: dict[str, dict[str, Any]] = {}
+        self._removed: set[str] = set()
+
+    def load(self) -> "tuple[GroupConfig, ...]":
+        """Return the groups as they stood last, else those of the settings."""
+        kept = self._read()
+        if kept.basis != self._basis:
+            _log.warning("orders about groups are dropped: the settings have other groups by now")
+            return self._groups
+        groups = [one for one in self._groups if one.name not in kept.removed]
+        for table in kept.added:
+            try:
+                groups.append(self._make(table))
+            except ConfigError as error:
+                fields = {"group": table.get("name"), "reason": str(error)}
+                _log.error("a group that was added is lost", extra={"fields": fields})
+            else:
+                self._added[groups[-1].name] = table
+        if not groups:
+            _log.error("orders about groups are lost: no group is left")
+            return self._groups
+        self._removed.update(kept.removed)
+        return tuple(groups)
+
+    def add(self, name: str, table: Mapping[str, object]) -> None:
+        """Keep that a group was added."""
+        self._added[name] = dict(table)
+        self._keep()
+
+    def remove(self, name: str) -> None:
+        """Keep that a group was removed, and nothing that was ordered about its engines."""
+        if self._added.pop(name, None) is None:
+            self._removed.add(name)
+        self._keep(forgotten=name)
+
+    def _read(self) -> _GroupChanges:
+        nothing = _GroupChanges(self._basis)
+        try:
+            data = b"" if self._store is None else self._store.load(_PLACE)
+            return decode(data, type=_GroupChanges) if data else nothing
+        except (OSError, ValueError) as error:
+            _log.error("orders about groups are lost", extra={"fields": {"reason": str(error)}})
+            return nothing
+
+    def _keep(self, forgotten: str = "") -> None:
+        """Keep how it stands now, and nothing of the engines of one that is gone."""
+        if self._store is not None:
+            what = "orders about groups"
+            self._store.changed(_PLACE, self._changes, forgotten=forgotten, what=what)
+
+    def _changes(self) -> _GroupChanges:
+        return _GroupChanges(self._basis, tuple(self._added.values()), tuple(sorted(self._removed)))
