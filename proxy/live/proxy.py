@@ -184,7 +184,7 @@ class Proxy:
             self.metrics.legs.gaps.beside = environment.pump.new_gaps
         self._traces = _trace_export(config, environment, self.metrics.traces)
         if self._traces is not None:
-            environment = replace(environment, log=self._traces.behind(environment.log))
+            environment = replace(environment, log=self._traces)
         self._recent: RecentRequests | None = None
         if config.listening.admin:
             self._recent = RecentRequests(environment.log)
@@ -625,6 +625,7 @@ def _trace_export(
 
     is_https = settings.scheme == "https"
     return SpanExporter(
+        environment.log,
         settings,
         Endpoint(
             settings.host,

@@ -13,7 +13,7 @@ import yaml
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from balanceroute.proxy.core.admission import TenantLimits
+from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
@@ -171,7 +171,7 @@ STATE = Snapshot(
     budget=BudgetState(1, 0, 0.0, 0.0, {"increase": 0}),
     rejected_connections={"full": 0},
     pumped_returns={"event": 0},
-    tenants=[TenantState("t", 0, 0, {}, TenantLimits())],
+    tenants=[TenantState("t", 0, 0, {}, TenantLimits(Rate(1, 1), Rate(1, 1), 1, 1), 1.0)],
     engines=[EngineState("decode", "http://d:8000", 0.0, 0.0, 0.0)],
     limits=LimitsState(1, 1, 1, 1),
 )

@@ -215,12 +215,28 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StepWriter]]:
         writer.close()
 
 
-def traced(folder: Path, writers: list[StepWriter]) -> EngineTrace:
-    """End the only trace and read it."""
-    (writer,) = writers
-    writer.close()
-    (path,) = folder.glob("*.steps")
-    return read_steps(path)
+@dataclass
+class Rig:
+    """The hook is installed."""
+
+    core: type[EngineCoreProc]
+    folder: Path
+    writers: list[StepWriter]
+    clock: Clock
+
+    def trace(self) -> EngineTrace:
+        """End the only trace and read it."""
+        (writer,) = self.writers
+        writer.close()
+        (path,) = self.folder.glob("*.steps")
+        return read_steps(path)
+
+
+@pytest.fixture
+def rig(core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]) -> Rig:
+    clock = Clock()
+    install(core, tmp_path, clock=clock)
+    return Rig(core, tmp_path, writers, clock)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -228,21 +244,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("scheduler_class", [Scheduler, AscendScheduler])
-def test_every_step_is_recorded(
-    core: type[EngineCoreProc],
-    tmp_path: Path,
-    writers: list[StepWriter],
-    scheduler_class: type[Scheduler],
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = scheduler_class(clock)
+def test_every_step_is_recorded(rig: Rig, scheduler_class: type[Scheduler]) -> None:
+    scheduler = scheduler_class(rig.clock)
     scheduler.waiting += [Request("a", 100), Request("b", 7, computed_tokens=6)]
-    engine = core(scheduler, clock)
+    engine = rig.core(scheduler, rig.clock)
     for _ in range(3):
         engine._process_engine_step()
-        clock.now_ns += MS  # What the engine does between steps.
-    steps = traced(tmp_path, writers).steps
+        rig.clock.now_ns += MS  # What the engine does between steps.
+    steps = rig.trace().steps
     assert steps["step"].tolist() == [0, 1, 2]
     start = 1_000_000_000_000
     assert steps["start_ns"].tolist() == [start, start + 11 * MS, start + 22 * MS]
@@ -257,49 +266,37 @@ def test_every_step_is_recorded(
     assert set(steps["wave"].tolist()) == set(steps["wave_step"].tolist()) == {UNKNOWN}
 
 
-def test_a_prompt_in_chunks_is_prefill_until_it_is_done(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = Scheduler(clock, chunk=60)
+def test_a_prompt_in_chunks_is_prefill_until_it_is_done(rig: Rig) -> None:
+    scheduler = Scheduler(rig.clock, chunk=60)
     scheduler.waiting.append(Request("a", 100))
-    engine = core(scheduler, clock)
+    engine = rig.core(scheduler, rig.clock)
     for _ in range(3):
         engine._process_engine_step()
-    steps = traced(tmp_path, writers).steps
+    steps = rig.trace().steps
     assert steps["prefill_tokens"].tolist() == [60, 40, 0]
     assert steps["kv_tokens"].tolist() == [60, 100, 101]
 
 
-def test_drafts_are_no_prefill(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = Scheduler(clock)
+def test_drafts_are_no_prefill(rig: Rig) -> None:
+    scheduler = Scheduler(rig.clock)
     scheduler.waiting += [Request("a", 10, computed_tokens=9, drafts=3), Request("b", 5)]
-    core(scheduler, clock)._process_engine_step()
-    steps = traced(tmp_path, writers).steps
+    rig.core(scheduler, rig.clock)._process_engine_step()
+    steps = rig.trace().steps
     assert steps["scheduled_tokens"].tolist() == [1 + 3 + 5]
     assert steps["prefill_tokens"].tolist() == [5]
 
 
-def test_with_asynchronous_scheduling_each_batch_gets_its_own_result(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = Scheduler(clock)
+def test_with_asynchronous_scheduling_each_batch_gets_its_own_result(rig: Rig) -> None:
+    scheduler = Scheduler(rig.clock)
     scheduler.schedule_ns = MS
     scheduler.waiting.append(Request("a", 50, computed_tokens=49))
-    engine = core(scheduler, clock, queue_size=2)
+    engine = rig.core(scheduler, rig.clock, queue_size=2)
     for _ in range(4):
         engine._process_engine_step()
     scheduler.running.clear()
     engine._process_engine_step()
     assert scheduler.calls[:4] == ["schedule", "schedule", "update_from_output", "schedule"]
-    steps = traced(tmp_path, writers).steps
+    steps = rig.trace().steps
     assert steps["step"].tolist() == [0, 1, 2, 3]
     assert steps["kv_tokens"].tolist() == [50, 51, 52, 53]
     start = 1_000_000_000_000
@@ -308,19 +305,15 @@ def test_with_asynchronous_scheduling_each_batch_gets_its_own_result(
     assert ((steps["end_ns"] - start) / MS).tolist() == [11, 21, 31, 41]
 
 
-def test_ranks_of_a_barrier_record_their_place_in_it(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = Scheduler(clock)
-    engine = DPEngineCoreProc(scheduler, clock, dp_rank=1)
+def test_ranks_of_a_barrier_record_their_place_in_it(rig: Rig) -> None:
+    scheduler = Scheduler(rig.clock)
+    engine = DPEngineCoreProc(scheduler, rig.clock, dp_rank=1)
     engine.loop_once()
     scheduler.waiting.append(Request("a", 50))
     engine.loop_once()
     scheduler.running.clear()
     engine.loop_once()
-    trace = traced(tmp_path, writers)
+    trace = rig.trace()
     assert trace.steps["flags"].tolist() == [DUMMY, 0, DUMMY]
     assert trace.steps["kv_tokens"].tolist() == [0, 50, 0]
     assert trace.steps["wave"].tolist() == [3, 3, 3]
@@ -331,17 +324,10 @@ def test_ranks_of_a_barrier_record_their_place_in_it(
     assert trace.header["dp_group"] == "10.0.0.1:29500"
 
 
-def test_the_header_says_whose_steps_these_are(
-    core: type[EngineCoreProc],
-    tmp_path: Path,
-    writers: list[StepWriter],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_header_says_whose_steps_these_are(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/vllm", "serve", "m", "--port", "8101"])
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    core(Scheduler(clock), clock)._process_engine_step()
-    header = traced(tmp_path, writers).header
+    rig.core(Scheduler(rig.clock), rig.clock)._process_engine_step()
+    header = rig.trace().header
     assert header["port"] == 8101
     assert header["engine_id"] == "e-1"
     assert header["kv_role"] == "kv_consumer"
@@ -352,16 +338,12 @@ def test_the_header_says_whose_steps_these_are(
     assert header["started_ns"] == 1_000_000_000_000
 
 
-def test_an_engine_that_tells_nothing_of_itself_is_traced_too(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    engine = core(Scheduler(clock), clock)
+def test_an_engine_that_tells_nothing_of_itself_is_traced_too(rig: Rig) -> None:
+    engine = rig.core(Scheduler(rig.clock), rig.clock)
     engine.vllm_config = SimpleNamespace()
     engine.scheduler.waiting.append(Request("a", 5))
     engine._process_engine_step()
-    trace = traced(tmp_path, writers)
+    trace = rig.trace()
     assert len(trace.steps) == 1
     assert trace.header["dp_rank"] is None
     assert trace.path.name.startswith("dpx-")
@@ -386,15 +368,11 @@ def test_installing_twice_hooks_once(core: type[EngineCoreProc], tmp_path: Path)
     assert core._process_engine_step is step
 
 
-def test_two_engines_of_one_process_have_a_file_each(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
+def test_two_engines_of_one_process_have_a_file_each(rig: Rig) -> None:
     for rank in (0, 1):
-        core(Scheduler(clock), clock, dp_rank=rank)._process_engine_step()
-    assert len(writers) == 2
-    ranks = [json.loads(p.read_bytes().split(b"\n")[0])["dp_rank"] for p in tmp_path.iterdir()]
+        rig.core(Scheduler(rig.clock), rig.clock, dp_rank=rank)._process_engine_step()
+    assert len(rig.writers) == 2
+    ranks = [json.loads(p.read_bytes().split(b"\n")[0])["dp_rank"] for p in rig.folder.iterdir()]
     assert sorted(ranks) == [0, 1]
 
 
@@ -409,19 +387,14 @@ class Failing(Scheduler):
 
 
 def test_the_engines_own_exceptions_go_through_and_leave_no_record(
-    core: type[EngineCoreProc],
-    tmp_path: Path,
-    writers: list[StepWriter],
-    caplog: pytest.LogCaptureFixture,
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = Failing(clock)
+    scheduler = Failing(rig.clock)
     scheduler.waiting.append(Request("a", 5))
     with pytest.raises(ZeroDivisionError):
-        core(scheduler, clock)._process_engine_step()
+        rig.core(scheduler, rig.clock)._process_engine_step()
     assert scheduler.calls == ["schedule", "update_from_output"]
-    assert not len(traced(tmp_path, writers).steps)
+    assert not len(rig.trace().steps)
     assert not warnings(caplog)
 
 
@@ -445,17 +418,11 @@ class NegativeTokens(Scheduler):
 
 @pytest.mark.parametrize("scheduler_class", [NothingCached, NegativeTokens])
 def test_a_hook_that_fails_warns_once_and_the_engine_goes_on_without_hooks(
-    core: type[EngineCoreProc],
-    tmp_path: Path,
-    writers: list[StepWriter],
-    caplog: pytest.LogCaptureFixture,
-    scheduler_class: type[Scheduler],
+    rig: Rig, caplog: pytest.LogCaptureFixture, scheduler_class: type[Scheduler]
 ) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = scheduler_class(clock)
+    scheduler = scheduler_class(rig.clock)
     scheduler.waiting.append(Request("a", 5))
-    engine = core(scheduler, clock)
+    engine = rig.core(scheduler, rig.clock)
     for _ in range(3):
         assert engine._process_engine_step() is True
     assert scheduler.calls == ["schedule", "update_from_output"] * 3
@@ -463,32 +430,28 @@ def test_a_hook_that_fails_warns_once_and_the_engine_goes_on_without_hooks(
     assert len(warnings(caplog)) == 1
     assert not {"schedule", "update_from_output"} & set(vars(scheduler))
     assert "execute_dummy_batch" not in vars(engine)
-    assert not len(traced(tmp_path, writers).steps)
+    assert not len(rig.trace().steps)
 
 
 def test_a_dummy_batch_that_cannot_be_recorded_runs_once(
-    core: type[EngineCoreProc], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    engine = DPEngineCoreProc(Scheduler(clock), clock)
+    engine = DPEngineCoreProc(Scheduler(rig.clock), rig.clock)
     engine.loop_once()
     engine.current_wave = -1
-    before_ns = clock.now_ns
+    before_ns = rig.clock.now_ns
     engine.loop_once()
-    assert clock.now_ns - before_ns == engine.model_ns
+    assert rig.clock.now_ns - before_ns == engine.model_ns
     assert len(warnings(caplog)) == 1
     engine.loop_once()
     assert len(warnings(caplog)) == 1
 
 
 def test_a_hook_that_someone_wrapped_stays_and_passes_on(
-    core: type[EngineCoreProc], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = NegativeTokens(clock)
-    engine = core(scheduler, clock)
+    scheduler = NegativeTokens(rig.clock)
+    engine = rig.core(scheduler, rig.clock)
     engine._process_engine_step()
     ours = scheduler.schedule
     seen: list[SchedulerOutput] = []
@@ -581,15 +544,9 @@ def test_a_folder_that_takes_no_file_costs_the_trace_and_not_the_engine(
 
 
 def test_a_disk_that_takes_no_more_ends_the_trace(
-    core: type[EngineCoreProc],
-    tmp_path: Path,
-    writers: list[StepWriter],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    engine = core(Scheduler(clock), clock)
+    engine = rig.core(Scheduler(rig.clock), rig.clock)
     engine.scheduler.waiting.append(Request("a", 5))
     engine._process_engine_step()
 
@@ -598,25 +555,21 @@ def test_a_disk_that_takes_no_more_ends_the_trace(
 
     with monkeypatch.context() as patch:
         patch.setattr("os.write", full)
-        writers[0].close()
+        rig.writers[0].close()
     assert engine._process_engine_step() is True
     (warning,) = warnings(caplog)
     assert "No space left on device" in warning
     assert "schedule" not in vars(engine.scheduler)
 
 
-def test_batches_without_a_result_are_forgotten(
-    core: type[EngineCoreProc], tmp_path: Path, writers: list[StepWriter]
-) -> None:
-    clock = Clock()
-    install(core, tmp_path, clock=clock)
-    scheduler = Scheduler(clock)
+def test_batches_without_a_result_are_forgotten(rig: Rig) -> None:
+    scheduler = Scheduler(rig.clock)
     scheduler.waiting.append(Request("a", 5))
-    core(scheduler, clock)._process_engine_step()
+    rig.core(scheduler, rig.clock)._process_engine_step()
     outputs = [scheduler.schedule() for _ in range(65)]
     scheduler.update_from_output(outputs[0], "late")
     scheduler.update_from_output(outputs[1], "late")
-    assert traced(tmp_path, writers).steps["step"].tolist() == [0, 2]
+    assert rig.trace().steps["step"].tolist() == [0, 2]
 
 
 class Stepless:

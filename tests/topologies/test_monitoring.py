@@ -60,6 +60,7 @@ def test_panels_have_names_and_places_of_their_own() -> None:
     assert len(set(places)) == len(places)
     for panel in panels:
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+        assert panel["type"] == "row" or panel["description"].endswith("."), panel["title"]
         used = set(re.findall(r"{{(\w+)}}", json.dumps(panel)))
         grouped = set(re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", json.dumps(panel)))))
         assert used <= grouped, panel["title"]

@@ -260,7 +260,9 @@ class Tenancy:
         *,
         beside: "Tenancy | None" = None,
     ) -> None:
+        tenants = tuple(tenants)
         limits = _limits(tenants)
+        self._weights = {one.name: one.weight for one in tenants}
         other: Tenants | None = None if beside is None else beside._tenants
         accounts = None if other is None else other.accounts
         self._tenants: Tenants | None = (
@@ -272,6 +274,8 @@ class Tenancy:
     def change(self, tenants: Iterable[Tenant]) -> None:
         """Take other tenants and limits; see `Tenants.change`."""
         if self._tenants is not None:
+            tenants = tuple(tenants)
+            self._weights = {one.name: one.weight for one in tenants}
             self._tenants.change(_limits(tenants), self._now_ns())
 
     def refuse_early(self, tenant: str) -> Limited | None:
@@ -307,6 +311,7 @@ class Tenancy:
         """Return where each tenant stands."""
         if self._tenants is None:
             return []
+        all_weights = sum(self._weights.values())
         return [
             TenantState(
                 name,
@@ -317,6 +322,7 @@ class Tenancy:
                     for unit, allowance in account.allowances(self._now_ns()).items()
                 },
                 limits=account.limits,
+                share=self._weights[name] / all_weights,
             )
             for name, account in self._tenants.accounts.items()
         ]

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -75,7 +75,11 @@ class DecisionMetrics:
 
 
 class EngineMetrics:
-    """Counts what happens to engines. Labels `role` and `url` name one."""
+    """Counts what happens to engines. Labels `role` and `url` name one.
+
+    Attributes:
+        pulled_late: Told how many KV caches were pulled after their lease.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._url_labels = {role: CappedLabel(MAX_ENGINES) for role in Role}
@@ -87,11 +91,11 @@ class EngineMetrics:
         self._scrape_failures = registry.counter(
             "scrape_failures", "Scrapes of an engine's /metrics that failed.", "role", "url"
         )
-        self._late_pulls = registry.counter(
+        self.pulled_late = registry.counter(
             "late_pulls",
             "KV caches that a prefiller was notified of when it kept them no longer: aborted, or pulled "
             "after their lease, when such an answer may be wrong. vLLM's NIXL connector tells.",
-        )
+        ).inc
         self._without_kv = registry.counter(
             "prefills_without_kv",
             "Prompts that a prefiller computed and left no KV cache of, so that they are computed again.",
@@ -124,10 +128,6 @@ class EngineMetrics:
     def left_no_kv(self, target: "Target", kind: str) -> None:
         """Count one prefill that left no KV cache which a rank could pull."""
         self._without_kv.labels(self._labels(target)[1], kind).inc()
-
-    def pulled_late(self, count: int) -> None:
-        """Count KV caches that were pulled after their lease."""
-        self._late_pulls.inc(count)
 
     def kv_events_lost(self, reason: str) -> None:
         """Count one index of a prefiller's blocks that was emptied."""
@@ -197,26 +197,31 @@ class HandshakeMetrics(Collector):
 
 
 class PredictorMetrics:
-    """Counts what predictors do."""
+    """Counts what predictors do.
+
+    Attributes:
+        state_refused: Called for each saved state that could not be used.
+        error: Told of each prediction that has come due by how many tokens it was off.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._refreshes = registry.counter("predictor_refreshes", "Predictions renewed.")
         self._state_saves = registry.counter(
             "predictor_state_saves", "Times the predictor's state was to be saved.", "outcome"
         )
-        self._state_refusals = registry.counter(
+        self.state_refused = registry.counter(
             "predictor_state_refusals", "Saved states of the predictor that could not be used."
-        )
+        ).inc
         self._refresh = registry.histogram(
             "predictor_refresh_duration_seconds",
             "Time of one batch of refreshed predictions.",
             WORK_BOUNDS_S,
         )
-        self._error = registry.histogram(
+        self.error = registry.histogram(
             "predictor_error_tokens",
             "Distance of a prediction from what the request had left.",
             TOKENS_BOUNDS,
-        )
+        ).observe
         self._scoring = registry.histogram(
             "predictor_scoring_duration_seconds",
             "Time of asking all predictors, shadows too, for their scores alone.",
@@ -230,10 +235,6 @@ class PredictorMetrics:
         self._refreshes.inc(count)
         self._refresh.observe(seconds)
 
-    def error(self, abs_tokens: float) -> None:
-        """Count one prediction that has come due, by how many tokens it was off."""
-        self._error.observe(abs_tokens)
-
     def scored(self, seconds: float) -> None:
         """Count one batch of questions to all predictors and the time it took."""
         self._scoring.observe(seconds)
@@ -241,10 +242,6 @@ class PredictorMetrics:
     def state_saved(self, *, ok: bool) -> None:
         """Count one attempt to save what the predictor has learned."""
         self._state_saves.labels("ok" if ok else "failed").inc()
-
-    def state_refused(self) -> None:
-        """Count one saved state that could not be used."""
-        self._state_refusals.inc()
 
 
 # Metrics of traces: how many reached the collector.
@@ -256,9 +253,9 @@ class TraceMetrics:
     """Counts the traces of requests, each of which has several spans."""
 
     def __init__(self, registry: Registry) -> None:
-        self._exported = registry.counter(
+        self.exported = registry.counter(
             "traces_exported", "Traces of requests that the collector took."
-        )
+        ).inc
         self._dropped = registry.counter(
             "traces_dropped",
             "Traces of requests that were dropped, for the reason given.",
@@ -266,10 +263,6 @@ class TraceMetrics:
         )
         for reason in DROPS:
             self._dropped.labels(reason)
-
-    def exported(self, count: int) -> None:
-        """Count traces that the collector took."""
-        self._exported.inc(count)
 
     def dropped(self, count: int, reason: str) -> None:
         """Count traces that were dropped."""
@@ -290,13 +283,6 @@ _OF_ROUNDS = ("policy", "projection")
 _log = logging.getLogger(__name__)
 
 
-class FailureCounts(Protocol):
-    """Counts failures."""
-
-    def failed(self, what: str) -> None:
-        """Count one."""
-
-
 class DecisionFailures:
     """Takes note of failures.
 
@@ -304,7 +290,7 @@ class DecisionFailures:
         rounds_failed: How often a policy or a projection failed.
     """
 
-    def __init__(self, metrics: "FailureCounts", clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: DecisionMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._logged_s: dict[str, float] = {}

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from balanceroute import __version__
+from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry import registry as exposition
 from balanceroute.proxy.live.telemetry.component_metrics import (
@@ -30,7 +31,7 @@ from balanceroute.proxy.live.telemetry.component_metrics import (
     PredictorMetrics,
     TraceMetrics,
 )
-from balanceroute.proxy.live.telemetry.registry import Histogram, Registry
+from balanceroute.proxy.live.telemetry.registry import MAX_TENANTS, Histogram, Registry
 from balanceroute.proxy.live.telemetry.request_metrics import (
     AliasMetrics,
     GroupMetrics,
@@ -132,6 +133,26 @@ _LIMIT_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[LimitsState], float | None
 _TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
     ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
     ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
+    ("tenant_share_ratio", "A tenant's weight over those of all.", attrgetter("share")),
+)
+# Without a limit there is no sample.
+_TENANT_LIMITS: tuple[tuple[str, str, Callable[[TenantLimits], float | None]], ...] = (
+    (
+        "tenant_concurrency_limit",
+        "Requests that a tenant may have in flight.",
+        attrgetter("concurrency"),
+    ),
+    ("tenant_queue_limit", "Those that may wait for an engine.", attrgetter("queue_limit")),
+    (
+        "tenant_requests_per_minute_limit",
+        "A tenant's rate of requests.",
+        lambda limits: None if limits.requests is None else limits.requests.per_minute,
+    ),
+    (
+        "tenant_tokens_per_minute_limit",
+        "A tenant's rate of tokens, of prompts and answers.",
+        lambda limits: None if limits.tokens is None else limits.tokens.per_minute,
+    ),
 )
 # Those of one deployment, and below those of the whole proxy.
 _GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
@@ -277,9 +298,13 @@ class StateCollector(Collector):
             yield _family("gauge", name, documentation, [{}], [state_value(state)])
         for name, documentation, state_value in _COUNTERS_OF_ALL:
             yield _family("counter", name, documentation, [{}], [state_value(state)])
-        if state.tenants:
-            tenants = [{"tenant": one.name} for one in state.tenants]
-            yield from _gauges(_TENANT_GAUGES, tenants, state.tenants)
+        if tenants := state.tenants[:MAX_TENANTS]:
+            labels = [{"tenant": one.name} for one in tenants]
+            yield from _gauges(_TENANT_GAUGES, labels, tenants)
+            for name, documentation, of_tenant in _TENANT_LIMITS:
+                yield _known(
+                    name, documentation, labels, [of_tenant(one.limits) for one in tenants]
+                )
         if state.limits is not None:
             for name, documentation, limit in _LIMIT_GAUGES_OF_ALL:
                 yield _known(name, documentation, [{}], [limit(state.limits)])

@@ -77,6 +77,7 @@ OTHER = "other"
 MAX_REASONS = 32
 MAX_ENGINES = 1024
 """Of each role, as label values."""
+MAX_TENANTS = 256
 
 NS_PER_S = 1e9
 # Values that a histogram counts together.

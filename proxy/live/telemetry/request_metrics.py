@@ -14,6 +14,7 @@ from balanceroute.proxy.live.telemetry.component_metrics import EngineRequests
 from balanceroute.proxy.live.telemetry.record import OK, Leg, Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.registry import (
     MAX_REASONS,
+    MAX_TENANTS,
     NS_PER_S,
     OTHER,
     RATIO_BOUNDS,
@@ -31,35 +32,54 @@ if TYPE_CHECKING:
     from prometheus_client import Counter
 
 
-# Metrics of several groups behind one proxy: what became of the requests of each.
-#
-# The label `group` has the names of the groups, which clients do not make.
+_NS_PER_MS = 1e6
+
+# Of requests that have ended, by a name that clients do not make. Nothing is exported before the first.
 
 
-class GroupMetrics(Collector):
-    """Counts the requests that a group had when they have ended."""
+class _Ended(Collector):
+    def __init__(self, *families: Totals | Histograms) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield everything, once there is anything."""
+        if self._families[0].by_values:
+            for one in self._families:
+                yield one.family()
+
+
+def _gap_ns(record: "RequestRecord") -> float | None:
+    """Return the mean gap after the first token; None if there is none."""
+    assert record.first_token_ns is not None
+    # The choices of a request are decoded side by side.
+    gaps = record.output_tokens / record.choices - 1
+    return (record.ended_ns - record.first_token_ns) / gaps if gaps > 0 else None
+
+
+class GroupMetrics(_Ended):
+    """What became of the requests of each of several groups."""
 
     def __init__(self) -> None:
+        name = "balanceroute_group_{}".format
         self._requests = Totals(
-            "balanceroute_group_requests",
+            name("requests"),
             "Requests ended or refused, by the group that had them last.",
             *("group", "outcome"),
         )
         self._output_tokens = Totals(
-            "balanceroute_group_output_tokens", "Tokens that reached clients, by group.", "group"
+            name("output_tokens"), "Tokens that reached clients, by group.", "group"
         )
         self._ttft = Histograms(
-            "balanceroute_group_time_to_first_token_seconds",
+            name("time_to_first_token_seconds"),
             "Arrival to the first token, by the group that answered.",
-            REQUEST_BOUNDS_S,
-            "group",
+            *(REQUEST_BOUNDS_S, "group"),
         )
         self._tpot = Histograms(
-            "balanceroute_group_time_per_output_token_seconds",
+            name("time_per_output_token_seconds"),
             "Mean gap after the first token, requests that ended well, by the group that answered.",
-            TOKEN_GAP_BOUNDS_S,
-            "group",
+            *(TOKEN_GAP_BOUNDS_S, "group"),
         )
+        super().__init__(self._requests, self._output_tokens, self._ttft, self._tpot)
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
@@ -70,60 +90,50 @@ class GroupMetrics(Collector):
         if record.first_token_ns is None:
             return
         self._ttft.of(group).observe((record.first_token_ns - record.arrived_ns) / NS_PER_S)
-        gaps = record.output_tokens / record.choices - 1
-        if record.outcome is Outcome.OK and gaps > 0:
-            self._tpot.of(group).observe(
-                (record.ended_ns - record.first_token_ns) / NS_PER_S / gaps
-            )
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield everything; nothing where no group had a request."""
-        if self._requests.by_values:
-            for one in (self._requests, self._output_tokens, self._ttft, self._tpot):
-                yield one.family()
+        if record.outcome is OK and (gap_ns := _gap_ns(record)) is not None:
+            self._tpot.of(group).observe(gap_ns / NS_PER_S)
 
 
-# Metrics of tenants: what became of their requests, how long they waited, and their tokens.
-#
-# The label `tenant` has the names of the file of tenants alone.
-
-
-class TenantMetrics(Collector):
-    """Counts the requests that have a tenant when they have ended.
+class TenantMetrics(_Ended):
+    """What became of the requests of each tenant, how long they waited, and their tokens.
 
     Attributes:
-        names: Those that are labels; a tenant that is gone is `other`.
+        names: Those of the file of tenants, of which the first that come are labels; others are `other`.
     """
 
     def __init__(self) -> None:
         self.names: Collection[str] = ()
+        self._label = CappedLabel(MAX_TENANTS)
+        name = "balanceroute_tenant_{}".format
         self._requests = Totals(
-            "balanceroute_tenant_requests",
-            "Requests of a tenant ended or refused, by how.",
-            *("tenant", "outcome"),
+            name("requests"), "Requests of a tenant ended or refused, by how.", "tenant", "outcome"
         )
         self._refusals = Totals(
-            "balanceroute_tenant_refusals",
+            name("refusals"),
             "Requests of a tenant that admission refused, by what for.",
             *("tenant", "reason"),
         )
-        self._prompt_tokens = Totals(
-            "balanceroute_tenant_prompt_tokens", "Prompt tokens of a tenant.", "tenant"
-        )
+        self._prompt_tokens = Totals(name("prompt_tokens"), "Prompt tokens of a tenant.", "tenant")
         self._output_tokens = Totals(
-            "balanceroute_tenant_output_tokens", "Tokens that reached a tenant.", "tenant"
+            name("output_tokens"), "Tokens that reached a tenant.", "tenant"
         )
         self._queue = Histograms(
-            "balanceroute_tenant_queue_time_seconds",
+            name("queue_time_seconds"),
             "Arrival of a tenant's request to the first engine.",
-            REQUEST_BOUNDS_S,
-            "tenant",
+            *(REQUEST_BOUNDS_S, "tenant"),
         )
+        self._ttft = Histograms(
+            name("time_to_first_token_seconds"),
+            "Arrival of a tenant's request to its first token.",
+            *(REQUEST_BOUNDS_S, "tenant"),
+        )
+        counts = (self._requests, self._refusals, self._prompt_tokens, self._output_tokens)
+        super().__init__(*counts, self._queue, self._ttft)
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
         assert record.outcome is not None
-        tenant = record.tenant if record.tenant in self.names else OTHER
+        tenant = self._label.of(record.tenant) if record.tenant in self.names else OTHER
         self._requests.add(1, tenant, record.outcome.value)
         self._prompt_tokens.add(record.prompt_tokens, tenant)
         self._output_tokens.add(record.output_tokens, tenant)
@@ -131,23 +141,8 @@ class TenantMetrics(Collector):
             self._refusals.add(1, tenant, record.refused_for)
         if record.begun_ns is not None:
             self._queue.of(tenant).observe((record.begun_ns - record.arrived_ns) / NS_PER_S)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield everything; nothing where no tenant had a request."""
-        if not self._requests.by_values:
-            return
-        yield self._requests.family()
-        yield self._refusals.family()
-        yield self._prompt_tokens.family()
-        yield self._output_tokens.family()
-        yield self._queue.family()
-
-
-# Metrics of aliases of models: who answered, whether in time, and what that was worth.
-#
-# The labels have the names of a topology file alone.
-
-_NS_PER_MS = 1e6
+        if record.first_token_ns is not None:
+            self._ttft.of(tenant).observe((record.first_token_ns - record.arrived_ns) / NS_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,18 +161,16 @@ class AliasWorth:
 
     def is_kept(self, record: "RequestRecord") -> bool:
         """Return whether a request was answered within the targets."""
-        first_ns = record.first_token_ns
-        if record.outcome is not Outcome.OK or first_ns is None:
+        if record.outcome is not OK or record.first_token_ns is None:
             return False
-        gaps = record.output_tokens / record.choices - 1
-        tpot_ms = (record.ended_ns - first_ns) / _NS_PER_MS / gaps if gaps > 0 else 0.0
-        ttft_ms = (first_ns - record.arrived_ns) / _NS_PER_MS
+        ttft_ms = (record.first_token_ns - record.arrived_ns) / _NS_PER_MS
+        tpot_ms = (_gap_ns(record) or 0.0) / _NS_PER_MS
         in_time = self.ttft_ms is None or ttft_ms <= self.ttft_ms
         return in_time and (self.tpot_ms is None or tpot_ms <= self.tpot_ms)
 
 
-class AliasMetrics(Collector):
-    """Counts the requests that named an alias when they have ended.
+class AliasMetrics(_Ended):
+    """Who answered the requests that named an alias, whether in time, and what that was worth.
 
     Attributes:
         worth: What answers are worth, by alias.
@@ -185,21 +178,23 @@ class AliasMetrics(Collector):
 
     def __init__(self) -> None:
         self.worth: Mapping[str, AliasWorth] = {}
+        name = "balanceroute_alias_{}".format
         self._requests = Totals(
-            "balanceroute_alias_requests",
+            name("requests"),
             "Requests that named an alias, by who answered, and whether in time.",
             *("alias", "task", "group", "in_time"),
         )
         self._scores = Totals(
-            "balanceroute_alias_scores",
+            name("scores"),
             "Worth of the answers to an alias, 0 if not in time.",
             *("alias", "task"),
         )
         self._fall_backs = Totals(
-            "balanceroute_alias_fall_backs",
+            name("fall_backs"),
             "Times a request went on from a group, and why.",
             *("alias", "group", "reason"),
         )
+        super().__init__(self._requests, self._scores, self._fall_backs)
 
     def ended(self, record: "RequestRecord") -> None:
         """Count a request whose outcome is set."""
@@ -211,12 +206,6 @@ class AliasMetrics(Collector):
             self._scores.add(score, alias, record.task)
         for group, reason in record.fall_backs:
             self._fall_backs.add(1, alias, group, reason)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield everything; nothing where no request named an alias."""
-        if self._requests.by_values:
-            for one in (self._requests, self._scores, self._fall_backs):
-                yield one.family()
 
 
 ENDPOINTS = frozenset(route.path for route in ROUTES if not route.reason)
@@ -259,10 +248,10 @@ class _Latencies:
 
     def observe(self, record: RequestRecord, model: str) -> None:
         """Count a request's latencies for the label of its model."""
-        arrived_ns, first_ns, ended_ns = record.arrived_ns, record.first_token_ns, record.ended_ns
+        arrived_ns, first_ns = record.arrived_ns, record.first_token_ns
         ended_well = record.outcome is OK
         if ended_well:
-            self._e2e.of(model).observe((ended_ns - arrived_ns) / NS_PER_S)
+            self._e2e.of(model).observe((record.ended_ns - arrived_ns) / NS_PER_S)
         if first_ns is None:
             return
         self.ttft.of(model).observe((first_ns - arrived_ns) / NS_PER_S)
@@ -271,10 +260,8 @@ class _Latencies:
         # The expectation is that of a rank's first token.
         if record.expected_ttft_ns and not record.early_first_token:
             self._expectation.observe((first_ns - arrived_ns) / record.expected_ttft_ns)
-        # The choices of a request are decoded side by side.
-        gaps = record.output_tokens / record.choices - 1
-        if ended_well and gaps > 0:
-            self._tpot.of(model).observe((ended_ns - first_ns) / NS_PER_S / gaps)
+        if ended_well and (gap_ns := _gap_ns(record)) is not None:
+            self._tpot.of(model).observe(gap_ns / NS_PER_S)
 
 
 # Fields of a record of which metrics tell the sum.

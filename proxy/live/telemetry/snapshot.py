@@ -3,28 +3,10 @@
 With it comes what the whole proxy holds, which several deployments have in common.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import isnan
 
-import numpy as np
-from numpy.typing import NDArray
-
-from balanceroute.predictors import Predictor, evaluation
-from balanceroute.predictors.base import check_survival
 from balanceroute.proxy.core.admission import TenantLimits
-from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.core.prediction import two_stage_estimate
 from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
-
-# How good predictions turn out on live traffic: of the predictor in use, and of its shadows.
-#
-# A row is one active request at one age, and what every predictor answers of it: the chance to
-# finish within the horizon, and the mean remaining length if so. It is judged when the request
-# has ended, or has outlived the horizon; scores are those of the latest rows. A request has at
-# most one row that is not judged yet, so that the rows of a request do not overlap.
-
-DECILES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,125 +37,6 @@ class PredictorScores:
     predicted: tuple[float | None, ...]
     observed: tuple[float | None, ...]
     decile_rows: tuple[int, ...]
-
-
-class Scoreboard:
-    """Notes what predictors say and what comes true.
-
-    Args:
-        predictors: P, how many there are.
-        horizon_steps: H, at least 1.
-        observe_error: Called for each judged row with how far the first predictor's expectation was
-            off, in tokens within the horizon.
-        window: Judged rows that count.
-
-    Attributes:
-        judged: Rows judged since the start.
-    """
-
-    def __init__(
-        self,
-        predictors: int,
-        *,
-        horizon_steps: int,
-        observe_error: Callable[[float], None],
-        window: int = 5_000,
-    ) -> None:
-        self.judged = 0
-        self._horizon_steps = horizon_steps
-        self._observe_error = observe_error
-        self._window = window
-        # The row of a request that is not judged yet: its age, and float64[2, P].
-        self._open: dict[RequestId, tuple[int, NDArray[np.float64]]] = {}
-        # The latest rows, in a ring. What remains is cut off at H + 1: more is not known of all.
-        self._answers = np.zeros((2, predictors, window))
-        self._remaining = np.zeros(window, np.int64)
-
-    def __len__(self) -> int:
-        """Return the number of rows that are not judged yet."""
-        return len(self._open)
-
-    def is_free(self, request: RequestId, age: int) -> bool:
-        """Return whether an active request has no row, after judging one that it has outlived."""
-        row = self._open.get(request)
-        # A request of that very age may have emitted its last token.
-        if row is not None and age > row[0] + self._horizon_steps:
-            self.cut_off(request, age)
-            return True
-        return row is None
-
-    def ask(
-        self, predictor: Predictor, requests: Sequence[RequestId], ages: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Return what a predictor says of n requests, float64[2, n].
-
-        Raises:
-            PredictorError: It is no answer.
-        """
-        survival = predictor.survival(requests, ages, self._horizon_steps)
-        check_survival(survival, len(requests), self._horizon_steps)
-        return np.array(two_stage_estimate(survival, self._horizon_steps))
-
-    def note(
-        self,
-        requests: Sequence[RequestId],
-        ages: NDArray[np.int64],
-        answers: Sequence[NDArray[np.float64]],
-    ) -> None:
-        """Open a row for each of n free requests; `answers` has float64[2, n] of each predictor."""
-        rows = np.stack(answers, axis=1)
-        for place, (request, age) in enumerate(zip(requests, ages.tolist(), strict=True)):
-            self._open[request] = (age, rows[:, :, place].copy())
-
-    def ended(self, request: RequestId, output_tokens: int) -> None:
-        """Judge the row of a request that ended by itself, if it has one."""
-        row = self._open.pop(request, None)
-        # An age that was only inferred may lie beyond the end.
-        if row is not None and output_tokens > row[0]:
-            self._judge(row[1], output_tokens - row[0])
-
-    def cut_off(self, request: RequestId, emitted_tokens: int) -> None:
-        """Judge the row of a request of which no more is known than that it got so far.
-
-        A row whose horizon it has not outlived is dropped.
-        """
-        row = self._open.pop(request, None)
-        if row is not None and emitted_tokens > row[0] + self._horizon_steps:
-            self._judge(row[1], self._horizon_steps + 1)
-
-    def scores(self, place: int, *, name: str, active: bool, failed: bool) -> PredictorScores:
-        """Return the scores of one predictor. O(window log window)."""
-        rows = 0 if failed else min(self.judged, self._window)
-        finish, mean = self._answers[:, place, :rows]
-        remaining = self._remaining[:rows]
-        happened = remaining <= self._horizon_steps
-        diagram = evaluation.reliability(finish, happened, bins=DECILES)
-        return PredictorScores(
-            name=name,
-            active=active,
-            failed=failed,
-            rows=rows,
-            auc=_defined(evaluation.roc_auc(finish, happened)),
-            brier=_defined(evaluation.brier(finish, happened)),
-            ece=_defined(evaluation.expected_calibration_error(diagram)),
-            mae=_defined(evaluation.mean_where(np.abs(mean - remaining), happened)),
-            predicted=tuple(map(_defined, diagram.predicted.tolist())),
-            observed=tuple(map(_defined, diagram.observed.tolist())),
-            decile_rows=tuple(diagram.rows.tolist()),
-        )
-
-    def _judge(self, answers: NDArray[np.float64], remaining: int) -> None:
-        place = self.judged % self._window
-        self.judged += 1
-        self._answers[:, :, place] = answers
-        self._remaining[place] = min(remaining, self._horizon_steps + 1)
-        finish, mean = answers[:, 0].tolist()
-        expected = finish * mean + (1.0 - finish) * self._horizon_steps
-        self._observe_error(abs(expected - min(remaining, self._horizon_steps)))
-
-
-def _defined(score: float) -> float | None:
-    return None if isnan(score) else score
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +102,7 @@ class TenantState:
     waiting: int  # Of these, those that no engine was given yet.
     remaining: dict[str, int]  # Requests and tokens that it may have now, where it has a rate.
     limits: TenantLimits
+    share: float  # Its weight over those of all.
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,9 +229,10 @@ InThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 
 class SpanExporter:
-    """Sends spans to one collector. `run` it, and `close` it when no more come.
+    """A log in front of another, which sends spans to one collector. `run` it, and `close` it at the end.
 
     Args:
+        log: The other one.
         settings: Where and how.
         endpoint: The collector.
         metrics: Told of what was exported and dropped.
@@ -241,6 +242,7 @@ class SpanExporter:
 
     def __init__(
         self,
+        log: "Log",
         settings: "ExportSettings",
         endpoint: "Endpoint",
         metrics: "TraceMetrics",
@@ -248,6 +250,7 @@ class SpanExporter:
         in_thread: InThread,
         rng: random.Random,
     ) -> None:
+        self._log = log
         self._settings = settings
         self._endpoint = endpoint
         self._metrics = metrics
@@ -282,9 +285,11 @@ class SpanExporter:
         if len(self._waiting) >= BATCH:
             self._many.set()
 
-    def behind(self, log: "Log") -> "Log":
-        """Return a log in front of another, that has the spans of traced requests exported."""
-        return _TracedLog(log, self)
+    def request_ended(self, record: "RequestRecord") -> None:
+        """Pass a record on, and have its spans exported if it is traced."""
+        self._log.request_ended(record)
+        if record.trace is not None:
+            self.take(record)
 
     async def run(self) -> None:
         """Export for ever."""
@@ -393,17 +398,6 @@ class SpanExporter:
             self._complained_s = now_s
             fields = {"collector": self._endpoint.name, "reason": reason}
             _log.warning("traces are not exported", extra={"fields": fields})
-
-
-class _TracedLog:
-    def __init__(self, log: "Log", exporter: SpanExporter) -> None:
-        self._log = log
-        self._exporter = exporter
-
-    def request_ended(self, record: "RequestRecord") -> None:
-        self._log.request_ended(record)
-        if record.trace is not None:
-            self._exporter.take(record)
 
 
 def _retry_after_s(response: Response) -> float:

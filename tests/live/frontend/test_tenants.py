@@ -1,6 +1,7 @@
 """Tenants in a proxy: who is let in, what is refused and how, and where each of them is seen."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import pytest
 from tests.live.frontend.gateway_requests import BODY, TALK, is_error
 
 from balanceroute.proxy.live.security import digest_of
+from balanceroute.proxy.live.telemetry import metrics, request_metrics
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 COMPLETIONS = "/v1/completions"
 LONG = BODY | {"max_tokens": 200}
+STREAM = BODY | {"stream": True}
 
 
 def given(key: str, *more: tuple[bytes, bytes]) -> "Headers":
@@ -35,9 +38,16 @@ def flags(folder: Path, *tenants: str) -> dict[str, object]:
     return {"tenants": str(path)}
 
 
+def page_of(site: "Site") -> bytes:
+    return site.world.proxy.metrics.render()
+
+
 def metric(site: "Site", name: str, *labels: str) -> float:
-    page = site.world.proxy.metrics.render().decode()
-    rows = [row for row in page.splitlines() if row.startswith(f"balanceroute_tenant_{name}{{")]
+    rows = [
+        row
+        for row in page_of(site).decode().splitlines()
+        if row.startswith(f"balanceroute_tenant_{name}{{")
+    ]
     found = [row for row in rows if all(label in row for label in labels)]
     return sum(float(row.rpartition(" ")[2]) for row in found)
 
@@ -283,7 +293,7 @@ def test_levels_and_weights_are_the_tenants(
 
 def test_every_request_is_counted_and_logged_under_its_tenant(play: "Play", tmp_path: Path) -> None:
     async def scenario(site: "Site") -> None:
-        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
+        assert (await site.post(COMPLETIONS, STREAM, given("acme"))).status == 200
         is_error(await site.post(COMPLETIONS, b"{", given("acme")), 400)
         is_error(await site.post("/v1/nothing", BODY, given("acme")), 404)
         is_error(await site.post(COMPLETIONS, BODY, given("guess")), 401)
@@ -293,8 +303,50 @@ def test_every_request_is_counted_and_logged_under_its_tenant(play: "Play", tmp_
         assert metric(site, "prompt_tokens_total", 'tenant="acme"') == 3
         assert metric(site, "output_tokens_total", 'tenant="acme"') == 4
         assert metric(site, "queue_time_seconds_count", 'tenant="acme"') == 1
+        assert metric(site, "time_to_first_token_seconds_count", 'tenant="acme"') == 1
+        assert metric(site, "time_to_first_token_seconds_sum", 'tenant="acme"') > 0
 
     play(scenario, flags=flags(tmp_path, tenant("acme")))
+
+
+def test_gauges_tell_the_limits_and_the_share_of_each_tenant(play: "Play", tmp_path: Path) -> None:
+    gauges = ("share_ratio", "concurrency_limit", "queue_limit", "tokens_per_minute_limit")
+
+    def told(site: "Site") -> dict[str, list[float]]:
+        names = re.findall(rb'tenant_share_ratio{tenant="(.*?)"}', page_of(site))
+        return {
+            one: [metric(site, gauge, f'tenant="{one}"') for gauge in gauges]
+            for one in map(bytes.decode, names)
+        }
+
+    async def scenario(site: "Site") -> None:
+        assert told(site) == {"acme": [0.75, 8, 5, 900], "other-one": [0.25, 0, 0, 0]}
+        # Without a limit there is no sample: 0 would be one.
+        assert b'_limit{tenant="other-one"}' not in page_of(site)
+        flags(tmp_path, tenant("acme", "weight = 1"), tenant("fresh", "concurrency = 2"))
+        await site.admin("/admin/reload", {})
+        assert told(site) == {"acme": [0.5, 0, 0, 0], "fresh": [0.5, 2, 0, 0]}
+
+    limits = "weight = 3\nconcurrency = 8\nqueue_limit = 5\ntokens_per_minute = 900"
+    play(scenario, flags=flags(tmp_path, tenant("acme", limits), tenant("other-one")))
+
+
+def test_of_many_tenants_the_first_have_labels(
+    play: "Play", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_metrics, "MAX_TENANTS", 2)
+    monkeypatch.setattr(metrics, "MAX_TENANTS", 2)
+
+    async def scenario(site: "Site") -> None:
+        for name in ("d", "b", "c", "a"):
+            assert (await site.post(COMPLETIONS, STREAM, given(name))).status == 200
+        for name, count in (("d", 1), ("b", 1), ("other", 2), ("", 4)):
+            label = f'tenant="{name}'
+            assert metric(site, "requests_total", label) == count
+            assert metric(site, "time_to_first_token_seconds_count", label) == count
+        assert re.findall(rb'tenant_share_ratio{tenant="(.)"}', page_of(site)) == [b"a", b"b"]
+
+    play(scenario, flags=flags(tmp_path, *map(tenant, "abcd")))
 
 
 def test_a_proxy_without_tenants_has_no_metrics_of_tenants(play: "Play") -> None:

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from balanceroute.predictors import Oracle, Survival
 from balanceroute.proxy.core.events import RequestId
-from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, Scoreboard
+from balanceroute.proxy.live.prediction import Scoreboard
+from balanceroute.proxy.live.telemetry.snapshot import PredictorScores
 
 H = 10
 
