@@ -243,6 +243,8 @@ FLOOR_S = 2.0
 """No rank stands still sooner."""
 STEPS = 4
 """Nor within so many of its own gaps."""
+UNKNOWN_S = 4.0
+"""The limit where its gaps are not known: it may have to compile kernels, or send in bursts."""
 # Gaps of a rank that have to be known. Engines that begin compile kernels and capture graphs.
 _LEAST_GAPS = 12
 # What is left of the longest gap after a look with a shorter one: a half after ten seconds.
@@ -364,6 +366,14 @@ class RankProgress:
     def silent_s(self, rank: RankId) -> float:
         """Return for how long a rank has been silent."""
         return self._silent_s.get(rank, 0.0)
+
+    def first_limit_s(self, rank: RankId) -> float:
+        """Return for how long a rank with no stream may be silent of the first tokens of new ones.
+
+        By its own pace; one that has not shown it may have to compile first, or send in bursts.
+        """
+        own_s = self._gap_s(rank)
+        return UNKNOWN_S if own_s is None else max(FLOOR_S, STEPS * own_s)
 
     def limit_s(self, rank: RankId, now_s: float) -> float | None:
         """Return for how long it may be silent; None if that is not known.

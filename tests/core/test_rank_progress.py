@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import RankId
-from balanceroute.proxy.core.steps import FLOOR_S, STEPS, RankProgress, Sighting
+from balanceroute.proxy.core.steps import FLOOR_S, STEPS, UNKNOWN_S, RankProgress, Sighting
 
 LOOK_S = 0.25
 WARM_LOOKS = 40
@@ -179,6 +179,13 @@ def test_an_excuse_begins_anew_for_all_and_a_return_for_one() -> None:
     assert fleet.until_still() >= FLOOR_S
     fleet.watch.begin_anew(R1)
     assert fleet.looks(100) == []
+
+
+def test_first_tokens_are_waited_for_as_the_ranks_pace_is_known() -> None:
+    fleet = warm(0.05, 1.5)
+    assert fleet.watch.first_limit_s(RankId(0)) == FLOOR_S
+    assert fleet.watch.first_limit_s(R1) == pytest.approx(STEPS * 1.5, rel=0.2)
+    assert fleet.watch.first_limit_s(RankId(7)) == UNKNOWN_S
 
 
 def test_a_single_long_gap_is_forgotten() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.lifecycle import DECODING
-from balanceroute.proxy.core.steps import FLOOR_S, STEPS, RankProgress, Sighting
+from balanceroute.proxy.core.steps import FLOOR_S, STEPS, UNKNOWN_S, RankProgress, Sighting
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 
@@ -39,8 +39,6 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
 # Until it is asked again whether a health check has succeeded.
 _ASK_AGAIN_S = 0.25
-# For the first token of a trial, however often it was too late: an engine may have to compile first.
-_ALLOWED_MAX_S = 4.0
 # A rank computes some prompts itself, in steps that may be as long as the prompt. By its time in a
 # prefiller, times this, and if that is not known by this time for a token.
 _PREFILL_MARGIN = 3.0
@@ -242,7 +240,8 @@ class ProgressVeto:
             others = rank.usable and stepping.gap_beside_s(rank.id) is not None
             if not others or rank.on_trial or self._scheduler.intake.held:
                 continue
-            limit_s = FLOOR_S + STEPS * self._progress.transfer_s + self._allowance_s(rank.id)
+            limit_s = self._ranks.first_limit_s(rank.id)
+            limit_s += STEPS * self._progress.transfer_s + self._allowance_s(rank.id)
             waits_s = [
                 now_s - session.record.admitted_ns / 1e9 - _TRANSFER_S_PER_TOKEN * tokens
                 for session, tokens in self._now_here().waiting(rank.id)
@@ -320,7 +319,7 @@ class ProgressVeto:
             elif self._is_overdue(rank, veto.allowed_s, now_s):
                 fields = {"rank": rank.name, "next_trial_s": veto.backoff_s}
                 _log.warning("a decode rank failed its trial", extra={"fields": fields})
-                longer_s = max(veto.allowed_s, min(2 * veto.allowed_s, _ALLOWED_MAX_S))
+                longer_s = max(veto.allowed_s, min(2 * veto.allowed_s, UNKNOWN_S))
                 self._close(rank, now_s, allowed_s=longer_s)
         elif veto.ended_s is not None and now_s - veto.ended_s > _BACKOFF_MAX_S:
             self._forget(rank, veto)

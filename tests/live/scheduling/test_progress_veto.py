@@ -10,6 +10,7 @@ from balanceroute.proxy.core.steps import FLOOR_S
 from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.scheduling import progress_veto
+from balanceroute.proxy.testing.virtual.addresses import Link
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
@@ -395,6 +396,22 @@ def test_of_several_ranks_behind_one_server_one_is_left_out(play: "Play") -> Non
 def quiet(site: "Site") -> None:
     assert not veto(site).vetoes
     assert not veto(site).standstills
+
+
+def test_a_rank_whose_first_tokens_come_in_bursts_is_no_silent_rank(play: "Play") -> None:
+    async def scenario(site: "Site") -> None:
+        for engine in (site.fleet.engine(f"decode/{number}") for number in (1, 2)):
+            site.loop.network.rule(engine.host, engine.port, Link(coalesce_s=3.0))
+        streams = Streams(site)
+        streams.send(1, 600)  # To the first rank, whose pace is known then.
+        await streams.go_on(WARM_S)
+        streams.send(6, 200)
+        await streams.go_on(20.0)
+        assert all(stream.events for stream in streams.open)
+        await streams.end()
+        quiet(site)
+
+    play(scenario, flags=OFF, **FLEET)
 
 
 def test_a_client_that_reads_nothing_is_no_silent_rank(play: "Play") -> None:
