@@ -560,9 +560,20 @@ def test_a_table_of_turns_has_a_row_for_every_rule(
     assert [line[1].strip() for line in lines] == list(module.TABLES[table].rules)
     rows = [dict(zip(module.TABLES[table].headings, line[2:], strict=True)) for line in lines]
     assert all(cell.strip() for row in rows for cell in row.values())
+    assert printed[-1].startswith("No rule pulls less than ") is (table != "prefill")
     if table == "conversations":
         pulled = [float(row["pulled %"]) for row in rows]
         assert all(one < 0.9 * pulled[0] for one in (pulled[1], pulled[4]))
+
+
+def test_no_rule_pulls_less_than_what_no_earlier_prompt_had() -> None:
+    least = script("reproduce.turns").least_pulled
+    prompts = [(1, 2), (3, 4), (1, 2, 5), (1, 2, 5)]
+    requests = [TraceRequest(0, 512 * len(blocks) + 1, 1, blocks) for blocks in prompts]
+    assert least(requests) == (1_025 + 1_025 + 513 + 1) / 5_124
+    # The end of what was used least recently goes first.
+    assert least(requests, 512 * 3) == (1_025 + 1_025 + 1_025 + 1) / 5_124
+    assert least(requests, 0) == 1.0
 
 
 def test_the_rules_of_others_follow_prefixes_as_they_do() -> None:

@@ -168,6 +168,7 @@ class Table:
     requests: int  # Of the trace.
     shared_blocks: int  # Blocks that a first turn may share.
     headings: tuple[str, ...]  # Of its columns.
+    kept_tokens: int = 0  # What all ranks keep together; 0 where they pull nothing.
 
 
 AFFINITY = {
@@ -214,6 +215,7 @@ TABLES = {
         6_000,
         1,
         AFFINITY_COLUMNS,
+        8 * 2_000_000,
     ),
     # 1,940 tokens/s, which is what one conversation that begins each second brings.
     "conversations": Table(
@@ -224,6 +226,7 @@ TABLES = {
         6_000,
         4,
         AFFINITY_COLUMNS,
+        8 * 500_000,
     ),
 }
 
@@ -238,6 +241,29 @@ def labelled(requests: list[TraceRequest], shared_blocks: int) -> list[TraceRequ
         seen.update(request.hash_ids)
         turns.append(replace(request, tenant=LATER if later else FIRST))
     return turns
+
+
+def least_pulled(requests: Sequence[TraceRequest], cache_tokens: int | None = None) -> float:
+    """Return the share of prompt tokens that no rule can spare, as no earlier prompt had them.
+
+    As if every rank had what any of them got: with a limit, the tokens used last.
+    """
+    kept: dict[int, None] = {}  # The block used last is the last one.
+    sent = pulled = 0
+    for request in requests:
+        known = 0
+        for block in request.hash_ids:
+            if block not in kept:
+                break
+            known += BLOCK_TOKENS
+        sent += request.prompt_tokens
+        pulled += request.prompt_tokens - min(known, request.prompt_tokens - 1)
+        for block in reversed(request.hash_ids):  # Of a prompt its beginning is kept longest.
+            kept.pop(block, None)
+            kept[block] = None
+        while cache_tokens is not None and BLOCK_TOKENS * len(kept) > cache_tokens:
+            del kept[next(iter(kept))]
+    return pulled / sent
 
 
 def prefill_cells(row: dict[str, Any]) -> list[str]:
@@ -325,6 +351,12 @@ def turns(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             else:
                 figures = affinity_cells(row, base)
             lines.append(table_row(f"{load:g}", rule, *figures))
+    if table.kept_tokens:
+        least = [least_pulled(read[:count], size) for size in (None, table.kept_tokens)]
+        lines += [
+            "",
+            "No rule pulls less than {:.1%}, or {:.1%} of ranks that keep so much.".format(*least),
+        ]
     text = "\n".join(lines)
     (arguments.out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     print(text)
