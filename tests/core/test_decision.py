@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.errors import PolicyError
@@ -203,7 +204,7 @@ def test_expiries_are_told_though_the_policy_fails() -> None:
     assert [type(action) for action in actions[1:]] == [Admit] * 3
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", usually(USUAL_POLICIES, sorted(POLICIES)))
 @pytest.mark.parametrize("paper", [False, True])
 def test_random_runs_with_failing_predictions_end_with_nothing_held(name: str, paper: bool) -> None:
     """Finding C1: a predictor that raises, in a decision or a step, leaves every book right."""

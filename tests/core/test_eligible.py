@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.config import UNLIMITED
@@ -131,7 +132,7 @@ DEEDS = st.sampled_from(
 
 
 @pytest.mark.parametrize("paper", [False, True])
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", usually(USUAL_POLICIES, sorted(POLICIES)))
 @given(
     deeds=st.lists(
         st.tuples(DEEDS, st.integers(0, 999)) | st.tuples(WHO, st.integers(1, 60)), max_size=40

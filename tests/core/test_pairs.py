@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.errors import LifecycleError
@@ -245,7 +246,7 @@ class _World:
         assert not self.scheduler.requests, "a request waits for ever"
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", usually(USUAL_POLICIES, sorted(POLICIES)))
 @given(
     events=st.lists(EVENTS, max_size=40),
     batch_limit=st.integers(1, 3),

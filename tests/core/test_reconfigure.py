@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.errors import ConfigError
@@ -347,7 +348,7 @@ SHAPE = SchedulerConfig(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", usually(USUAL_POLICIES, POLICIES))
 def test_what_follows_is_as_if_it_had_had_this_shape_from_the_start(name: str, seed: int) -> None:
     small = replace(SHAPE, ranks=2, batch_limit=7, prefillers=1, ttl_ns=None, rank_kv_tokens=None)
     reconfigured = Scheduler(small, Rehearsed(), prefill_choice=FirstWithRoom)

@@ -5,6 +5,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from tests.extended import usually
 from tests.script import script
 
 from balanceroute.predictors import Survival
@@ -81,7 +82,7 @@ def test_what_a_tenant_holds_is_what_its_requests_do(seed: int) -> None:
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 1), (3, 1), (10, 1), (5, 3, 1), (1,) * 40])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", usually({0}, range(3)))
 def test_who_takes_a_slot_holds_its_share_a_mean_request_and_its_new_one_at_most(
     weights: tuple[int, ...], seed: int
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.proxy.live.request.client_answer import ClientAnswer
 from balanceroute.proxy.live.request.leg_settings import FirstTokenFrom, Resume
@@ -35,7 +36,7 @@ def test_200_answers_of_every_shape_are_those_of_one_engine(seed: int, connector
     assert found.identical > 175
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", usually(range(2), range(4)))
 def test_ids_that_are_asked_for_change_nothing_in_an_answer(seed: int) -> None:
     assert not compare(seed, requests=200, resume=Resume.VALID).differences
 
@@ -56,7 +57,7 @@ def test_a_first_token_from_the_prefiller_changes_nothing_in_an_answer(
     assert found.early > 10 or connector == "mooncake-layerwise"
 
 
-@pytest.mark.parametrize("policy", ["jsq", "br-0", "br-0-bypass"])
+@pytest.mark.parametrize("policy", usually(USUAL_POLICIES, ["jsq", "br-0", "br-0-bypass"]))
 def test_the_policy_changes_nothing_in_an_answer(policy: str) -> None:
     assert not compare(4, requests=60, policy=policy).differences
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from tests.extended import USUAL_POLICIES, usually
 
 from balanceroute.proxy.lab.emulate.faults import (
     ErrorForm,
@@ -258,7 +259,10 @@ def test_a_drained_engine_ends_what_it_has(role: Role) -> None:
     assert_nobody_noticed(run_with(injection(role, Act.DRAIN, end_s=SPAN_S / 2)))
 
 
-@pytest.mark.parametrize("policy", ["jsq", "br-0", "br-h", "br-0-bypass", "random"])
+CHANGED_TO = ["jsq", "br-0", "br-h", "br-0-bypass", "random"]
+
+
+@pytest.mark.parametrize("policy", usually(USUAL_POLICIES, CHANGED_TO))
 def test_a_change_of_policy_loses_nothing(policy: str) -> None:
     changes = [
         replace(injection(Role.DECODE, Act.POLICY, policy=name), start_s=SPAN_S * share)
@@ -275,7 +279,7 @@ def test_an_engines_refusal_is_the_clients(role: Role, status: int) -> None:
     assert not report.counters["retries"]
 
 
-@pytest.mark.parametrize("policy", ["br-h", "br-0", "fifo"])
+@pytest.mark.parametrize("policy", usually({"br-h"}, ["br-h", "br-0", "fifo"]))
 @pytest.mark.parametrize("fault", list(DecisionFault), ids=lambda fault: fault.name.lower())
 def test_a_decision_that_fails_loses_nothing(fault: DecisionFault, policy: str) -> None:
     lapse = injection(Role.DECODE, Act.DECISION, lapse=Lapse(fault, 0.6, 1))
