@@ -50,6 +50,16 @@ def test_a_prefillers_speed_is_its_tokens_over_the_time_in_which_it_was_busy() -
     assert pace.prefilling_tokens == 0
 
 
+def test_old_prefills_are_forgotten() -> None:
+    pace, now_ns = Pace(WINDOW_NS), 0
+    for duration_ns in [1_000] * 300 + [10] * 1_500:
+        pace.prefill_began(A, FIRST, 100, now_ns)
+        now_ns += duration_ns
+        pace.prefill_ended(A, now_ns, 100)
+    assert pace.prefill_ns == pytest.approx(10.0, rel=0.01)
+    assert pace.prefill_ns_per_token == pytest.approx(0.1, rel=0.01)
+
+
 def test_prefills_on_two_prefillers_take_the_time_of_both() -> None:
     pace = Pace(WINDOW_NS)
     pace.prefill_began(A, FIRST, 100, 0)

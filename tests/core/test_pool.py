@@ -151,6 +151,15 @@ def test_admitting_together_overtakes_as_one_by_one(
         assert [one.overtaken for one in pool] == [0] * count
 
 
+def test_what_was_removed_in_a_round_that_is_undone_overtook_nobody() -> None:
+    pool = pool_of(1, 2, 3)
+    pool.begin_round()
+    pool.admit(RequestId(2))
+    pool.remove(RequestId(3))
+    pool.undo_round()
+    assert [(one.request, one.overtaken) for one in pool] == [(1, 0), (2, 0), (3, 0)]
+
+
 def test_overdue_entries_come_oldest_first_and_stay() -> None:
     pool = Pool(Fcfs())
     for number, deadline_ns in ((1, 30), (2, 10), (3, None), (4, 20)):

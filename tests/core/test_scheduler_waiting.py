@@ -96,6 +96,29 @@ def test_a_recomputed_request_has_its_whole_time_in_the_queue(new_driver: "type[
     assert driver.at(150, Tick()) == [Expire(A)]
 
 
+def test_a_lease_that_is_shorter_than_its_margin_is_used_for_its_half(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver(lease_margin_ns=90)
+    driver.to_decode(A)
+    driver(RequestArrived(B, Ticket(10)))
+    driver.at(20, PrefillDone(B, 10, lease_expires_ns=60))
+    assert driver.at(39, Tick()) == []
+    assert ReleasePrefill(B, P0) in driver.at(40, Tick())
+
+
+def test_a_request_whose_lease_lapsed_is_still_known_as_overtaken(
+    new_driver: "type[Driver]",
+) -> None:
+    driver = new_driver()
+    driver.to_decode(A)
+    driver(RequestArrived(B, Ticket(10)), PrefillDone(B, 10, lease_expires_ns=70))
+    driver.scheduler.pool.entries[B].overtaken = 3
+    assert ReleasePrefill(B, P0) in driver.at(70, Tick())
+    driver(PrefillDone(B, 10))
+    assert [(one.request, one.overtaken) for one in driver.scheduler.pool] == [(B, 3)]
+
+
 def test_the_next_deadline_is_when_a_tick_acts_of_its_own_accord(
     new_driver: "type[Driver]",
 ) -> None:

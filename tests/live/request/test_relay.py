@@ -15,6 +15,7 @@ from tests.live.stream_client import (
     GONE,
     LAST,
     OPENING,
+    SSE,
     TOTAL,
     Client,
     FakeLent,
@@ -210,10 +211,19 @@ def test_a_refusal_that_breaks_off_is_broken() -> None:
     assert client.turns == ["broken"]
 
 
+def test_a_compressed_stream_is_broken() -> None:
+    client = Client().answer(headers=[*SSE, (b"content-encoding", b"gzip")])
+    assert [error.kind for error in client.errors] == [WireFault.PROTOCOL]
+    client.leg.on_data(OPENING)
+    assert client.received == b""
+
+
 def test_a_resumed_stream_cannot_go_on_as_something_else() -> None:
     client = Client(resumed_tokens=3).answer(b"{}", headers=[]).end()
     assert [error.kind for error in client.errors] == [WireFault.PROTOCOL]
     assert Client(resumed_tokens=3).answer(b"{}", status=503).end().turns == ["refused"]
+    said = b'{"error": {"message": "no", "code": 400}}'
+    assert Client(resumed_tokens=3).answer(said, headers=[]).end().turns == ["refused"]
 
 
 # Ending.
@@ -410,6 +420,14 @@ def test_gaps_are_measured_between_arrivals_of_events() -> None:
     assert client.gaps == [0.25, 3.0, 0.5, 0.0]
     assert client.leg.gap_max_s == 3.0
     assert client.leg.last_s == client.now_s
+
+
+def test_the_longest_gap_stays_among_events_that_are_taken_as_lines() -> None:
+    client = Client().answer(OPENING, *ordinary(2))
+    for gap_s in (0.5, 3.0, 1.0):
+        waiting(client, 1, gap_s)
+    assert client.gaps[-3:] == [0.5, 3.0, 1.0]
+    assert client.leg.gap_max_s == 3.0
 
 
 @pytest.mark.parametrize(
