@@ -209,7 +209,7 @@ def test_what_leaves_its_rank_in_any_way_is_held_no_more() -> None:
     assert scheduler.ledger.loads[RankId(0)] == 0
 
 
-@pytest.mark.parametrize("pool", [8, 24])
+@pytest.mark.parametrize("pool", usually({24}, [8, 24]))
 def test_shares_are_steady_however_long_requests_stay(pool: int) -> None:
     """Of weights 2 and 1, with stays of 20 s: it takes that long until a choice is made good."""
     module = script("reproduce.admission")
