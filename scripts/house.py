@@ -137,16 +137,16 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_550, 34),
     "proxy/wire": (7_300, 27),
-    "proxy/live": (34_450, 108),
+    "proxy/live": (34_450, 109),
     "proxy/lab": (15_550, 55),
     "proxy/cli": (4_550, 21),
     "proxy/testing": (12_250, 40),
     "predictors": (3_750, 11),
     "topologies": (2_250, 8),
     "traces": (1_400, 6),
-    "engine_patch": (650, 5),
+    "engine_patch": (700, 5),
     "scripts": (15_850, 44),
-    "tests": (96_600, 491),
+    "tests": (96_600, 499),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.
