@@ -28,6 +28,7 @@ from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
     TokenCounts,
     ask_for_counts,
+    asks_total,
     find_usage,
 )
 
@@ -82,6 +83,20 @@ def test_the_total_alone_may_be_asked(options: dict[str, object] | None) -> None
     assert wanted is not None
     assert wanted.options == TOTAL | {"continuous_usage_stats": False}
     assert not wanted.each
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [
+        ({"include_usage": True}, True),
+        ({"include_usage": False}, False),
+        ({"include_usage": None}, False),
+        ({"continuous_usage_stats": True}, False),
+        (None, False),
+    ],
+)
+def test_a_client_has_the_usage_at_the_end_only_if_it_asked(options: object, *, asks: bool) -> None:
+    assert asks_total({"stream_options": options}) == asks
 
 
 def test_what_the_client_asked_for_is_asked() -> None:

@@ -107,6 +107,14 @@ def test_a_kv_cache_is_offered_to_two_ranks_at_most() -> None:
     assert judge(Leg.DECODE, failure(What.BUSY), offers=2).then is Next.NEW_KV
 
 
+@pytest.mark.parametrize("leg", Leg)
+def test_an_engine_whose_answer_cannot_be_read_loses_its_idle_connections(leg: Leg) -> None:
+    # The next answer on one of them may be to what was asked before.
+    assert judge(leg, failure(What.UNREADABLE)).close_idle
+    assert judge(leg, failure(What.NO_ANSWER)).close_idle == (leg is not Leg.PREFILL)
+    assert not judge(leg, failure(What.BUSY)).close_idle
+
+
 def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -> None:
     """Finding C2."""
     again = {what for what in What if (Leg.DECODE, what) in RULES}
