@@ -237,6 +237,7 @@ NOT_REUSED = {
 
 
 @pytest.mark.parametrize("answer", NOT_REUSED.values(), ids=NOT_REUSED)
+@pytest.mark.both_loops
 async def test_a_connection_in_doubt_is_not_reused(engine: "Engine", answer: bytes) -> None:
     async with engine(answering(answer), answering(OK)) as raw:
         for accepted in (1, 2):
@@ -253,6 +254,7 @@ async def test_a_body_without_a_length_ends_with_the_connection(engine: "Engine"
         assert raw.endpoint.idle == 0
 
 
+@pytest.mark.both_loops
 async def test_an_answer_before_the_request_was_read_is_not_reused(engine: "Engine") -> None:
     done = asyncio.Event()
 
@@ -293,6 +295,7 @@ PROTOCOL_ERRORS = {
 
 
 @pytest.mark.parametrize("answer", PROTOCOL_ERRORS.values(), ids=PROTOCOL_ERRORS)
+@pytest.mark.both_loops
 async def test_a_malformed_response_is_a_protocol_error(engine: "Engine", answer: bytes) -> None:
     async with engine(answering(answer)) as raw:
         handler = await exchange(raw.endpoint)

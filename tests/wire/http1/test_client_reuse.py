@@ -122,6 +122,7 @@ async def test_a_fresh_request_takes_no_connection_that_was_used(engine: "Engine
         assert (raw.accepted, raw.endpoint.idle) == (2, 2)
 
 
+@pytest.mark.both_loops
 async def test_a_reused_connection_that_dies_takes_the_other_idle_ones_with_it(
     engine: "Engine",
 ) -> None:

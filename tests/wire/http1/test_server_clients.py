@@ -300,6 +300,7 @@ async def test_a_reply_aborted_before_it_began_closes_without_a_byte(
         assert desk.closed == 0
 
 
+@pytest.mark.both_loops
 async def test_a_server_that_stops_closes_the_idle_and_answers_the_busy(
     serving: "Serving", connect: "Connect"
 ) -> None:
