@@ -150,7 +150,7 @@ NONSENSE: dict[str, Choose] = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_a_round_without_a_usable_choice_is_decided_oldest_first(name: str) -> None:
-    """Finding C1: entries that a policy had taken when it raised were in no pool any more."""
+    """Entries that a policy had taken when it raised were in no pool any more."""
     seat = Seat(Scripted(NONSENSE[name]))
     seat(RankClosed(RankId(2)))
     seat.pool(50, 10, 10, 10, 10, 10, 10)
@@ -193,7 +193,7 @@ def test_a_policy_says_when_it_decides_again() -> None:
 
 
 def test_expiries_are_told_though_the_policy_fails() -> None:
-    """Finding C1: what a tick had decided before the exception was lost with it."""
+    """What a tick had decided before the exception was lost with it."""
     seat = Seat(Scripted(admit_and_raise), ttl_ns=10)
     seat(RequestArrived(RequestId(0), Ticket(10, prefill=False)))
     seat.now_ns = 10
@@ -207,7 +207,7 @@ def test_expiries_are_told_though_the_policy_fails() -> None:
 @pytest.mark.parametrize("name", usually(USUAL_POLICIES, sorted(POLICIES)))
 @pytest.mark.parametrize("paper", [False, True])
 def test_random_runs_with_failing_predictions_end_with_nothing_held(name: str, paper: bool) -> None:
-    """Finding C1: a predictor that raises, in a decision or a step, leaves every book right."""
+    """A predictor that raises, in a decision or a step, leaves every book right."""
     for seed in range(12):
         rng = random.Random(seed)
         predictor = Fickle()
@@ -244,7 +244,7 @@ def test_random_runs_with_failing_predictions_end_with_nothing_held(name: str, p
 
 
 def test_a_projection_that_failed_is_built_anew() -> None:
-    """Finding C1: the loads ahead are those of a scheduler that nothing ever happened to."""
+    """The loads ahead are those of a scheduler that nothing ever happened to."""
     predictor, calm = Fickle(), NoPrediction()
     failed = Seat(policy_of("br-h", predictor, horizon_steps=4), predictor)
     well = Seat(policy_of("br-h", calm, horizon_steps=4))
@@ -271,7 +271,7 @@ def test_a_projection_that_failed_is_built_anew() -> None:
 
 
 def test_a_load_beyond_32_bits_does_not_overflow_the_projection() -> None:
-    """Finding L10: deposits are made of 32 bits."""
+    """Deposits are made of 32 bits."""
     seat = Seat(policy_of("br-h", NoPrediction(), horizon_steps=4))
     seat(RequestArrived(RequestId(0), Ticket(2**26, slots=128, prefill=False)), Tick())
     seat(RequestArrived(RequestId(1), Ticket(5, prefill=False)), Tick(), StepCompleted())

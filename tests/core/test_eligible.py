@@ -147,7 +147,7 @@ def test_no_request_goes_to_an_ineligible_instance(
     batch_limit: int,
     kv_tokens: int | None,
 ) -> None:
-    """Finding M5: whatever happens, in whatever order."""
+    """Whatever happens, in whatever order."""
     config = SchedulerConfig(
         ranks=INSTANCES,
         prefillers=INSTANCES,

@@ -401,7 +401,7 @@ def test_pictures_are_written_where_told(tmp_path: Path) -> None:
 def test_ends_that_are_the_clients_limits_are_warned_of(
     command: str, share: float, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Finding usability-H1: a log of a replay made every predictor look perfect, without a word."""
+    """A log of a replay made every predictor look perfect, without a word."""
     requests = [
         replace(one, max_tokens=one.output_tokens if i < share * 400 else 400)
         for i, one in enumerate(traced())

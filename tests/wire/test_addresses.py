@@ -104,7 +104,7 @@ def play(scene: Play, answer: list[str] | Exception | None = None) -> None:
 def test_the_last_good_address_is_used_while_the_name_does_not_resolve(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Finding H6: a resolver that fails takes no engine away."""
+    """A resolver that fails takes no engine away."""
 
     async def scene(site: Site) -> None:
         assert await site.who() == "127.0.0.1"
@@ -251,7 +251,7 @@ def test_a_call_may_be_aborted_while_its_name_is_resolved() -> None:
 
 
 def test_a_resolver_that_fails_quarantines_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding H6: one EAI_AGAIN each, and eight of eight engines were quarantined."""
+    """One EAI_AGAIN each, and eight of eight engines were quarantined."""
 
     async def getaddrinfo(*_args: object, **_options: object) -> None:
         raise AGAIN

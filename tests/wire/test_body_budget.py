@@ -39,7 +39,7 @@ class Desk:
 async def test_bodies_count_as_they_come_and_until_they_are_answered(
     serving: "Serving", connect: "Connect"
 ) -> None:
-    """Finding H2: nothing bounded the sum of the bodies."""
+    """Nothing bounded the sum of the bodies."""
     desk = Desk()
     async with (
         serving(desk, body_budget_bytes=1000, body_limit_bytes=900) as server,

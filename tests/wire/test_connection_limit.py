@@ -170,7 +170,7 @@ def test_few_newcomers_wait_for_their_rejection_and_the_others_are_cut() -> None
 
 
 def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
-    """Finding H5: silent connections kept everybody out."""
+    """Silent connections kept everybody out."""
 
     async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
         first, second, busy = [await connect() for _ in range(3)]

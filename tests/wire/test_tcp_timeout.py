@@ -47,7 +47,7 @@ def test_probes_take_the_second_half_of_the_time(
 async def test_connections_to_engines_are_watched(
     engine: "Engine", timeout_s: float, is_set: bool
 ) -> None:
-    """Finding H3: a host that vanishes ends its connections in tens of seconds."""
+    """A host that vanishes ends its connections in tens of seconds."""
 
     async def answer(connection: "RawConnection") -> None:
         await connection.until(b"\r\n\r\n")

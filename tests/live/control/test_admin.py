@@ -582,7 +582,7 @@ FOREIGN: list[Headers] = [
 def test_without_a_token_no_web_page_is_obeyed(
     headers: Headers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Finding M7: after DNS rebinding a page on an operator's machine could add an engine."""
+    """After DNS rebinding a page on an operator's machine could add an engine."""
     bench = Bench(token=False)
     for path, body in ORDERS.items():
         sent = bench.ask("POST", path, body, headers=headers, media=[])

@@ -41,7 +41,7 @@ def proxy_before(site: "Site", decode: list[str]) -> Proxy:
 
 
 def test_a_server_that_is_not_up_yet_is_awaited(play: "Play") -> None:
-    """Finding L5: its ranks were asked for once, and without an answer the proxy did not start."""
+    """Its ranks were asked for once, and without an answer the proxy did not start."""
 
     async def scenario(site: "Site") -> None:
         engine = site.fleet.engine("decode/0")

@@ -50,7 +50,7 @@ FLAGS = {"body_limit_bytes": 1_000}
 
 
 def test_every_answer_lets_any_page_read_it_if_all_may(play: "Play") -> None:
-    """Finding M8: web applications that worked with vLLM did not work here."""
+    """Web applications that worked with vLLM did not work here."""
 
     async def scenario(site: "Site") -> None:
         given = await answers(site, of(PAGE))

@@ -37,7 +37,7 @@ LARGE = b"\r\nHost: a\r\nContent-Length: 1000000"
 
 
 def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> None:
-    """Finding H1: without a key, a large body for the metaserver stalled every connection."""
+    """Without a key, a large body for the metaserver stalled every connection."""
 
     async def scenario(site: "Site") -> None:
         status, _ = await answer_to_head(site, b"POST /v1/metaserver/guess HTTP/1.1" + LARGE)
@@ -67,7 +67,7 @@ def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> N
 def test_what_the_head_rules_out_is_answered_before_the_body(
     play: "Play", tmp_path: Path, head: bytes, status: int
 ) -> None:
-    """Finding H2: a client without a key could upload any number of bodies first."""
+    """A client without a key could upload any number of bodies first."""
 
     async def scenario(site: "Site") -> None:
         told, answer = await answer_to_head(site, head)
@@ -107,7 +107,7 @@ def test_a_large_order_is_refused_before_its_body(play: "Play") -> None:
 def test_a_body_is_json_and_not_encoded(
     play: "Play", path: str, name: bytes, value: bytes, status: int
 ) -> None:
-    """Finding L3: an encoded body was said to be no UTF-8."""
+    """An encoded body was said to be no UTF-8."""
 
     async def scenario(site: "Site") -> None:
         answer = await site.post(path, BODY, [(name, value)])
@@ -128,7 +128,7 @@ def with_key(word: str) -> "Headers":
 
 
 def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
-    """Finding M9: Anthropic's clients, whose key is in X-Api-Key, got 401."""
+    """Anthropic's clients, whose key is in X-Api-Key, got 401."""
     refused: list[Headers] = [
         [],
         with_key("Bearer"),
@@ -239,7 +239,7 @@ def test_the_version_of_anthropics_api_reaches_the_engines(play: "Play") -> None
 
 
 def test_metrics_can_be_kept_from_clients(play: "Play") -> None:
-    """Finding M4: engines' addresses and loads were there for everybody."""
+    """Engines' addresses and loads were there for everybody."""
 
     async def scenario(site: "Site") -> None:
         is_error(await site.get("/metrics"), 404)
@@ -249,7 +249,7 @@ def test_metrics_can_be_kept_from_clients(play: "Play") -> None:
 
 
 def test_the_page_of_metrics_is_rendered_at_most_once_a_second(play: "Play") -> None:
-    """Finding M4: 256 readings a second took a whole core."""
+    """256 readings a second took a whole core."""
 
     async def scenario(site: "Site") -> None:
         before = (await site.get("/metrics")).body

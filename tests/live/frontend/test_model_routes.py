@@ -69,7 +69,7 @@ def only_where_served(site: "Site", served: Mapping[str, tuple[str, ...]]) -> No
 def test_a_request_goes_to_the_engines_of_its_model(
     play: "Play", policy: str, connector: str
 ) -> None:
-    """Finding M5: engines were chosen by chance, so that they said 404 to their own model."""
+    """Engines were chosen by chance, so that they said 404 to their own model."""
 
     async def scenario(site: "Site") -> None:
         await known(site)
@@ -84,7 +84,7 @@ def test_a_request_goes_to_the_engines_of_its_model(
 
 
 def test_an_adapter_of_some_engines_finds_them(play: "Play") -> None:
-    """Finding M5: adapters that some engines have loaded."""
+    """Adapters that some engines have loaded."""
 
     async def scenario(site: "Site") -> None:
         await known(site)
@@ -194,7 +194,7 @@ def test_what_one_engine_answers_alone_goes_to_one_of_its_model(play: "Play", pa
 
 
 def test_the_list_of_models_is_that_of_all_engines(play: "Play") -> None:
-    """Finding M5: it was now the one engine's, now the other's."""
+    """It was now the one engine's, now the other's."""
 
     async def scenario(site: "Site") -> None:
         await known(site)

@@ -64,7 +64,7 @@ def test_what_the_gateway_refuses_is_answered_with_an_id_counted_and_logged(
     status: int,
     label: str,
 ) -> None:
-    """Finding M11: none of these left a line or a count, or had an id."""
+    """None of these left a line or a count, or had an id."""
     if status != 401:
         headers = [*headers, (b"authorization", f"Bearer {KEY}".encode())]
 
@@ -110,7 +110,7 @@ def test_what_the_gateway_refuses_is_answered_with_an_id_counted_and_logged(
 def test_what_the_server_refuses_is_counted_and_logged_too(
     play: "Play", sent: bytes, status: int, endpoint: str
 ) -> None:
-    """Finding M11: the gateway never saw these, and nothing was noted."""
+    """The gateway never saw these, and nothing was noted."""
 
     async def scenario(site: "Site") -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
@@ -163,7 +163,7 @@ def test_the_rest_of_a_flood_is_told_at_the_end(
 
 
 def test_a_request_says_who_it_was(play: "Play", tmp_path: "Path") -> None:
-    """Finding M11: the log did not tell one client from another."""
+    """The log did not tell one client from another."""
 
     async def scenario(site: "Site") -> None:
         headers = [(b"authorization", f"bearer {KEY}".encode()), (b"user-agent", b"curl/8.5.0")]
@@ -203,7 +203,7 @@ def test_the_proxys_own_pages_have_a_request_id_and_are_not_logged(play: "Play",
 
 
 def test_a_refusal_of_the_messages_api_has_anthropics_shape(play: "Play", tmp_path: "Path") -> None:
-    """Finding M9: Anthropic's clients read the kind of an error from its own shape."""
+    """Anthropic's clients read the kind of an error from its own shape."""
 
     async def scenario(site: "Site") -> None:
         refused = await site.post("/v1/messages", {})

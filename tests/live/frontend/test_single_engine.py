@@ -54,7 +54,7 @@ async def samples(site: "Site", name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_each_is_logged_and_counted(play: "Play") -> None:
-    """Finding M6: neither a line nor a count, and no duration."""
+    """Neither a line nor a count, and no duration."""
 
     async def scenario(site: "Site") -> None:
         headers = [(b"x-request-id", b"mine"), (b"user-agent", b"curl/8")]
@@ -76,7 +76,7 @@ def test_each_is_logged_and_counted(play: "Play") -> None:
 
 
 def test_a_prefiller_works_on_so_many_and_the_others_wait(play: "Play") -> None:
-    """Finding M6: each request opened a connection of its own, without a bound."""
+    """Each request opened a connection of its own, without a bound."""
     held = Held()
 
     async def scenario(site: "Site") -> None:
@@ -152,7 +152,7 @@ def test_who_waits_too_long_is_refused(play: "Play") -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_another_prefiller_is_asked_if_one_is_busy_or_fails(play: "Play", status: int) -> None:
-    """Finding M6: a 429 or 5xx of one prefiller was the answer."""
+    """A 429 or 5xx of one prefiller was the answer."""
 
     async def scenario(site: "Site") -> None:
         def moody(engine: str, request: "HttpRequest", reply: "Reply") -> None:
@@ -191,7 +191,7 @@ def test_what_no_other_prefiller_mends_is_passed_on(play: "Play", status: int, a
 
 
 def test_a_broken_connection_is_told_to_the_health_checks(play: "Play") -> None:
-    """Finding M6: failures of these requests were told to nobody."""
+    """Failures of these requests were told to nobody."""
 
     async def scenario(site: "Site") -> None:
         site.fleet.kill("prefill/0")

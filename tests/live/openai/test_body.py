@@ -478,7 +478,7 @@ def test_a_large_member_is_not_decoded_to_be_looked_at() -> None:
 @pytest.mark.parametrize("element", [b"[7],", b'{"a":"b"},', b"7,"])
 @pytest.mark.parametrize("size", [100_000, 200_000])
 def test_what_waits_holds_little_more_than_its_bytes(size: int, element: bytes) -> None:
-    """Finding H2: a waiting body held up to 26 times its size."""
+    """A waiting body held up to 26 times its size."""
     tracemalloc.start()
     try:
         data = b'{"prompt": [' + element * (size // len(element)) + b"1]}"

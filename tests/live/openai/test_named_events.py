@@ -274,7 +274,7 @@ def test_a_stream_with_its_final_event_is_well(play: "Play", path: str) -> None:
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_a_stream_without_its_final_event_is_cut_short(play: "Play", path: str) -> None:
-    """Finding M9: such a stream ended cleanly, as if it were whole, and counted as ok."""
+    """Such a stream ended cleanly, as if it were whole, and counted as ok."""
 
     async def scenario(site: "Site") -> None:
         site.handlers[path.encode()] = Engine(BEGIN[path])
@@ -301,7 +301,7 @@ def test_a_stream_without_its_final_event_is_cut_short(play: "Play", path: str) 
     ],
 )
 def test_an_error_event_is_seen_and_passed_on(play: "Play", path: str, failure: bytes) -> None:
-    """Finding M9: a stream that ended with an error event counted as ok."""
+    """A stream that ended with an error event counted as ok."""
 
     async def scenario(site: "Site") -> None:
         site.handlers[path.encode()] = Engine(BEGIN[path], failure)
@@ -337,7 +337,7 @@ def test_an_error_that_comes_first_is_mended_by_another_engine(play: "Play") -> 
 def test_who_leaves_after_the_final_event_had_the_answer(
     play: "Play", path: str, whole: bool
 ) -> None:
-    """Finding M9: a client that closes after the last event was logged as cancelled."""
+    """A client that closes after the last event was logged as cancelled."""
     engine = Engine(BEGIN[path], FINAL[path] if whole else b"", then="hold")
 
     async def scenario(site: "Site") -> None:

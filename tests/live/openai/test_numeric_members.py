@@ -73,7 +73,7 @@ def test_counts_are_bounded_from_both_sides() -> None:
 
 @pytest.mark.parametrize("predictor", ["survival", "exact-match"])
 def test_no_number_of_a_client_keeps_others_from_being_served(play: "Play", predictor: str) -> None:
-    """Finding C1: max_tokens from 2**63 on stopped all admissions while that request was open."""
+    """Max_tokens from 2**63 on stopped all admissions while that request was open."""
 
     async def scenario(site: "Site") -> None:
         hostile = []
@@ -95,7 +95,7 @@ def test_no_number_of_a_client_keeps_others_from_being_served(play: "Play", pred
 
 @pytest.mark.parametrize("limit", [2**63, 2**64 - 1, 10**20])
 def test_an_unlimited_answer_that_waits_does_not_hold_up_others(play: "Play", limit: int) -> None:
-    """Finding C1: it stayed in the pool, and each decision of the scheduler ended in an error."""
+    """It stayed in the pool, and each decision of the scheduler ended in an error."""
 
     async def scenario(site: "Site") -> None:
         body = {"prompt": "a b c", "max_tokens": limit}
@@ -108,7 +108,7 @@ def test_an_unlimited_answer_that_waits_does_not_hold_up_others(play: "Play", li
 
 
 def test_a_byte_order_mark_is_passed_over(play: "Play") -> None:
-    """Finding L3: FastAPI takes a body with one, and so does vLLM."""
+    """FastAPI takes a body with one, and so does vLLM."""
 
     async def scenario(site: "Site") -> None:
         body = b"\xef\xbb\xbf" + json.dumps({"prompt": "caf\u00e9", "max_tokens": 2}).encode()

@@ -138,7 +138,7 @@ def test_what_is_not_served_says_why(play: "Play", route: Any) -> None:
 def test_a_response_that_somebody_must_keep_is_refused(
     play: "Play", member: str, value: object
 ) -> None:
-    """Finding M10: such a request went to a random rank, which knew nothing of the other response."""
+    """Such a request went to a random rank, which knew nothing of the other response."""
 
     async def scenario(site: "Site") -> None:
         refused = await site.post(RESPONSES, {"model": "tiny", "input": "t1", member: value})

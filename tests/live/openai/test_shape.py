@@ -228,7 +228,7 @@ def test_the_limit_of_a_chat_is_the_newer_member() -> None:
 def test_prompts_are_counted(
     prompt: object, sequences: int, tokens: int | None, characters: int
 ) -> None:
-    """Finding M1: what each of several texts is charged is their mean, not their sum."""
+    """What each of several texts is charged is their mean, not their sum."""
     shape = completion(prompt=prompt)
     assert (shape.sequences, shape.prompt_tokens) == (sequences, tokens)
     assert shape.prompt_characters == characters
@@ -236,7 +236,7 @@ def test_prompts_are_counted(
 
 
 def test_an_image_is_no_text() -> None:
-    """Finding M2: base64 says nothing about the number of tokens."""
+    """Base64 says nothing about the number of tokens."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
     sound = {"type": "input_audio", "input_audio": {"data": "A" * 10_000, "format": "wav"}}
     text = {"type": "text", "text": "what is it?"}
@@ -269,14 +269,14 @@ def test_a_number_of_answers_out_of_range_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize(("value", "answers"), [("2", 2), (2.0, 2), (" +2.0 ", 2), (True, 1)])
 def test_a_number_of_answers_is_read_as_vllm_reads_it(value: object, answers: int) -> None:
-    """Finding L3: pydantic's lax mode takes these, and so does vLLM."""
+    """Pydantic's lax mode takes these, and so does vLLM."""
     assert completion(n=value).sequences == answers
 
 
 @pytest.mark.parametrize("limit", [2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 10**30, 10**400])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_limit_that_is_calculated_with_is_bounded(name: str, limit: int) -> None:
-    """Finding C1: beyond 64 bits it ended every decision of the scheduler."""
+    """Beyond 64 bits it ended every decision of the scheduler."""
     assert completion(**{name: limit}).max_tokens == 2**31 - 1
     assert chat(**{name: str(limit)}).max_tokens == 2**31 - 1
 
@@ -310,7 +310,7 @@ def test_a_stream_flag_that_vllm_refuses_is_refused(value: object) -> None:
     ("value", "stream"), [("false", False), ("True", True), (0, False), (1.0, True), ("off", False)]
 )
 def test_a_stream_flag_is_read_as_vllm_reads_it(value: object, stream: bool) -> None:
-    """Finding L3: pydantic's lax mode takes these, and so does vLLM."""
+    """Pydantic's lax mode takes these, and so does vLLM."""
     assert completion(stream=value).stream is stream
 
 

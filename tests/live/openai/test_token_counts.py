@@ -36,7 +36,7 @@ from balanceroute.proxy.live.openai.token_counts import (
 
 
 def test_deep_options_are_written_again_or_left_alone() -> None:
-    """Finding L9: options may be nested as deep as a body may, and are the one value encoded again."""
+    """Options may be nested as deep as a body may, and are the one value encoded again."""
 
     def encode(body: RequestBody, frames: int) -> bytes:
         if frames:  # A leg may be sent from further down than its request was read.

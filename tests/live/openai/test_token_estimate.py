@@ -37,7 +37,7 @@ def test_text_is_taken_by_its_length_and_by_what_was_counted() -> None:
 def test_what_was_not_counted_as_text_teaches_nothing(
     changes: dict[str, int], counted: int
 ) -> None:
-    """Finding M2: neither an image nor a prompt that is mostly tools spoils the estimate of text."""
+    """Neither an image nor a prompt that is mostly tools spoils the estimate of text."""
     estimate = TokenEstimate()
     for _ in range(100):
         estimate.learn(structs.replace(TEXT, **changes), counted)
@@ -50,7 +50,7 @@ def test_an_image_counts_as_a_constant() -> None:
 
 @pytest.mark.parametrize("characters", [64 << 20, 10**12])
 def test_all_sequences_together_stay_countable(characters: int) -> None:
-    """Finding L10: the estimate of each sequence times their number does not overflow 32 bits."""
+    """The estimate of each sequence times their number does not overflow 32 bits."""
     shape = structs.replace(TEXT, prompt_characters=characters, sequences=128)
     assert TokenEstimate().tokens(shape) * 128 < 2**31
     exact = structs.replace(shape, prompt_tokens=characters)
@@ -58,7 +58,7 @@ def test_all_sequences_together_stay_countable(characters: int) -> None:
 
 
 def test_several_texts_are_charged_what_they_have(play: "Play") -> None:
-    """Finding M1: sixteen prompts of a thousand tokens were charged sixteen times their sum."""
+    """Sixteen prompts of a thousand tokens were charged sixteen times their sum."""
 
     async def scenario(site: "Site") -> None:
         prompts = [" ".join(f"t{i}" for i in range(start, start + 1_000)) for start in range(16)]
@@ -73,7 +73,7 @@ def test_several_texts_are_charged_what_they_have(play: "Play") -> None:
 
 
 def test_an_image_does_not_move_what_texts_are_charged(play: "Play") -> None:
-    """Finding M2: after one image of a megabyte a text of 400 tokens counted as one."""
+    """After one image of a megabyte a text of 400 tokens counted as one."""
     text = " ".join(f"t{i}" for i in range(400))
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
 
@@ -97,7 +97,7 @@ def test_an_image_does_not_move_what_texts_are_charged(play: "Play") -> None:
 def test_a_priority_reaches_both_legs_if_it_is_to(
     play: "Play", connector: str, passed: bool
 ) -> None:
-    """Finding M12: `priority` was dropped without a word."""
+    """`priority` was dropped without a word."""
 
     async def scenario(site: "Site") -> None:
         values = {"model": "tiny", "prompt": "t1", "max_tokens": 3, "priority": -5}

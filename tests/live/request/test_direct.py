@@ -1,4 +1,4 @@
-"""Finding C4: requests that one engine has to do whole go where the operator says, and nowhere else."""
+"""Requests that one engine has to do whole go where the operator says, and nowhere else."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ async def served(site: "Site", path: str, values: dict[str, Any]) -> None:
 def test_it_is_done_whole_by_an_engine_of_the_role(
     play: "Play", connector: str, direct: Direct, kind: str, stream: bool
 ) -> None:
-    """Finding C4: the role that answers is the operator's choice, with every connector."""
+    """The role that answers is the operator's choice, with every connector."""
     path, values, _ = KINDS[kind]
     more = STREAM if path not in (MESSAGES, RESPONSES) else {"stream": True}
     if stream and kind != "prompt_logprobs":  # Which no engine serves.
@@ -116,7 +116,7 @@ def test_it_is_done_whole_by_an_engine_of_the_role(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_it_is_rejected_if_nobody_is_to_serve_it(play: "Play", connector: str, kind: str) -> None:
-    """Finding C4: `--direct refuse` reaches no engine."""
+    """`--direct refuse` reaches no engine."""
     path, values, param = KINDS[kind]
 
     async def scenario(site: "Site") -> None:
@@ -136,7 +136,7 @@ def test_it_is_rejected_if_nobody_is_to_serve_it(play: "Play", connector: str, k
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_by_default_no_rank_of_vllm_ascend_computes_a_prompt(play: "Play", connector: str) -> None:
-    """Finding C4: a decode rank without the weights for it dies, and all its requests with it."""
+    """A decode rank without the weights for it dies, and all its requests with it."""
 
     async def scenario(site: "Site") -> None:
         await asyncio.sleep(1.0)
@@ -386,7 +386,7 @@ def test_a_refusal_of_the_engine_is_the_clients(play: "Play") -> None:
 
 
 def test_a_request_that_ends_engines_ends_two_at_most(play: "Play") -> None:
-    """Finding C4: a request under which its engine died is tried on one more, never on a third."""
+    """A request under which its engine died is tried on one more, never on a third."""
 
     async def scenario(site: "Site") -> None:
         exchange = site.send(COMPLETIONS, BODY | {"n": 2, "max_tokens": 400}, headers=ID)

@@ -116,7 +116,6 @@ def test_an_engine_whose_answer_cannot_be_read_loses_its_idle_connections(leg: L
 
 
 def test_a_kv_cache_is_offered_again_only_if_the_rank_never_took_the_request() -> None:
-    """Finding C2."""
     again = {what for what in What if (Leg.DECODE, what) in RULES}
     again = {what for what in again if judge(Leg.DECODE, failure(what)).then is Next.OTHER_RANK}
     assert again == {What.BUSY, What.NOT_SENT, What.NO_ROUTE}

@@ -563,7 +563,7 @@ def test_what_is_cut_off_is_told_so(play: "Play", phase: str) -> None:
 
 
 def test_a_task_of_the_proxys_own_that_fails_is_begun_again(play: "Play") -> None:
-    """Finding L11: an exception in a probe or a scrape ended the process with all its streams."""
+    """An exception in a probe or a scrape ended the process with all its streams."""
 
     async def scenario(site: "Site") -> None:
         watching = asyncio.create_task(site.world.proxy.watch())

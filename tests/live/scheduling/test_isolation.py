@@ -71,7 +71,7 @@ def outcomes(site: "Site") -> list[Outcome | None]:
 def test_an_exception_in_a_session_ends_its_request_alone(
     play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, what: str, stream: bool
 ) -> None:
-    """Finding C1: a session whose callback raised hung for ever, and held what it held."""
+    """A session whose callback raised hung for ever, and held what it held."""
     starts: dict[str, Any] = {"start_prefill": start_prefill, "start_decode": start_decode}
     if method in starts:
         monkeypatch.setattr(f"{Decisions.__module__}.{method}", poisoned(starts[method]))
@@ -100,7 +100,7 @@ def test_an_exception_in_a_session_ends_its_request_alone(
 def test_an_exception_in_the_stream_itself_is_an_error_event(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding C1: what the wire calls is part of a request's handling."""
+    """What the wire calls is part of a request's handling."""
     usual = Relay.on_end
 
     def on_end(leg: Relay) -> None:
@@ -153,7 +153,7 @@ def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
 def test_an_exception_at_arrival_leaves_no_session(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding C1: `submit` had registered the session before what could raise."""
+    """`submit` had registered the session before what could raise."""
 
     def keys(*_: object) -> None:
         raise ZeroDivisionError
@@ -172,7 +172,7 @@ def test_an_exception_at_arrival_leaves_no_session(
 def test_deadlines_go_on_though_one_sessions_deadline_raises(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding C1: after an exception in a sweep no deadline was looked at ever again."""
+    """After an exception in a sweep no deadline was looked at ever again."""
     monkeypatch.setattr(Session, "check_deadline", poisoned(Session.check_deadline))
 
     async def scenario(site: "Site") -> None:
@@ -199,7 +199,7 @@ def test_deadlines_go_on_though_one_sessions_deadline_raises(
 def test_metrics_that_raise_end_nothing(
     play: "Play", monkeypatch: pytest.MonkeyPatch, metrics: type, method: str
 ) -> None:
-    """Finding C1: no exception in a sweep, a tick or an end keeps others from being served."""
+    """No exception in a sweep, a tick or an end keeps others from being served."""
 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -219,7 +219,7 @@ def test_metrics_that_raise_end_nothing(
 def test_an_active_predictor_that_raises_is_one_that_knows_nothing(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding C1: its exception came out of every decision."""
+    """Its exception came out of every decision."""
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
@@ -242,7 +242,7 @@ def test_an_active_predictor_that_raises_is_one_that_knows_nothing(
 def test_a_policy_that_goes_on_failing_makes_the_proxy_unready(
     play: "Play", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Finding C1: /ready looked at the engines alone."""
+    """/ready looked at the engines alone."""
     usual = TwoStage.dispatch
     broken = True
 

@@ -35,7 +35,7 @@ async def right(site: "Site", exchanges: "list[Exchanged]", engine: str) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prefill_leg_leaves_a_prefiller_that_fell_silent(play: "Play", *, stream: bool) -> None:
-    """Finding H3: it stayed there for the prefill's time limit of 300 s."""
+    """It stayed there for the prefill's time limit of 300 s."""
 
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("prefill/0", delay_s=5.0)
@@ -57,7 +57,7 @@ def test_a_prefill_leg_leaves_a_prefiller_that_fell_silent(play: "Play", *, stre
 def test_a_decode_leg_without_a_byte_leaves_a_rank_that_fell_silent(
     play: "Play", *, stream: bool
 ) -> None:
-    """Finding H3: one that is not streamed kept its slot there for 1,800 s."""
+    """One that is not streamed kept its slot there for 1,800 s."""
 
     async def scenario(site: "Site") -> None:
         site.fleet.faults.set("decode/0", delay_s=5.0)
@@ -100,7 +100,7 @@ async def pooled(site: "Site", count: int) -> "list[Exchanged]":
 def test_kv_caches_of_a_dead_prefiller_are_computed_elsewhere_before_they_are_needed(
     play: "Play",
 ) -> None:
-    """Finding H4: they stayed in the pool, went to a rank, and failed there."""
+    """They stayed in the pool, went to a rank, and failed there."""
 
     async def scenario(site: "Site") -> None:
         exchanges = await pooled(site, 4)
@@ -120,7 +120,7 @@ def test_kv_caches_of_a_dead_prefiller_are_computed_elsewhere_before_they_are_ne
 def test_kv_caches_of_an_engine_that_restarted_are_lost_once_its_new_id_is_seen(
     play: "Play",
 ) -> None:
-    """Finding H4: the same, of a prefiller that was back before anyone noticed."""
+    """The same, of a prefiller that was back before anyone noticed."""
 
     async def scenario(site: "Site") -> None:
         exchanges = await pooled(site, 4)

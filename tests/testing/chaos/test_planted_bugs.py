@@ -206,7 +206,7 @@ def a_lease_never_lapses(patch: Patch) -> None:
 
 @bug("misread: ")
 def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
-    """Finding C2: a rank that broke off had pulled it, and its blocks are another prompt's by now."""
+    """A rank that broke off had pulled it, and its blocks are another prompt's by now."""
 
     def offer_again(leg: Leg, failure: Failure, **known: Any) -> Rule:
         rule = triage(leg, failure, **known)
@@ -217,7 +217,7 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
 
 @bug("poison: 3 engines died of ", seed=59)
 def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
-    """Finding C3: the engine had done its work when the connection was lost."""
+    """The engine had done its work when the connection was lost."""
     init: Any = Call.__init__
 
     def repeatable(self: Call, *args: Any, **options: Any) -> None:

@@ -52,7 +52,7 @@ async def test_a_get_on_a_reused_connection_that_closes_unanswered_is_sent_once_
 
 @pytest.mark.parametrize("reset", [False, True])
 async def test_a_post_is_never_sent_twice(engine: "Engine", *, reset: bool) -> None:
-    """Finding C3: what was written may have been done, so the loss is reported to the caller."""
+    """What was written may have been done, so the loss is reported to the caller."""
     async with engine(stale(reset=reset), answering(OK)) as raw:
         assert (await exchange(raw.endpoint)).ended
         handler = await exchange(raw.endpoint, b"pull this KV cache")

@@ -137,7 +137,7 @@ async def test_it_is_understood_whole_or_byte_by_byte(
 async def test_a_target_may_be_a_url_and_goes_before_host(
     serving: "Serving", connect: "Connect", line: bytes, understood: bytes
 ) -> None:
-    """Finding L1: targets in absolute form were refused, which a server must accept."""
+    """Targets in absolute form were refused, which a server must accept."""
 
     def tell(request: HttpRequest, reply: Reply) -> None:
         hosts = b",".join(value for name, value in request.headers if name == b"host")
