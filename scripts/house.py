@@ -138,7 +138,7 @@ BUDGET = {
     "proxy/core": (13_550, 34),
     "proxy/wire": (7_300, 27),
     "proxy/live": (34_450, 109),
-    "proxy/lab": (15_550, 55),
+    "proxy/lab": (15_600, 55),
     "proxy/cli": (4_550, 21),
     "proxy/testing": (12_250, 40),
     "predictors": (3_750, 11),

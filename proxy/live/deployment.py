@@ -365,8 +365,7 @@ class Deployment:
         with roster.one_change():
             for target in set(ordered.draining).intersection(roster.targets()):
                 roster.drain(target.role, target.url)
-        roster.removing.update(set(ordered.removing).intersection(roster.targets()))
-        roster.go_on_removing()
+        roster.go_on_removing(ordered.removing)
         asked = roster.pairing.ask(set(roster.targets()))
         await asyncio.gather(asked, self.health.probe_new())
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.live.control.test_admin import INSTANCE, ORDERS, PAGES, Bench
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
 
+from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.hand_over import Successor
 
 if TYPE_CHECKING:
@@ -353,3 +355,60 @@ def test_orders_are_taken_again_if_a_new_version_cannot_be_started(tmp_path: Pat
 
     play(main())
     assert steps == ["orders are stopped", "failed"]
+
+
+CHANGES = [
+    ("POST", "/admin/instances"),
+    ("POST", "/admin/instances/drain"),
+    ("POST", "/admin/instances/remove"),
+    ("POST", "/admin/policy"),
+    ("POST", "/admin/log-level"),
+    ("POST", "/admin/reload"),
+    ("POST", "/workers"),
+    ("DELETE", "/workers/1"),
+    ("POST", "/pause"),
+    ("POST", "/resume"),
+    ("POST", "/sleep"),
+    ("POST", "/wake_up"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+def test_an_order_that_a_new_version_would_not_be_told_of_is_refused(
+    method: str, path: str
+) -> None:
+    async def main() -> None:
+        bench = Bench()
+        await bench.admin.stop_orders(1.0)
+        refused = bench.ask(method, path, ORDERS.get(path, {}))
+        assert (refused.status, refused.message) == (
+            503,
+            "a new version of the proxy is taking over: order again",
+        )
+        assert refused.headers[b"retry-after"] == b"1"
+        assert bench.fleet.orders == []
+        # What changes nothing is answered, and what is about requests of this process.
+        assert all(bench.get(page).status == 200 for page in PAGES)
+        bench.post("/abort_requests", {})
+        await asyncio.sleep(0)
+        bench.admin.takes_orders = True
+        assert bench.ask(method, path, ORDERS.get(path, {})).status != 503
+
+    asyncio.run(main())
+
+
+def test_a_new_version_waits_for_the_orders_that_are_being_carried_out() -> None:
+    async def main() -> None:
+        bench = Bench()
+        bench.fleet.gate.clear()
+        added = bench.post("/admin/instances", INSTANCE)
+        stopped = asyncio.ensure_future(bench.admin.stop_orders(60.0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not stopped.done()
+        bench.fleet.gate.set()
+        await stopped
+        assert added.status == 200
+        assert bench.fleet.orders == [("add", Role.DECODE, "http://d:8000", None, None)]
+
+    asyncio.run(main())

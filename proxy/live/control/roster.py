@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 
-# When requests leave the engines that are drained: `deadline_s` of a drain, kept over a restart.
-
 # A process that takes over has its engines by then.
 _TAKEN_OVER_S = 1.0
 _LONGEST_S = 86_400.0
@@ -97,8 +95,6 @@ class DrainDeadlines:
         self._due(target)
 
 
-# Tells the log when the fleet becomes ready, or ceases to be.
-
 _log = logging.getLogger(__name__)
 
 
@@ -129,8 +125,6 @@ def _name(role: Role) -> str:
     return role.value
 
 
-# Decode servers that did not tell their ranks when the proxy started.
-
 # Between two questions for the ranks of a decode server that does not answer yet.
 _DISCOVERY_S = 1.0
 
@@ -147,9 +141,6 @@ async def await_decoder(roster: "Roster", server: "DecodeServer") -> None:
             _log.debug("no ranks yet", extra={"fields": {"reason": str(error)}})
         else:
             return
-
-
-# Engines that sleep: they take requests, and do not serve them.
 
 
 def note_sleep(instances: Instances, target: Target, *, asleep: bool) -> bool:
@@ -514,32 +505,23 @@ class Roster:
             session.instance_removed(target)
 
     def remove_when_idle(self, role: Role, url: str) -> None:
-        """Drain an instance, have its requests go on elsewhere, and forget it once it has none.
-
-        Raises:
-            UnknownInstanceError: It is not there.
-        """
+        """Drain an instance, have its requests go on elsewhere, and forget it once it has none."""
         self.removing.add(self._find(role, url))
         self.drain(role, url)
         self.move_away(role, url)
-        self.go_on_removing()
+        self.go_on_removing(())
 
-    def go_on_removing(self) -> None:
-        """Forget what is `removing` and has no request, now and every quarter of a second."""
+    def go_on_removing(self, targets: Iterable[Target]) -> None:
+        """Forget instances that are drained once they have no request."""
+        self.removing.update(self.servers.keys() & targets)
         if self.removing and self._removal is None:
-            self._removal = asyncio.get_running_loop().create_task(self._remove_some())
+            self._removal = asyncio.get_running_loop().create_task(_remove_idle(self))
             self._removal.add_done_callback(self._removed)
-
-    async def _remove_some(self) -> None:
-        while self.removing:
-            self.remove_idle(self.removing)
-            if self.removing:
-                await asyncio.sleep(_REMOVAL_S)
 
     def _removed(self, task: "asyncio.Task[None]") -> None:
         self._removal = None
         if not task.cancelled():
-            self.go_on_removing()  # One may have come since.
+            self.go_on_removing(())  # One may have come since.
 
     def remove_idle(self, targets: Collection[Target]) -> set[Target]:
         """Forget those of some instances on which no request is in flight; return which they are."""
@@ -719,7 +701,12 @@ def _untold(url: EngineUrl, error: FetchError) -> ConfigError:
     return ConfigError(f"{url.base}: cannot discover its ranks: {error}")
 
 
-# Orders about engines, where there may be several groups of them.
+async def _remove_idle(roster: Roster) -> None:
+    """Forget what is to be removed and has no request, now and every quarter of a second."""
+    while roster.removing:
+        roster.remove_idle(roster.removing)
+        if roster.removing:
+            await asyncio.sleep(_REMOVAL_S)
 
 
 class EngineOrders:
