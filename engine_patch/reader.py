@@ -19,17 +19,11 @@ class TraceFormatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """The steps of one engine.
+    """The steps of one engine."""
 
-    Attributes:
-        path: The file.
-        header: Its first line (`identity`).
-        steps: STEP_DTYPE[steps], in the order in which they ended.
-    """
-
-    path: Path
-    header: dict[str, object]
-    steps: npt.NDArray[np.void]
+    path: Path  # The file.
+    header: dict[str, object]  # Its first line (`identity`).
+    steps: npt.NDArray[np.void]  # STEP_DTYPE[steps], in the order in which they ended.
 
 
 def read_steps(path: Path) -> EngineTrace:

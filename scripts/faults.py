@@ -326,16 +326,12 @@ SERVE = (
 
 
 class Run:
-    """One run.
-
-    Attributes:
-        report: What was found.
-    """
+    """One run."""
 
     def __init__(
         self, freezes: int, proxy: ProxyProcess, ranks: dict[str, int], direct: str
     ) -> None:
-        self.report = SoakReport()
+        self.report = SoakReport()  # What was found.
         self._freezes = freezes
         self._admin = SoakControl(f"http://{proxy.host}:{proxy.admin_port}")
         self._proxy = Endpoint(proxy.host, proxy.port)
@@ -412,16 +408,12 @@ class Run:
 
 
 class Told:
-    """What a stream brought; see `ResponseHandler`.
-
-    Attributes:
-        silence_s: The longest time without any of it, behind its first event.
-    """
+    """What a stream brought; see `ResponseHandler`."""
 
     def __init__(self) -> None:
         self.status = 0
         self.error = ""
-        self.silence_s = 0.0
+        self.silence_s = 0.0  # The longest time without any of it, behind its first event.
         self.over = asyncio.Event()
         self._body = bytearray()
         self._last_s = 0.0

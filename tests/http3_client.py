@@ -30,16 +30,12 @@ _CONTROL = 3  # The server's first stream of one direction.
 
 @dataclass
 class Answered:
-    """What came on one stream.
-
-    Attributes:
-        reset: The code with which it was reset; None if it was not.
-    """
+    """What came on one stream."""
 
     heads: "list[Headers]"
     body: bytearray
     over: asyncio.Event
-    reset: int | None = None
+    reset: int | None = None  # The code with which it was reset; None if it was not.
 
     @property
     def status(self) -> int:

@@ -31,19 +31,12 @@ _FENCE = re.compile(r"^```(\w*)$")
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page.
+    """One block of a page."""
 
-    Attributes:
-        place: Page and line.
-        kind: "sh" or "toml"; "" for an indented one, or a fenced one that says nothing.
-        text: What is in it.
-        not_run: Why it cannot run here; None if it can.
-    """
-
-    place: str
-    kind: str
-    text: str
-    not_run: str | None
+    place: str  # Page and line.
+    kind: str  # "sh" or "toml"; "" for an indented one, or a fenced one that says nothing.
+    text: str  # What is in it.
+    not_run: str | None  # Why it cannot run here; None if it can.
 
     @property
     def is_commands(self) -> bool:

@@ -222,17 +222,12 @@ _MLAPO_TOKENS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class PortUse:
-    """Ports that a process listens on.
-
-    Attributes:
-        key: The key that determines them.
-        owner: The process, as in `decode-3's API`.
-    """
+    """Ports that a process listens on."""
 
     host: str
     ports: range
-    key: str
-    owner: str
+    key: str  # The key that determines them.
+    owner: str  # The process, as in `decode-3's API`.
 
 
 def check_engines(engines: Engines, also: Iterable[PortUse] = ()) -> tuple[Finding, ...]:
@@ -425,25 +420,15 @@ _FOLDER = Path(__file__).with_name("options")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What one version of an engine knows, by name with underscores.
+    """What one version of an engine knows, by name with underscores."""
 
-    Attributes:
-        engine: Its name and version, as in "vllm 0.32.0".
-        flags: Of `vllm serve`.
-        compilation: Keys of `--compilation-config`.
-        kv_transfer: Keys of `--kv-transfer-config`.
-        variables: Of the environment, those that begin with VLLM_.
-        additional: Keys of `--additional-config`; empty if it has none of its own.
-        additional_later: Those of later versions, which it ignores.
-    """
-
-    engine: str
-    flags: frozenset[str]
-    compilation: frozenset[str]
-    kv_transfer: frozenset[str]
-    variables: frozenset[str]
-    additional: frozenset[str]
-    additional_later: frozenset[str]
+    engine: str  # Its name and version, as in "vllm 0.32.0".
+    flags: frozenset[str]  # Of `vllm serve`.
+    compilation: frozenset[str]  # Keys of `--compilation-config`.
+    kv_transfer: frozenset[str]  # Keys of `--kv-transfer-config`.
+    variables: frozenset[str]  # Of the environment, those that begin with VLLM_.
+    additional: frozenset[str]  # Keys of `--additional-config`; empty if it has none of its own.
+    additional_later: frozenset[str]  # Those of later versions, which it ignores.
 
 
 def known_options(engines: Engines) -> tuple[EngineOptions, bool]:

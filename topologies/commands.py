@@ -33,21 +33,14 @@ _INTERFACES = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One process to start.
+    """One process to start."""
 
-    Attributes:
-        name: As in `decode-3`, or `proxy`.
-        role: "prefill", "decode" or "proxy".
-        about: Its description, one line.
-        words: The command line. A flag and its values are one item.
-    """
-
-    name: str
-    role: str
+    name: str  # As in `decode-3`, or `proxy`.
+    role: str  # "prefill", "decode" or "proxy".
     host: str
-    about: str
+    about: str  # Its description, one line.
     environment: Mapping[str, str]
-    words: tuple[tuple[str, ...], ...]
+    words: tuple[tuple[str, ...], ...]  # The command line. A flag and its values are one item.
 
     def one_line(self) -> str:
         """Return one line of shell."""

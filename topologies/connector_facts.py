@@ -20,46 +20,32 @@ class KvFlow(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorFacts:
-    """One connector.
+    """One connector."""
 
-    Attributes:
-        vllm_class: Its name in `--kv-transfer-config`.
-        flow: The order of its legs.
-        lease_s: How long a prefiller keeps blocks that no decoder has claimed, by default; None if it
-            pushes them.
-        lease_key: Sets another lease, as a key of `kv_connector_extra_config`.
-        lease_variable: Sets another lease, as a variable of the environment.
-        port_key: The key of a topology that has its first port on a host.
-        port_roles: The roles that need it.
-        port_variable: Sets the port; "" if `--kv-transfer-config` does.
-        host_variable: Sets its host's address.
-        port_per: The unit that has a port of its own.
-        stages: Whether prefill may be a pipeline of several stages. Decode never is.
-        recomputes: Whether a decode rank may return a request (`stop_reason` "recomputed").
-        ranks_prefill: Whether its decode ranks can compute a prompt reliably.
-        tells_part: Whether a prefill answer tells that the end of the prompt was left to the rank.
-        pulls_missing: Whether a decode rank gets only those blocks of a KV cache that its prefix cache lacks.
-        says_first: Whether the token of a prefill answer is the first of the answer. It is not where the
-            prefiller leaves the prompt's last token to the rank and does not tell so.
-    """
-
-    vllm_class: str
-    flow: KvFlow
+    vllm_class: str  # Its name in `--kv-transfer-config`.
+    flow: KvFlow  # The order of its legs.
     devices: tuple[str, ...]
+    # How long a prefiller keeps blocks that no decoder has claimed, by default; None if it pushes
+    # them.
     lease_s: float | None
-    lease_key: str = ""
-    lease_variable: str = ""
-    port_key: str
-    port_roles: tuple[str, ...] = ("prefill", "decode")
-    port_variable: str = ""
-    host_variable: str = ""
-    port_per: Literal["rank", "process", "device"]
-    stages: bool = False
+    lease_key: str = ""  # Sets another lease, as a key of `kv_connector_extra_config`.
+    lease_variable: str = ""  # Sets another lease, as a variable of the environment.
+    port_key: str  # The key of a topology that has its first port on a host.
+    port_roles: tuple[str, ...] = ("prefill", "decode")  # The roles that need it.
+    port_variable: str = ""  # Sets the port; "" if `--kv-transfer-config` does.
+    host_variable: str = ""  # Sets its host's address.
+    port_per: Literal["rank", "process", "device"]  # The unit that has a port of its own.
+    stages: bool = False  # Whether prefill may be a pipeline of several stages. Decode never is.
+    # Whether a decode rank may return a request (`stop_reason` "recomputed").
     recomputes: bool = False
-    ranks_prefill: bool = True
+    ranks_prefill: bool = True  # Whether its decode ranks can compute a prompt reliably.
+    # Whether a prefill answer tells that the end of the prompt was left to the rank.
     tells_part: bool = False
     # vllm 0.32, nixl/pull_scheduler.py, mooncake/mooncake_connector.py; vllm-ascend at 182b75ea.
+    # Whether a decode rank gets only those blocks of a KV cache that its prefix cache lacks.
     pulls_missing: bool = True
+    # Whether the token of a prefill answer is the first of the answer. It is not where the
+    # prefiller leaves the prompt's last token to the rank and does not tell so.
     says_first: bool = True
 
     @property

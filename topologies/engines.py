@@ -130,56 +130,36 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class RoleEngines:
-    """The engines of one role.
+    """The engines of one role."""
 
-    Attributes:
-        role: "prefill" or "decode".
-        instances: Number of engines on all hosts.
-        port: The first API server's on each host.
-        tensor_parallel: Devices of a stage of a rank.
-        pipeline_parallel: Stages of a rank.
-        data_parallel: Ranks of an instance.
-        dp_mode: One of `DP_MODES`; None if an instance is one rank.
-        rpc_port: An instance's first rank listens on it for the others; None if there are none.
-        master_port: The first host of a rank listens on it for the rank's other hosts; None if it
-            has none.
-        supervisor_port: Of the first supervisor on a host, which tells whether all its ranks are
-            healthy; None if there is none.
-        max_num_seqs: Batch limit of a rank.
-        max_num_batched_tokens: Token limit of a step; None for vLLM's default.
-        gpu_memory_utilization: Share of a device's memory, 0 to 1; None for vLLM's default.
-        kv_port: The first port of the connector on a host; None if the role needs none.
-        recompute_scheduler: Whether a rank returns requests when its KV cache is full (vllm-ascend).
-        compilation: `--compilation-config`.
-        additional: `--additional-config`.
-        kv_transfer: More keys of `--kv-transfer-config`.
-        kv_store: The part of a second connector in it; empty without.
-        flags: More flags, by name with underscores.
-        environment: More variables of the environment.
-    """
-
-    role: Role
+    role: Role  # "prefill" or "decode".
     hosts: tuple[str, ...]
-    instances: int
-    port: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    data_parallel: int
-    dp_mode: str | None
+    instances: int  # Number of engines on all hosts.
+    port: int  # The first API server's on each host.
+    tensor_parallel: int  # Devices of a stage of a rank.
+    pipeline_parallel: int  # Stages of a rank.
+    data_parallel: int  # Ranks of an instance.
+    dp_mode: str | None  # One of `DP_MODES`; None if an instance is one rank.
+    # An instance's first rank listens on it for the others; None if there are none.
     rpc_port: int | None
+    # The first host of a rank listens on it for the rank's other hosts; None if it has none.
     master_port: int | None
+    # Of the first supervisor on a host, which tells whether all its ranks are healthy; None if
+    # there is none.
     supervisor_port: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int | None
+    max_num_seqs: int  # Batch limit of a rank.
+    max_num_batched_tokens: int | None  # Token limit of a step; None for vLLM's default.
+    # Share of a device's memory, 0 to 1; None for vLLM's default.
     gpu_memory_utilization: float | None
-    kv_port: int | None
+    kv_port: int | None  # The first port of the connector on a host; None if the role needs none.
+    # Whether a rank returns requests when its KV cache is full (vllm-ascend).
     recompute_scheduler: bool
-    compilation: Mapping[str, object]
-    additional: Mapping[str, object]
-    kv_transfer: Mapping[str, object]
-    kv_store: Mapping[str, object]
-    flags: Mapping[str, object]
-    environment: Mapping[str, str]
+    compilation: Mapping[str, object]  # `--compilation-config`.
+    additional: Mapping[str, object]  # `--additional-config`.
+    kv_transfer: Mapping[str, object]  # More keys of `--kv-transfer-config`.
+    kv_store: Mapping[str, object]  # The part of a second connector in it; empty without.
+    flags: Mapping[str, object]  # More flags, by name with underscores.
+    environment: Mapping[str, str]  # More variables of the environment.
 
     @property
     def devices_per_rank(self) -> int:
@@ -194,31 +174,22 @@ class RoleEngines:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The real engines of a topology.
+    """The real engines of a topology."""
 
-    Attributes:
-        weights: The model argument of `vllm serve`.
-        version: The version of vLLM, or of vllm-ascend with device "npu", whose options these are;
-            None if the file does not say.
-        devices_per_host: Devices of a host; None for CPUs.
-        proxy_host: The host of the proxy.
-        interface: The hosts' network interface; None to leave it to the libraries.
-        lease_s: How long a prefiller keeps a KV cache that no decoder has claimed; None for the
-            connector's default.
-        max_model_len: Context length in both roles; None for the model's default.
-        block_size: KV tokens of a block, in both roles; None for vLLM's default.
-    """
-
-    weights: str
+    weights: str  # The model argument of `vllm serve`.
     connector: str
     device: str
+    # The version of vLLM, or of vllm-ascend with device "npu", whose options these are; None if the
+    # file does not say.
     version: str | None
-    devices_per_host: int | None
-    proxy_host: str
-    interface: str | None
+    devices_per_host: int | None  # Devices of a host; None for CPUs.
+    proxy_host: str  # The host of the proxy.
+    interface: str | None  # The hosts' network interface; None to leave it to the libraries.
+    # How long a prefiller keeps a KV cache that no decoder has claimed; None for the connector's
+    # default.
     lease_s: int | None
-    max_model_len: int | None
-    block_size: int | None
+    max_model_len: int | None  # Context length in both roles; None for the model's default.
+    block_size: int | None  # KV tokens of a block, in both roles; None for vLLM's default.
     prefill: RoleEngines
     decode: RoleEngines
 

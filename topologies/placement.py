@@ -9,32 +9,20 @@ from balanceroute.topologies.engines import Engines, RoleEngines
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """One `vllm serve`.
+    """One `vllm serve`."""
 
-    Attributes:
-        name: Its name, as in `decode-3`; unique in the topology.
-        role: The engines of its role.
-        instance: The index of its instance, from 0.
-        slot: The index of its instance among those that begin on the same host.
-        head: The host of its instance's first rank.
-        ranks: The data-parallel ranks of its instance that it hosts.
-        node: The index of its host among those of one rank, from 0; 0 if the rank is on one.
-        ports: The ports of its API servers; empty if another process serves it.
-        devices: The host's devices that it uses; empty for a CPU.
-        kv_port: The connector's first port, as configured; None if it needs none. The ports that it
-            derives from it differ by connector: see `kv_ports`.
-    """
-
-    name: str
-    role: RoleEngines
-    instance: int
-    slot: int
+    name: str  # Its name, as in `decode-3`; unique in the topology.
+    role: RoleEngines  # The engines of its role.
+    instance: int  # The index of its instance, from 0.
+    slot: int  # The index of its instance among those that begin on the same host.
     host: str
-    head: str
-    ranks: range
-    node: int
-    ports: range
-    devices: range
+    head: str  # The host of its instance's first rank.
+    ranks: range  # The data-parallel ranks of its instance that it hosts.
+    node: int  # The index of its host among those of one rank, from 0; 0 if the rank is on one.
+    ports: range  # The ports of its API servers; empty if another process serves it.
+    devices: range  # The host's devices that it uses; empty for a CPU.
+    # The connector's first port, as configured; None if it needs none. The ports that it derives
+    # from it differ by connector: see `kv_ports`.
     kv_port: int | None
 
     @property

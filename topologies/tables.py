@@ -194,17 +194,11 @@ Level = Literal["error", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One finding about a topology.
+    """One finding about a topology."""
 
-    Attributes:
-        level: "error" if it cannot work, "note" if it may be intended.
-        key: The key in question, as in `engines.prefill.port`; "" if the reason has it.
-        reason: The problem.
-    """
-
-    level: Level
-    key: str
-    reason: str
+    level: Level  # "error" if it cannot work, "note" if it may be intended.
+    key: str  # The key in question, as in `engines.prefill.port`; "" if the reason has it.
+    reason: str  # The problem.
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.level, self.key, self.reason) if part)

@@ -48,32 +48,22 @@ _PREFILL_KEYS = ("bootstrap", "kv_events", "kv_replay")
 
 @dataclass(frozen=True, slots=True)
 class PrefillEntry:
-    """One prefiller: its URL, and what else the file names.
-
-    Attributes:
-        bootstrap: The URL of its Mooncake bootstrap server.
-        kv_events: Where it publishes its KV cache events.
-        kv_replay: Where it sends them again.
-    """
+    """One prefiller: its URL, and what else the file names."""
 
     url: str
-    bootstrap: str | None = None
-    kv_events: str | None = None
-    kv_replay: str | None = None
+    bootstrap: str | None = None  # The URL of its Mooncake bootstrap server.
+    kv_events: str | None = None  # Where it publishes its KV cache events.
+    kv_replay: str | None = None  # Where it sends them again.
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeEntry:
-    """One decode server.
-
-    Attributes:
-        rank_ids: The data-parallel ranks that it hosts; None if it is one rank with its own URL.
-        discover: Whether the proxy asks the server for its ranks.
-    """
+    """One decode server."""
 
     url: str
+    # The data-parallel ranks that it hosts; None if it is one rank with its own URL.
     rank_ids: tuple[int, ...] | None = None
-    discover: bool = False
+    discover: bool = False  # Whether the proxy asks the server for its ranks.
 
 
 def prefill_entries(table: Table) -> tuple[PrefillEntry, ...]:
@@ -148,23 +138,16 @@ MAX_GROUPS = 64
 
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
-    """One `[[model]]` table.
+    """One `[[model]]` table."""
 
-    Attributes:
-        place: What to call it in messages, as in `model[1]`.
-        name: The group's.
-        models: Its served names; empty for its name and those that its engines serve.
-        connector: One of `CONNECTORS`; None if the table has none.
-        proxy: Its settings.
-    """
-
-    place: str
-    name: str
+    place: str  # What to call it in messages, as in `model[1]`.
+    name: str  # The group's.
+    # Its served names; empty for its name and those that its engines serve.
     models: tuple[str, ...]
-    connector: str | None
+    connector: str | None  # One of `CONNECTORS`; None if the table has none.
     prefill: tuple[PrefillEntry, ...]
     decode: tuple[DecodeEntry, ...]
-    proxy: Mapping[str, object]
+    proxy: Mapping[str, object]  # Its settings.
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -239,32 +222,25 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One layout.
-
-    Attributes:
-        models: Served model names; empty for those that the engines serve.
-        connector: One of `CONNECTORS`; None if the file has none.
-        proxy: The `[proxy]` table, and what follows from the engines.
-        engines: How to start the engines; None if the file has no such table.
-        emulation: The `[emulation]` table as it is; None if the engines are real.
-        groups: The `[[model]]` tables; then it has no engines of its own.
-        aliases: The `[alias.NAME]` tables as they are, by name.
-        place: Before the keys of its tables in messages; "model[1]." if it is a group of a file.
-        shared: Of a group, the file's `[proxy]` table; what `proxy` has goes before it.
-    """
+    """One layout."""
 
     path: Path
     name: str
-    models: tuple[str, ...]
-    connector: str | None
+    models: tuple[str, ...]  # Served model names; empty for those that the engines serve.
+    connector: str | None  # One of `CONNECTORS`; None if the file has none.
     prefill: tuple[PrefillEntry, ...]
     decode: tuple[DecodeEntry, ...]
-    proxy: Mapping[str, object]
-    engines: Engines | None
+    proxy: Mapping[str, object]  # The `[proxy]` table, and what follows from the engines.
+    engines: Engines | None  # How to start the engines; None if the file has no such table.
+    # The `[emulation]` table as it is; None if the engines are real.
     emulation: Mapping[str, object] | None
+    # The `[[model]]` tables; then it has no engines of its own.
     groups: tuple[GroupEntry, ...] = ()
+    # The `[alias.NAME]` tables as they are, by name.
     aliases: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    # Before the keys of its tables in messages; "model[1]." if it is a group of a file.
     place: str = ""
+    # Of a group, the file's `[proxy]` table; what `proxy` has goes before it.
     shared: Mapping[str, object] = field(default_factory=dict)
 
     @property

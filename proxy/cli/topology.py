@@ -138,26 +138,20 @@ _AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one engine says of itself.
-
-    Attributes:
-        ranks: The data-parallel ranks that the topology expects behind the address; None if it
-            leaves that to the engine.
-        named: Those that the proxy names with requests.
-        caches: The labels of the KV cache's configuration, one set for each rank.
-        signs: What else its metrics tell.
-        fault: Why it could not be asked; "" if it was.
-    """
+    """What one engine says of itself."""
 
     role: str
     url: str
+    # The data-parallel ranks that the topology expects behind the address; None if it leaves that
+    # to the engine.
     ranks: int | None = 1
-    named: tuple[int, ...] = ()
+    named: tuple[int, ...] = ()  # Those that the proxy names with requests.
     version: str = ""
     models: tuple[ServedModel, ...] = ()
+    # The labels of the KV cache's configuration, one set for each rank.
     caches: tuple[dict[str, str], ...] = field(default=())
-    signs: KvSigns = KvSigns()
-    fault: str = ""
+    signs: KvSigns = KvSigns()  # What else its metrics tell.
+    fault: str = ""  # Why it could not be asked; "" if it was.
 
     @property
     def facts(self) -> EngineFacts:

@@ -193,15 +193,10 @@ def source_of(arguments: argparse.Namespace) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Requests that emitted something, by arrival.
+    """Requests that emitted something, by arrival."""
 
-    Attributes:
-        skipped: Those that `--skip` passes over.
-        chosen: Those after them, at least one.
-    """
-
-    skipped: "list[PastRequest]"
-    chosen: "list[PastRequest]"
+    skipped: "list[PastRequest]"  # Those that `--skip` passes over.
+    chosen: "list[PastRequest]"  # Those after them, at least one.
 
 
 def warn_of_limits(past: "Sequence[PastRequest]") -> None:

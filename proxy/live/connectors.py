@@ -21,40 +21,27 @@ has not answered. The first is no fault."""
 
 
 class MissingKvError(BalanceRouteError):
-    """A prefill answer without usable KV-transfer parameters.
-
-    Attributes:
-        kind: The reason in a word, for metrics.
-    """
+    """A prefill answer without usable KV-transfer parameters."""
 
     def __init__(self, kind: MissingKv, reason: str) -> None:
         super().__init__(reason)
-        self.kind: MissingKv = kind
+        self.kind: MissingKv = kind  # The reason in a word, for metrics.
 
 
 @dataclass(frozen=True, slots=True)
 class BootstrapIdentity:
-    """What a prefiller's bootstrap server tells.
+    """What a prefiller's bootstrap server tells."""
 
-    Attributes:
-        engine_id: The engine's id, new with each start.
-        bootstrap_address: Where decoders ask for the engine.
-    """
-
-    engine_id: str
-    bootstrap_address: str
+    engine_id: str  # The engine's id, new with each start.
+    bootstrap_address: str  # Where decoders ask for the engine.
 
 
 @dataclass(frozen=True)
 class Connector(ABC):
-    """One KV connector's side of the PD protocol.
-
-    Attributes:
-        callback: URL under which the decode engines reach this proxy; "" if they need not.
-    """
+    """One KV connector's side of the PD protocol."""
 
     facts: ConnectorFacts
-    callback: str = ""
+    callback: str = ""  # URL under which the decode engines reach this proxy; "" if they need not.
 
     @abstractmethod
     def prefill_params(self, transfer: str) -> bytes:

@@ -241,14 +241,6 @@ class Deployment:
     Args:
         suspects: Prompts under which engines have died, of all deployments.
         beside: Of another deployment of the proxy: what tenants have there counts here too.
-
-    Attributes:
-        fetcher: For health probes, scrapes and discovery.
-        tenancy: The limits of its tenants.
-        models: The models of its engines.
-        discovery: Registers engines that are found; None if nothing finds any.
-        driver: There after `start`, like the next.
-        pass_through: Serves requests that one engine answers alone.
     """
 
     def __init__(
@@ -267,6 +259,7 @@ class Deployment:
         self._metrics, self._failures = metrics, failures
         connect = EngineConnections(config, environment.uptime_s)
         key = config.credentials.engine_key
+        # For health probes, scrapes and discovery.
         self.fetcher = Fetcher(
             connect,
             timeout_s=2 * config.times.connect_timeout_s,
@@ -291,16 +284,18 @@ class Deployment:
         )
         self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
-        self.models = ModelList(self.instances)
+        self.models = ModelList(self.instances)  # The models of its engines.
+        # The limits of its tenants.
         self.tenancy = Tenancy(
             ADMISSIONS[config.admission.admission](config.admission.queue_limit),
             config.credentials.tenants,
             lambda: round(clock() * 1e9),
             beside=beside,
         )
+        # Registers engines that are found; None if nothing finds any.
         self.discovery: Reconciler | None = None
-        self.driver: Driver
-        self.pass_through: PassThrough
+        self.driver: Driver  # There after `start`, like the next.
+        self.pass_through: PassThrough  # Serves requests that one engine answers alone.
 
     @property
     def _hears(self) -> bool:

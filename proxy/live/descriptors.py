@@ -87,9 +87,6 @@ class DescriptorWatch:
         servers: Returns what listens.
         probe: Takes a descriptor, or raises OSError.
         limit: Returns how many descriptors the process may have.
-
-    Attributes:
-        shortages: How often there were too few.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class DescriptorWatch:
         probe: Callable[[], int] = _take,
         limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     ) -> None:
-        self.shortages = 0
+        self.shortages = 0  # How often there were too few.
         self._servers = servers
         self._probe = probe
         self._limit = limit

@@ -35,54 +35,43 @@ PAGES_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the outside world gives the proxy.
-
-    Attributes:
-        rng: Of every random choice.
-        unix_s: Wall-clock time, for logs alone.
-        stopwatch: Seconds of real time, for the cost of decisions.
-        uptime_s: Seconds since the machine started. They go on while it is suspended, as leases do.
-        log_lines_dropped: Lines the logs had to drop.
-        descriptor_shortages: How often no file descriptor was left.
-        write_loads: Takes a line per sample of the ranks' loads; None for no samples.
-        in_thread: Runs what may wait for a disk.
-        observer: Called with every event of a scheduler and what came of it, if there is one.
-        group_observers: Of several groups, by name, in place of `observer`.
-        policy: Returns what decides in place of a policy that was made.
-        read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
-            None where there are none.
-        make_group: Returns the settings of a group that is to be added. Raises ConfigError. None where
-            there are no groups.
-        orders: Keeps what was ordered and found for the process that is started next; None to forget it.
-        group: Of one of several groups, its name.
-        subscribe: Takes the KV cache events of prefillers; None for over ZeroMQ.
-        public_sockets: Listen for clients already; none to listen at the address of the settings.
-        admin_sockets: Listen for administrators likewise.
-        pump: Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
-            no descriptors.
-        pages: Bounds the pages of engines that are being read, of all groups together.
-    """
+    """What the outside world gives the proxy."""
 
     log: Log
-    rng: random.Random
-    unix_s: Callable[[], float]
-    stopwatch: Callable[[], float]
+    rng: random.Random  # Of every random choice.
+    unix_s: Callable[[], float]  # Wall-clock time, for logs alone.
+    stopwatch: Callable[[], float]  # Seconds of real time, for the cost of decisions.
+    # Seconds since the machine started. They go on while it is suspended, as leases do.
     uptime_s: Callable[[], float]
-    log_lines_dropped: Callable[[], int] = lambda: 0
-    descriptor_shortages: Callable[[], int] = lambda: 0
+    log_lines_dropped: Callable[[], int] = lambda: 0  # Lines the logs had to drop.
+    descriptor_shortages: Callable[[], int] = lambda: 0  # How often no file descriptor was left.
+    # Takes a line per sample of the ranks' loads; None for no samples.
     write_loads: Callable[[bytes], object] | None = None
-    in_thread: InThread = asyncio.to_thread
+    in_thread: InThread = asyncio.to_thread  # Runs what may wait for a disk.
+    # Called with every event of a scheduler and what came of it, if there is one.
     observer: Observer | None = None
+    # Of several groups, by name, in place of `observer`.
     group_observers: Mapping[str, Observer] = field(default_factory=dict)
+    # Returns what decides in place of a policy that was made.
     policy: Callable[[Policy], Policy] = lambda policy: policy
+    # Reads the files of keys, certificates and tenants again. Raises ConfigError. None where there
+    # are none.
     read_credentials: Callable[[], Credentials] | None = None
+    # Returns the settings of a group that is to be added. Raises ConfigError. None where there are
+    # no groups.
     make_group: Callable[[Mapping[str, object]], GroupConfig] | None = None
+    # Keeps what was ordered and found for the process that is started next; None to forget it.
     orders: OrderStore | None = None
-    group: str = ""
+    group: str = ""  # Of one of several groups, its name.
+    # Takes the KV cache events of prefillers; None for over ZeroMQ.
     subscribe: Subscribe | None = None
+    # Listen for clients already; none to listen at the address of the settings.
     public_sockets: Sequence[socket.socket] = ()
-    admin_sockets: Sequence[socket.socket] = ()
+    admin_sockets: Sequence[socket.socket] = ()  # Listen for administrators likewise.
+    # Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
+    # no descriptors.
     pump: Pump | None = None
+    # Bounds the pages of engines that are being read, of all groups together.
     pages: ResponseRoom = field(default_factory=lambda: ResponseRoom(PAGES_BYTES))
 
     def of_group(self, name: str) -> "Environment":

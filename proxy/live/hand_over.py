@@ -60,17 +60,12 @@ class Inherited:
 
     Args:
         environment: Of the process; what names it is removed, so that nobody else inherits it.
-
-    Attributes:
-        public: Listening sockets for clients.
-        admin: Those for administrators.
-        orders: What was ordered; see `OrderStore`.
     """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
-        self.public: list[socket.socket] = []
-        self.admin: list[socket.socket] = []
-        self.orders = b""
+        self.public: list[socket.socket] = []  # Listening sockets for clients.
+        self.admin: list[socket.socket] = []  # Those for administrators.
+        self.orders = b""  # What was ordered; see `OrderStore`.
         self._ready: int | None = None
         given = environment.pop(_GIVEN, None)
         if given is None:

@@ -44,12 +44,7 @@ _ALTERNATIVE_S = 86_400
 
 
 class PublicListener:
-    """Where clients come in.
-
-    Attributes:
-        tls: What it serves https with; None for http.
-        http3: Serves the same over HTTP/3; None if that is off.
-    """
+    """Where clients come in."""
 
     def __init__(
         self,
@@ -74,7 +69,7 @@ class PublicListener:
             unix_s=unix_s,
             tracer=None if config.tracing is None else Tracer(config.tracing.share, random_bits),
         )
-        self.http3 = None
+        self.http3 = None  # Serves the same over HTTP/3; None if that is off.
         commons: list[Common] = []
         if config.http3.http3:
             # Here, so that nothing of it is loaded where it is off: an extra.
@@ -93,7 +88,7 @@ class PublicListener:
             admit=gateway.admit if cors is None else cors.admit,
             common=_joined([*commons, *([] if cors is None else [cors.fields])]),
         )
-        self.tls = None
+        self.tls = None  # What it serves https with; None for http.
         if listening.tls_cert is not None and listening.tls_key is not None:
             self.tls = ServerTls(listening.tls_cert, listening.tls_key)
 

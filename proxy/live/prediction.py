@@ -55,28 +55,18 @@ def ticket_features(ticket: "Ticket", prompt_tokens: int) -> RequestFeatures:
 
 @dataclass(slots=True)
 class NamedPredictor:
-    """One predictor.
-
-    Attributes:
-        uses_keys: Whether it learns by the keys of requests.
-        failed: Whether it raised an exception; of the one in use, at its last question.
-        hint_of: Returns what corrects it for a request; see `Hinted`.
-    """
+    """One predictor."""
 
     name: str
     predictor: "Predictor"
-    uses_keys: bool
-    failed: bool = False
+    uses_keys: bool  # Whether it learns by the keys of requests.
+    failed: bool = False  # Whether it raised an exception; of the one in use, at its last question.
+    # Returns what corrects it for a request; see `Hinted`.
     hint_of: "Callable[[RequestId], Hint | None]" = lambda _: None
 
 
 class PredictorSet:
-    """One predictor for the core to ask, see `Predictor`, and its shadows.
-
-    Attributes:
-        uses_keys: Whether any of them learns by the keys of requests.
-        observed: Outputs learned from since the start.
-    """
+    """One predictor for the core to ask, see `Predictor`, and its shadows."""
 
     def __init__(
         self,
@@ -88,8 +78,9 @@ class PredictorSet:
         on_failure: Callable[[str, Exception], None],
         stopwatch: Callable[[], float],
     ) -> None:
+        # Whether any of them learns by the keys of requests.
         self.uses_keys = any(one.uses_keys for one in (active, *shadows))
-        self.observed = 0
+        self.observed = 0  # Outputs learned from since the start.
         self.active = active
         self._shadows = tuple(shadows)
         self._metrics = metrics
@@ -300,9 +291,6 @@ class StateKeeper:
         metrics: Counts refusals and saves.
         in_thread: Runs a function in a thread, for what may wait for a disk.
         observed: Outputs that the predictor has learned from; nothing new is not saved again.
-
-    Attributes:
-        predictor: Who has learned what the file says.
     """
 
     def __init__(
@@ -314,7 +302,7 @@ class StateKeeper:
         in_thread: InThread,
         observed: Callable[[], int],
     ) -> None:
-        self.predictor = fresh
+        self.predictor = fresh  # Who has learned what the file says.
         self._path = path
         self._metrics = metrics
         self._in_thread = in_thread
@@ -416,9 +404,6 @@ class Scoreboard:
         observe_error: Called for each judged row with how far the first predictor's expectation was
             off, in tokens within the horizon.
         window: Judged rows that count.
-
-    Attributes:
-        judged: Rows judged since the start.
     """
 
     def __init__(
@@ -429,7 +414,7 @@ class Scoreboard:
         observe_error: Callable[[float], None],
         window: int = 5_000,
     ) -> None:
-        self.judged = 0
+        self.judged = 0  # Rows judged since the start.
         self._horizon_steps = horizon_steps
         self._observe_error = observe_error
         self._window = window

@@ -152,11 +152,6 @@ class Proxy:
     Args:
         config: All settings.
         environment: See `Environment`.
-
-    Attributes:
-        server: The public listener; there after `start`, like the next.
-        gateway: The application behind it.
-        pages: The application behind the admin listener; None without that.
     """
 
     def __init__(
@@ -169,8 +164,8 @@ class Proxy:
             make = environment.make_group
             self._groups_in_force = GroupsInForce(environment.orders, config.groups, make)
             config = replace(config, groups=self._groups_in_force.load())
-        self.server: Server
-        self.gateway: Gateway
+        self.server: Server  # The public listener; there after `start`, like the next.
+        self.gateway: Gateway  # The application behind it.
         self._public: PublicListener
         self._groups: Groups
         self.config = config
@@ -214,6 +209,7 @@ class Proxy:
         self._ends_s = math.inf
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.admin: Server | None = None
+        # The application behind the admin listener; None without that.
         self.pages: Admin | None = None
         self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
 

@@ -38,33 +38,21 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant.
+    """One tenant."""
 
-    Attributes:
-        name: In logs and metrics.
-        digests: SHA-256 of each of its keys.
-        weight: Its share, see `Ticket.weight`.
-        level: What the levels of its requests begin from; lower goes first.
-        deadline_s: When the first token of its requests is due, unless they say; None for never.
-        models: Those that it may use; empty for all.
-        task: The task of its requests to an alias of models, unless they say; empty for none.
-        client_priority: Whether its requests may choose their level.
-        client_deadline: Whether they may choose their deadline.
-        default: Whether it has the requests of clients whose key is no tenant's.
-        limits: What it may ask for.
-    """
-
-    name: str
-    digests: tuple[Secret, ...] = ()
-    weight: float = 1.0
-    level: int = 0
+    name: str  # In logs and metrics.
+    digests: tuple[Secret, ...] = ()  # SHA-256 of each of its keys.
+    weight: float = 1.0  # Its share, see `Ticket.weight`.
+    level: int = 0  # What the levels of its requests begin from; lower goes first.
+    # When the first token of its requests is due, unless they say; None for never.
     deadline_s: float | None = None
-    models: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # Those that it may use; empty for all.
+    # The task of its requests to an alias of models, unless they say; empty for none.
     task: str = ""
-    client_priority: bool = False
-    client_deadline: bool = False
-    default: bool = False
-    limits: TenantLimits = TenantLimits()
+    client_priority: bool = False  # Whether its requests may choose their level.
+    client_deadline: bool = False  # Whether they may choose their deadline.
+    default: bool = False  # Whether it has the requests of clients whose key is no tenant's.
+    limits: TenantLimits = TenantLimits()  # What it may ask for.
 
 
 def digest_of(key: bytes) -> Secret:
@@ -74,19 +62,12 @@ def digest_of(key: bytes) -> Secret:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The keys in use. They are read again while the proxy serves.
+    """The keys in use. They are read again while the proxy serves."""
 
-    Attributes:
-        api_keys: The keys that clients may present; empty if all may come.
-        engine_key: Sent to the engines as their API key.
-        admin_token: What administrators present; None if they need no token.
-        tenants: Empty if there are none.
-    """
-
-    api_keys: tuple[Secret, ...]
-    engine_key: Secret | None
-    admin_token: Secret | None
-    tenants: tuple[Tenant, ...] = ()
+    api_keys: tuple[Secret, ...]  # The keys that clients may present; empty if all may come.
+    engine_key: Secret | None  # Sent to the engines as their API key.
+    admin_token: Secret | None  # What administrators present; None if they need no token.
+    tenants: tuple[Tenant, ...] = ()  # Empty if there are none.
 
     @property
     def secrets(self) -> list[Secret]:

@@ -88,19 +88,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeCommand:
-    """What was called, as far as the process needs it again.
+    """What was called, as far as the process needs it again."""
 
-    Attributes:
-        words: The command line, the command first.
-        owns_engines: Whether it has started engines, which end with this process.
-        read_credentials: Reads the files of keys, certificates and tenants again. Raises ConfigError.
-        make_group: See `Environment`.
-    """
-
-    words: "Sequence[str]"
-    owns_engines: bool
+    words: "Sequence[str]"  # The command line, the command first.
+    owns_engines: bool  # Whether it has started engines, which end with this process.
+    # Reads the files of keys, certificates and tenants again. Raises ConfigError.
     read_credentials: "Callable[[], Credentials]"
-    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None
+    make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None  # See `Environment`.
 
 
 def serve(config: "ProxyConfig", command: ServeCommand) -> int:

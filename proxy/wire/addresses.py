@@ -27,9 +27,6 @@ class Addresses:
         loop: Runs the look-ups.
         resolve: By default the loop's `getaddrinfo`.
         ttl_s: How long addresses are valid.
-
-    Attributes:
-        known: The last good addresses; empty if the name has never resolved.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class Addresses:
         resolve: Resolve | None = None,
         ttl_s: float = 5.0,
     ) -> None:
-        self.known: list[str] = []
+        self.known: list[str] = []  # The last good addresses; empty if the name has never resolved.
         self._host = host
         self._port = port
         self._loop = loop

@@ -20,16 +20,12 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Pieces:
-    """A large body to send, as it lies in memory: put together it would be copied.
-
-    Attributes:
-        parts: Its bytes, in order.
-    """
+    """A large body to send, as it lies in memory: put together it would be copied."""
 
     __slots__ = ("_size", "parts")
 
     def __init__(self, parts: list[bytes | memoryview]) -> None:
-        self.parts = parts
+        self.parts = parts  # Its bytes, in order.
         self._size = sum(map(len, parts))
 
     def __len__(self) -> int:
@@ -49,32 +45,21 @@ class Learned(Struct):
     """What the application has worked out of a head.
 
     The requests of a connection share it whose heads differ at most by the length of their bodies.
-
-    Attributes:
-        facts: The application's own; None until it has any.
     """
 
-    facts: Any = None
+    facts: Any = None  # The application's own; None until it has any.
 
 
 class HttpRequest(Struct):
-    """A complete request.
-
-    Attributes:
-        path: The target before `?`, not percent-decoded.
-        query: The target after `?`.
-        body: The whole body, without framing.
-        peer: The client's address and port, for logs.
-        learned: Of its head.
-    """
+    """A complete request."""
 
     method: bytes
-    path: bytes
-    query: bytes
+    path: bytes  # The target before `?`, not percent-decoded.
+    query: bytes  # The target after `?`.
     headers: Headers
-    body: bytes
-    peer: str
-    learned: Learned = field(default_factory=Learned)
+    body: bytes  # The whole body, without framing.
+    peer: str  # The client's address and port, for logs.
+    learned: Learned = field(default_factory=Learned)  # Of its head.
 
     def header(self, name: bytes) -> bytes | None:
         """Return the first value of a header, by its lower-case name."""
@@ -83,19 +68,13 @@ class HttpRequest(Struct):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a request is not served.
+    """Why a request is not served."""
 
-    Attributes:
-        status: The status of the answer.
-        message: The message for the client.
-        headers: Headers of the answer, in addition to those of every error.
-        param: The field of the request that is at fault; None if there is none.
-    """
-
-    status: int
-    message: str
+    status: int  # The status of the answer.
+    message: str  # The message for the client.
+    # Headers of the answer, in addition to those of every error.
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    param: str | None = None
+    param: str | None = None  # The field of the request that is at fault; None if there is none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +171,14 @@ class WireFault(Enum):
 
 
 class WireError(BalanceRouteError):
-    """An exchange that did not end with a complete response.
-
-    Attributes:
-        kind: The kind of failure.
-        sent: Whether bytes of the request were written; if not, the engine never saw it.
-        answered: Whether any byte of a response arrived.
-    """
+    """An exchange that did not end with a complete response."""
 
     def __init__(self, kind: WireFault, message: str, *, sent: bool, answered: bool) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind = kind  # The kind of failure.
+        # Whether bytes of the request were written; if not, the engine never saw it.
         self.sent = sent
-        self.answered = answered
+        self.answered = answered  # Whether any byte of a response arrived.
 
     @property
     def is_loss(self) -> bool:
@@ -213,17 +187,13 @@ class WireError(BalanceRouteError):
 
 
 class MalformedError(BalanceRouteError):
-    """Bytes that violate HTTP/1.1 or a limit.
-
-    Attributes:
-        rejection: The answer of a server.
-    """
+    """Bytes that violate HTTP/1.1 or a limit."""
 
     def __init__(
         self, message: str, status: int = 400, headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> None:
         super().__init__(message)
-        self.rejection = Rejection(status, message, headers)
+        self.rejection = Rejection(status, message, headers)  # The answer of a server.
 
 
 class UnsafeHeaderError(BalanceRouteError, ValueError):
@@ -258,13 +228,9 @@ class ResponseHandler(Protocol):
 
 
 class LineHandler(ResponseHandler, Protocol):
-    """Receives the events of a stream as lines, too.
+    """Receives the events of a stream as lines, too."""
 
-    Attributes:
-        takes_lines: Whether it does at present.
-    """
-
-    takes_lines: bool
+    takes_lines: bool  # Whether it does at present.
 
     def on_line(self, line: bytes) -> None:
         """Process, instead of by `on_data`, an event of one line, without the blank line behind it."""
@@ -326,16 +292,12 @@ class BodyBudget:
 
     Args:
         limit: The most bytes; None for no limit.
-
-    Attributes:
-        used: Bytes now.
-        rejected: Requests that did not fit.
     """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self.used = 0
-        self.rejected = 0
+        self.used = 0  # Bytes now.
+        self.rejected = 0  # Requests that did not fit.
 
     def check(self, size: int) -> None:
         """Raise MalformedError (503) if there is no room for `size` more bytes."""

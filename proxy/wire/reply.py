@@ -13,24 +13,17 @@ class Reply(Protocol):
     """The answer to one request: one `send`, or `start`, any number of `write`, and `end` or `abort`.
 
     After the answer, or once the client is gone, every method does nothing.
-
-    Attributes:
-        closed: Nothing more can be sent.
-        started: The head of a streamed answer was sent.
-        written: Bytes passed to the transport.
-        on_closed: Called once if the client leaves before the answer is complete.
-        on_pause: Called when the write buffer exceeds its limit, possibly within `write`.
-        on_resume: Called when a paused reply may be written again.
-        more_headers: Of the answer, behind those that it is given.
     """
 
-    closed: bool
-    started: bool
-    written: int
+    closed: bool  # Nothing more can be sent.
+    started: bool  # The head of a streamed answer was sent.
+    written: int  # Bytes passed to the transport.
+    # Called once if the client leaves before the answer is complete.
     on_closed: Callable[[], None] | None
+    # Called when the write buffer exceeds its limit, possibly within `write`.
     on_pause: Callable[[], None] | None
-    on_resume: Callable[[], None] | None
-    more_headers: Headers
+    on_resume: Callable[[], None] | None  # Called when a paused reply may be written again.
+    more_headers: Headers  # Of the answer, behind those that it is given.
 
     @property
     def commented(self) -> bool:
@@ -102,13 +95,9 @@ Application = Callable[[HttpRequest, Reply], None]
 
 
 class AnyTransport(Protocol):
-    """The connection or stream of a reply.
+    """The connection or stream of a reply."""
 
-    Attributes:
-        paused: More waits to be sent than the limit.
-    """
-
-    paused: bool
+    paused: bool  # More waits to be sent than the limit.
 
     def answered(self) -> None:
         """Note that the answer is complete."""

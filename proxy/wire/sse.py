@@ -23,16 +23,13 @@ class EventScanner:
 
     In a stream whose lines end with a lone CR an event is complete only when the next byte arrives:
     that byte may be the LF of a CRLF.
-
-    Attributes:
-        tail: The bytes that are no complete event yet.
     """
 
     __slots__ = ("_max_event_bytes", "tail")
 
     def __init__(self, *, max_event_bytes: int = 16 << 20) -> None:
         self._max_event_bytes = max_event_bytes
-        self.tail = bytearray()
+        self.tail = bytearray()  # The bytes that are no complete event yet.
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the events that these bytes complete, each with its terminator.

@@ -24,17 +24,13 @@ _LARGE_BYTES = 65_536
 
 
 class WriteTurn:
-    """The connections that have something to write in the present turn.
-
-    Attributes:
-        waiting: Those that wait for it to end.
-    """
+    """The connections that have something to write in the present turn."""
 
     __slots__ = ("_call_soon", "waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon
-        self.waiting: list[TurnTransport] = []
+        self.waiting: list[TurnTransport] = []  # Those that wait for it to end.
 
     def begin(self) -> None:
         """See that those that wait are flushed at the end of the turn."""
@@ -63,24 +59,18 @@ class Borrower(Protocol):
 
 
 class TurnTransport:
-    """A transport whose writes wait for the end of the turn, or for whatever else is asked of it.
-
-    Attributes:
-        is_closing: Returns whether it is closed or about to be.
-        pending: What waits.
-        send: Writes to the transport itself.
-    """
+    """A transport whose writes wait for the end of the turn, or for whatever else is asked of it."""
 
     __slots__ = ("_borrower", "_transport", "_turn", "_waiting", "is_closing", "pending", "send")
 
     def __init__(self, transport: asyncio.Transport, turn: WriteTurn) -> None:
-        self.is_closing = transport.is_closing
-        self.send: Callable[[bytes], None] = transport.write
+        self.is_closing = transport.is_closing  # Returns whether it is closed or about to be.
+        self.send: Callable[[bytes], None] = transport.write  # Writes to the transport itself.
         self._transport = transport
         self._turn = turn
         self._waiting = turn.waiting
         self._borrower: Borrower | None = None
-        self.pending = b""
+        self.pending = b""  # What waits.
 
     def lend(self, borrower: Borrower) -> int:
         """Let somebody else use the socket until `reclaim`; return its descriptor, -1 if nobody can.
@@ -229,9 +219,6 @@ class WriteProgress:
 
     Args:
         timeout_s: A peer that takes nothing for this long, while data waits, has stalled.
-
-    Attributes:
-        check_s: How often to check.
     """
 
     __slots__ = ("_drained", "_since_s", "_timeout_s", "check_s")
@@ -240,7 +227,7 @@ class WriteProgress:
         self._timeout_s = timeout_s
         self._drained: int | None = None
         self._since_s = 0.0
-        self.check_s = timeout_s / 4
+        self.check_s = timeout_s / 4  # How often to check.
 
     def begin(self, now_s: float) -> None:
         """Begin with a new answer."""

@@ -207,21 +207,13 @@ _RAN: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Wire:
-    """A request as an agent sends it.
+    """A request as an agent sends it."""
 
-    Attributes:
-        name: What it shows.
-        target: Path and query.
-        headers: Of the agent.
-        body: Without the model.
-        status: What an engine answers.
-    """
-
-    name: str
-    target: str
-    headers: dict[str, str]
-    body: dict[str, Any] = field(repr=False)
-    status: int = 200
+    name: str  # What it shows.
+    target: str  # Path and query.
+    headers: dict[str, str]  # Of the agent.
+    body: dict[str, Any] = field(repr=False)  # Without the model.
+    status: int = 200  # What an engine answers.
 
 
 def wires() -> Iterator[Wire]:
@@ -739,14 +731,10 @@ class AgentChecks:
 
 
 class _Stream:
-    """A streamed chat whose events are timed.
-
-    Attributes:
-        times: When each came, on the monotonic clock.
-    """
+    """A streamed chat whose events are timed."""
 
     def __init__(self, proxy: Proxy, text: str) -> None:
-        self.times: list[float] = []
+        self.times: list[float] = []  # When each came, on the monotonic clock.
         self._left = False
         path, body = chat(text, max_tokens=_STREAMED_TOKENS, stream=True, ignore_eos=True)
         self._url, self._body = f"{proxy.url}{path}", body

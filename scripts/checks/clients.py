@@ -32,15 +32,10 @@ _INSTALL_S = 1200.0
 
 @dataclass(frozen=True)
 class Kit:
-    """Client libraries that go together.
+    """Client libraries that go together."""
 
-    Attributes:
-        name: Of the environment, in build/clients.
-        packages: From the package index.
-    """
-
-    name: str
-    packages: tuple[str, ...]
+    name: str  # Of the environment, in build/clients.
+    packages: tuple[str, ...]  # From the package index.
 
     @property
     def python(self) -> Path:

@@ -154,22 +154,14 @@ _SAMPLE = re.compile(r"(?P<name>[a-z_:]+)(\{(?P<labels>[^}]*)\})? (?P<value>\S+)
 
 @dataclass(frozen=True)
 class Order:
-    """How to start one engine.
+    """How to start one engine."""
 
-    Attributes:
-        name: Of its log.
-        model: A folder in `MODELS`.
-        kv_transfer: The connector's configuration, JSON.
-        flags: Further ones of `vllm serve`.
-        environment: Further variables.
-        kv_ports: Where it publishes its KV cache events, and sends them again; None for nowhere.
-    """
-
-    name: str
-    model: str
-    kv_transfer: str
-    flags: Sequence[str] = ()
-    environment: Mapping[str, str] | None = None
+    name: str  # Of its log.
+    model: str  # A folder in `MODELS`.
+    kv_transfer: str  # The connector's configuration, JSON.
+    flags: Sequence[str] = ()  # Further ones of `vllm serve`.
+    environment: Mapping[str, str] | None = None  # Further variables.
+    # Where it publishes its KV cache events, and sends them again; None for nowhere.
     kv_ports: tuple[int, int] | None = None
 
 
@@ -369,23 +361,14 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Fleet:
-    """What runs.
+    """What runs."""
 
-    Attributes:
-        prefillers: The prefill engines.
-        decoders: The decode engines.
-        connector: As the proxy calls it.
-        flags: What every proxy before it is told.
-        folder: For logs.
-        steps: Where the decode engines leave their step traces.
-    """
-
-    prefillers: Sequence[Engine]
-    decoders: Sequence[Engine]
-    connector: str
-    flags: Sequence[str]
-    folder: Path
-    steps: Path
+    prefillers: Sequence[Engine]  # The prefill engines.
+    decoders: Sequence[Engine]  # The decode engines.
+    connector: str  # As the proxy calls it.
+    flags: Sequence[str]  # What every proxy before it is told.
+    folder: Path  # For logs.
+    steps: Path  # Where the decode engines leave their step traces.
 
     @contextmanager
     def proxy(
@@ -526,21 +509,14 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 
 
 class Streaming:
-    """A streamed answer that is read by a thread of its own.
-
-    Attributes:
-        status: Of the answer; 0 until it came.
-        request_id: As the answer says.
-        events: The events so far.
-        lines: What came, line by line.
-        error: What an error event said, or what broke; None if nothing did.
-    """
+    """A streamed answer that is read by a thread of its own."""
 
     def __init__(self, url: str, path: str, body: dict[str, Any]) -> None:
-        self.status = 0
-        self.request_id = ""
-        self.events: list[dict[str, Any]] = []
-        self.lines: list[str] = []
+        self.status = 0  # Of the answer; 0 until it came.
+        self.request_id = ""  # As the answer says.
+        self.events: list[dict[str, Any]] = []  # The events so far.
+        self.lines: list[str] = []  # What came, line by line.
+        # What an error event said, or what broke; None if nothing did.
         self.error: str | None = None
         self._url, self._body = f"{url}{path}", body
         self._ended = False

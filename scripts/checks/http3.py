@@ -179,14 +179,10 @@ def _key_hash(cert: Path) -> str:
 
 
 class _Pipe:
-    """Commands to a browser, and what it says.
-
-    Attributes:
-        session: The page that commands are for; empty for the browser itself.
-    """
+    """Commands to a browser, and what it says."""
 
     def __init__(self, write: int, read: int) -> None:
-        self.session = ""
+        self.session = ""  # The page that commands are for; empty for the browser itself.
         self._write, self._read = write, read
         self._text = b""
         self._number = 0

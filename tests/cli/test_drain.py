@@ -24,18 +24,12 @@ ROWS = [
 
 
 class Listener:
-    """Answers orders as it is told to.
-
-    Attributes:
-        status: Of the answer to an order.
-        orders: The bodies of the orders.
-        tokens: What was presented.
-    """
+    """Answers orders as it is told to."""
 
     def __init__(self) -> None:
-        self.status = 200
-        self.orders: list[Any] = []
-        self.tokens: list[str | None] = []
+        self.status = 200  # Of the answer to an order.
+        self.orders: list[Any] = []  # The bodies of the orders.
+        self.tokens: list[str | None] = []  # What was presented.
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
         if method == "GET":

@@ -40,21 +40,15 @@ def body_of() -> Callable[[str], bytes]:
 
 
 class Exchanged:
-    """One exchange, as far as it has come.
-
-    Attributes:
-        status: 0 until the head came.
-        events: Of a stream: its complete events.
-        error: How it broke off, or None.
-    """
+    """One exchange, as far as it has come."""
 
     call: Call
 
     def __init__(self) -> None:
-        self.status = 0
+        self.status = 0  # 0 until the head came.
         self.headers: Headers = []
-        self.events: list[bytes] = []
-        self.error: WireError | None = None
+        self.events: list[bytes] = []  # Of a stream: its complete events.
+        self.error: WireError | None = None  # How it broke off, or None.
         self._body = bytearray()
         self._over = asyncio.Event()
         self._more = asyncio.Event()
@@ -154,23 +148,18 @@ Handler = Callable[[str, HttpRequest, Reply], None]
 
 
 class Site:
-    """A proxy before emulated engines, and a client that speaks to each of them.
-
-    Attributes:
-        world: The proxy and its engines.
-        seen: What the engines received, but for what the proxy asks them by itself.
-        handlers: Paths that the engines answer otherwise than an emulated engine does.
-        rank_handlers: Likewise, of the decode engines alone.
-        lacking: Paths that engines do not have whose names begin so.
-    """
+    """A proxy before emulated engines, and a client that speaks to each of them."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world = world  # The proxy and its engines.
         self.loop = world.loop
         self.fleet = world.fleet
+        # What the engines received, but for what the proxy asks them by itself.
         self.seen: list[Seen] = []
+        # Paths that the engines answer otherwise than an emulated engine does.
         self.handlers: dict[bytes, Handler] = {}
-        self.rank_handlers: dict[bytes, Handler] = {}
+        self.rank_handlers: dict[bytes, Handler] = {}  # Likewise, of the decode engines alone.
+        # Paths that engines do not have whose names begin so.
         self.lacking: dict[bytes, tuple[str, ...]] = {}
         self._endpoints: dict[int, Endpoint] = {}
 

@@ -70,20 +70,13 @@ class Client:
 
 
 class Served:
-    """A running `balanceroute serve`.
-
-    Attributes:
-        process: The process.
-        line: What it printed when it was ready.
-        client: Speaks to its public listener.
-        admin: Speaks to its admin listener.
-    """
+    """A running `balanceroute serve`."""
 
     def __init__(self, process: asyncio.subprocess.Process, line: str) -> None:
-        self.process = process
-        self.line = line
-        self.client: Client
-        self.admin: Client
+        self.process = process  # The process.
+        self.line = line  # What it printed when it was ready.
+        self.client: Client  # Speaks to its public listener.
+        self.admin: Client  # Speaks to its admin listener.
 
     def ports(self) -> tuple[int, int]:
         public, admin = (word.rpartition(":")[2] for word in self.line.split(", "))

@@ -26,16 +26,11 @@ def choice(text: str, finish_reason: str) -> dict[str, Any]:
 
 
 class Engines:
-    """Prefillers that hand out blocks, and decode ranks that pull them.
-
-    Attributes:
-        failing: How the first decode leg ends: "reset", "500" or "event".
-        pulls: The blocks that were pulled, in order.
-    """
+    """Prefillers that hand out blocks, and decode ranks that pull them."""
 
     def __init__(self, failing: str) -> None:
-        self.failing = failing
-        self.pulls: list[int] = []
+        self.failing = failing  # How the first decode leg ends: "reset", "500" or "event".
+        self.pulls: list[int] = []  # The blocks that were pulled, in order.
         self._blocks = 0
 
     def answer(self, engine: str, request: "HttpRequest", reply: "Reply") -> None:

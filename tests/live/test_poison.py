@@ -44,14 +44,10 @@ def is_poison(request: "HttpRequest") -> bool:
 
 
 class Poisoned:
-    """Has engines of a role die of requests that are named so.
-
-    Attributes:
-        dead: The engines that died, in order.
-    """
+    """Has engines of a role die of requests that are named so."""
 
     def __init__(self, site: "Site", role: str, after_s: float = 0.0) -> None:
-        self.dead: list[str] = []
+        self.dead: list[str] = []  # The engines that died, in order.
         self._site, self._take = site, site.take
         self._role, self._after_s = role, after_s
         site.take = self._taken  # type: ignore[method-assign]

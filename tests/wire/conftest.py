@@ -199,18 +199,13 @@ Script = Callable[[RawConnection], Awaitable[None]]
 
 
 class RawEngine:
-    """Runs the next script for each connection it accepts.
-
-    Attributes:
-        endpoint: The subject, connected to this engine.
-        accepted: Connections so far.
-    """
+    """Runs the next script for each connection it accepts."""
 
     def __init__(self, scripts: list[Script]) -> None:
         self._scripts = scripts
-        self.accepted = 0
+        self.accepted = 0  # Connections so far.
         self.errors: list[BaseException] = []
-        self.endpoint: Endpoint
+        self.endpoint: Endpoint  # The subject, connected to this engine.
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         script = self._scripts[self.accepted]

@@ -27,16 +27,11 @@ NO_NAME = socket.gaierror(socket.EAI_NONAME, "name or service not known")
 
 
 class Resolver:
-    """Returns given answers.
-
-    Attributes:
-        answer: Addresses, or what is raised, or None to be silent.
-        asked: How often.
-    """
+    """Returns given answers."""
 
     def __init__(self, answer: list[str] | Exception | None) -> None:
-        self.answer = answer
-        self.asked = 0
+        self.answer = answer  # Addresses, or what is raised, or None to be silent.
+        self.asked = 0  # How often.
 
     async def __call__(self, host: str, port: int) -> list[str]:
         assert (host, port) == ("engine", PORT)

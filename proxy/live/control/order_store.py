@@ -30,31 +30,23 @@ _ALONE = ""
 
 
 class OrderedState(Struct, frozen=True):
-    """The engines, the policy and the log level, as they were ordered, and a limit that was found.
-
-    Attributes:
-        draining: The engines to which nothing new goes.
-        discovered: The engines that are here because they were found; see `Reconciler`.
-        leaving: Of these, those that are drained because they are found no more.
-        basis: Names the settings that it was made of.
-        log_level: Empty for that of the settings.
-        inflight_limit: What `--aimd` had come to, per rank; None to begin anew.
-        paused: Whether no prefill may start; see `Pausing`.
-        deadlines: Of those that are drained, some, with the Unix time at which they are left.
-        removing: Of these, some that are to be forgotten when they have no request.
-    """
+    """The engines, the policy and the log level, as they were ordered, and a limit that was found."""
 
     policy: str
     prefillers: tuple[PrefillServer, ...]
     decoders: tuple[DecodeServer, ...]
-    draining: tuple[Target, ...] = ()
+    draining: tuple[Target, ...] = ()  # The engines to which nothing new goes.
+    # The engines that are here because they were found; see `Reconciler`.
     discovered: tuple[Target, ...] = ()
+    # Of these, those that are drained because they are found no more.
     leaving: tuple[Target, ...] = ()
-    basis: str = ""
-    log_level: str = ""
-    inflight_limit: int | None = None
-    paused: bool = False
+    basis: str = ""  # Names the settings that it was made of.
+    log_level: str = ""  # Empty for that of the settings.
+    inflight_limit: int | None = None  # What `--aimd` had come to, per rank; None to begin anew.
+    paused: bool = False  # Whether no prefill may start; see `Pausing`.
+    # Of those that are drained, some, with the Unix time at which they are left.
     deadlines: tuple[tuple[Target, float], ...] = ()
+    # Of these, some that are to be forgotten when they have no request.
     removing: tuple[Target, ...] = ()
 
 
@@ -226,17 +218,12 @@ _PLACE = "[[model]]"
 
 
 class _GroupChanges(Struct, frozen=True):
-    """What was ordered.
+    """What was ordered."""
 
-    Attributes:
-        basis: Names the groups of the settings that it was ordered for.
-        added: What the `[[model]]` tables of the groups that were added would have.
-        removed: The groups of the settings that were removed.
-    """
-
-    basis: str
+    basis: str  # Names the groups of the settings that it was ordered for.
+    # What the `[[model]]` tables of the groups that were added would have.
     added: tuple[dict[str, Any], ...] = ()
-    removed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()  # The groups of the settings that were removed.
 
 
 class GroupsInForce:

@@ -162,26 +162,18 @@ _REMOVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """An instance to add.
+    """An instance to add."""
 
-    Attributes:
-        role: What it does.
-        url: Its address.
-        ranks: The number of a decode server's ranks.
-        asked: Whether the server told it, so that it is asked again after a restart.
-        bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
-        kv_events: Where a prefiller publishes its KV cache events; None if it does not say.
-        kv_replay: Where it sends them again; likewise.
-        found: Whether it was found, and may come and go again and again: it has the numbers that it had.
-    """
-
-    role: Role
-    url: str
-    ranks: int | None = None
-    asked: bool = False
+    role: Role  # What it does.
+    url: str  # Its address.
+    ranks: int | None = None  # The number of a decode server's ranks.
+    asked: bool = False  # Whether the server told it, so that it is asked again after a restart.
+    # The address of a prefiller's bootstrap server; None for the usual one.
     bootstrap: str | None = None
+    # Where a prefiller publishes its KV cache events; None if it does not say.
     kv_events: str | None = None
-    kv_replay: str | None = None
+    kv_replay: str | None = None  # Where it sends them again; likewise.
+    # Whether it was found, and may come and go again and again: it has the numbers that it had.
     found: bool = False
 
 
@@ -198,13 +190,6 @@ class Roster:
         utilisation_limit: KV-cache use of a prefiller above which it takes no prefill.
         pairing: Asks each engine what it is before it takes anything.
         left: Called with the address of an engine that is there no more.
-
-    Attributes:
-        pairing: As given.
-        deadlines: When requests leave the engines that are drained.
-        servers: What was said of each engine that is not removed.
-        removing: Those of them that are drained, to be forgotten when they have no request.
-        silent: The decode servers that have not told their ranks yet.
     """
 
     def __init__(
@@ -222,10 +207,12 @@ class Roster:
         left: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.instances = instances
-        self.pairing = pairing
+        self.pairing = pairing  # As given.
         self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
+        # What was said of each engine that is not removed.
         self.servers: dict[Target, PrefillServer | DecodeServer] = {}
+        # The decode servers that have not told their ranks yet.
         self.silent: list[DecodeServer] = []
         self._slots = slots
         self._connector = connector
@@ -241,12 +228,14 @@ class Roster:
         # Makes the scheduler fit the instances; set with `attach`.
         self._reconfigure: Callable[[], None] = lambda: None
         self._ordered = self._reconfigure  # Called after each change by order.
+        # When requests leave the engines that are drained.
         self.deadlines = DrainDeadlines(self._deadline_came, unix_s)
         # See `one_change`: how many are open, what they have added, and whether they changed anything.
         self._open_changes = 0
         self._added: list[Target] = []
         self._changed = False
         self._settled_s = -_AGAIN_S
+        # Those of them that are drained, to be forgotten when they have no request.
         self.removing: set[Target] = set()
         self._removal: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -56,13 +56,10 @@ class Slices:
 
     Args:
         role: What their engines do; None for what their label says.
-
-    Attributes:
-        version: Up to which change they are known, in the server's words.
     """
 
     def __init__(self, role: Role | None) -> None:
-        self.version = ""
+        self.version = ""  # Up to which change they are known, in the server's words.
         self._role = role
         self._found: dict[Target, Found] = {}
         # What slices say of pods; of that what counts; and the pods that have an address.
@@ -228,16 +225,11 @@ _LINE_BYTES = 8 << 20
 
 
 class LineStream:
-    """Receives one response; see `ResponseHandler`. An error answer is one line.
-
-    Attributes:
-        status: 0 until the head came.
-        answered: Set when it came, or the answer broke off.
-    """
+    """Receives one response; see `ResponseHandler`. An error answer is one line."""
 
     def __init__(self) -> None:
-        self.status = 0
-        self.answered = asyncio.Event()
+        self.status = 0  # 0 until the head came.
+        self.answered = asyncio.Event()  # Set when it came, or the answer broke off.
         self._lines: deque[bytes] = deque()
         self._rest = b""
         self._error: WireError | None = None

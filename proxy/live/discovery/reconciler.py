@@ -310,24 +310,17 @@ def _order(target: Target) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An engine, as its source tells it.
-
-    Attributes:
-        ranks: The ranks of a decode server; None to ask it.
-        bootstrap: The address of a prefiller's bootstrap server; None for the usual one.
-        kv_events: Where a prefiller publishes its KV cache events; None if its source does not say.
-        kv_replay: Where it sends them again; likewise.
-        ready: Whether it serves already. One that is registered stays so either way.
-        leaving: Whether it is about to end.
-    """
+    """An engine, as its source tells it."""
 
     target: Target
-    ranks: int | None = None
+    ranks: int | None = None  # The ranks of a decode server; None to ask it.
+    # The address of a prefiller's bootstrap server; None for the usual one.
     bootstrap: str | None = None
+    # Where a prefiller publishes its KV cache events; None if its source does not say.
     kv_events: str | None = None
-    kv_replay: str | None = None
-    ready: bool = True
-    leaving: bool = False
+    kv_replay: str | None = None  # Where it sends them again; likewise.
+    ready: bool = True  # Whether it serves already. One that is registered stays so either way.
+    leaving: bool = False  # Whether it is about to end.
 
 
 View = Mapping[Target, Found]

@@ -39,33 +39,22 @@ _UNSET = "auto"  # The type that the weights have.
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine tells; empty for what it does not.
-
-    Attributes:
-        weights: Names of base models, each with where its weights come from.
-        cache_dtypes: Of its data-parallel ranks, each once.
-        block_tokens: Likewise.
-    """
+    """What an engine tells; empty for what it does not."""
 
     version: str = ""
+    # Names of base models, each with where its weights come from.
     weights: frozenset[tuple[str, str]] = frozenset()
-    cache_dtypes: frozenset[str] = frozenset()
-    block_tokens: frozenset[int] = frozenset()
+    cache_dtypes: frozenset[str] = frozenset()  # Of its data-parallel ranks, each once.
+    block_tokens: frozenset[int] = frozenset()  # Likewise.
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One difference between a prefiller and a decode engine.
+    """One difference between a prefiller and a decode engine."""
 
-    Attributes:
-        what: The two values, decode's first.
-        why: What follows.
-        refused: Whether the pair cannot work.
-    """
-
-    what: str
-    why: str
-    refused: bool
+    what: str  # The two values, decode's first.
+    why: str  # What follows.
+    refused: bool  # Whether the pair cannot work.
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"

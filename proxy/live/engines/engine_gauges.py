@@ -47,48 +47,35 @@ class MetricsPageError(BalanceRouteError):
 
 @dataclass(frozen=True, slots=True)
 class EngineGauges:
-    """What a page says.
+    """What a page says."""
 
-    Attributes:
-        kv_cache_usage: 0 to 1; that of the fullest engine.
-        late_pulls: KV caches that were pulled after their lease had ended, since the engine started;
-            None if the page does not say.
-        engines: The values of the label `engine`, one for each data-parallel rank; "0" stands for a
-            page without that label.
-        waiting: Requests that wait, the mean over its engines; 0 if the page does not say.
-        running: Requests that run, likewise.
-        kv_tokens: KV tokens that an engine holds, of the smallest; None if the page does not say.
-        loads: How busy each of `engines` is.
-        asleep: Whether one of them sleeps; False if the page does not say.
-    """
-
-    kv_cache_usage: float
+    kv_cache_usage: float  # 0 to 1; that of the fullest engine.
+    # KV caches that were pulled after their lease had ended, since the engine started; None if the
+    # page does not say.
     late_pulls: int | None
+    # The values of the label `engine`, one for each data-parallel rank; "0" stands for a page
+    # without that label.
     engines: frozenset[str]
+    # Requests that wait, the mean over its engines; 0 if the page does not say.
     waiting: float = 0.0
-    running: float = 0.0
+    running: float = 0.0  # Requests that run, likewise.
+    # KV tokens that an engine holds, of the smallest; None if the page does not say.
     kv_tokens: int | None = None
-    loads: Mapping[str, EngineLoad] = field(default_factory=dict)
-    asleep: bool = False
+    loads: Mapping[str, EngineLoad] = field(default_factory=dict)  # How busy each of `engines` is.
+    asleep: bool = False  # Whether one of them sleeps; False if the page does not say.
 
 
 @dataclass(frozen=True, slots=True)
 class KvSigns:
-    """What a page tells of the engine's KV connector; None for what it does not.
+    """What a page tells of the engine's KV connector; None for what it does not."""
 
-    Attributes:
-        engines: As in `EngineGauges`; empty for a page that says nothing.
-        computed: Prompt tokens since the engine's start.
-        asked: Those of which a KV connector was asked. vLLM asks it for each prompt, if it has one.
-        nixl: Whether NIXL has metrics there, as it has from the start.
-        pulls: KV caches that NIXL pulled.
-    """
-
+    # As in `EngineGauges`; empty for a page that says nothing.
     engines: frozenset[str] = frozenset()
-    computed: float | None = None
+    computed: float | None = None  # Prompt tokens since the engine's start.
+    # Those of which a KV connector was asked. vLLM asks it for each prompt, if it has one.
     asked: float | None = None
-    nixl: bool = False
-    pulls: float = 0.0
+    nixl: bool = False  # Whether NIXL has metrics there, as it has from the start.
+    pulls: float = 0.0  # KV caches that NIXL pulled.
 
 
 def kv_signs(page: bytes) -> KvSigns:

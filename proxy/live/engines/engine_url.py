@@ -31,18 +31,12 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class EngineUrl:
-    """The address of an engine, or of one data-parallel rank behind it.
+    """The address of an engine, or of one data-parallel rank behind it."""
 
-    Attributes:
-        scheme: "http" or "https".
-        host: A name in lower case, or an IP address, without brackets.
-        port: From 1 to 65535.
-        rank: The rank to name in the `X-data-parallel-rank` header; None if the address is all.
-    """
-
-    scheme: str
-    host: str
-    port: int
+    scheme: str  # "http" or "https".
+    host: str  # A name in lower case, or an IP address, without brackets.
+    port: int  # From 1 to 65535.
+    # The rank to name in the `X-data-parallel-rank` header; None if the address is all.
     rank: int | None = None
 
     @property

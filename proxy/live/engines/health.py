@@ -48,23 +48,18 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """How instances are watched.
-
-    Attributes:
-        backoff_s: Time in quarantine before the first probe.
-        backoff_max_s: Limit of that time, which doubles with every failure. An instance that stays
-            up for this long starts over.
-        stall_s: A timer this late means that the process itself stood still.
-    """
+    """How instances are watched."""
 
     health_interval_s: float = seconds(2.0, "between two health checks of an engine")
     health_timeout_s: float = seconds(2.0, "for such a check")
     quarantine_failures: int = integer(
         3, "failures in a row after which an engine gets nothing until it is healthy", 1, 10**6
     )
-    backoff_s: float = 1.0
+    backoff_s: float = 1.0  # Time in quarantine before the first probe.
+    # Limit of that time, which doubles with every failure. An instance that stays up for this long
+    # starts over.
     backoff_max_s: float = 30.0
-    stall_s: float = 1.0
+    stall_s: float = 1.0  # A timer this late means that the process itself stood still.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +73,11 @@ class HealthState:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The last quarantine of one instance.
+    """The last quarantine of one instance."""
 
-    Attributes:
-        reason: Why; empty if it never was quarantined.
-        since: When, in unix seconds; None if it never was.
-        next_probe_s: Seconds until it is probed next; None unless it is quarantined.
-    """
-
-    reason: str = ""
-    since: float | None = None
+    reason: str = ""  # Why; empty if it never was quarantined.
+    since: float | None = None  # When, in unix seconds; None if it never was.
+    # Seconds until it is probed next; None unless it is quarantined.
     next_probe_s: float | None = None
 
 
@@ -96,29 +86,22 @@ NO_QUARANTINE = Quarantine()
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """One instance.
-
-    Attributes:
-        backoff_s: The wait that its next quarantine begins with.
-        known: Whether its state is more than a guess.
-        probes: How many have ended.
-        answered_s: When its /health last answered 200 to a probe.
-    """
+    """One instance."""
 
     target: Target
     next_probe_s: float
-    backoff_s: float
+    backoff_s: float  # The wait that its next quarantine begins with.
     up: bool = True
     on_trial: bool = False
     gone: bool = False
     probing: bool = False
-    known: bool = False
-    probes: int = 0
+    known: bool = False  # Whether its state is more than a guess.
+    probes: int = 0  # How many have ended.
     request_failures: int = 0
     probe_failures: int = 0
     quarantined_s: float | None = None
     recovered_s: float | None = None
-    answered_s: float | None = None
+    answered_s: float | None = None  # When its /health last answered 200 to a probe.
     reason: str = ""
 
 

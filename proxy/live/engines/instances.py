@@ -120,66 +120,47 @@ UP = Status.UP
 
 
 class Target(Struct, frozen=True):
-    """An instance as health checks and scrapes know it: ranks that share a server are one target.
-
-    Attributes:
-        url: Its base URL, as in `http://10.0.0.1:8000`.
-    """
+    """An instance as health checks and scrapes know it: ranks that share a server are one target."""
 
     role: Role
-    url: str
+    url: str  # Its base URL, as in `http://10.0.0.1:8000`.
 
 
 @dataclass(slots=True, eq=False)
 class Prefiller:
-    """One prefill instance.
+    """One prefill instance."""
 
-    Attributes:
-        id: Its place in the scheduler.
-        target: What health checks watch.
-        bootstrap: URL of its bootstrap server, for connectors that have one. Its KV caches
-            cannot be used before that has answered, so until then it takes no prefills.
-        identity: The answer of the bootstrap server.
-        utilisation: KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
-        crowded: Whether that is too much for another prefill.
-        hand_offs: Prefills that decode ranks called for, running now.
-        lost_kv: How often all KV caches that it had handed out were lost.
-        engines: Ids of the engines seen behind its address.
-        kv_trial: Whether its KV caches could not be pulled, and none has been since.
-        probed: Whether its health is known; see `Health`.
-        asked: Whether it was asked what it is, if anybody asks; see `pairing`.
-        asleep: Whether it tells that it sleeps: it would take requests, and not serve them.
-        unfit: Why it fits no rank that is up; empty if it fits one, or if that is not known.
-        page_doubts: What its pages say against its place here; see `engine_facts`.
-        without_kv: Why no rank could pull what its last prefill left; empty if one could.
-        ranks: The only ranks that it fits; None for all.
-        continuous_usage_is_expensive: Whether it recounts the whole answer for each event.
-        first_tokens: Whether its token is the first of the answer.
-        lacks: Routes that it said not to have, and until when that is believed, by the loop's clock.
-    """
-
-    id: PrefillerId
+    id: PrefillerId  # Its place in the scheduler.
     name: str
-    target: Target
+    target: Target  # What health checks watch.
     endpoint: "Endpoint"
+    # URL of its bootstrap server, for connectors that have one. Its KV caches cannot be used before
+    # that has answered, so until then it takes no prefills.
     bootstrap: str | None = None
-    identity: "BootstrapIdentity | None" = None
+    identity: "BootstrapIdentity | None" = None  # The answer of the bootstrap server.
     status: Status = Status.UP
+    # KV-cache use it reports, 0 to 1; 1 if the report is missing or stale.
     utilisation: float = 0.0
-    crowded: bool = False
-    hand_offs: int = 0
-    lost_kv: int = 0
-    engines: set[str] = field(default_factory=set)
-    kv_trial: bool = False
-    probed: bool = True
-    asked: bool = True
+    crowded: bool = False  # Whether that is too much for another prefill.
+    hand_offs: int = 0  # Prefills that decode ranks called for, running now.
+    lost_kv: int = 0  # How often all KV caches that it had handed out were lost.
+    engines: set[str] = field(default_factory=set)  # Ids of the engines seen behind its address.
+    kv_trial: bool = False  # Whether its KV caches could not be pulled, and none has been since.
+    probed: bool = True  # Whether its health is known; see `Health`.
+    asked: bool = True  # Whether it was asked what it is, if anybody asks; see `pairing`.
+    # Whether it tells that it sleeps: it would take requests, and not serve them.
     asleep: bool = False
+    # Why it fits no rank that is up; empty if it fits one, or if that is not known.
     unfit: str = ""
+    # What its pages say against its place here; see `engine_facts`.
     page_doubts: tuple[str, ...] = ()
-    without_kv: str = ""
-    ranks: frozenset[RankId] | None = None
+    without_kv: str = ""  # Why no rank could pull what its last prefill left; empty if one could.
+    ranks: frozenset[RankId] | None = None  # The only ranks that it fits; None for all.
+    # Whether it recounts the whole answer for each event.
     continuous_usage_is_expensive: bool = False
+    # Whether its token is the first of the answer.
     first_tokens: FirstTokenTrust = field(default_factory=FirstTokenTrust)
+    # Routes that it said not to have, and until when that is believed, by the loop's clock.
     lacks: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -208,39 +189,28 @@ def process_of(engine_id: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """One data-parallel decode rank.
+    """One data-parallel decode rank."""
 
-    Attributes:
-        id: Its place in the scheduler.
-        name: URL, with "@rank" behind it if several ranks share it.
-        target: What health checks watch: its server.
-        header: Value of X-data-parallel-rank, or None if the rank has a URL of its own.
-        probed: Whether the health of its engine is known.
-        asked: Whether its engine was asked what it is, if anybody asks.
-        asleep: Whether it tells that it sleeps.
-        still: Whether it makes no tokens while others do; see `ProgressVeto`.
-        on_trial: Whether it was `still`, and has given no token since it was opened again.
-        unfit: Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
-        page_doubts: What its engine's pages say against its place here; see `engine_facts`.
-        continuous_usage_is_expensive: Whether its engine recounts the whole answer for each event.
-        lacks: See `Prefiller`.
-    """
-
-    id: RankId
-    name: str
-    target: Target
+    id: RankId  # Its place in the scheduler.
+    name: str  # URL, with "@rank" behind it if several ranks share it.
+    target: Target  # What health checks watch: its server.
     endpoint: "Endpoint"
+    # Value of X-data-parallel-rank, or None if the rank has a URL of its own.
     header: bytes | None = None
     status: Status = Status.UP
-    probed: bool = True
-    asked: bool = True
-    asleep: bool = False
-    still: bool = False
+    probed: bool = True  # Whether the health of its engine is known.
+    asked: bool = True  # Whether its engine was asked what it is, if anybody asks.
+    asleep: bool = False  # Whether it tells that it sleeps.
+    still: bool = False  # Whether it makes no tokens while others do; see `ProgressVeto`.
+    # Whether it was `still`, and has given no token since it was opened again.
     on_trial: bool = False
+    # Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
     unfit: str = ""
+    # What its engine's pages say against its place here; see `engine_facts`.
     page_doubts: tuple[str, ...] = ()
+    # Whether its engine recounts the whole answer for each event.
     continuous_usage_is_expensive: bool = False
-    lacks: dict[str, float] = field(default_factory=dict)
+    lacks: dict[str, float] = field(default_factory=dict)  # See `Prefiller`.
 
     @property
     def usable(self) -> bool:
@@ -272,8 +242,6 @@ class Instances:
         rank_blocks: See below.
 
     Attributes:
-        prefillers: By PrefillerId.
-        ranks: By RankId.
         engine_blocks: What the prefillers tell of their prefix caches; None if nobody listens.
         rank_blocks: What the ranks tell of theirs.
     """
@@ -284,8 +252,8 @@ class Instances:
         rank_blocks: "EngineBlocks | None" = None,
     ) -> None:
         self.engine_blocks, self.rank_blocks = engine_blocks, rank_blocks
-        self.prefillers: list[Prefiller] = []
-        self.ranks: list[Rank] = []
+        self.prefillers: list[Prefiller] = []  # By PrefillerId.
+        self.ranks: list[Rank] = []  # By RankId.
         # Those that are found by their targets so far: the lists grow.
         self._prefillers_of: dict[Target, list[Prefiller]] = {}
         self._ranks_of: dict[Target, list[Rank]] = {}

@@ -175,16 +175,12 @@ class KvFeed:
         blocks: The index.
         engine: Whose stream it is: its number in `blocks`.
         replays: Whether batches can be asked for again.
-
-    Attributes:
-        losses: Reasons for which the index was emptied since they were read.
-        ended: Whether it follows no more.
-        other_size: A size of its blocks that is not that of the index; None without.
     """
 
     def __init__(self, blocks: EngineBlocks, engine: int, *, replays: bool) -> None:
-        self.losses: list[str] = []
-        self.ended = False
+        self.losses: list[str] = []  # Reasons for which the index was emptied since they were read.
+        self.ended = False  # Whether it follows no more.
+        # A size of its blocks that is not that of the index; None without.
         self.other_size: int | None = None
         self._blocks = blocks
         self._engine = engine
@@ -295,21 +291,13 @@ class KvFeed:
 
 @dataclass(frozen=True, slots=True)
 class KvEventSource:
-    """One engine's events.
+    """One engine's events."""
 
-    Attributes:
-        feed: Takes them.
-        events: Where it publishes them, as in `tcp://10.0.0.1:5557`.
-        replay: Where it sends them again; None for nowhere.
-        is_wanted: Whether its events still matter.
-        lost: Called with the reason when its index was emptied.
-    """
-
-    feed: KvFeed
-    events: str
-    replay: str | None
-    is_wanted: Callable[[], bool]
-    lost: Callable[[str], None]
+    feed: KvFeed  # Takes them.
+    events: str  # Where it publishes them, as in `tcp://10.0.0.1:5557`.
+    replay: str | None  # Where it sends them again; None for nowhere.
+    is_wanted: Callable[[], bool]  # Whether its events still matter.
+    lost: Callable[[str], None]  # Called with the reason when its index was emptied.
 
 
 # Takes the events of all sources that come, until it is cancelled.

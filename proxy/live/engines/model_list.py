@@ -17,32 +17,22 @@ from balanceroute.proxy.live.openai.body import is_deep
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model of one engine.
-
-    Attributes:
-        parent: The base model of an adapter; None for a base model.
-        max_model_len: The longest context, in tokens; None if the engine does not say.
-        card: Its entry of the page.
-    """
+    """One model of one engine."""
 
     name: str
-    parent: str | None
-    max_model_len: int | None
-    card: Mapping[str, Any]
+    parent: str | None  # The base model of an adapter; None for a base model.
+    max_model_len: int | None  # The longest context, in tokens; None if the engine does not say.
+    card: Mapping[str, Any]  # Its entry of the page.
 
 
 class ModelList:
-    """What is known of the models of each engine that is up.
-
-    Attributes:
-        known: The models of each, in its order.
-        adapters: The names of those that are adapters.
-    """
+    """What is known of the models of each engine that is up."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
+        # The models of each, in its order.
         self.known: Mapping[Target, tuple[ServedModel, ...]] = {}
-        self.adapters: frozenset[str] = frozenset()
+        self.adapters: frozenset[str] = frozenset()  # The names of those that are adapters.
         # By name, and of any model by "": asked for every request.
         self._longest: dict[str, int] = {}
 

@@ -71,10 +71,6 @@ class Pairing:
         fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
         active: Whether it does anything; else all count as fitting.
         models: Those that the engines are to serve; empty for whatever they serve.
-
-    Attributes:
-        active: As given.
-        facts: What each engine told last.
     """
 
     def __init__(
@@ -86,8 +82,8 @@ class Pairing:
         active: bool = True,
         models: Sequence[str] = (),
     ) -> None:
-        self.active = active
-        self.facts: dict[Target, EngineFacts] = {}
+        self.active = active  # As given.
+        self.facts: dict[Target, EngineFacts] = {}  # What each engine told last.
         self._connector, self._models = connector, models
         self._instances = instances
         self._fetch = fetch

@@ -106,13 +106,9 @@ _Reading = Generator[None, None, RequestBody]
 
 
 class Waiting(Protocol):
-    """Who waits for a body.
+    """Who waits for a body."""
 
-    Attributes:
-        closed: The client is gone.
-    """
-
-    closed: bool
+    closed: bool  # The client is gone.
 
 
 def read_at_once(data: bytes) -> RequestBody | BodyError:

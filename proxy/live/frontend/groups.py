@@ -54,29 +54,19 @@ NO_MODEL = (400, "you must provide a model parameter: the proxy serves several")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group.
+    """One group."""
 
-    Attributes:
-        name: Empty if it is the only one.
-        models: The names that it serves and no others; empty to leave that to its engines.
-        intake: Takes its requests.
-        served: The models of its engines.
-        routes: Which of its engines serve which model.
-        pass_through: Serves requests that one of its engines answers alone.
-        tenancy: The tenants' limits.
-        key_is_tenant: Whether each API key is a tenant of its queue.
-        forecast: Returns what time per output token and to the first one a request would meet, in ms;
-            None if nobody asks.
-    """
-
-    name: str
+    name: str  # Empty if it is the only one.
+    # The names that it serves and no others; empty to leave that to its engines.
     models: tuple[str, ...]
-    intake: "Driver"
-    served: "ModelList"
-    routes: "ModelRoutes"
-    pass_through: "PassThrough"
-    tenancy: "Tenancy"
-    key_is_tenant: bool = False
+    intake: "Driver"  # Takes its requests.
+    served: "ModelList"  # The models of its engines.
+    routes: "ModelRoutes"  # Which of its engines serve which model.
+    pass_through: "PassThrough"  # Serves requests that one of its engines answers alone.
+    tenancy: "Tenancy"  # The tenants' limits.
+    key_is_tenant: bool = False  # Whether each API key is a tenant of its queue.
+    # Returns what time per output token and to the first one a request would meet, in ms; None if
+    # nobody asks.
     forecast: "Callable[[Shape], tuple[float, float]] | None" = None
 
     @property
@@ -294,16 +284,11 @@ def refuse_unlisted(model: str, listed: Collection[str]) -> tuple[int, str] | No
 
 
 class ModelRoutes:
-    """The engines of each model.
-
-    Attributes:
-        differ: Whether the engines serve different models.
-        names: What any of them is known to serve.
-    """
+    """The engines of each model."""
 
     def __init__(self, instances: Instances) -> None:
-        self.differ = False
-        self.names: frozenset[str] = frozenset()
+        self.differ = False  # Whether the engines serve different models.
+        self.names: frozenset[str] = frozenset()  # What any of them is known to serve.
         self._instances = instances
         self._last: dict[Target, _Models] = {}
         self._names: list[tuple[Prefiller | Rank, frozenset[str] | None]] = []
@@ -399,20 +384,15 @@ class ModelRoutes:
 
 
 class Asking(Struct, eq=False):
-    """One request that is to be generated.
-
-    Attributes:
-        known: What follows from its head.
-        headers: The client's.
-    """
+    """One request that is to be generated."""
 
     refusals: "Refusals"
     tenant: "Tenant"
     api: "Api"
     shape: "Shape"
     urgency: "Urgency"
-    known: "KnownHead"
-    headers: "Headers"
+    known: "KnownHead"  # What follows from its head.
+    headers: "Headers"  # The client's.
     body: "RequestBody"
     reply: "Reply"
     record: "RequestRecord"
@@ -529,16 +509,11 @@ class FallBack:
 
 
 class ModelAttempt:
-    """What one group has for a client: see `Reply`.
-
-    Attributes:
-        inner: The client.
-        record: The attempt's own.
-    """
+    """What one group has for a client: see `Reply`."""
 
     def __init__(self, chain: FallBack, inner: "Reply", record: "RequestRecord") -> None:
-        self.inner = inner
-        self.record = record
+        self.inner = inner  # The client.
+        self.record = record  # The attempt's own.
         self._chain = chain
         self._given_up = False
         self._on_closed: Callable[[], None] | None = None

@@ -105,11 +105,7 @@ class Owner(Protocol):
 
 
 class SingleExchange:
-    """One request and its answer; see `ResponseHandler`.
-
-    Attributes:
-        among: The only prefillers that can serve it; None for all.
-    """
+    """One request and its answer; see `ResponseHandler`."""
 
     def __init__(
         self,
@@ -122,7 +118,7 @@ class SingleExchange:
         among: "frozenset[PrefillerId] | None" = None,
     ) -> None:
         self.record = record
-        self.among = among
+        self.among = among  # The only prefillers that can serve it; None for all.
         self._owner = owner
         self._request: HttpRequest | None = request
         self._reply = reply
@@ -442,15 +438,10 @@ def _here(place: bytes, engine: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PassThroughLimits:
-    """How many requests are taken.
+    """How many requests are taken."""
 
-    Attributes:
-        per_prefiller: Those that one prefiller works on at a time.
-        waiting: Those that wait for a prefiller, in the whole proxy.
-    """
-
-    per_prefiller: int
-    waiting: int
+    per_prefiller: int  # Those that one prefiller works on at a time.
+    waiting: int  # Those that wait for a prefiller, in the whole proxy.
 
 
 class PassThrough:

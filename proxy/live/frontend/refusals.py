@@ -247,9 +247,6 @@ class Tenancy:
         tenants: Empty if there are none.
         now_ns: The loop's time.
         beside: Of another deployment: each tenant has one account for both.
-
-    Attributes:
-        admission: For the driver.
     """
 
     def __init__(
@@ -268,7 +265,7 @@ class Tenancy:
         self._tenants: Tenants | None = (
             Tenants(within, limits, now_ns(), accounts) if limits else None
         )
-        self.admission: Admission = self._tenants or within
+        self.admission: Admission = self._tenants or within  # For the driver.
         self._now_ns = now_ns
 
     def change(self, tenants: Iterable[Tenant]) -> None:

@@ -461,27 +461,18 @@ _RARE = frozenset(
 
 
 class KnownHead(Struct, frozen=True):
-    """One head.
+    """One head."""
 
-    Attributes:
-        clients: Who told whose it is: others say nothing of it.
-        route: None if there is none.
-        rejection: Why such a request is not served, whatever its body and the limits; None if it is.
-        tenant: Whose it is; None if nobody's.
-        api_key_id: See `RequestRecord`.
-        session: The conversation's name in it; empty if there is none.
-        rare: The headers it has of those that few requests have.
-        lines: Of the headers that engines get, except for those of a trace and the engines' own key.
-    """
-
-    clients: "Clients"
-    route: Route | None
+    clients: "Clients"  # Who told whose it is: others say nothing of it.
+    route: Route | None  # None if there is none.
+    # Why such a request is not served, whatever its body and the limits; None if it is.
     rejection: Rejection | None
-    tenant: "Tenant | None"
-    api_key_id: str
+    tenant: "Tenant | None"  # Whose it is; None if nobody's.
+    api_key_id: str  # See `RequestRecord`.
     user_agent: str
-    session: bytes
-    rare: frozenset[bytes]
+    session: bytes  # The conversation's name in it; empty if there is none.
+    rare: frozenset[bytes]  # The headers it has of those that few requests have.
+    # Of the headers that engines get, except for those of a trace and the engines' own key.
     lines: bytes
 
 

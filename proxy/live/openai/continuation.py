@@ -447,21 +447,13 @@ _INCOMPLETE = "\ufffd"  # What a detokeniser writes for bytes that are no charac
 
 
 class PrefillFirstToken(Struct, frozen=True):
-    """A first token.
+    """A first token."""
 
-    Attributes:
-        text: Empty in an answer that is token ids alone.
-        id: Its id.
-        ids: The prompt's and this one's, as JSON without the brackets.
-        head: Of its events, all that stands before the choices.
-        events: What a stream begins with up to it.
-    """
-
-    text: str
-    id: int
-    ids: bytes
-    head: bytes
-    events: bytes
+    text: str  # Empty in an answer that is token ids alone.
+    id: int  # Its id.
+    ids: bytes  # The prompt's and this one's, as JSON without the brackets.
+    head: bytes  # Of its events, all that stands before the choices.
+    events: bytes  # What a stream begins with up to it.
 
 
 def may_begin_early(shape: Shape, values: Mapping[str, Any]) -> dict[str, Any] | None:

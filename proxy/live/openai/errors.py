@@ -62,17 +62,11 @@ _NAMES = {
 
 
 class EngineError(Struct, frozen=True):
-    """What an engine reported.
+    """What an engine reported."""
 
-    Attributes:
-        status: From 400 to 599.
-        words: Its reason, cut for a log; empty if it gives none.
-        of_api: Whether an API wrote it; else a web server or a gateway may have.
-    """
-
-    status: int
-    words: str
-    of_api: bool
+    status: int  # From 400 to 599.
+    words: str  # Its reason, cut for a log; empty if it gives none.
+    of_api: bool  # Whether an API wrote it; else a web server or a gateway may have.
 
     @property
     def is_death(self) -> bool:

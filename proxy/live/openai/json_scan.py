@@ -37,32 +37,20 @@ HEADS = 4
 
 
 class PromptSummary(Struct):
-    """Counts of one member's value.
+    """Counts of one member's value."""
 
-    Attributes:
-        elements: Of the array that it is; 0 if it is none.
-        texts: Elements that are strings.
-        integers: Elements that are integers.
-        arrays: Elements that are arrays.
-        objects: Elements that are objects.
-        inner: Elements of those arrays, in all.
-        characters: Of its strings, decoded; keys and data (see `DATA_MEMBERS`) do not count.
-        data_strings: Strings that are data.
-        heads: Where the first elements begin and end that are objects or arrays, in bytes of the body.
-            They and `last` are known of a large body alone.
-        last: Where the last such element begins.
-    """
-
-    elements: int = 0
-    texts: int = 0
-    integers: int = 0
-    arrays: int = 0
-    objects: int = 0
-    inner: int = 0
-    characters: int = 0
-    data_strings: int = 0
+    elements: int = 0  # Of the array that it is; 0 if it is none.
+    texts: int = 0  # Elements that are strings.
+    integers: int = 0  # Elements that are integers.
+    arrays: int = 0  # Elements that are arrays.
+    objects: int = 0  # Elements that are objects.
+    inner: int = 0  # Elements of those arrays, in all.
+    characters: int = 0  # Of its strings, decoded; keys and data (see `DATA_MEMBERS`) do not count.
+    data_strings: int = 0  # Strings that are data.
+    # Where the first elements begin and end that are objects or arrays, in bytes of the body. They
+    # and `last` are known of a large body alone.
     heads: list[tuple[int, int]] = []
-    last: int = 0
+    last: int = 0  # Where the last such element begins.
 
     @property
     def middle(self) -> tuple[int, int]:
@@ -167,10 +155,6 @@ class JsonScanner:
     Args:
         data: Its text.
         summarised: Names of members that are to be summarised.
-
-    Attributes:
-        members: Of each member where it begins, where its value begins and where it ends, in bytes.
-        summaries: What the summarised members consist of.
     """
 
     __slots__ = (
@@ -193,8 +177,9 @@ class JsonScanner:
     )
 
     def __init__(self, data: bytes, summarised: Collection[str] = ()) -> None:
+        # Of each member where it begins, where its value begins and where it ends, in bytes.
         self.members: dict[str, tuple[int, int, int]] = {}
-        self.summaries: dict[str, PromptSummary] = {}
+        self.summaries: dict[str, PromptSummary] = {}  # What the summarised members consist of.
         self._data = data
         self._at = 0
         # No bound method: it would make a cycle that keeps the body.

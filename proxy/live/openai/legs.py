@@ -218,25 +218,16 @@ class BadPrefillAnswerError(BalanceRouteError):
 
 
 class PrefillAnswer(Struct, frozen=True):
-    """The parts that matter.
+    """The parts that matter."""
 
-    Attributes:
-        prompt_tokens: The prompt's length, s_i.
-        usage: What else the engine tells of it; None if it does not tell what was cached.
-        aborted: Whether the engine gave the request up.
-        complete: Whether the one token ended the answer, by a stop condition.
-        kv_transfer_params: For the decoder, as returned; None if absent.
-        params_text: The same as it was written; empty if the answer is no strict JSON.
-        body: The answer.
-    """
-
-    prompt_tokens: int
+    prompt_tokens: int  # The prompt's length, s_i.
+    # What else the engine tells of it; None if it does not tell what was cached.
     usage: PromptUsage | None
-    aborted: bool
-    complete: bool
-    kv_transfer_params: object
-    params_text: bytes
-    body: bytes
+    aborted: bool  # Whether the engine gave the request up.
+    complete: bool  # Whether the one token ended the answer, by a stop condition.
+    kv_transfer_params: object  # For the decoder, as returned; None if absent.
+    params_text: bytes  # The same as it was written; empty if the answer is no strict JSON.
+    body: bytes  # The answer.
 
     @property
     def cached_tokens(self) -> int | None:

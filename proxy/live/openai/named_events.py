@@ -63,23 +63,15 @@ _TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an event says of its stream.
+    """What an event says of its stream."""
 
-    Attributes:
-        final: Whether the answer is complete with it.
-        error: What it reports; empty if it reports none.
-        is_answer: Whether it is an error alone, as an answer without a stream would be.
-        output_tokens: The engine's count of the answer's tokens; None if it tells none.
-        aborted: Whether the engine gave the answer up: it has no reason for its end, or another status.
-        handed_back: Whether the rank hands the request back.
-    """
-
-    final: bool
-    error: str
-    is_answer: bool
-    output_tokens: int | None
+    final: bool  # Whether the answer is complete with it.
+    error: str  # What it reports; empty if it reports none.
+    is_answer: bool  # Whether it is an error alone, as an answer without a stream would be.
+    output_tokens: int | None  # The engine's count of the answer's tokens; None if it tells none.
+    # Whether the engine gave the answer up: it has no reason for its end, or another status.
     aborted: bool = False
-    handed_back: bool = False
+    handed_back: bool = False  # Whether the rank hands the request back.
 
 
 def name_of(event: bytes) -> bytes:

@@ -237,17 +237,11 @@ _NESTED = msgspec.json.Decoder(list[list[int]])
 
 
 class PromptBlocks(NamedTuple):
-    """The full blocks of a prompt.
+    """The full blocks of a prompt."""
 
-    Attributes:
-        hashes: Of each and of all before it too, below 2**63.
-        share: What part of the prompt each is; 0 if there is none.
-        of_tokens: Whether they are blocks of token ids; see `token_hashes`.
-    """
-
-    hashes: tuple[int, ...] = ()
-    share: float = 0.0
-    of_tokens: bool = False
+    hashes: tuple[int, ...] = ()  # Of each and of all before it too, below 2**63.
+    share: float = 0.0  # What part of the prompt each is; 0 if there is none.
+    of_tokens: bool = False  # Whether they are blocks of token ids; see `token_hashes`.
 
     def of(self, ticket: Ticket) -> Ticket:
         """Return the ticket of a request that has this prompt."""

@@ -36,25 +36,18 @@ JSON, FORM = Media.JSON, Media.FORM
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route.
+    """One route."""
 
-    Attributes:
-        path: With `{id}` where the name of a resource stands, which may hold slashes.
-        media: Of the request's body.
-        keyed: Whether it needs an API key where the proxy has any.
-        generates: Whether the single engine that answers it generates text as it does for a
-            completion, so that members which steer KV transfer must not reach it.
-        reason: Why it is not served; empty if it is.
-        websocket: What to do instead of asking for it by WebSocket; empty if no API has it so.
-    """
-
-    path: str
+    path: str  # With `{id}` where the name of a resource stands, which may hold slashes.
     methods: tuple[bytes, ...]
     handling: Handling
-    media: Media = Media.NONE
-    keyed: bool = True
+    media: Media = Media.NONE  # Of the request's body.
+    keyed: bool = True  # Whether it needs an API key where the proxy has any.
+    # Whether the single engine that answers it generates text as it does for a completion, so that
+    # members which steer KV transfer must not reach it.
     generates: bool = False
-    reason: str = ""
+    reason: str = ""  # Why it is not served; empty if it is.
+    # What to do instead of asking for it by WebSocket; empty if no API has it so.
     websocket: str = ""
 
     @property

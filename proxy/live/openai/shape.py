@@ -85,32 +85,23 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE = (
 
 
 class Shape(Struct, frozen=True):
-    """What routing needs to know of a request.
-
-    Attributes:
-        model: The `model` member, "" if it is absent.
-        sequences: How many answers the engine decodes at a time.
-        direct: The member, or the endpoint, for which one engine has to do the whole request; "" if
-            none has to.
-        prompt_tokens: Exact for token ids; else None.
-        prompt_characters: Length of a prompt's text (the mean, if there are several), keys and data
-            left out; at the agents' endpoints with the text ahead of the messages. It matters if
-            `prompt_tokens` is None.
-        prompt_data: Images, sounds and files in the prompt.
-        max_tokens: The limit of the answer, at most `MOST_TOKENS`; None if there is none.
-        holds_back: Whether its engine may send nothing for many steps: a parser of tool calls waits
-            until one is whole.
-    """
+    """What routing needs to know of a request."""
 
     api: Api
-    model: str
+    model: str  # The `model` member, "" if it is absent.
     stream: bool
-    sequences: int
+    sequences: int  # How many answers the engine decodes at a time.
+    # The member, or the endpoint, for which one engine has to do the whole request; "" if none has
+    # to.
     direct: str
-    prompt_tokens: int | None
+    prompt_tokens: int | None  # Exact for token ids; else None.
+    # Length of a prompt's text (the mean, if there are several), keys and data left out; at the
+    # agents' endpoints with the text ahead of the messages. It matters if `prompt_tokens` is None.
     prompt_characters: int
-    prompt_data: int
-    max_tokens: int | None
+    prompt_data: int  # Images, sounds and files in the prompt.
+    max_tokens: int | None  # The limit of the answer, at most `MOST_TOKENS`; None if there is none.
+    # Whether its engine may send nothing for many steps: a parser of tool calls waits until one is
+    # whole.
     holds_back: bool = False
 
 

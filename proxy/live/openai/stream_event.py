@@ -12,15 +12,10 @@ from balanceroute.proxy.wire.sse import event_data
 
 
 class RepeatedText(Struct, eq=False):
-    """What comes first in an answer, and is left out.
+    """What comes first in an answer, and is left out."""
 
-    Attributes:
-        left: What of the text has yet to come.
-        tokens: Of how many tokens the log-probabilities have.
-    """
-
-    left: str = ""
-    tokens: int = 0
+    left: str = ""  # What of the text has yet to come.
+    tokens: int = 0  # Of how many tokens the log-probabilities have.
 
     @property
     def over(self) -> bool:

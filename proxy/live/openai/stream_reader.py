@@ -30,22 +30,18 @@ class StreamOpening:
     Args:
         resumes: Whether the client's stream began on an earlier binding: then an error is the
             client's, whenever it comes, and comments are left out until something is said.
-
-    Attributes:
-        begun: Whether anything was the first.
-        error: The first event, if it is an error and not the client's.
-        waits: Whether what opens the answer waits, though the engine has begun with it.
     """
 
     __slots__ = ("_held", "_opening_room", "_room", "begun", "error", "resumes", "waits")
 
     def __init__(self, *, resumes: bool) -> None:
         self.resumes = resumes
-        self.error = b""
-        self.begun = False
+        self.error = b""  # The first event, if it is an error and not the client's.
+        self.begun = False  # Whether anything was the first.
         self._held: list[bytes] = []
         self._room = _MOST_HELD_BYTES
         self._opening_room = _MOST_OPENING_BYTES
+        # Whether what opens the answer waits, though the engine has begun with it.
         self.waits = False
 
     def begin(self, event: bytes) -> bytes:
@@ -103,19 +99,6 @@ class StreamReader:
 
     Args:
         resumes: Whether the client's stream began on an earlier binding.
-
-    Attributes:
-        over: Whether nothing that follows matters: `first_error`, `aborted`, `handed_back` or `cut_short`
-            say why.
-        comparison: Called with each event that is read until it returns true; None if nothing is.
-        aborted: Whether the engine gave the answer up, though nobody had told it to.
-        cut_short: Whether the engine says that the stream is done, and the answer is not.
-        differs: Whether it says something else than the client has of it.
-        done: Whether the engine said that the stream is.
-        handed_back: Whether the rank hands the request back.
-        error: What the engine reported to the client as an error; empty if nothing.
-        usage_tokens: Tokens of the answer by the engine's usage object; None if it sent none.
-        prompt_tokens: Those of the prompt by it; 0 if it sent none.
     """
 
     __slots__ = (
@@ -126,16 +109,21 @@ class StreamReader:
     def __init__(self, *, resumes: bool) -> None:
         self._opening = StreamOpening(resumes=resumes)
         self._events = 0  # With tokens, as far as they are counted by events.
+        # Whether nothing that follows matters: `first_error`, `aborted`, `handed_back` or
+        # `cut_short` say why.
         self.over = False
+        # Called with each event that is read until it returns true; None if nothing is.
         self.comparison: Callable[[bytes], bool] | None = None
-        self.aborted = False
+        self.aborted = False  # Whether the engine gave the answer up, though nobody had told it to.
+        # Whether the engine says that the stream is done, and the answer is not.
         self.cut_short = False
-        self.differs = False
-        self.done = False
-        self.handed_back = False
-        self.error = ""
+        self.differs = False  # Whether it says something else than the client has of it.
+        self.done = False  # Whether the engine said that the stream is.
+        self.handed_back = False  # Whether the rank hands the request back.
+        self.error = ""  # What the engine reported to the client as an error; empty if nothing.
+        # Tokens of the answer by the engine's usage object; None if it sent none.
         self.usage_tokens: int | None = None
-        self.prompt_tokens = 0
+        self.prompt_tokens = 0  # Those of the prompt by it; 0 if it sent none.
 
     @property
     def first_error(self) -> bytes:

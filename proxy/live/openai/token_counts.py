@@ -64,15 +64,10 @@ _decode_held = msgspec.json.Decoder(_Held).decode
 
 
 class PromptUsage(Struct, frozen=True):
-    """What the engine that computed a prompt tells of it.
+    """What the engine that computed a prompt tells of it."""
 
-    Attributes:
-        cached_tokens: Found in its prefix cache.
-        written_tokens: Put there; None if it does not tell.
-    """
-
-    cached_tokens: int
-    written_tokens: int | None = None
+    cached_tokens: int  # Found in its prefix cache.
+    written_tokens: int | None = None  # Put there; None if it does not tell.
 
     def apply(self, usage: bytes) -> bytes:
         """Return a usage object as of one engine."""
@@ -118,18 +113,14 @@ class UsageRewrite:
         prompt: What the prefill leg told; None leaves the engine's own.
         resumed_tokens: Tokens that earlier bindings emitted: subtracted from the prompt and added
             to the completion.
-
-    Attributes:
-        changes: Whether any usage object changes.
-        prompt: What the prefill leg told, as above.
     """
 
     __slots__ = ("_resumed_tokens", "changes", "prompt")
 
     def __init__(self, prompt: PromptUsage | None = None, resumed_tokens: int = 0) -> None:
-        self.prompt = prompt
+        self.prompt = prompt  # What the prefill leg told, as above.
         self._resumed_tokens = resumed_tokens
-        self.changes = prompt is not None or resumed_tokens > 0
+        self.changes = prompt is not None or resumed_tokens > 0  # Whether any usage object changes.
 
     def correct_prompt(self, prompt: PromptUsage) -> None:
         """Take what a prefill told that ended after the decode leg began."""
@@ -250,21 +241,13 @@ _MAX_DIGITS = 9
 
 
 class CountsAsked(Struct, frozen=True):
-    """What a decode leg asks for beyond its client.
+    """What a decode leg asks for beyond its client."""
 
-    Attributes:
-        options: The leg's `stream_options`.
-        member: The same as text, its name included.
-        each: Whether every event is to report its count; else the end alone reports the total.
-        hide_each: Whether the client wants no usage in every event.
-        hide_total: Whether it wants no usage event at the end.
-    """
-
-    options: Mapping[str, object]
-    each: bool
-    hide_each: bool
-    hide_total: bool
-    member: bytes = b""
+    options: Mapping[str, object]  # The leg's `stream_options`.
+    each: bool  # Whether every event is to report its count; else the end alone reports the total.
+    hide_each: bool  # Whether the client wants no usage in every event.
+    hide_total: bool  # Whether it wants no usage event at the end.
+    member: bytes = b""  # The same as text, its name included.
 
     def __post_init__(self) -> None:
         force_setattr(self, "member", dump({"stream_options": self.options})[1:-1])

@@ -60,13 +60,6 @@ class TokenIds:
         repeated: What the client has of the answer, and that is said again; nothing by default.
         prompt_tokens: How many the prompt has by another engine's count; None if none has counted it.
             Other ids would let the answer go on behind another prompt.
-
-    Attributes:
-        prompt: The prompt's, as JSON without the brackets; empty until the engine has told them.
-        counts: The engine's own counts of the same tokens; None if it was not asked for them.
-        head: Of its events, all that stands before the choices.
-        lost: Whether the answer cannot be continued from ids: the engine told none, it said something
-            else than text, or it has said all.
     """
 
     __slots__ = (
@@ -77,9 +70,13 @@ class TokenIds:
     def __init__(
         self, repeated: RepeatedText | None = None, prompt_tokens: int | None = None
     ) -> None:
+        # The prompt's, as JSON without the brackets; empty until the engine has told them.
         self.prompt = b""
-        self.head = b""
+        self.head = b""  # Of its events, all that stands before the choices.
+        # Whether the answer cannot be continued from ids: the engine told none, it said something
+        # else than text, or it has said all.
         self.lost = False
+        # The engine's own counts of the same tokens; None if it was not asked for them.
         self.counts: TokenCounts | None = None
         self._nulls = False  # Whether the engine writes members that are null.
         self._before = _CHAT
@@ -268,17 +265,11 @@ def _hidden(event: bytes) -> bytes:
 
 
 class Care(Struct, frozen=True):
-    """What a request asks for that ids alone do not tell.
+    """What a request asks for that ids alone do not tell."""
 
-    Attributes:
-        again: Characters that have to come again: one less than the longest stop string has.
-        held: Characters that the engine holds back.
-        logprobs: Whether it tells log-probabilities.
-    """
-
-    again: int = 0
-    held: int = 0
-    logprobs: bool = False
+    again: int = 0  # Characters that have to come again: one less than the longest stop string has.
+    held: int = 0  # Characters that the engine holds back.
+    logprobs: bool = False  # Whether it tells log-probabilities.
 
 
 def care_of(kept: Mapping[str, Any]) -> Care | None:

@@ -50,15 +50,11 @@ class DiffersError(BalanceRouteError):
 
 
 class _Grown(Struct, eq=False):
-    """A text, or a list, of which the client has `whole`, and behind it `pieces`.
-
-    Attributes:
-        at: How much of it has been said again.
-    """
+    """A text, or a list, of which the client has `whole`, and behind it `pieces`."""
 
     whole: Any
     pieces: list[Any]
-    at: int = 0
+    at: int = 0  # How much of it has been said again.
 
     def add(self, value: Any) -> None:
         self.pieces.append(value)
@@ -503,18 +499,13 @@ class ToldEvents(Told):
 
 
 class _Item(Struct, eq=False):
-    """An item of a response of which the client has the beginning.
+    """An item of a response of which the client has the beginning."""
 
-    Attributes:
-        added: The event with which it began.
-        texts: By the number of its part, -1 for the item itself: the name of the events that bring a text,
-            and the text.
-        parts: The events with which its parts began.
-    """
-
-    added: dict[str, Any]
+    added: dict[str, Any]  # The event with which it began.
+    # By the number of its part, -1 for the item itself: the name of the events that bring a text,
+    # and the text.
     texts: dict[int, tuple[str, str]]
-    parts: list[dict[str, Any]]
+    parts: list[dict[str, Any]]  # The events with which its parts began.
 
     def whole(self) -> dict[str, Any]:
         """Return the item with all of its text, as an engine tells it that ends here."""

@@ -73,10 +73,6 @@ class ClientAnswer:
     Args:
         left: Called when the client is gone.
         slow: Called with whether the client reads too slowly, once that has changed.
-
-    Attributes:
-        is_paused: Whether the client reads too slowly at present.
-        opened: Whether the client has something of the answer; a comment is nothing of it.
     """
 
     __slots__ = ("_heard_s", "_record", "_slow", "_written", "is_paused", "opened", "reply")
@@ -90,8 +86,9 @@ class ClientAnswer:
         slow: "Callable[[bool], None]",
     ) -> None:
         self.reply = reply
+        # Whether the client has something of the answer; a comment is nothing of it.
         self.opened = False
-        self.is_paused = False
+        self.is_paused = False  # Whether the client reads too slowly at present.
         self._record = record
         self._written = reply.written
         self._heard_s = record.arrived_ns / 1e9  # When the client was first seen to have that much.
@@ -189,37 +186,27 @@ _NAMED = frozenset({Api.MESSAGES, Api.RESPONSES})
 
 
 class Emitted(Struct, eq=False):
-    """All that the client has of an answer which its rank did not end.
+    """All that the client has of an answer which its rank did not end."""
 
-    Attributes:
-        tokens: How many.
-        early: The first token, until a rank has said more than it; None if it waits for a rank.
-        drawn: Members that no client gave: the seed.
-        members: Of the client's body, those that change, and these.
-        kept: Of the client's body, what a continuation from ids needs; None if there can be none.
-        continued: The request that continues from ids, in place of the client's; None if none does.
-        overlap: Text that the client has behind `tokens`, and that comes again.
-        overlap_tokens: Tokens behind them of which it has log-probabilities, which come again.
-        text_offset: Of the first token behind them, as log-probabilities tell it.
-        head: Of the client's first event, all that stands before the choices.
-        told: What the client has of an answer that is to begin again; None if none does.
-        heard_s: When the client had something last, by the loop's clock; None if it has nothing.
-        parses: Whether a prefiller has shown that it has a parser of reasoning.
-    """
-
-    tokens: int = 0
+    tokens: int = 0  # How many.
+    # The first token, until a rank has said more than it; None if it waits for a rank.
     early: "EarlyToken | None" = None
-    drawn: "Mapping[str, object]" = {}
-    members: "Mapping[str, object]" = {}
+    drawn: "Mapping[str, object]" = {}  # Members that no client gave: the seed.
+    members: "Mapping[str, object]" = {}  # Of the client's body, those that change, and these.
+    # Of the client's body, what a continuation from ids needs; None if there can be none.
     kept: "Mapping[str, Any] | None" = None
+    # The request that continues from ids, in place of the client's; None if none does.
     continued: RequestBody | None = None
-    overlap: str = ""
+    overlap: str = ""  # Text that the client has behind `tokens`, and that comes again.
+    # Tokens behind them of which it has log-probabilities, which come again.
     overlap_tokens: int = 0
-    text_offset: int = 0
-    head: bytes = b""
+    text_offset: int = 0  # Of the first token behind them, as log-probabilities tell it.
+    head: bytes = b""  # Of the client's first event, all that stands before the choices.
+    # What the client has of an answer that is to begin again; None if none does.
     told: Told | None = None
+    # When the client had something last, by the loop's clock; None if it has nothing.
     heard_s: float | None = None
-    parses: bool = False
+    parses: bool = False  # Whether a prefiller has shown that it has a parser of reasoning.
     _text: str = ""
 
     def repeated(self) -> RepeatedText:
@@ -386,25 +373,20 @@ class Emitted(Struct, eq=False):
 
 
 class EarlyToken:
-    """The first token of one request.
-
-    Attributes:
-        kept: Members of the client's body that a continuation has.
-        members: What the prefill leg is asked for beyond those of both legs.
-        min_tokens: How many the prefill leg must not end before.
-        said: What the client has; None if it has nothing.
-    """
+    """The first token of one request."""
 
     __slots__ = ("_doubted", "_firsts", "_prefiller", "kept", "members", "min_tokens", "said")
 
     def __init__(self, kept: "Mapping[str, Any]") -> None:
         sampling = sampling_of(kept)
-        self.kept = kept
+        self.kept = kept  # Members of the client's body that a continuation has.
         # Where the sampling has a place of its own, the answer is ids.
+        # What the prefill leg is asked for beyond those of both legs.
         self.members = {"return_token_ids": True} if sampling is kept else {}
         # An answer may be empty, and then the prefiller has to say so, too.
+        # How many the prefill leg must not end before.
         self.min_tokens = 1 if sampling.get("min_tokens") else 0
-        self.said: PrefillFirstToken | None = None
+        self.said: PrefillFirstToken | None = None  # What the client has; None if it has nothing.
         self._doubted: PrefillFirstToken | None = None
         self._prefiller = ""
         self._firsts: FirstTokenTrust | None = None

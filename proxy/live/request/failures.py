@@ -78,21 +78,14 @@ class Next(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One leg's failure.
+    """One leg's failure."""
 
-    Attributes:
-        what: How it failed.
-        fault: The same in the terms of health checks and of the metric of retries.
-        reason: For the log, and for the client if nothing mends it.
-        answer: What the engine answered, if that is what the client gets in the end.
-        blamed: Who is at fault, if not the engine of the leg.
-    """
-
-    what: What
-    fault: Fault
-    reason: str
+    what: What  # How it failed.
+    fault: Fault  # The same in the terms of health checks and of the metric of retries.
+    reason: str  # For the log, and for the client if nothing mends it.
+    # What the engine answered, if that is what the client gets in the end.
     answer: "tuple[int, Headers, bytes] | None" = None
-    blamed: "Target | None" = None
+    blamed: "Target | None" = None  # Who is at fault, if not the engine of the leg.
 
     @property
     def is_death(self) -> bool:
@@ -115,17 +108,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What to do about a failure.
+    """What to do about a failure."""
 
-    Attributes:
-        blame: Which check counts it. A failure where a rank was to pull a KV cache may be the prefiller's.
-        close_idle: Whether idle connections to the engine are closed: one may be an answer behind.
-        then: How the request goes on, if attempts and the retry budget allow.
-    """
-
+    # Which check counts it. A failure where a rank was to pull a KV cache may be the prefiller's.
     blame: Blame
+    # Whether idle connections to the engine are closed: one may be an answer behind.
     close_idle: bool
-    then: Next
+    then: Next  # How the request goes on, if attempts and the retry budget allow.
 
 
 RULES = {
@@ -270,33 +259,23 @@ _MOST_LAPSES = 2
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How a request goes on after a failure.
+    """How a request goes on after a failure."""
 
-    Attributes:
-        then: What it is to try next.
-        same_rank: Whether the rank that failed may be tried again.
-        delay_s: How long it waits before.
-        free: Whether nobody failed: it goes on at once, and the retry budget is not asked.
-    """
-
-    then: Next
-    same_rank: bool
-    delay_s: float
+    then: Next  # What it is to try next.
+    same_rank: bool  # Whether the rank that failed may be tried again.
+    delay_s: float  # How long it waits before.
+    # Whether nobody failed: it goes on at once, and the retry budget is not asked.
     free: bool = False
 
 
 class Recovery(Struct, eq=False):
-    """What one request has been through.
-
-    Attributes:
-        tries: Attempts of each leg.
-        lacking: The engines without its route, with what they said; None for those that were passed over.
-    """
+    """What one request has been through."""
 
     _legs: "LegSettings"
-    tries: dict[Leg, int] = {}
+    tries: dict[Leg, int] = {}  # Attempts of each leg.
     _broken: int = 0  # Engines that broke off under it and live.
     _lapses: int = 0  # Leases that ended on the way to a rank.
+    # The engines without its route, with what they said; None for those that were passed over.
     lacking: "dict[Prefiller | Rank, Failure | None]" = {}
 
     def may_try_again(self, leg: Leg) -> bool:

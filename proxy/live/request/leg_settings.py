@@ -184,23 +184,17 @@ class LegRules:
 
 @dataclass(frozen=True, kw_only=True)
 class LegSettings(LegTimes, LegRetries, AnswerLimit, LegRules):
-    """All that legs go by.
+    """All that legs go by."""
 
-    Attributes:
-        direct: Who serves requests that one engine has to do whole.
-        lease_s: How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What the
-            engine says of a single request goes first.
-        asks_early: Whether each request is to say when it comes whether its first token may be the
-            prefiller's.
-        names_prompts: Whether prefillers are told a name of each text, as their KV cache events repeat it.
-        drop: Members of clients that no engine gets.
-    """
-
-    direct: Direct = Direct.DECODE
+    direct: Direct = Direct.DECODE  # Who serves requests that one engine has to do whole.
+    # How long a prefiller keeps a KV cache that no decoder asked for; None for ever. What the
+    # engine says of a single request goes first.
     lease_s: float | None = None
+    # Whether each request is to say when it comes whether its first token may be the prefiller's.
     asks_early: bool = False
+    # Whether prefillers are told a name of each text, as their KV cache events repeat it.
     names_prompts: bool = False
-    drop: frozenset[str] = field(init=False)
+    drop: frozenset[str] = field(init=False)  # Members of clients that no engine gets.
 
     def __post_init__(self) -> None:
         drop = INTERNAL_FIELDS - {"priority"} if self.pass_priority else INTERNAL_FIELDS

@@ -29,20 +29,14 @@ if TYPE_CHECKING:
 
 
 class BufferedLeg(Struct, eq=False):
-    """Collects one response; see `ResponseHandler`.
+    """Collects one response; see `ResponseHandler`."""
 
-    Attributes:
-        answered: Called with a complete response.
-        broken: Called once with a failure. If the response is past the limit, that is before its end,
-            which may never come: whoever is told aborts the exchange.
-        max_bytes: The most bytes of a body.
-        began: Called when the response begins; None if nobody asks.
-    """
-
-    answered: "Callable[[int, Headers, bytes], None]"
+    answered: "Callable[[int, Headers, bytes], None]"  # Called with a complete response.
+    # Called once with a failure. If the response is past the limit, that is before its end, which
+    # may never come: whoever is told aborts the exchange.
     broken: Callable[[WireError], None]
-    max_bytes: int
-    began: Callable[[], None] | None = None
+    max_bytes: int  # The most bytes of a body.
+    began: Callable[[], None] | None = None  # Called when the response begins; None if nobody asks.
     _status: int = 0
     _headers: "Headers" = []
     _size: int = 0

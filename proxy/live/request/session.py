@@ -279,17 +279,7 @@ class Session:
         record: What is known of it, kept up to date.
 
     Attributes:
-        abort_ordered: Whether engines were told to abort it, so that what they have of it is the answer.
-        answer: The client's side of it.
-        decodes: Whether a rank decodes it; else a prefiller does the whole request.
-        emitted: What earlier bindings emitted.
-        fresh: Whether its legs go on new connections: one was lost with a reused one.
-        held: What it holds in its phase.
         kv: What a prefiller left for the rank; None before, and once a rank has it.
-        pooled_s: When it began to wait for a rank.
-        hung: The prefiller that left a decode rank's call unanswered, to be asked last.
-        offset: The step clock's.
-        prompt_usage: What the prefill leg told of its prompt; None if it told nothing.
     """
 
     __slots__ = (
@@ -318,20 +308,26 @@ class Session:
         self.headers = headers
         self.host = host
         self.context = host.context
-        self.offset = 0
+        self.offset = 0  # The step clock's.
+        # Whether engines were told to abort it, so that what they have of it is the answer.
         self.abort_ordered = False
+        # Whether a rank decodes it; else a prefiller does the whole request.
         self.decodes = ticket.decode
-        self.emitted = Emitted()
+        self.emitted = Emitted()  # What earlier bindings emitted.
+        # What the prefill leg told of its prompt; None if it told nothing.
         self.prompt_usage: PromptUsage | None = None
+        # The prefiller that left a decode rank's call unanswered, to be asked last.
         self.hung: Prefiller | None = None
+        # Whether its legs go on new connections: one was lost with a reused one.
         self.fresh = False
         self.phase = QUEUED
+        # The client's side of it.
         self.answer = ClientAnswer(reply, record, left=self.left, slow=self._client_slow)
         self._body: RequestBody | None = body
         self._fingerprint = b""
-        self.held: Holding = NOTHING
+        self.held: Holding = NOTHING  # What it holds in its phase.
         self.kv: KvHandle | None = None  # Until a rank has it.
-        self.pooled_s = 0.0
+        self.pooled_s = 0.0  # When it began to wait for a rank.
         self.recovery = Recovery(host.context.legs)
 
     @property

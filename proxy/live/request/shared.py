@@ -101,40 +101,26 @@ class Copy(Protocol):
 
 
 class EngineDied(Struct, frozen=True):
-    """An engine died while it worked on a prompt: the connection broke, or the engine says so.
+    """An engine died while it worked on a prompt: the connection broke, or the engine says so."""
 
-    Attributes:
-        fingerprint: Of the prompt.
-        request_id: Of the request.
-        target: The engine.
-        sent_s: When it was sent the prompt, by the loop's clock.
-        died_s: When it was seen to be dead.
-        said: Whether the engine's server lives, and says so.
-    """
-
-    fingerprint: bytes
-    request_id: str
-    target: Target
-    sent_s: float
-    died_s: float
-    said: bool
+    fingerprint: bytes  # Of the prompt.
+    request_id: str  # Of the request.
+    target: Target  # The engine.
+    sent_s: float  # When it was sent the prompt, by the loop's clock.
+    died_s: float  # When it was seen to be dead.
+    said: bool  # Whether the engine's server lives, and says so.
 
 
 class Death(Struct, eq=False):
-    """One engine's death.
-
-    Attributes:
-        hit: When each prompt was sent there that was there.
-        ids: Of their requests.
-        judged: Whether everybody has been heard, and who is to be refused has been decided.
-        explained: Whether one of these prompts is refused for it, so that the others are no suspects.
-    """
+    """One engine's death."""
 
     target: Target
     at_s: float
-    hit: dict[bytes, float] = {}
-    ids: list[str] = []
+    hit: dict[bytes, float] = {}  # When each prompt was sent there that was there.
+    ids: list[str] = []  # Of their requests.
+    # Whether everybody has been heard, and who is to be refused has been decided.
     judged: bool = False
+    # Whether one of these prompts is refused for it, so that the others are no suspects.
     explained: bool = False
 
 
@@ -303,35 +289,22 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """What all sessions of a process share.
+    """What all sessions of a process share."""
 
-    Attributes:
-        connector: Says what KV parameters each leg has.
-        legs: Time limits and retries.
-        clock: The loop's time, in seconds.
-        uptime_s: What leases are measured by; see `Environment`.
-        call_later: The loop's.
-        unique: Returns a token that no other leg has.
-        stalls: Tells what is new from what waited while the process stood still.
-        observe_gap: Called with the seconds between two pieces of a stream.
-        max_model_len: Returns a context that no engine exceeds for a model; None if one may.
-        hand_offs: Called with what a decode rank posts when it calls for a prefill, by transfer.
-        suspects: Prompts under which engines have died.
-        pump: Moves the ordinary events of streams; None if nobody else does.
-    """
-
-    connector: "Connector"
-    legs: "LegSettings"
-    clock: Callable[[], float]
-    uptime_s: Callable[[], float]
-    call_later: "Callable[[float, Callable[[], None]], asyncio.TimerHandle]"
-    unique: Callable[[], str]
-    stalls: "StallWatch"
-    observe_gap: Callable[[float], None]
+    connector: "Connector"  # Says what KV parameters each leg has.
+    legs: "LegSettings"  # Time limits and retries.
+    clock: Callable[[], float]  # The loop's time, in seconds.
+    uptime_s: Callable[[], float]  # What leases are measured by; see `Environment`.
+    call_later: "Callable[[float, Callable[[], None]], asyncio.TimerHandle]"  # The loop's.
+    unique: Callable[[], str]  # Returns a token that no other leg has.
+    stalls: "StallWatch"  # Tells what is new from what waited while the process stood still.
+    observe_gap: Callable[[float], None]  # Called with the seconds between two pieces of a stream.
+    # Returns a context that no engine exceeds for a model; None if one may.
     max_model_len: Callable[[str], int | None]
+    # Called with what a decode rank posts when it calls for a prefill, by transfer.
     hand_offs: dict[str, Callable[[Mapping[str, Any]], None]]
-    suspects: Suspects = field(default_factory=Suspects)
-    pump: "Pump | None" = None
+    suspects: Suspects = field(default_factory=Suspects)  # Prompts under which engines have died.
+    pump: "Pump | None" = None  # Moves the ordinary events of streams; None if nobody else does.
 
 
 class Host(Protocol):
@@ -390,14 +363,10 @@ class LegFailed(Struct, frozen=True):
 
 
 class LegSucceeded(Struct, frozen=True):
-    """An engine answered.
+    """An engine answered."""
 
-    Attributes:
-        target: Which.
-        pull: Whose KV cache it has pulled, and which rank it is; None if there was none to pull.
-    """
-
-    target: Target
+    target: Target  # Which.
+    # Whose KV cache it has pulled, and which rank it is; None if there was none to pull.
     pull: tuple[PrefillerId, RankId] | None = None
 
 
@@ -485,14 +454,7 @@ Report = (
 
 
 class KvHandle:
-    """A KV cache on a prefiller.
-
-    Attributes:
-        prefiller: Who computed it.
-        params: How a rank pulls it, as JSON; None if none can, so that the rank computes the prompt itself.
-        expires_s: The machine's uptime from which on no rank may be asked to pull it; None for never.
-        offers: How many ranks it was offered to.
-    """
+    """A KV cache on a prefiller."""
 
     __slots__ = ("_losses", "expires_s", "offers", "params", "prefiller")
 
@@ -502,10 +464,13 @@ class KvHandle:
         params: bytes | None,
         expires_s: float | None = None,
     ) -> None:
-        self.prefiller = prefiller
+        self.prefiller = prefiller  # Who computed it.
+        # How a rank pulls it, as JSON; None if none can, so that the rank computes the prompt
+        # itself.
         self.params = params
+        # The machine's uptime from which on no rank may be asked to pull it; None for never.
         self.expires_s = expires_s
-        self.offers = 0
+        self.offers = 0  # How many ranks it was offered to.
         self._losses = prefiller.lost_kv
 
     @property

@@ -341,44 +341,27 @@ _FOLLOWED = frozenset({*_LEAVING, DecodeStarted})
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who takes note of what happens, besides the scheduler.
+    """Who takes note of what happens, besides the scheduler."""
 
-    Attributes:
-        health: Told how legs end.
-        predictors: Told of every request; asked by the core.
-        metrics: Told of everything countable.
-        failures: Told of exceptions, none of which ends service.
-        log: Told of every request that ended.
-        stopwatch: Real seconds, for the cost of decisions.
-    """
-
-    health: "Health"
-    predictors: "PredictorSet"
-    metrics: "Metrics"
-    failures: "DecisionFailures"
-    log: "Log"
-    stopwatch: Callable[[], float]
+    health: "Health"  # Told how legs end.
+    predictors: "PredictorSet"  # Told of every request; asked by the core.
+    metrics: "Metrics"  # Told of everything countable.
+    failures: "DecisionFailures"  # Told of exceptions, none of which ends service.
+    log: "Log"  # Told of every request that ended.
+    stopwatch: Callable[[], float]  # Real seconds, for the cost of decisions.
 
 
 @dataclass(frozen=True, slots=True)
 class DriverSettings:
-    """How the driver works.
+    """How the driver works."""
 
-    Attributes:
-        settle_s: How long a tick waits for further requests to end with the same step.
-        expects_output: Whether the queue order uses the expected output of requests.
-        uses_blocks: Whether the prefill choice uses the blocks of prompts.
-        stranded_s: How long requests wait for a role of which no instance is up. Less than that is
-            an engine that restarts; who comes meanwhile is refused at once.
-        progress_veto: Whether ranks that make no tokens are left out.
-        warm_up: Whether engines that begin, or come back, get a share that grows.
-    """
-
-    expects_output: bool
-    uses_blocks: bool
-    progress_veto: bool
-    warm_up: bool
-    settle_s: float = 0.002
+    expects_output: bool  # Whether the queue order uses the expected output of requests.
+    uses_blocks: bool  # Whether the prefill choice uses the blocks of prompts.
+    progress_veto: bool  # Whether ranks that make no tokens are left out.
+    warm_up: bool  # Whether engines that begin, or come back, get a share that grows.
+    settle_s: float = 0.002  # How long a tick waits for further requests to end with the same step.
+    # How long requests wait for a role of which no instance is up. Less than that is an engine that
+    # restarts; who comes meanwhile is refused at once.
     stranded_s: float = 10.0
 
 

@@ -416,24 +416,17 @@ class SessionTable:
 
 
 class Asked(Struct, frozen=True):
-    """What a request asks for.
-
-    Attributes:
-        eligible: The engines of its model; None for all.
-        expected_tokens: What its client expects one sequence to emit; None if it does not say.
-        tenant: Whose it is; empty if tenants are not told apart.
-        session: See `Ticket`.
-        early_token: See `Ticket`.
-        adapter: Whether its model is an adapter: its token ids are not all that its blocks depend on.
-    """
+    """What a request asks for."""
 
     shape: "Shape"
-    eligible: "Eligible | None"
+    eligible: "Eligible | None"  # The engines of its model; None for all.
+    # What its client expects one sequence to emit; None if it does not say.
     expected_tokens: int | None
     urgency: "Urgency"
-    tenant: str
-    session: int = 0
-    early_token: bool = False
+    tenant: str  # Whose it is; empty if tenants are not told apart.
+    session: int = 0  # See `Ticket`.
+    early_token: bool = False  # See `Ticket`.
+    # Whether its model is an adapter: its token ids are not all that its blocks depend on.
     adapter: bool = False
 
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
@@ -462,20 +455,15 @@ class Asked(Struct, frozen=True):
 
 
 class Arrival(Struct, frozen=True):
-    """One request.
-
-    Attributes:
-        headers: Returns the lines of every engine leg, given what the engines are to call the request.
-        record: What is known of it.
-        refuse: Answers the client that it is refused.
-    """
+    """One request."""
 
     asked: Asked
     body: "RequestBody"
+    # Returns the lines of every engine leg, given what the engines are to call the request.
     headers: "Callable[[str], bytes]"
     reply: "Reply"
-    record: "RequestRecord"
-    refuse: "Callable[[Refusal], None]"
+    record: "RequestRecord"  # What is known of it.
+    refuse: "Callable[[Refusal], None]"  # Answers the client that it is refused.
 
 
 # Tokens that nobody can guess, made in batches: the system is asked for randomness once for many.
@@ -512,16 +500,10 @@ class Driver:
 
     Attributes:
         context: What the sessions share.
-        table: All live requests, and their names.
-        sessions: Those of the table.
-        decisions: Feeds the scheduler.
         isolation: Ends alone what failed.
         veto: Leaves out ranks that make no tokens.
-        lost: Moves requests away from engines that do not answer.
         uses_keys: Whether the keys of requests are asked for; see `prompt_keys`.
         draining: Whether new requests are refused.
-        report: Takes note of something; see `Feedback.take`.
-        reopen: Tells the scheduler which instances are open now; see `Decisions.reopen`.
     """
 
     def __init__(
@@ -539,8 +521,9 @@ class Driver:
         predictors = observers.predictors
         self.draining, self.uses_keys = False, predictors.uses_keys
         self._predictors, self._admission, self._settings = predictors, admission, settings
-        self.table = SessionTable(rng)
-        self.sessions = self.table.live
+        self.table = SessionTable(rng)  # All live requests, and their names.
+        self.sessions = self.table.live  # Those of the table.
+        # Feeds the scheduler.
         self.decisions = Decisions(
             *(scheduler, instances, self.sessions, context),
             observers=observers,
@@ -548,7 +531,9 @@ class Driver:
             began=self._began,
         )
         self.isolation, self.veto = self.decisions.isolation, self.decisions.veto
+        # Tells the scheduler which instances are open now; see `Decisions.reopen`.
         self.reopen = self.decisions.reopen
+        # Moves requests away from engines that do not answer.
         self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
         self._feedback = Feedback(
             self.table,
@@ -560,7 +545,7 @@ class Driver:
             admission=admission,
             now_ns=self._now_ns,
         )
-        self.report = self._feedback.take
+        self.report = self._feedback.take  # Takes note of something; see `Feedback.take`.
 
     def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:
         return KvTransfers(

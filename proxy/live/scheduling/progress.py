@@ -63,30 +63,21 @@ _Request = TypeVar("_Request", bound="Started")
 
 @dataclass(slots=True)
 class Advance(Generic[_Request]):
-    """What changed since the last look.
+    """What changed since the last look."""
 
-    Attributes:
-        steps: Steps that passed.
-        step_s: Time of each, in seconds; None if it was not measured, or if the fleet paused.
-        corrections: Who is off the clock, and by how many tokens of each sequence.
-    """
-
-    steps: int
+    steps: int  # Steps that passed.
+    # Time of each, in seconds; None if it was not measured, or if the fleet paused.
     step_s: float | None
+    # Who is off the clock, and by how many tokens of each sequence.
     corrections: list[tuple[_Request, int]]
 
 
 class StepClock:
-    """Counts inferred steps.
-
-    Attributes:
-        steps: Steps so far.
-        step_s: Running mean of a step's time; 0.0 before the first measurement.
-    """
+    """Counts inferred steps."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.step_s = 0.0
+        self.steps = 0  # Steps so far.
+        self.step_s = 0.0  # Running mean of a step's time; 0.0 before the first measurement.
         self._since_s: float | None = None  # When the last step was seen; None while nothing runs.
         self._heard = False  # Whether streams told the progress the last time.
 
@@ -145,13 +136,9 @@ class StepClock:
 
 
 class Started(Protocol):
-    """One started request.
+    """One started request."""
 
-    Attributes:
-        offset: What to add to its rounds to compare them with the clock; not its own to set.
-    """
-
-    offset: int
+    offset: int  # What to add to its rounds to compare them with the clock; not its own to set.
 
     @property
     def rounds(self) -> int | None:
@@ -160,14 +147,10 @@ class Started(Protocol):
 
 
 class PulledCounts(Generic[_Request]):
-    """Asks every started stream how far it is.
-
-    Attributes:
-        silent: Whether there is a request without a stream to tell how far it is.
-    """
+    """Asks every started stream how far it is."""
 
     def __init__(self) -> None:
-        self.silent = False
+        self.silent = False  # Whether there is a request without a stream to tell how far it is.
         self._streams: dict[int, _Request] = {}  # In the order of their starts.
         self._others: dict[int, _Request] = {}
         self._leads: list[tuple[int, _Request]] = []
@@ -357,12 +340,6 @@ class Progress:
         feed: Tells it that one has joined its rank's batch, and performs what follows.
         clock: The loop's time.
         pumped: Tokens of the streams that the pump moves, by slot; None if nobody moves any.
-
-    Attributes:
-        started: The requests in their rank's batch.
-        steps: The inferred steps.
-        barrier: What the inferred steps lost at the barrier.
-        transfer_s: The mean time from an admission to the first token.
     """
 
     def __init__(
@@ -372,16 +349,16 @@ class Progress:
         clock: Callable[[], float],
         pumped: "NDArray[np.uint32] | None" = None,
     ) -> None:
-        self.started: dict[RequestId, Session] = {}
-        self.steps = StepClock()
+        self.started: dict[RequestId, Session] = {}  # The requests in their rank's batch.
+        self.steps = StepClock()  # The inferred steps.
         self._counts = PulledCounts() if pumped is None else PumpedCounts(pumped)
-        self.barrier = BarrierIdle()
+        self.barrier = BarrierIdle()  # What the inferred steps lost at the barrier.
         self._scheduler = scheduler
         self._feed = feed
         self._clock = clock
         # Since when those were admitted that have no stream to tell when they join the batch.
         self._unheard: dict[RequestId, tuple[Session, float]] = {}
-        self.transfer_s = 0.0
+        self.transfer_s = 0.0  # The mean time from an admission to the first token.
 
     @property
     def idle(self) -> bool:

@@ -56,21 +56,14 @@ _SERVING = (Status.UP, Status.QUARANTINED)
 
 @dataclass(slots=True)
 class _Veto:
-    """One rank that was left out, until it has been well for a while.
+    """One rank that was left out, until it has been well for a while."""
 
-    Attributes:
-        since_s: Since when it is out, or was last.
-        backoff_s: The wait before the next trial.
-        allowed_s: How long the first token of a trial may take, beside what is usual.
-        ended_s: When its last trial succeeded; None before.
-        timer: Of the next trial.
-    """
-
-    since_s: float
-    backoff_s: float = _BACKOFF_S
+    since_s: float  # Since when it is out, or was last.
+    backoff_s: float = _BACKOFF_S  # The wait before the next trial.
+    # How long the first token of a trial may take, beside what is usual.
     allowed_s: float = FLOOR_S
-    ended_s: float | None = None
-    timer: "asyncio.TimerHandle | None" = None
+    ended_s: float | None = None  # When its last trial succeeded; None before.
+    timer: "asyncio.TimerHandle | None" = None  # Of the next trial.
 
     def stop(self) -> None:
         """Begin no trial by itself."""
@@ -80,20 +73,15 @@ class _Veto:
 
 
 class _Here:
-    """What the ranks have at one moment, looked up together: a look at all requests for each would take long.
-
-    Attributes:
-        on: What each rank has, by rank.
-        computing: Prompt tokens that each rank computes itself.
-        prefilling: Those that each prefiller does.
-    """
+    """What the ranks have at one moment, looked up together: a look at all requests for each would take long."""
 
     def __init__(
         self, requests: "Mapping[RequestId, Request]", sessions: "Mapping[RequestId, Session]"
     ) -> None:
+        # What each rank has, by rank.
         self.on: defaultdict[RankId, list[tuple[Request, Session]]] = defaultdict(list)
-        self.computing: Counter[RankId] = Counter()
-        self.prefilling: Counter[PrefillerId] = Counter()
+        self.computing: Counter[RankId] = Counter()  # Prompt tokens that each rank computes itself.
+        self.prefilling: Counter[PrefillerId] = Counter()  # Those that each prefiller does.
         for number, request in requests.items():
             if request.prefilling and request.prefiller is not None:
                 self.prefilling[request.prefiller] += request.prompt_tokens
@@ -130,7 +118,6 @@ class ProgressVeto:
         active: Whether ranks are left out. That all stand still is told in any case.
 
     Attributes:
-        vetoes: How often each rank was left out.
         standstills: How often all that had streams stood still.
         still_ranks: How many ranks with streams stand still if all do; else 0.
     """
@@ -146,7 +133,7 @@ class ProgressVeto:
         reopen: "Callable[[Iterable[Rank]], None]",
         active: bool,
     ) -> None:
-        self.vetoes: Counter[RankId] = Counter()
+        self.vetoes: Counter[RankId] = Counter()  # How often each rank was left out.
         self.standstills = self.still_ranks = 0
         self._scheduler = scheduler
         self._sessions = sessions

@@ -24,19 +24,13 @@ _CHANGED = 2  # Until other numbers of them do.
 
 @dataclass(slots=True)
 class _Reading:
-    """The latest reading of one rank.
+    """The latest reading of one rank."""
 
-    Attributes:
-        own: Slots of this proxy's requests then.
-        beyond: Slots beyond those of this proxy, at the latest readings, the last one last.
-        told: What the scheduler was told of last.
-        failed: Readings that failed since.
-    """
-
-    own: int = 0
+    own: int = 0  # Slots of this proxy's requests then.
+    # Slots beyond those of this proxy, at the latest readings, the last one last.
     beyond: tuple[int, ...] = (_UNKNOWN,) * _READINGS
-    told: int = 0
-    failed: int = 0
+    told: int = 0  # What the scheduler was told of last.
+    failed: int = 0  # Readings that failed since.
 
 
 class OthersOnRanks:

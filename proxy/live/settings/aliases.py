@@ -97,34 +97,22 @@ class AliasTable:
 
 @dataclass(frozen=True, slots=True)
 class AliasConfig:
-    """One alias.
-
-    Attributes:
-        groups: The names of its groups, from the smallest model to the largest.
-        chooser: One of `CHOOSERS`.
-        static: With `static`, the place of the group that answers.
-        weights: With `ddqn`, the trained weights.
-        targets: What latency an answer must keep; None if nobody asks.
-        tasks: What requests may ask for.
-        scores: The worth of an answer by task and group; empty if it was not told.
-        default_task: The task of requests that say none.
-        paths: The task of requests to a path that say none.
-        fall_back: What sends a request on to the next group; empty for nothing.
-        fall_back_after_s: How long a stream may wait for its first byte before it goes on; None for as
-            long as its group lets it.
-    """
+    """One alias."""
 
     name: str
-    groups: tuple[str, ...]
-    chooser: str
-    static: int
-    weights: Path | None
-    targets: Targets | None
-    tasks: tuple[str, ...]
+    groups: tuple[str, ...]  # The names of its groups, from the smallest model to the largest.
+    chooser: str  # One of `CHOOSERS`.
+    static: int  # With `static`, the place of the group that answers.
+    weights: Path | None  # With `ddqn`, the trained weights.
+    targets: Targets | None  # What latency an answer must keep; None if nobody asks.
+    tasks: tuple[str, ...]  # What requests may ask for.
+    # The worth of an answer by task and group; empty if it was not told.
     scores: tuple[tuple[float, ...], ...]
-    default_task: str
-    paths: tuple[tuple[str, str], ...]
-    fall_back: tuple[str, ...] = ()
+    default_task: str  # The task of requests that say none.
+    paths: tuple[tuple[str, str], ...]  # The task of requests to a path that say none.
+    fall_back: tuple[str, ...] = ()  # What sends a request on to the next group; empty for nothing.
+    # How long a stream may wait for its first byte before it goes on; None for as long as its group
+    # lets it.
     fall_back_after_s: float | None = None
 
     @property

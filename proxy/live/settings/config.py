@@ -68,19 +68,7 @@ _SHOWN: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ProxyConfig:
-    """The configuration of the live proxy: the settings, and what follows from them.
-
-    Attributes:
-        tracing: Where traces of requests go; None for nowhere.
-        decoders: The decode servers; their ranks in order are the scheduler's.
-        credentials: Keys, and the certificate's files.
-        scheduler: The limits of its queues; see `scheduler_config` for the whole.
-        legs: Time limits and retries of what is sent to engines.
-        limits: What is accepted from a client.
-        given: The settings that were given and are not off, with what to call each. Not shown.
-        groups: The deployments if there are several; then it has no engines of its own.
-        aliases: Names that stand for several of their models.
-    """
+    """The configuration of the live proxy: the settings, and what follows from them."""
 
     topology: str | None
     engines: EngineSettings
@@ -89,23 +77,26 @@ class ProxyConfig:
     http3: Http3Settings
     admission: AdmissionSettings
     scheduling: SchedulingSettings
-    scheduler: SchedulerConfig
+    scheduler: SchedulerConfig  # The limits of its queues; see `scheduler_config` for the whole.
     scores: ScoreLimits
     policies: PolicySettings
     times: TimeLimits
     aimd: AimdOptions
-    legs: LegSettings
+    legs: LegSettings  # Time limits and retries of what is sent to engines.
     health: HealthSettings
     scrape: ScrapeSettings
-    limits: ServerLimits
+    limits: ServerLimits  # What is accepted from a client.
     log: LogSettings
-    tracing: ExportSettings | None
+    tracing: ExportSettings | None  # Where traces of requests go; None for nowhere.
     prefillers: tuple[PrefillServer, ...]
+    # The decode servers; their ranks in order are the scheduler's.
     decoders: tuple[DecodeServer, ...]
-    credentials: Credentials
+    credentials: Credentials  # Keys, and the certificate's files.
+    # The settings that were given and are not off, with what to call each. Not shown.
     given: Mapping[str, str] = field(repr=False, compare=False)
+    # The deployments if there are several; then it has no engines of its own.
     groups: "tuple[GroupConfig, ...]" = ()
-    aliases: tuple[AliasConfig, ...] = ()
+    aliases: tuple[AliasConfig, ...] = ()  # Names that stand for several of their models.
 
     @property
     def deployments(self) -> "tuple[ProxyConfig, ...]":
@@ -205,16 +196,12 @@ class ProxyConfig:
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """One of several deployments behind the proxy.
-
-    Attributes:
-        models: Its served names; empty for its name and those that its engines serve.
-        config: All settings as they are for it.
-    """
+    """One of several deployments behind the proxy."""
 
     name: str
+    # Its served names; empty for its name and those that its engines serve.
     models: tuple[str, ...]
-    config: ProxyConfig
+    config: ProxyConfig  # All settings as they are for it.
 
 
 def _ns(time_s: float | None) -> int | None:

@@ -130,17 +130,11 @@ _SELECTOR = re.compile(r"[A-Za-z0-9_.,/=! ()-]{1,1024}(?:@[a-z0-9-]{1,63})?")
 
 @dataclass(frozen=True, slots=True)
 class EngineSource:
-    """One place where engines are found.
+    """One place where engines are found."""
 
-    Attributes:
-        kind: "file", "dns" or "kubernetes".
-        place: A path, `HOST:PORT`, or `SELECTOR[@NAMESPACE]`.
-        role: What the engines do; None if the source tells it.
-    """
-
-    kind: str
-    place: str
-    role: Role | None = None
+    kind: str  # "file", "dns" or "kubernetes".
+    place: str  # A path, `HOST:PORT`, or `SELECTOR[@NAMESPACE]`.
+    role: Role | None = None  # What the engines do; None if the source tells it.
 
 
 def engine_source(word: str) -> EngineSource:

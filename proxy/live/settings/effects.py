@@ -24,19 +24,12 @@ _BR, _LATE = ("br-0", "br-h"), ("fifo", "br-0", "br-0-bypass", "br-h")
 
 
 class _Idle(NamedTuple):
-    """Settings that do nothing in some configurations.
+    """Settings that do nothing in some configurations."""
 
-    Attributes:
-        names: Of the settings.
-        why: What the message says behind "has no effect"; `{c}` is the configuration.
-        holds: Whether they do nothing.
-        part: The part of the setting that does nothing; "" for all of it.
-    """
-
-    names: tuple[str, ...]
-    why: str
-    holds: Callable[[ProxyConfig], bool]
-    part: str = ""
+    names: tuple[str, ...]  # Of the settings.
+    why: str  # What the message says behind "has no effect"; `{c}` is the configuration.
+    holds: Callable[[ProxyConfig], bool]  # Whether they do nothing.
+    part: str = ""  # The part of the setting that does nothing; "" for all of it.
 
 
 def without_effect(given: Mapping[str, str], deployments: Sequence[ProxyConfig]) -> list[str]:

@@ -23,18 +23,12 @@ MAX_SERVER_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PrefillServer:
-    """One prefiller.
-
-    Attributes:
-        bootstrap: Its bootstrap server, if its connector has those.
-        kv_events: Where it publishes its KV cache events; None for nowhere.
-        kv_replay: Where it sends them again; None for nowhere.
-    """
+    """One prefiller."""
 
     url: EngineUrl
-    bootstrap: EngineUrl | None = None
-    kv_events: str | None = None
-    kv_replay: str | None = None
+    bootstrap: EngineUrl | None = None  # Its bootstrap server, if its connector has those.
+    kv_events: str | None = None  # Where it publishes its KV cache events; None for nowhere.
+    kv_replay: str | None = None  # Where it sends them again; None for nowhere.
 
     def event_addresses(self, ports: "EngineSettings") -> tuple[str | None, str | None]:
         """Return `kv_events` and `kv_replay`, by the ports of the settings if it names neither."""
@@ -48,18 +42,13 @@ class PrefillServer:
 
 @dataclass(frozen=True, slots=True)
 class DecodeServer:
-    """One decode server.
+    """One decode server."""
 
-    Attributes:
-        url: Its address, without a rank.
-        rank_ids: The data-parallel ranks behind it, in the order of the configuration; None if it
-            is one rank, to which no header is sent.
-        discover: Whether `rank_ids` is to be asked of the server.
-    """
-
-    url: EngineUrl
+    url: EngineUrl  # Its address, without a rank.
+    # The data-parallel ranks behind it, in the order of the configuration; None if it is one rank,
+    # to which no header is sent.
     rank_ids: tuple[int, ...] | None = None
-    discover: bool = False
+    discover: bool = False  # Whether `rank_ids` is to be asked of the server.
 
     @property
     def ranks(self) -> tuple[EngineUrl, ...]:

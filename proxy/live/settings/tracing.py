@@ -27,31 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """How traces are exported.
+    """How traces are exported."""
 
-    Attributes:
-        scheme: "http" or "https".
-        host: The collector's name or address.
-        port: Its port.
-        path: In origin form.
-        share: Of the requests without a parent, which are traced.
-        headers: Sent with every export; their values may be keys.
-        timeout_s: For one export.
-        gzip: Whether exports are compressed.
-        ca_file: Certificates to trust; None for the system's.
-        resource: What the proxy says of itself, by name.
-    """
-
-    scheme: str
-    host: str
-    port: int
-    path: str
-    share: float
-    headers: tuple[tuple[str, Secret], ...]
-    timeout_s: float
-    gzip: bool
-    ca_file: Path | None
-    resource: tuple[tuple[str, str], ...]
+    scheme: str  # "http" or "https".
+    host: str  # The collector's name or address.
+    port: int  # Its port.
+    path: str  # In origin form.
+    share: float  # Of the requests without a parent, which are traced.
+    headers: tuple[tuple[str, Secret], ...]  # Sent with every export; their values may be keys.
+    timeout_s: float  # For one export.
+    gzip: bool  # Whether exports are compressed.
+    ca_file: Path | None  # Certificates to trust; None for the system's.
+    resource: tuple[tuple[str, str], ...]  # What the proxy says of itself, by name.
 
 
 _TRACES_PATH = "/v1/traces"

@@ -146,17 +146,12 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Handshakes:
-    """What became of handshakes. Counters are since start.
+    """What became of handshakes. Counters are since start."""
 
-    Attributes:
-        open: Those that are not over.
-        retries: Newcomers that were told to show that they receive at their address.
-        ended_badly: Newcomers that got no connection, by reason: `crowd` were not taken, `late` took too
-            long, `failed` ended otherwise.
-    """
-
-    open: int
-    retries: int
+    open: int  # Those that are not over.
+    retries: int  # Newcomers that were told to show that they receive at their address.
+    # Newcomers that got no connection, by reason: `crowd` were not taken, `late` took too long,
+    # `failed` ended otherwise.
     ended_badly: dict[str, int]
 
 
@@ -284,11 +279,7 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionFailures:
-    """Takes note of failures.
-
-    Attributes:
-        rounds_failed: How often a policy or a projection failed.
-    """
+    """Takes note of failures."""
 
     def __init__(self, metrics: DecisionMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -297,7 +288,7 @@ class DecisionFailures:
         # Since when every round failed, and the last of them that did.
         self._failing_since_s: float | None = None
         self._failed_s = 0.0
-        self.rounds_failed = 0
+        self.rounds_failed = 0  # How often a policy or a projection failed.
 
     def report(self, what: str, error: Exception, **fields: object) -> None:
         """Count a failure, and log it unless one of the same kind was logged within a minute.

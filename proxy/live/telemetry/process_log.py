@@ -202,11 +202,7 @@ _CLOSE = _Order()
 
 
 class LineWriter:
-    """Writes lines to a file or to an open descriptor. Call its methods from one thread.
-
-    Attributes:
-        fault: What the file failed with last; empty if it took everything since.
-    """
+    """Writes lines to a file or to an open descriptor. Call its methods from one thread."""
 
     def __init__(
         self,
@@ -230,7 +226,7 @@ class LineWriter:
         """
         self._sink = sink
         self._path = sink if isinstance(sink, Path) else None
-        self.fault = ""
+        self.fault = ""  # What the file failed with last; empty if it took everything since.
         self._capacity = capacity
         self._queue: SimpleQueue[bytes | _Order] = SimpleQueue()
         self._refused = 0  # Counted by the caller.

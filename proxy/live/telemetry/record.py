@@ -18,20 +18,14 @@ if TYPE_CHECKING:
 
 
 class Step(Struct, array_like=True):
-    """A stay in one stage.
+    """A stay in one stage."""
 
-    Attributes:
-        name: "queue", "prefill", "pool", "transfer", "decode", "backoff", or "engine" of a request that
-            one engine answers alone.
-        began_ns: The loop's time.
-        engine: Who works on the request; empty if nobody does.
-        fault: What ended the stay, if that was a failure.
-    """
-
+    # "queue", "prefill", "pool", "transfer", "decode", "backoff", or "engine" of a request that one
+    # engine answers alone.
     name: str
-    began_ns: int
-    engine: str = ""
-    fault: str = ""
+    began_ns: int  # The loop's time.
+    engine: str = ""  # Who works on the request; empty if nobody does.
+    fault: str = ""  # What ended the stay, if that was a failure.
 
 
 class Event(Struct, frozen=True, array_like=True):
@@ -43,25 +37,18 @@ class Event(Struct, frozen=True, array_like=True):
 
 
 class Trace(Struct):
-    """The trace that a request belongs to.
+    """The trace that a request belongs to."""
 
-    Attributes:
-        trace_id: 32 hexadecimal digits.
-        span_id: 16 of them, those of the request's own span: the parent of the engines' spans. The last
-            one is 0, and the ids that follow are those of its children.
-        parent_id: Those of the client's span; empty if it gave none.
-        state: The client's `tracestate`.
-        steps: In order; each ends where the next one begins, and the last with the request. Empty as
-            long as the times of the record tell them; see `stages_of`.
-        events: In order.
-    """
-
-    trace_id: str
+    trace_id: str  # 32 hexadecimal digits.
+    # 16 of them, those of the request's own span: the parent of the engines' spans. The last one is
+    # 0, and the ids that follow are those of its children.
     span_id: str
-    parent_id: str = ""
-    state: str = ""
+    parent_id: str = ""  # Those of the client's span; empty if it gave none.
+    state: str = ""  # The client's `tracestate`.
+    # In order; each ends where the next one begins, and the last with the request. Empty as long as
+    # the times of the record tell them; see `stages_of`.
     steps: list[Step] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # In order.
 
 
 class Outcome(Enum):
@@ -97,67 +84,21 @@ PREFILL_LEG, DECODE_LEG, DIRECT_LEG = Leg.PREFILL, Leg.DECODE, Leg.DIRECT
 
 
 class RequestRecord(Struct, omit_defaults=True):
-    """One request's life, filled in as it happens. Times are the loop's, in nanoseconds.
+    """One request's life, filled in as it happens. Times are the loop's, in nanoseconds."""
 
-    Attributes:
-        request_id: The client's X-Request-Id, or ours.
-        client_request_id: The client's, cut, where ours is used in its place; empty if it is not.
-        endpoint: The path, for example /v1/chat/completions; empty if none could be read.
-        model: The `model` of the body, cut to 128 characters.
-        arrived_unix_s: Wall-clock time of arrival, for the log alone.
-        prompt_tokens: As the engine counted them; 0 while unknown.
-        cached_tokens: Those of them that the prefiller had cached; None if it did not say.
-        output_tokens: Tokens that reached the client.
-        choices: n, sequences of the answer.
-        retries: Legs sent again, of both kinds.
-        lease_lapses: Prefills repeated because the KV lease ran out.
-        cheaper_lapses: Of these, those whose lease was left to end: a repeated prefill costs less
-            rank time than an overflow.
-        recomputes: Times a rank gave the request back to be prefilled again.
-        resumes: Times another rank went on with its stream after a failure.
-        early_first_token: Whether its client got the first token when the prefill ended.
-        first_token_differences: Times a rank said something else than that token.
-        seed: What the proxy drew for both legs to have the same first token; None if it drew none.
-        pool_wait_ns: Time spent prefilled and unbound, all bindings together.
-        itl_max_ns: Longest gap between two pieces of the stream.
-        reason: Why it did not end well; empty if it did.
-        max_tokens: The limit of each sequence; None if there is none.
-        prompt_estimate: Prompt tokens as the scheduler took them to be when the request came; 0 if
-            it was refused before.
-        keys: See `prompt_keys`; empty if no predictor uses them.
-        peer: The client's address and port.
-        api_key_id: Names the API key that the client gave (`request_head.api_key_id`); empty if none
-            was asked for.
-        user_agent: The client's own word, cut to 128 characters.
-        tenant: Whose request it is; empty without tenants.
-        refused_for: See `Refusal.cause`; empty unless admission refused it.
-        expected_ttft_ns: The time to first token that was expected when it came; None if none was.
-        local_prefill: Whether it was left to its rank to compute the prompt.
-        hint: What told predictors how long its answer may be, in tokens; None if nothing did.
-        hint_source: "client", or "limit" (its `max_tokens`); empty without a hint.
-        group: Which of several groups had it last; empty if there is one, or none had it.
-        alias: The alias of models that it named; empty if it named none.
-        task: What it was taken to ask for, among the tasks of that alias.
-        fall_backs: The groups that had it before, each with why it went on: a status, or "timeout".
-        superseded: Whether it is an attempt in whose place another group was asked. Then it is neither
-            counted nor logged.
-        trace_id: Names the trace that it belongs to, by the client's `traceparent` or by ours; empty if
-            there is none.
-        trace: What its spans are made of; None unless it is traced.
-    """
-
-    request_id: str
-    endpoint: str
+    request_id: str  # The client's X-Request-Id, or ours.
+    endpoint: str  # The path, for example /v1/chat/completions; empty if none could be read.
     arrived_ns: int
-    arrived_unix_s: float
-    model: str = ""
+    arrived_unix_s: float  # Wall-clock time of arrival, for the log alone.
+    model: str = ""  # The `model` of the body, cut to 128 characters.
     stream: bool = False
     outcome: Outcome | None = None
     status: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # As the engine counted them; 0 while unknown.
+    # Those of them that the prefiller had cached; None if it did not say.
     cached_tokens: int | None = None
-    output_tokens: int = 0
-    choices: int = 1
+    output_tokens: int = 0  # Tokens that reached the client.
+    choices: int = 1  # n, sequences of the answer.
     prefiller: str = ""
     rank: str = ""
     prefill_started_ns: int | None = None
@@ -166,36 +107,52 @@ class RequestRecord(Struct, omit_defaults=True):
     first_token_ns: int | None = None
     second_token_ns: int | None = None
     ended_ns: int = 0
-    pool_wait_ns: int = 0
-    itl_max_ns: int = 0
-    retries: int = 0
-    recomputes: int = 0
-    resumes: int = 0
+    pool_wait_ns: int = 0  # Time spent prefilled and unbound, all bindings together.
+    itl_max_ns: int = 0  # Longest gap between two pieces of the stream.
+    retries: int = 0  # Legs sent again, of both kinds.
+    recomputes: int = 0  # Times a rank gave the request back to be prefilled again.
+    resumes: int = 0  # Times another rank went on with its stream after a failure.
+    # Whether its client got the first token when the prefill ended.
     early_first_token: bool = False
-    first_token_differences: int = 0
+    first_token_differences: int = 0  # Times a rank said something else than that token.
+    # What the proxy drew for both legs to have the same first token; None if it drew none.
     seed: int | None = None
-    lease_lapses: int = 0
+    lease_lapses: int = 0  # Prefills repeated because the KV lease ran out.
+    # Of these, those whose lease was left to end: a repeated prefill costs less rank time than an
+    # overflow.
     cheaper_lapses: int = 0
-    reason: str = ""
-    max_tokens: int | None = None
+    reason: str = ""  # Why it did not end well; empty if it did.
+    max_tokens: int | None = None  # The limit of each sequence; None if there is none.
+    # Prompt tokens as the scheduler took them to be when the request came; 0 if it was refused
+    # before.
     prompt_estimate: int = 0
-    keys: tuple[int, ...] = ()
-    peer: str = ""
+    keys: tuple[int, ...] = ()  # See `prompt_keys`; empty if no predictor uses them.
+    peer: str = ""  # The client's address and port.
+    # Names the API key that the client gave (`request_head.api_key_id`); empty if none was asked
+    # for.
     api_key_id: str = ""
-    user_agent: str = ""
-    tenant: str = ""
-    refused_for: str = ""
+    user_agent: str = ""  # The client's own word, cut to 128 characters.
+    tenant: str = ""  # Whose request it is; empty without tenants.
+    refused_for: str = ""  # See `Refusal.cause`; empty unless admission refused it.
+    # The time to first token that was expected when it came; None if none was.
     expected_ttft_ns: int | None = None
-    local_prefill: bool = False
+    local_prefill: bool = False  # Whether it was left to its rank to compute the prompt.
+    # What told predictors how long its answer may be, in tokens; None if nothing did.
     hint: int | None = None
-    hint_source: str = ""
-    group: str = ""
-    alias: str = ""
-    task: str = ""
+    hint_source: str = ""  # "client", or "limit" (its `max_tokens`); empty without a hint.
+    group: str = ""  # Which of several groups had it last; empty if there is one, or none had it.
+    alias: str = ""  # The alias of models that it named; empty if it named none.
+    task: str = ""  # What it was taken to ask for, among the tasks of that alias.
+    # The groups that had it before, each with why it went on: a status, or "timeout".
     fall_backs: tuple[tuple[str, str], ...] = ()
+    # Whether it is an attempt in whose place another group was asked. Then it is neither counted
+    # nor logged.
     superseded: bool = False
+    # Names the trace that it belongs to, by the client's `traceparent` or by ours; empty if there
+    # is none.
     trace_id: str = ""
-    trace: Trace | None = None
+    trace: Trace | None = None  # What its spans are made of; None unless it is traced.
+    # The client's, cut, where ours is used in its place; empty if it is not.
     client_request_id: str = ""
 
     @property

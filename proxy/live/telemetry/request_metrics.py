@@ -147,16 +147,11 @@ class TenantMetrics(_Ended):
 
 @dataclass(frozen=True, slots=True)
 class AliasWorth:
-    """What answers to an alias are worth.
+    """What answers to an alias are worth."""
 
-    Attributes:
-        tpot_ms: Target of the time per output token; None if there is none.
-        ttft_ms: Target of the time to the first token; None if there is none.
-        scores: The worth of an answer in time, by task and group; empty if it was not told.
-    """
-
-    tpot_ms: float | None
-    ttft_ms: float | None
+    tpot_ms: float | None  # Target of the time per output token; None if there is none.
+    ttft_ms: float | None  # Target of the time to the first token; None if there is none.
+    # The worth of an answer in time, by task and group; empty if it was not told.
     scores: Mapping[tuple[str, str], float]
 
     def is_kept(self, record: "RequestRecord") -> bool:
@@ -170,14 +165,10 @@ class AliasWorth:
 
 
 class AliasMetrics(_Ended):
-    """Who answered the requests that named an alias, whether in time, and what that was worth.
-
-    Attributes:
-        worth: What answers are worth, by alias.
-    """
+    """Who answered the requests that named an alias, whether in time, and what that was worth."""
 
     def __init__(self) -> None:
-        self.worth: Mapping[str, AliasWorth] = {}
+        self.worth: Mapping[str, AliasWorth] = {}  # What answers are worth, by alias.
         name = "balanceroute_alias_{}".format
         self._requests = Totals(
             name("requests"),

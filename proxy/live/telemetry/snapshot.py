@@ -11,32 +11,20 @@ from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
 
 @dataclass(frozen=True, slots=True)
 class PredictorScores:
-    """How good one predictor was on the latest rows. None where they leave a score undefined.
-
-    Attributes:
-        active: Whether it is the one in use; the others are shadows.
-        failed: Whether it raised an exception, since when it is not asked any more.
-        rows: Rows that the scores are of.
-        auc: ROC-AUC of the chance to finish within the horizon.
-        brier: Its Brier score.
-        ece: Its expected calibration error.
-        mae: Of the mean remaining length, in tokens, over the rows that finished within the horizon.
-        predicted: Mean chance in each tenth of the scale.
-        observed: How often those requests finished within the horizon.
-        decile_rows: Rows in each tenth.
-    """
+    """How good one predictor was on the latest rows. None where they leave a score undefined."""
 
     name: str
-    active: bool
-    failed: bool
-    rows: int
-    auc: float | None
-    brier: float | None
-    ece: float | None
+    active: bool  # Whether it is the one in use; the others are shadows.
+    failed: bool  # Whether it raised an exception, since when it is not asked any more.
+    rows: int  # Rows that the scores are of.
+    auc: float | None  # ROC-AUC of the chance to finish within the horizon.
+    brier: float | None  # Its Brier score.
+    ece: float | None  # Its expected calibration error.
+    # Of the mean remaining length, in tokens, over the rows that finished within the horizon.
     mae: float | None
-    predicted: tuple[float | None, ...]
-    observed: tuple[float | None, ...]
-    decile_rows: tuple[int, ...]
+    predicted: tuple[float | None, ...]  # Mean chance in each tenth of the scale.
+    observed: tuple[float | None, ...]  # How often those requests finished within the horizon.
+    decile_rows: tuple[int, ...]  # Rows in each tenth.
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,16 +71,12 @@ class Administrator:
         part: Whose engines the orders are about.
         orders: What to do.
         clean: Whether what is sent to an engine arrives at once.
-
-    Attributes:
-        done: How many orders of each kind there were.
-        promises: What was answered, and what must not be.
-        closing: Set when the proxy is told to stop: orders may get no answer from then on.
     """
 
     def __init__(self, world: World, part: Part, orders: Sequence[Order], *, clean: bool) -> None:
-        self.done: Counter[str] = Counter()
-        self.promises = Promises(world, part, clean)
+        self.done: Counter[str] = Counter()  # How many orders of each kind there were.
+        self.promises = Promises(world, part, clean)  # What was answered, and what must not be.
+        # Set when the proxy is told to stop: orders may get no answer from then on.
         self.closing = False
         self._world, self._part, self._orders = world, part, orders
         self._tasks: list[asyncio.Task[None]] = []

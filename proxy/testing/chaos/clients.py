@@ -35,23 +35,15 @@ class ClientEnding(Enum):
 
 @dataclass(slots=True, eq=False)
 class Received:
-    """One answer, as far as it came.
+    """One answer, as far as it came."""
 
-    Attributes:
-        status: 0 until the head came.
-        ending: How it ended.
-        was_reset: Whether the connection ended with a reset.
-        left: Whether the client had gone by itself.
-        ended_s: When it ended, on the loop's clock.
-    """
-
-    status: int = 0
+    status: int = 0  # 0 until the head came.
     headers: Headers = field(default_factory=list)
     body: bytearray = field(default_factory=bytearray)
-    ending: ClientEnding = ClientEnding.OPEN
-    was_reset: bool = False
-    left: bool = False
-    ended_s: float = 0.0
+    ending: ClientEnding = ClientEnding.OPEN  # How it ended.
+    was_reset: bool = False  # Whether the connection ended with a reset.
+    left: bool = False  # Whether the client had gone by itself.
+    ended_s: float = 0.0  # When it ended, on the loop's clock.
 
     def header(self, name: bytes) -> bytes:
         """Return the values of a header, joined; empty if it is absent."""
@@ -59,14 +51,10 @@ class Received:
 
 
 class ClientAnswerReader:
-    """Reads one answer.
-
-    Attributes:
-        rest: What came after the answer, once it is complete.
-    """
+    """Reads one answer."""
 
     def __init__(self, received: Received) -> None:
-        self.rest = b""
+        self.rest = b""  # What came after the answer, once it is complete.
         self._received = received
         self._head = b""
         self._decoder: ChunkedDecoder | None = None
@@ -169,58 +157,39 @@ class HeldConnection(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """When and how a client leaves.
-
-    Attributes:
-        delay_s: So much later.
-        num_bytes: For `STREAMING`.
-    """
+    """When and how a client leaves."""
 
     phase: ClientPhase
     how: Leaving
-    delay_s: float = 0.0
-    num_bytes: int = 0
+    delay_s: float = 0.0  # So much later.
+    num_bytes: int = 0  # For `STREAMING`.
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One connection of a client.
+    """One connection of a client."""
 
-    Attributes:
-        start_s: When it comes, from the beginning of the run.
-        requests: What it sends.
-        pipelined: All at once, or one after the other.
-        http_1_0: In HTTP/1.0.
-        close: With `Connection: close` on the last one; with HTTP/1.0 without keep-alive.
-        departure: Of the first request; None if the client stays.
-        pauses: After how many bytes of a body it stops reading, and for how long, in seconds.
-        link: Its wire; None for the network's.
-    """
-
-    start_s: float
-    requests: tuple[ClientRequest, ...]
-    pipelined: bool = False
-    http_1_0: bool = False
+    start_s: float  # When it comes, from the beginning of the run.
+    requests: tuple[ClientRequest, ...]  # What it sends.
+    pipelined: bool = False  # All at once, or one after the other.
+    http_1_0: bool = False  # In HTTP/1.0.
+    # With `Connection: close` on the last one; with HTTP/1.0 without keep-alive.
     close: bool = False
-    departure: Departure | None = None
+    departure: Departure | None = None  # Of the first request; None if the client stays.
+    # After how many bytes of a body it stops reading, and for how long, in seconds.
     pauses: tuple[tuple[int, float], ...] = ()
-    link: Link | None = None
+    link: Link | None = None  # Its wire; None for the network's.
 
 
 class Client(asyncio.Protocol):
-    """One connection.
-
-    Attributes:
-        over: Set when nothing more can come.
-        left: Whether it has left.
-    """
+    """One connection."""
 
     def __init__(self, visit: Visit, *, on_left: "Callable[[Client], None]") -> None:
         self.visit = visit
         self.answers = [Received() for _ in visit.requests]
         self.sent = 0
-        self.over = asyncio.Event()
-        self.left = False
+        self.over = asyncio.Event()  # Set when nothing more can come.
+        self.left = False  # Whether it has left.
         self._on_left = on_left
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None

@@ -61,29 +61,20 @@ _DOWN_S = 0.4
 
 @dataclass(slots=True)
 class Deaths:
-    """What came of greedy streams.
+    """What came of greedy streams."""
 
-    Attributes:
-        killed: Engines, each of which started again.
-        hit: Streams whose rank died.
-        exact: Streams that were, byte for byte, what one engine answers.
-        failed: Those that ended with an error, after a right beginning.
-        twice: Those of `failed` under which two engines had died, so that none goes on with them.
-        wrong: Those that were neither, or that were on more engines that died, a line each.
-        gaps_s: Of each stream that went on, its longest gap between two events, in seconds.
-        held: Requests that the proxy still had at the end.
-        under: Engines that died under each request.
-    """
-
-    killed: int = 0
-    hit: int = 0
-    exact: int = 0
-    failed: int = 0
+    killed: int = 0  # Engines, each of which started again.
+    hit: int = 0  # Streams whose rank died.
+    exact: int = 0  # Streams that were, byte for byte, what one engine answers.
+    failed: int = 0  # Those that ended with an error, after a right beginning.
+    # Those of `failed` under which two engines had died, so that none goes on with them.
     twice: int = 0
+    # Those that were neither, or that were on more engines that died, a line each.
     wrong: list[str] = field(default_factory=list)
+    # Of each stream that went on, its longest gap between two events, in seconds.
     gaps_s: list[float] = field(default_factory=list)
-    held: int = 0
-    under: Counter[str] = field(default_factory=Counter)
+    held: int = 0  # Requests that the proxy still had at the end.
+    under: Counter[str] = field(default_factory=Counter)  # Engines that died under each request.
 
 
 def kill_decoders(
@@ -237,37 +228,26 @@ _WARM_S = 15.0
 
 @dataclass(slots=True)
 class Freezes:
-    """What came of an hour, say.
+    """What came of an hour, say."""
 
-    Attributes:
-        frozen: Ranks that froze under streams, at a pace that the proxy knew.
-        found_s: After how long each of them was left out.
-        limits_s: How long each might be silent by its own pace.
-        missed: Those that were not left out in time, a line each.
-        false: Ranks that were left out and did not stand still, a line each.
-        paused: Ranks that stood still for a moment.
-        held: Times all ranks waited for one.
-        told: How often the proxy said so.
-        stood: Times the proxy itself stood still.
-        requests: All of them.
-        wrong: Answers that were not an engine's own, or no whole answer, a line each.
-        gaps_s: Of each stream that went on elsewhere, its longest silence.
-        left: Requests that the proxy still had at the end.
-    """
-
-    frozen: int = 0
-    found_s: list[float] = field(default_factory=list)
+    frozen: int = 0  # Ranks that froze under streams, at a pace that the proxy knew.
+    found_s: list[float] = field(default_factory=list)  # After how long each of them was left out.
+    # How long each might be silent by its own pace.
     limits_s: list[float] = field(default_factory=list)
+    # Those that were not left out in time, a line each.
     missed: list[str] = field(default_factory=list)
+    # Ranks that were left out and did not stand still, a line each.
     false: list[str] = field(default_factory=list)
-    paused: int = 0
-    held: int = 0
-    told: int = 0
-    stood: int = 0
-    requests: int = 0
+    paused: int = 0  # Ranks that stood still for a moment.
+    held: int = 0  # Times all ranks waited for one.
+    told: int = 0  # How often the proxy said so.
+    stood: int = 0  # Times the proxy itself stood still.
+    requests: int = 0  # All of them.
+    # Answers that were not an engine's own, or no whole answer, a line each.
     wrong: list[str] = field(default_factory=list)
+    # Of each stream that went on elsewhere, its longest silence.
     gaps_s: list[float] = field(default_factory=list)
-    left: int = 0
+    left: int = 0  # Requests that the proxy still had at the end.
 
 
 def freeze_ranks(seed: int, *, seconds: float, resume: str = "exact") -> Freezes:

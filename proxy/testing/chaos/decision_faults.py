@@ -54,17 +54,11 @@ class InjectedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lapse:
-    """A time in which decisions fail.
+    """A time in which decisions fail."""
 
-    Attributes:
-        fault: What goes wrong.
-        share: Of the rounds, or of the calls of the predictor, in 0..1.
-        seed: Decides which ones.
-    """
-
-    fault: DecisionFault
-    share: float
-    seed: int
+    fault: DecisionFault  # What goes wrong.
+    share: float  # Of the rounds, or of the calls of the predictor, in 0..1.
+    seed: int  # Decides which ones.
 
 
 def draw_lapse(rng: random.Random) -> Lapse:
@@ -74,14 +68,10 @@ def draw_lapse(rng: random.Random) -> Lapse:
 
 
 class DecisionFaults:
-    """Says when a fault is due, and keeps account of those made.
-
-    Attributes:
-        made: How many the proxy must have counted, by what failed.
-    """
+    """Says when a fault is due, and keeps account of those made."""
 
     def __init__(self) -> None:
-        self.made: Counter[str] = Counter()
+        self.made: Counter[str] = Counter()  # How many the proxy must have counted, by what failed.
         self._lapses: dict[Lapse, random.Random] = {}
         self._texts: set[str] = set()
 

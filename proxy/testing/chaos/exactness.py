@@ -32,22 +32,15 @@ _BATCH_LIMIT = 64
 
 @dataclass(slots=True)
 class Comparison:
-    """What came of many requests.
-
-    Attributes:
-        statuses: How many had which status.
-        identical: Whose answers were the same bytes.
-        interleaved: Whose answers were the same for each choice, in another order or cut otherwise.
-        early: Whose first token came from the prefiller.
-        differences: What was wrong, a line each.
-    """
+    """What came of many requests."""
 
     requests: int = 0
-    statuses: Counter[int] = field(default_factory=Counter)
-    identical: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)  # How many had which status.
+    identical: int = 0  # Whose answers were the same bytes.
+    # Whose answers were the same for each choice, in another order or cut otherwise.
     interleaved: int = 0
-    early: int = 0
-    differences: list[str] = field(default_factory=list)
+    early: int = 0  # Whose first token came from the prefiller.
+    differences: list[str] = field(default_factory=list)  # What was wrong, a line each.
 
 
 def compare(

@@ -78,37 +78,25 @@ CLIENTS = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One fault of one engine.
-
-    Attributes:
-        role: Of the engine.
-        start_s: When it begins, from the beginning of the run.
-        end_s: When it ends.
-        jump_s: By how much a clock jumps.
-        naming: What a resolver answers for the engine's name.
-        spoiling: What is wrong with the file of a key.
-        crowd: How many engines are found at once.
-        holding: What connections are held with.
-        version: The one with which a killed engine comes back; empty for its own.
-    """
+    """One fault of one engine."""
 
     kind: str
     act: Act
-    role: Role
+    role: Role  # Of the engine.
     engine: int
-    start_s: float
-    end_s: float
+    start_s: float  # When it begins, from the beginning of the run.
+    end_s: float  # When it ends.
     changes: Mapping[str, Any] = field(default_factory=dict)
     link: Link | None = None
     meddling: Meddling | None = None
     policy: str = ""
     lapse: Lapse | None = None
-    jump_s: float = 0.0
-    version: str = ""
-    naming: Naming = Naming.WELL
-    spoiling: Spoiling = Spoiling.EMPTY
-    crowd: int = 0
-    holding: HeldConnection = HeldConnection.HALF_HEAD
+    jump_s: float = 0.0  # By how much a clock jumps.
+    version: str = ""  # The one with which a killed engine comes back; empty for its own.
+    naming: Naming = Naming.WELL  # What a resolver answers for the engine's name.
+    spoiling: Spoiling = Spoiling.EMPTY  # What is wrong with the file of a key.
+    crowd: int = 0  # How many engines are found at once.
+    holding: HeldConnection = HeldConnection.HALF_HEAD  # What connections are held with.
 
     @property
     def held_from(self) -> str:

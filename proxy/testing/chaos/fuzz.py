@@ -138,19 +138,12 @@ _ODD_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class FuzzCase:
-    """What a hostile client sends on one connection.
+    """What a hostile client sends on one connection."""
 
-    Attributes:
-        kinds: In which ways it is spoiled.
-        data: The bytes.
-        cuts: Places at which it is sent in pieces.
-        half_closes: Whether the client ends its side after the last byte.
-    """
-
-    kinds: tuple[str, ...]
-    data: bytes
-    cuts: tuple[int, ...]
-    half_closes: bool
+    kinds: tuple[str, ...]  # In which ways it is spoiled.
+    data: bytes  # The bytes.
+    cuts: tuple[int, ...]  # Places at which it is sent in pieces.
+    half_closes: bool  # Whether the client ends its side after the last byte.
 
 
 class _Draft:
@@ -440,18 +433,14 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @dataclass(slots=True)
 class FuzzReport:
-    """What came of the cases of one seed.
-
-    Attributes:
-        statuses: What they were answered; 0 if nothing.
-        violations: What must not be.
-    """
+    """What came of the cases of one seed."""
 
     seed: int
     cases: int
     kinds: Counter[str] = field(default_factory=Counter)
+    # What they were answered; 0 if nothing.
     statuses: Counter[int] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)  # What must not be.
 
 
 def fuzz(seed: int, *, cases: int) -> FuzzReport:
@@ -566,16 +555,11 @@ class _Run:
 
 
 class _Probe(asyncio.Protocol):
-    """The connection of one case.
-
-    Attributes:
-        answers: What came, in order.
-        malformed: Why something that came is no HTTP; empty if all is.
-    """
+    """The connection of one case."""
 
     def __init__(self, case: FuzzCase, loop: VirtualLoop) -> None:
-        self.answers = [Received()]
-        self.malformed = ""
+        self.answers = [Received()]  # What came, in order.
+        self.malformed = ""  # Why something that came is no HTTP; empty if all is.
         self._case = case
         self._loop = loop
         self._reader = ClientAnswerReader(self.answers[0])

@@ -57,17 +57,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """One group.
+    """One group."""
 
-    Attributes:
-        engines: Its fleet.
-        table: More lines of its `[[model]]` table, before its engines.
-        proxy: Lines of its `[model.proxy]` table.
-    """
-
-    engines: EmulationSettings
-    table: str = ""
-    proxy: str = ""
+    engines: EmulationSettings  # Its fleet.
+    table: str = ""  # More lines of its `[[model]]` table, before its engines.
+    proxy: str = ""  # Lines of its `[model.proxy]` table.
 
 
 class GroupWorld(World):
@@ -234,16 +228,12 @@ class GroupOrder:
 
 @dataclass(frozen=True, slots=True)
 class DrawnAlias:
-    """One alias; `members` are those of its table.
-
-    Attributes:
-        weights: The file of its weights; empty if it has none.
-    """
+    """One alias; `members` are those of its table."""
 
     name: str
     groups: tuple[str, ...]
     members: Mapping[str, object]
-    weights: bytes = b""
+    weights: bytes = b""  # The file of its weights; empty if it has none.
 
     def table(self) -> str:
         """Return it as a file has it."""
@@ -257,15 +247,10 @@ class DrawnAlias:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One run.
+    """One run."""
 
-    Attributes:
-        whole: What is of all groups: the clients, the tenants, the weather, and when.
-        groups: What happens to the engines of each, by name.
-    """
-
-    whole: ChaosPlan
-    groups: Mapping[str, ChaosPlan]
+    whole: ChaosPlan  # What is of all groups: the clients, the tenants, the weather, and when.
+    groups: Mapping[str, ChaosPlan]  # What happens to the engines of each, by name.
     aliases: Sequence[DrawnAlias]
     orders: Sequence[GroupOrder]
 

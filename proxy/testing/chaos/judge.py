@@ -48,29 +48,18 @@ _NOT_SERVED = b"which this deployment does not serve"
 
 @dataclass(slots=True)
 class Verdict:
-    """What a client's end was, and what is wrong with it.
+    """What a client's end was, and what is wrong with it."""
 
-    Attributes:
-        ending: In words; the same words for the same kind of end.
-        wrong: What must not be.
-        expected: What the answer was compared with, if it was.
-    """
-
-    ending: str
-    wrong: list[str]
-    expected: Expectation | None = None
+    ending: str  # In words; the same words for the same kind of end.
+    wrong: list[str]  # What must not be.
+    expected: Expectation | None = None  # What the answer was compared with, if it was.
 
 
 class Judging(Protocol):
-    """Whoever judges answers.
+    """Whoever judges answers."""
 
-    Attributes:
-        merges: Whether engines may put several tokens into one event.
-        tenants: Those of the plan.
-    """
-
-    merges: bool
-    tenants: TenantPlan | None
+    merges: bool  # Whether engines may put several tokens into one event.
+    tenants: TenantPlan | None  # Those of the plan.
 
     def may_draw_seed(self, request: ClientRequest) -> bool:
         """Return whether the proxy may have drawn a seed for a request."""
@@ -96,16 +85,12 @@ class Judge:
         plan: What was to happen: it decides what may have gone wrong.
         oracle: Knows the right answers.
         excused: Requests whose answer is another prompt's for a reason that no proxy can see.
-
-    Attributes:
-        merges: Whether engines may put several tokens into one event.
-        tenants: Those of the plan.
     """
 
     def __init__(self, plan: ChaosPlan, oracle: TextOracle, excused: Collection[str] = ()) -> None:
         self._plan = plan
-        self.tenants = plan.tenants
-        self.merges = oracle.merges
+        self.tenants = plan.tenants  # Those of the plan.
+        self.merges = oracle.merges  # Whether engines may put several tokens into one event.
         self._excused = excused
         self._oracle = oracle
         changes: list[Mapping[str, Any]] = [one.changes for one in plan.injections]

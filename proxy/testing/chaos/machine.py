@@ -52,15 +52,12 @@ class EngineName:
         host: Where the engine is.
         port: Its port.
         rng: Decides what a name that flaps has.
-
-    Attributes:
-        naming: What is answered now.
     """
 
     def __init__(
         self, loop: "VirtualLoop", name: str, host: str, port: int, rng: random.Random
     ) -> None:
-        self.naming = Naming.WELL
+        self.naming = Naming.WELL  # What is answered now.
         self._host, self._rng = host, rng
         loop.names[name] = self.resolve
         loop.network.rule(_SILENT, port, Link(connect=Connect.HANG))
@@ -114,14 +111,10 @@ class KeyFile:
 
 
 class Crowd:
-    """A file of engines in which, for a while, there are very many: half are silent, half refuse.
-
-    Attributes:
-        path: Of the file.
-    """
+    """A file of engines in which, for a while, there are very many: half are silent, half refuse."""
 
     def __init__(self, loop: "VirtualLoop", path: Path) -> None:
-        self.path = path
+        self.path = path  # Of the file.
         self._loop = loop
         self.go()
 
@@ -187,15 +180,12 @@ class Machine:
         folder: On its disk.
 
     Attributes:
-        lacks_descriptors: Whether the proxy can open no connection.
         disk: What keeps orders.
-        crowd: Where engines are found.
         key_file: Has the engines' key.
-        wrongs: What must not be.
     """
 
     def __init__(self, loop: "VirtualLoop", folder: Path) -> None:
-        self.lacks_descriptors = False
-        self.crowd = Crowd(loop, folder / "engines.toml")
+        self.lacks_descriptors = False  # Whether the proxy can open no connection.
+        self.crowd = Crowd(loop, folder / "engines.toml")  # Where engines are found.
         self.disk, self.key_file = Disk(folder), KeyFile(folder / "key")
-        self.wrongs: list[str] = []
+        self.wrongs: list[str] = []  # What must not be.

@@ -45,16 +45,12 @@ HARMLESS = (Meddling.EXTENSIONS, Meddling.TRAILERS, Meddling.TINY_CHUNKS, Meddli
 
 
 class Meddler:
-    """Listens in place of one engine.
-
-    Attributes:
-        meddling: What to do to exchanges that begin from now on; None to pass bytes on.
-        port: Where it listens.
-    """
+    """Listens in place of one engine."""
 
     def __init__(self, loop: "VirtualLoop", host: str, port: int) -> None:
+        # What to do to exchanges that begin from now on; None to pass bytes on.
         self.meddling: Meddling | None = None
-        self.port = 0
+        self.port = 0  # Where it listens.
         self._loop = loop
         self._address = host, port
         self._server: asyncio.Server | None = None

@@ -60,21 +60,14 @@ OF_ENGINES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order.
-
-    Attributes:
-        role: Of the engine that it is about, if it is about one.
-        start_s: When it is given, from the beginning of the run.
-        end_s: When it is taken back.
-        seed: Decides about what is left to draw when it is given.
-    """
+    """One order."""
 
     kind: OrderKind
-    role: Role
+    role: Role  # Of the engine that it is about, if it is about one.
     engine: int
-    start_s: float
-    end_s: float
-    seed: int
+    start_s: float  # When it is given, from the beginning of the run.
+    end_s: float  # When it is taken back.
+    seed: int  # Decides about what is left to draw when it is given.
 
     @property
     def name(self) -> str:

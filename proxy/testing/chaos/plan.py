@@ -156,34 +156,22 @@ class Weather(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """One run.
+    """One run."""
 
-    Attributes:
-        seed: Decides everything.
-        weather: How much goes wrong.
-        visits: The clients' connections, in the order of their coming.
-        injections: The faults, in the order of their beginnings.
-        storm_s: When half of the clients that are there leave; None for never.
-        calm_s: When all faults are over.
-        shutdown_s: When the proxy is told to stop; None for not before the end.
-        tenants: None for none.
-        collector: What the collector of traces answers, see `traces`; empty for no tracing.
-        orders: What an administrator orders, in the order of their beginnings.
-        poisons: The requests that kill engines.
-    """
-
-    seed: int
-    weather: Weather
+    seed: int  # Decides everything.
+    weather: Weather  # How much goes wrong.
     world: WorldSettings
-    visits: tuple[Visit, ...]
-    injections: tuple[Injection, ...]
-    storm_s: float | None
-    calm_s: float
-    shutdown_s: float | None
-    tenants: TenantPlan | None = None
+    visits: tuple[Visit, ...]  # The clients' connections, in the order of their coming.
+    injections: tuple[Injection, ...]  # The faults, in the order of their beginnings.
+    storm_s: float | None  # When half of the clients that are there leave; None for never.
+    calm_s: float  # When all faults are over.
+    shutdown_s: float | None  # When the proxy is told to stop; None for not before the end.
+    tenants: TenantPlan | None = None  # None for none.
+    # What the collector of traces answers, see `traces`; empty for no tracing.
     collector: tuple[int, ...] = ()
+    # What an administrator orders, in the order of their beginnings.
     orders: tuple[Order, ...] = ()
-    poisons: tuple[Poison, ...] = ()
+    poisons: tuple[Poison, ...] = ()  # The requests that kill engines.
 
     @property
     def has_bad_wires(self) -> bool:

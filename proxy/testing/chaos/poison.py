@@ -46,20 +46,13 @@ class When(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """One request that kills engines.
+    """One request that kills engines."""
 
-    Attributes:
-        name: Its request id, which no other request has, as none has its prompt.
-        tokens: Those that an engine emits before it dies.
-        down_s: How long the engine is down.
-        again_s: When the client sends it again, each time after the time before.
-    """
-
-    name: str
+    name: str  # Its request id, which no other request has, as none has its prompt.
     when: When
-    tokens: int
-    down_s: float
-    again_s: tuple[float, ...]
+    tokens: int  # Those that an engine emits before it dies.
+    down_s: float  # How long the engine is down.
+    again_s: tuple[float, ...]  # When the client sends it again, each time after the time before.
 
     def is_due(self, exchange: EngineExchange) -> bool:
         """Return whether an engine dies of it now."""
@@ -122,16 +115,13 @@ def without_hiding(injections: Sequence[Injection]) -> tuple[Injection, ...]:
 
 
 class Poisoner:
-    """Lets engines of a world die of the requests that kill them.
-
-    Attributes:
-        deaths: When engines died of each prompt, that of equal requests which were there already left out.
-        done: Deaths of each kind.
-    """
+    """Lets engines of a world die of the requests that kill them."""
 
     def __init__(self, world: World, poisons: Sequence[Poison]) -> None:
+        # When engines died of each prompt, that of equal requests which were there already left
+        # out.
         self.deaths: defaultdict[str, list[float]] = defaultdict(list)
-        self.done: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()  # Deaths of each kind.
         self._world = world
         self._poisons = {one.name: one for one in poisons}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -41,15 +41,10 @@ _MAY_BE = {
 
 @dataclass(slots=True)
 class GivenOrders:
-    """The orders about one thing.
+    """The orders about one thing."""
 
-    Attributes:
-        given: How many there were.
-        open: How many of them are not answered.
-    """
-
-    given: int = 0
-    open: int = 0
+    given: int = 0  # How many there were.
+    open: int = 0  # How many of them are not answered.
 
     def begin(self) -> tuple[int, bool]:
         """Note one that is given; return what `end` needs."""
@@ -65,28 +60,19 @@ class GivenOrders:
 
 @dataclass(slots=True)
 class OfEngine(GivenOrders):
-    """Those about one engine.
+    """Those about one engine."""
 
-    Attributes:
-        said: None if that is not known.
-        sessions: The requests that may be on it; None if that is not known.
-    """
-
-    said: Said | None = None
+    said: Said | None = None  # None if that is not known.
+    # The requests that may be on it; None if that is not known.
     sessions: frozenset[int] | None = None
 
 
 @dataclass(slots=True)
 class OfAll(GivenOrders):
-    """Those that stop and begin all.
+    """Those that stop and begin all."""
 
-    Attributes:
-        paused: None if that is not known.
-        stopped_s: Since when nothing runs; None if something may.
-    """
-
-    paused: bool | None = False
-    stopped_s: float | None = None
+    paused: bool | None = False  # None if that is not known.
+    stopped_s: float | None = None  # Since when nothing runs; None if something may.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +90,16 @@ class Promises:
 
     Args:
         clean: Whether what is sent to an engine arrives at once.
-
-    Attributes:
-        engines: By the name under which the proxy knows each.
-        found: What was broken.
     """
 
     world: World
     part: Part
     clean: bool
+    # By the name under which the proxy knows each.
     engines: dict[Target, OfEngine] = field(default_factory=dict)
     of_all: OfAll = field(default_factory=OfAll)
     aborted: list[Aborted] = field(default_factory=list)
-    found: list[str] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)  # What was broken.
     _driver: object = None
 
     @property

@@ -94,27 +94,17 @@ _FORBIDDEN: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request as a client sends it.
+    """One request as a client sends it."""
 
-    Attributes:
-        number: Counts the requests of a run.
-        values: The members of the body.
-        request_id: `X-Request-Id`.
-        forbidden: Whether the proxy refuses it in its own words.
-        key: The API key that it presents; empty for none.
-        deadline_ms: `X-Request-Deadline-Ms`; None for none.
-        session: `X-Session-Id`; empty for none, None for that of its request id.
-    """
-
-    number: int
+    number: int  # Counts the requests of a run.
     path: str
-    values: dict[str, Any]
+    values: dict[str, Any]  # The members of the body.
     body: bytes
-    request_id: str
-    forbidden: bool = False
-    key: str = ""
-    deadline_ms: int | None = None
-    session: str | None = None
+    request_id: str  # `X-Request-Id`.
+    forbidden: bool = False  # Whether the proxy refuses it in its own words.
+    key: str = ""  # The API key that it presents; empty for none.
+    deadline_ms: int | None = None  # `X-Request-Deadline-Ms`; None for none.
+    session: str | None = None  # `X-Session-Id`; empty for none, None for that of its request id.
 
     @property
     def stream(self) -> bool:
@@ -126,24 +116,16 @@ class ClientRequest:
 class RequestMix:
     """What requests are like.
 
-    Attributes:
-        model: The model that they name.
-        mean_prompt_words: Mean length of ordinary prompts.
-        max_tokens: The largest limit that they name.
-        big: Share of prompts of `big_bytes`.
-        big_bytes: From and to.
-        odd: Share of requests with corner values, some of which engines refuse.
-
     Raises:
         ConfigError: A share is not from 0 to 1.
     """
 
-    model: str
-    mean_prompt_words: float = 60.0
-    max_tokens: int = 40
-    big: float = 0.003
-    big_bytes: tuple[int, int] = (100_000, 1_000_000)
-    odd: float = 0.05
+    model: str  # The model that they name.
+    mean_prompt_words: float = 60.0  # Mean length of ordinary prompts.
+    max_tokens: int = 40  # The largest limit that they name.
+    big: float = 0.003  # Share of prompts of `big_bytes`.
+    big_bytes: tuple[int, int] = (100_000, 1_000_000)  # From and to.
+    odd: float = 0.05  # Share of requests with corner values, some of which engines refuse.
 
     def __post_init__(self) -> None:
         for name in ("big", "odd"):

@@ -20,15 +20,11 @@ _MORE_HOLDERS = 16
 
 
 class Saboteur:
-    """Works on one part of a world, whose engines run.
-
-    Attributes:
-        done: How many faults of each kind there were.
-        front: URLs under which the proxy is to know engines, by their own.
-    """
+    """Works on one part of a world, whose engines run."""
 
     def __init__(self, world: World, part: Part, injections: tuple[Injection, ...]) -> None:
-        self.done: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()  # How many faults of each kind there were.
+        # URLs under which the proxy is to know engines, by their own.
         self.front: dict[str, str] = {}
         self._world = world
         self._part = part

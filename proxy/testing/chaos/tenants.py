@@ -51,17 +51,12 @@ class DrawnTenant:
 
 @dataclass(frozen=True, slots=True)
 class TenantPlan:
-    """The tenants of a run.
+    """The tenants of a run."""
 
-    Attributes:
-        files: The first one, and another one that is read in the middle of the run.
-        reload_s: When.
-        flags: Of the proxy.
-    """
-
+    # The first one, and another one that is read in the middle of the run.
     files: tuple[tuple[DrawnTenant, ...], tuple[DrawnTenant, ...]]
-    reload_s: float
-    flags: dict[str, object]
+    reload_s: float  # When.
+    flags: dict[str, object]  # Of the proxy.
 
     def texts(self) -> tuple[str, str]:
         """Return both files."""

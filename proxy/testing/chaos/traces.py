@@ -28,18 +28,14 @@ def draw_collector(seed: int) -> tuple[int, ...]:
 
 
 class SpanCollector:
-    """Takes spans while it runs.
-
-    Attributes:
-        spans: Those that it took.
-    """
+    """Takes spans while it runs."""
 
     def __init__(self, statuses: Sequence[int]) -> None:
         self._statuses = statuses
         self._willing_s = 0.0
         self._exports = 0
         self._server = Server(self._answer)
-        self.spans: list[dict[str, Any]] = []
+        self.spans: list[dict[str, Any]] = []  # Those that it took.
 
     async def start(self, *, refuses_s: float = 0.0) -> None:
         """Listen, and take everything after so many seconds."""

@@ -96,28 +96,19 @@ _STORM_SPAN_S = 0.5
 
 @dataclass(slots=True)
 class TrialReport:
-    """What came of one run.
-
-    Attributes:
-        weather: How much went wrong.
-        outcomes: How the proxy's requests ended.
-        endings: How the clients saw them end.
-        cancelled: In which state requests were that clients left.
-        counters: Retries and other sums.
-        virtual_s: How long it took.
-        violations: What must not be; empty if all is well.
-    """
+    """What came of one run."""
 
     seed: int
-    weather: str
+    weather: str  # How much went wrong.
     requests: int
     faults: Counter[str] = field(default_factory=Counter)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    endings: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)  # How the proxy's requests ended.
+    endings: Counter[str] = field(default_factory=Counter)  # How the clients saw them end.
+    # In which state requests were that clients left.
     cancelled: Counter[str] = field(default_factory=Counter)
-    counters: Counter[str] = field(default_factory=Counter)
-    virtual_s: float = 0.0
-    violations: list[str] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)  # Retries and other sums.
+    virtual_s: float = 0.0  # How long it took.
+    violations: list[str] = field(default_factory=list)  # What must not be; empty if all is well.
     digest: str = ""
     lines: list[str] = field(default_factory=list)
 

@@ -152,23 +152,14 @@ _NOT_OF_A_REQUEST = (
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStep:
-    """One event and what came of it.
+    """One event and what came of it."""
 
-    Attributes:
-        event: What the scheduler was told.
-        request: Whom it concerns; None for all.
-        before: That request's state before; None if it had none.
-        started: Whether it was in its rank's batch before.
-        actions: What the scheduler wants done.
-        group: Whose scheduler it is; empty for the only one.
-    """
-
-    event: Event
-    request: RequestId | None
-    before: LifecycleState | None
-    started: bool
-    actions: list[Action]
-    group: str = ""
+    event: Event  # What the scheduler was told.
+    request: RequestId | None  # Whom it concerns; None for all.
+    before: LifecycleState | None  # That request's state before; None if it had none.
+    started: bool  # Whether it was in its rank's batch before.
+    actions: list[Action]  # What the scheduler wants done.
+    group: str = ""  # Whose scheduler it is; empty for the only one.
 
 
 class SchedulerWatch:
@@ -243,21 +234,13 @@ _ORDER_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
-    """What stands in the world.
+    """What stands in the world."""
 
-    Attributes:
-        engines: The fleet.
-        flags: Of the proxy, by name, besides its engines and its addresses.
-        tenants: The file of tenants; empty for none.
-        engine_key: Whether the proxy has a key for its engines, in a file.
-        finds: Whether the proxy looks for engines in a file too.
-    """
-
-    engines: EmulationSettings
-    flags: Mapping[str, object]
-    tenants: str = ""
-    engine_key: bool = False
-    finds: bool = False
+    engines: EmulationSettings  # The fleet.
+    flags: Mapping[str, object]  # Of the proxy, by name, besides its engines and its addresses.
+    tenants: str = ""  # The file of tenants; empty for none.
+    engine_key: bool = False  # Whether the proxy has a key for its engines, in a file.
+    finds: bool = False  # Whether the proxy looks for engines in a file too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,18 +254,12 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A deployment of a world with its engines.
+    """A deployment of a world with its engines."""
 
-    Attributes:
-        name: Of its group; empty if it is the only one.
-        observer: Of its scheduler.
-        deployments: Returns those that are there, by name.
-    """
-
-    name: str
+    name: str  # Of its group; empty if it is the only one.
     fleet: EmulatedFleet
-    observer: SchedulerWatch
-    deployments: Callable[[], Mapping[str, Deployment]]
+    observer: SchedulerWatch  # Of its scheduler.
+    deployments: Callable[[], Mapping[str, Deployment]]  # Returns those that are there, by name.
 
     @property
     def deployment(self) -> Deployment:
@@ -299,14 +276,6 @@ class World:
     """One proxy before one fleet.
 
     Attributes:
-        decision_faults: Of the policy and the predictor.
-        ended: The requests that ended, in order.
-        versions: Of engines that tell another one than the rest, by name; an engine reads its own here.
-        deployments_made: How many the proxy has made so far.
-        wall_s: By how much the proxy's wall clock is wrong.
-        machine: The proxy's.
-        suspended_s: For how long the proxy's machine was suspended.
-        context: What the proxy runs in.
         lag_s: What is ordered holds everywhere within this time.
     """
 
@@ -322,14 +291,16 @@ class World:
     ) -> None:
         self.loop = loop
         self.journal = Journal(loop.time)
-        self.context = copy_context()
-        self.ended: list[RequestRecord] = []
-        self.deployments_made = 1
-        self.decision_faults = DecisionFaults()
-        self.wall_s = 0.0
+        self.context = copy_context()  # What the proxy runs in.
+        self.ended: list[RequestRecord] = []  # The requests that ended, in order.
+        self.deployments_made = 1  # How many the proxy has made so far.
+        self.decision_faults = DecisionFaults()  # Of the policy and the predictor.
+        self.wall_s = 0.0  # By how much the proxy's wall clock is wrong.
+        # For how long the proxy's machine was suspended.
         self.suspended_s = (
             5_000.0  # Before all this: its uptime and its loop's time are two clocks.
         )
+        # Of engines that tell another one than the rest, by name; an engine reads its own here.
         self.versions = dict(settings.engines.engine_versions)
         self.fleet = EmulatedFleet(
             replace(settings.engines, engine_versions=self.versions),
@@ -341,7 +312,7 @@ class World:
         self._remove_folder = finalize(self, rmtree, self._folder)
         self.proxy: Proxy
         loop.network.denies = self._denied
-        self.machine = Machine(loop, self._folder)
+        self.machine = Machine(loop, self._folder)  # The proxy's.
         self._settings = settings
         self._front: Mapping[str, str] = {}
         self._rng = random.Random(rng.getrandbits(64))

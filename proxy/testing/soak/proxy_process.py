@@ -39,22 +39,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class ProxyProcess:
-    """The proxy as it runs.
-
-    Attributes:
-        port: For clients.
-        admin_port: For administrators.
-        engine_ports: Of its engines.
-        stderr: What it says beside that.
-    """
+    """The proxy as it runs."""
 
     pid: int
     host: str
-    port: int
-    admin_port: int
-    engine_ports: frozenset[int]
+    port: int  # For clients.
+    admin_port: int  # For administrators.
+    engine_ports: frozenset[int]  # Of its engines.
     log: Path
-    stderr: Path
+    stderr: Path  # What it says beside that.
 
     def footprint(self) -> Footprint:
         """Return what it holds now."""

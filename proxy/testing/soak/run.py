@@ -110,18 +110,13 @@ _LATER_S = 0.3
 
 
 class SoakLoad:
-    """One plan's visits, one after the other, whenever a client is free.
-
-    Attributes:
-        lost: Requests that had no end in time, or no connection.
-        done: How many requests were sent and have ended.
-    """
+    """One plan's visits, one after the other, whenever a client is free."""
 
     def __init__(self, plan: ChaosPlan, host: str, port: int) -> None:
         self.plan = plan
         self.clients: list[Client] = []
-        self.lost: list[str] = []
-        self.done = 0
+        self.lost: list[str] = []  # Requests that had no end in time, or no connection.
+        self.done = 0  # How many requests were sent and have ended.
         self._host = host
         self._port = port
         self._visits = list(reversed(plan.visits))
@@ -253,15 +248,11 @@ _SHOWN_CHARACTERS = 600
 
 @dataclass(slots=True)
 class SoakReport:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        rows: Name, value, and whether it is as it must be.
-        wrong: What is wrong, in words.
-    """
-
+    # Name, value, and whether it is as it must be.
     rows: list[tuple[str, str, bool]] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # What is wrong, in words.
 
     def note(self, name: str, value: object) -> None:
         """Add a row that cannot be wrong."""
@@ -431,27 +422,17 @@ _SERVE = (
 
 @dataclass(frozen=True, slots=True)
 class SoakSettings:
-    """How a run goes.
+    """How a run goes."""
 
-    Attributes:
-        requests: Requests of the load with faults.
-        warm_up: Requests before it.
-        afterwards: Requests behind it.
-        seed: Decides requests and faults.
-        wait_for_idle: Whether to wait until the idle connections to the engines are closed, too.
-        connector: How KV caches travel.
-        policy: The proxy's.
-        native: Whether the native library moves streams, as for `--native`.
-    """
-
-    requests: int
-    warm_up: int
-    afterwards: int
-    seed: int
+    requests: int  # Requests of the load with faults.
+    warm_up: int  # Requests before it.
+    afterwards: int  # Requests behind it.
+    seed: int  # Decides requests and faults.
+    # Whether to wait until the idle connections to the engines are closed, too.
     wait_for_idle: bool
-    connector: str = "nixl"
-    policy: str = "br-h"
-    native: str = "auto"
+    connector: str = "nixl"  # How KV caches travel.
+    policy: str = "br-h"  # The proxy's.
+    native: str = "auto"  # Whether the native library moves streams, as for `--native`.
 
 
 def soak(settings: SoakSettings, folder: Path) -> SoakReport:

@@ -103,38 +103,29 @@ class Link:
     """The wire of the connections to one listener.
 
     Download is towards the side that connected (answers), upload towards the side that accepted.
-
-    Attributes:
-        latency_s: One-way delay of every byte.
-        jitter_s: Each segment is up to this much later still, drawn uniformly; order is kept.
-        bytes_per_s: Line rate of each direction; None is infinite.
-        window_bytes: What one direction holds, in flight or arrived and not read by the peer;
-            beyond it a write stays in the writer's buffer.
-        split_bytes: Segments are cut in pieces of 1 to this many bytes, drawn uniformly, each
-            delivered by itself. None: a segment is what one write handed over, and segments
-            that arrived before the reader looks are read as one.
-        coalesce_s: Segments arrive only at multiples of this, those of one period together.
-        connect: What becomes of a connect.
-        reset_after_download_bytes: Reset the connection once this many bytes were read.
-        reset_after_upload_bytes: The same, of the other direction.
-        stall_after_download_bytes: Deliver nothing, no FIN and no RST either, once this many bytes
-            were read.
-        stall_after_upload_bytes: The same, of the other direction.
-        stall_s: How long such a stall lasts; None is for ever.
     """
 
-    latency_s: float = 50e-6
+    latency_s: float = 50e-6  # One-way delay of every byte.
+    # Each segment is up to this much later still, drawn uniformly; order is kept.
     jitter_s: float = 0.0
-    bytes_per_s: float | None = None
+    bytes_per_s: float | None = None  # Line rate of each direction; None is infinite.
+    # What one direction holds, in flight or arrived and not read by the peer; beyond it a write
+    # stays in the writer's buffer.
     window_bytes: int = 65_536
+    # Segments are cut in pieces of 1 to this many bytes, drawn uniformly, each delivered by itself.
+    # None: a segment is what one write handed over, and segments that arrived before the reader
+    # looks are read as one.
     split_bytes: int | None = None
+    # Segments arrive only at multiples of this, those of one period together.
     coalesce_s: float = 0.0
-    connect: Connect = Connect.ACCEPT
+    connect: Connect = Connect.ACCEPT  # What becomes of a connect.
+    # Reset the connection once this many bytes were read.
     reset_after_download_bytes: int | None = None
-    reset_after_upload_bytes: int | None = None
+    reset_after_upload_bytes: int | None = None  # The same, of the other direction.
+    # Deliver nothing, no FIN and no RST either, once this many bytes were read.
     stall_after_download_bytes: int | None = None
-    stall_after_upload_bytes: int | None = None
-    stall_s: float | None = None
+    stall_after_upload_bytes: int | None = None  # The same, of the other direction.
+    stall_s: float | None = None  # How long such a stall lasts; None is for ever.
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.jitter_s < 0 or self.coalesce_s < 0:
@@ -149,37 +140,17 @@ class Link:
 
 
 class NetworkEvent(NamedTuple):
-    """One line of the journal.
+    """One line of the journal."""
 
-    Attributes:
-        time_s: Virtual time.
-        kind: connect, accept, refused, unreachable, bytes, eof, reset or closed.
-        connection: Its number; 0 for a connect that failed.
-        end: "client" or "server": who noticed.
-        num_bytes: Bytes delivered, or 0.
-    """
-
-    time_s: float
-    kind: str
-    connection: int
-    end: str
-    num_bytes: int
+    time_s: float  # Virtual time.
+    kind: str  # connect, accept, refused, unreachable, bytes, eof, reset or closed.
+    connection: int  # Its number; 0 for a connect that failed.
+    end: str  # "client" or "server": who noticed.
+    num_bytes: int  # Bytes delivered, or 0.
 
 
 class Traffic:
-    """The clock, the random numbers, the counters and the journal of one network.
-
-    Attributes:
-        loop: Its clock and its timers.
-        rng: Draws delays, splits and losses; nothing else does.
-        abort_resets: Whether abort() sends a reset, as with SO_LINGER 0. False is what Linux does
-            by default: a FIN, unless bytes that arrived were not read.
-        open_connections: Ends of connections that have a protocol and are not lost: a connection
-            open at both ends counts two.
-        bytes_sent: Bytes taken from writers.
-        bytes_delivered: Bytes given to readers.
-        journal: What happened, if asked for.
-    """
+    """The clock, the random numbers, the counters and the journal of one network."""
 
     def __init__(
         self,
@@ -189,12 +160,17 @@ class Traffic:
         abort_resets: bool,
         journal: bool,
     ) -> None:
-        self.loop = loop
-        self.rng = rng
+        self.loop = loop  # Its clock and its timers.
+        self.rng = rng  # Draws delays, splits and losses; nothing else does.
+        # Whether abort() sends a reset, as with SO_LINGER 0. False is what Linux does by default: a
+        # FIN, unless bytes that arrived were not read.
         self.abort_resets = abort_resets
+        # Ends of connections that have a protocol and are not lost: a connection open at both ends
+        # counts two.
         self.open_connections = 0
-        self.bytes_sent = 0
-        self.bytes_delivered = 0
+        self.bytes_sent = 0  # Bytes taken from writers.
+        self.bytes_delivered = 0  # Bytes given to readers.
+        # What happened, if asked for.
         self.journal: list[NetworkEvent] | None = [] if journal else None
 
     def record(self, kind: str, connection: int, end: str, num_bytes: int = 0) -> None:

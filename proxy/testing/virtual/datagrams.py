@@ -13,20 +13,13 @@ from balanceroute.proxy.testing.virtual.addresses import Address, resolve
 
 @dataclass(frozen=True, slots=True)
 class ThinLinkSettings:
-    """One direction of a link.
+    """One direction of a link."""
 
-    Attributes:
-        bits_per_s: Its rate.
-        delay_s: From the end of a packet's transmission to its arrival.
-        loss: The probability that a packet is lost on its way.
-        queue_bytes: What waits for transmission at most; more is dropped.
-        overhead_bytes: What the link carries of each packet beside its payload: for UDP over IPv4, 28.
-    """
-
-    bits_per_s: float = 5e6
-    delay_s: float = 0.025
-    loss: float = 0.005
-    queue_bytes: int = 64_000
+    bits_per_s: float = 5e6  # Its rate.
+    delay_s: float = 0.025  # From the end of a packet's transmission to its arrival.
+    loss: float = 0.005  # The probability that a packet is lost on its way.
+    queue_bytes: int = 64_000  # What waits for transmission at most; more is dropped.
+    # What the link carries of each packet beside its payload: for UDP over IPv4, 28.
     overhead_bytes: int = 28
 
 
@@ -129,12 +122,7 @@ class DatagramNetwork:
 
 
 class VirtualDatagrams(asyncio.DatagramTransport):
-    """One socket.
-
-    Attributes:
-        local: Its address.
-        remote: The only one that it sends to; None for any.
-    """
+    """One socket."""
 
     def __init__(
         self,
@@ -145,8 +133,8 @@ class VirtualDatagrams(asyncio.DatagramTransport):
     ) -> None:
         super().__init__()
         self.protocol = protocol
-        self.local = local
-        self.remote = remote
+        self.local = local  # Its address.
+        self.remote = remote  # The only one that it sends to; None for any.
         self._network = network
         self._closing = False
 

@@ -116,15 +116,7 @@ def _not_emulated(name: str) -> Any:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module's rules.
-
-    Attributes:
-        errors: Every unhandled exception and misuse reported to the loop, in order.
-        callbacks_run: Callbacks run so far.
-        datagrams: What create_datagram_endpoint works on; None for no datagrams.
-        names: Returns the addresses of each name that there is, or raises socket.gaierror.
-        held_until_s: When what stood still last ran again.
-    """
+    """See the module's rules."""
 
     def __init__(
         self,
@@ -153,12 +145,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._callbacks_per_instant = callbacks_per_instant
         self._instant_began_at = 0
         self._collect_at = CALLBACKS_PER_COLLECTION
-        self.callbacks_run = 0
+        self.callbacks_run = 0  # Callbacks run so far.
+        # Every unhandled exception and misuse reported to the loop, in order.
         self.errors: list[UnhandledError] = []
         self._network: Network | None = None
+        # What create_datagram_endpoint works on; None for no datagrams.
         self.datagrams: DatagramNetwork | None = None
+        # Returns the addresses of each name that there is, or raises socket.gaierror.
         self.names: dict[str, Callable[[], Awaitable[Sequence[str]]]] = {}
-        self.held_until_s = -math.inf
+        self.held_until_s = -math.inf  # When what stood still last ran again.
         self._holds: Callable[[Context], bool] = _nothing
         self._parked: list[asyncio.Handle] = []
 

@@ -27,17 +27,7 @@ from balanceroute.proxy.testing.virtual.transport import MemoryTransport, stream
 
 
 class Connection:
-    """One connection, for tests that draw their own faults.
-
-    Attributes:
-        number: Counts connections from 1, in the order of their making.
-        dialled: What the client connected to.
-        listening: What the server had bound: other than `dialled` for a wildcard.
-        client: The end that connected.
-        server: The end that accepted.
-        upload: From client to server.
-        download: From server to client.
-    """
+    """One connection, for tests that draw their own faults."""
 
     __slots__ = (
         "_forget",
@@ -63,9 +53,11 @@ class Connection:
         forget: Callable[["Connection"], None],
     ) -> None:
         self._forget = forget  # Called once both ends are shut.
-        self.number = number
-        self.dialled = dialled
+        self.number = number  # Counts connections from 1, in the order of their making.
+        self.dialled = dialled  # What the client connected to.
+        # What the server had bound: other than `dialled` for a wildcard.
         self.listening = listening
+        # From client to server.
         self.upload = Pipe(
             traffic,
             self,
@@ -73,6 +65,7 @@ class Connection:
             reset_after=link.reset_after_upload_bytes,
             stall_after=link.stall_after_upload_bytes,
         )
+        # From server to client.
         self.download = Pipe(
             traffic,
             self,
@@ -80,6 +73,7 @@ class Connection:
             reset_after=link.reset_after_download_bytes,
             stall_after=link.stall_after_download_bytes,
         )
+        # The end that connected.
         self.client = MemoryTransport(
             traffic,
             self,
@@ -90,6 +84,7 @@ class Connection:
             peername=dialled,
             context=contexts[0],
         )
+        # The end that accepted.
         self.server = MemoryTransport(
             traffic,
             self,

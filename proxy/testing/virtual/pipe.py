@@ -20,13 +20,9 @@ FIN = b""
 
 
 class PipeSource(Protocol):
-    """The end that writes to a pipe.
+    """The end that writes to a pipe."""
 
-    Attributes:
-        context: In which it is called.
-    """
-
-    context: Context
+    context: Context  # In which it is called.
 
     def get_write_buffer_size(self) -> int:
         """Return how many bytes wait for the window."""
@@ -36,19 +32,12 @@ class PipeSource(Protocol):
 
 
 class PipeTarget(Protocol):
-    """The end that reads from a pipe.
+    """The end that reads from a pipe."""
 
-    Attributes:
-        name: "client" or "server".
-        is_shut: The socket is closed.
-        was_reset: The peer's reset has arrived.
-        context: In which it is called.
-    """
-
-    context: Context
-    name: str
-    is_shut: bool
-    was_reset: bool
+    context: Context  # In which it is called.
+    name: str  # "client" or "server".
+    is_shut: bool  # The socket is closed.
+    was_reset: bool  # The peer's reset has arrived.
 
     @property
     def wants_bytes(self) -> bool:
@@ -68,13 +57,9 @@ class PipeTarget(Protocol):
 
 
 class Duplex(Protocol):
-    """The connection that a pipe is one direction of.
+    """The connection that a pipe is one direction of."""
 
-    Attributes:
-        number: Counts connections from 1.
-    """
-
-    number: int
+    number: int  # Counts connections from 1.
 
     def opposite(self, pipe: "Pipe") -> "Pipe":
         """Return the other direction."""
@@ -87,14 +72,7 @@ class Duplex(Protocol):
 
 
 class Pipe:
-    """Carries what `source` writes to `target`.
-
-    Attributes:
-        source: The writing end.
-        target: The reading end.
-        delivered: Bytes that the target's protocol was given.
-        is_reset: A reset is on its way or has arrived; what is sent now is lost.
-    """
+    """Carries what `source` writes to `target`."""
 
     __slots__ = (
         "_connection",
@@ -118,8 +96,8 @@ class Pipe:
         "target",
     )
 
-    source: PipeSource
-    target: PipeTarget
+    source: PipeSource  # The writing end.
+    target: PipeTarget  # The reading end.
 
     def __init__(
         self,
@@ -145,8 +123,8 @@ class Pipe:
         self._reset_due_s: float | None = None
         self._silent = False
         self._stalled_until_s = 0.0
-        self.delivered = 0
-        self.is_reset = False
+        self.delivered = 0  # Bytes that the target's protocol was given.
+        self.is_reset = False  # A reset is on its way or has arrived; what is sent now is lost.
 
     # The source's side
 

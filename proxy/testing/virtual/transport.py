@@ -23,18 +23,13 @@ HIGH_WATER_BYTES = 64 * 1024  # asyncio's default; the low one is a quarter of t
 
 
 class WriteBuffer:
-    """Bytes to write, and the limits at which the protocol is told to pause and to resume.
-
-    Attributes:
-        high: Above it the protocol pauses, in bytes.
-        low: At it a paused protocol resumes, in bytes.
-    """
+    """Bytes to write, and the limits at which the protocol is told to pause and to resume."""
 
     __slots__ = ("_data", "_is_paused", "high", "low")
 
     def __init__(self) -> None:
-        self.high = HIGH_WATER_BYTES
-        self.low = HIGH_WATER_BYTES // 4
+        self.high = HIGH_WATER_BYTES  # Above it the protocol pauses, in bytes.
+        self.low = HIGH_WATER_BYTES // 4  # At it a paused protocol resumes, in bytes.
         self._data = bytearray()
         self._is_paused = False
 
@@ -101,14 +96,7 @@ def streaming(protocol: asyncio.BaseProtocol) -> asyncio.Protocol:
 
 
 class MemoryTransport(asyncio.Transport):
-    """See asyncio.Transport for the public methods.
-
-    Attributes:
-        name: "client" or "server".
-        is_shut: The socket is closed: connection_lost was called.
-        was_reset: The peer's reset has arrived.
-        context: In which its protocol is called, as a socket is read in that of who opened it.
-    """
+    """See asyncio.Transport for the public methods."""
 
     __slots__ = (
         "_aborted",
@@ -152,7 +140,8 @@ class MemoryTransport(asyncio.Transport):
                 "socket": VirtualSocket(sockname, peername, incoming.has_arrived),
             }
         )
-        self.name = name
+        self.name = name  # "client" or "server".
+        # In which its protocol is called, as a socket is read in that of who opened it.
         self.context = context
         self._traffic = traffic
         self._loop = traffic.loop
@@ -172,8 +161,8 @@ class MemoryTransport(asyncio.Transport):
         self._eof_written = False
         self._eof_received = False
         self._fin_sent = False
-        self.is_shut = False
-        self.was_reset = False
+        self.is_shut = False  # The socket is closed: connection_lost was called.
+        self.was_reset = False  # The peer's reset has arrived.
 
     def __repr__(self) -> str:
         state = "closed" if self.is_shut else "closing" if self._closing else "open"

@@ -61,11 +61,6 @@ class Endpoint:
             the engine rarely closes first.
         max_head_bytes: Limit of a response's head, including interim responses.
         expiry_clock: Tells whether a request may still be written; by default the loop's.
-
-    Attributes:
-        name: The URL, for logs and metrics.
-        stale: How many POSTs in a row were lost with reused connections.
-        turn: Gathers the writes of all connections.
     """
 
     def __init__(
@@ -86,11 +81,12 @@ class Endpoint:
         expiry_clock: Callable[[], float] | None = None,
     ) -> None:
         address = f"{bracketed(host)}:{port}"
+        # The URL, for logs and metrics.
         self.name = f"{'http' if ssl is None else 'https'}://{address}"
         self._server_hostname = None if ssl is None else host
         self._port = port
         self._loop = loop or asyncio.get_running_loop()
-        self.turn = WriteTurn(self._loop)
+        self.turn = WriteTurn(self._loop)  # Gathers the writes of all connections.
         self._addresses = addresses or Addresses(host, port, self._loop, resolve=resolve)
         self._ssl = ssl
         self._host_header = host_header or address.encode()
@@ -100,7 +96,7 @@ class Endpoint:
         self._idle_timeout_s = idle_timeout_s
         self._max_head_bytes = max_head_bytes
         self._expiry_clock = expiry_clock or self._loop.time
-        self.stale = 0
+        self.stale = 0  # How many POSTs in a row were lost with reused connections.
         self._reuse_from_s = 0.0
         self._open = 0
         self._connecting = 0
@@ -379,15 +375,12 @@ class ResponseRoom:
     """Bounds the bytes of the responses that are being collected at a time.
 
     At the limit the longest one ends, so that those who answer at length take no room of the others.
-
-    Attributes:
-        held: Bytes that have come of them.
     """
 
     __slots__ = ("_collectors", "_limit_bytes", "held")
 
     def __init__(self, limit_bytes: int) -> None:
-        self.held = 0
+        self.held = 0  # Bytes that have come of them.
         self._limit_bytes = limit_bytes
         self._collectors: dict[_Collector, None] = {}
 

@@ -44,15 +44,10 @@ _JOIN_BYTES = 65_536
 
 
 class ConnectionPool(Protocol):
-    """What a connection needs of the pool that it belongs to.
+    """What a connection needs of the pool that it belongs to."""
 
-    Attributes:
-        turn: Gathers the writes of all connections.
-        stale: How many POSTs in a row were lost with reused connections.
-    """
-
-    turn: WriteTurn
-    stale: int
+    turn: WriteTurn  # Gathers the writes of all connections.
+    stale: int  # How many POSTs in a row were lost with reused connections.
 
     def opened(self) -> None:
         """Count a connection."""
@@ -74,13 +69,7 @@ class ConnectionPool(Protocol):
 
 
 class Call(Struct, eq=False):
-    """One exchange in flight.
-
-    Attributes:
-        sent: Whether bytes of the request were written.
-        answered: Whether any byte of a response arrived.
-        lost: Whether its connection is, and its handler hears of that in a moment.
-    """
+    """One exchange in flight."""
 
     head: bytes
     body: Payload
@@ -90,10 +79,10 @@ class Call(Struct, eq=False):
     crashed: Callable[[Exception], None] | None = None
     expires_s: float | None = None
     lines: LineHandler | None = None
-    sent: bool = False
-    answered: bool = False
+    sent: bool = False  # Whether bytes of the request were written.
+    answered: bool = False  # Whether any byte of a response arrived.
     done: bool = False
-    lost: bool = False
+    lost: bool = False  # Whether its connection is, and its handler hears of that in a moment.
     paused: bool = False
     # While it uses one.
     connection: "ClientConnection | None" = None

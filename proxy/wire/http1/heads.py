@@ -54,26 +54,18 @@ STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in 
 
 
 class RequestHead(Struct, frozen=True):
-    """A request without its body.
-
-    Attributes:
-        path: The target before `?`, not percent-decoded.
-        query: The target after `?`.
-        content_length: Length of the body; None without the header.
-        keep_alive: The client may reuse the connection.
-        expects_continue: The client waits for a 100 before it sends the body.
-        learned: What the application has worked out of it, except of the length of its body.
-    """
+    """A request without its body."""
 
     method: bytes
-    path: bytes
-    query: bytes
+    path: bytes  # The target before `?`, not percent-decoded.
+    query: bytes  # The target after `?`.
     http_1_0: bool
     headers: Headers
-    content_length: int | None
+    content_length: int | None  # Length of the body; None without the header.
     chunked: bool
-    keep_alive: bool
-    expects_continue: bool
+    keep_alive: bool  # The client may reuse the connection.
+    expects_continue: bool  # The client waits for a 100 before it sends the body.
+    # What the application has worked out of it, except of the length of its body.
     learned: Learned = field(default_factory=Learned)
 
 

@@ -175,13 +175,6 @@ class IncomingRequest:
         limits: What is accepted.
         bodies: The budget for the bodies of all connections.
         clock: Seconds.
-
-    Attributes:
-        buffer: Bytes that are not parsed yet.
-        begun: A head is awaited or was read. Also at first: a new connection has the time of a head
-            to send one.
-        charged: Bytes of the buffer that are charged to the budget.
-        head: The head of the present request once it is complete.
     """
 
     __slots__ = (
@@ -202,14 +195,16 @@ class IncomingRequest:
     def __init__(
         self, limits: ServerLimits, bodies: BodyBudget, *, clock: Callable[[], float]
     ) -> None:
-        self.buffer = b""
+        self.buffer = b""  # Bytes that are not parsed yet.
+        # A head is awaited or was read. Also at first: a new connection has the time of a head to
+        # send one.
         self.begun = True
-        self.head: RequestHead | None = None
+        self.head: RequestHead | None = None  # The head of the present request once it is complete.
         self._heads = RepeatedHead()
         self._limits = limits
         self._clock = clock
         self._budget = bodies
-        self.charged = 0
+        self.charged = 0  # Bytes of the buffer that are charged to the budget.
         self._body = IncomingBody(bodies, limits.body_limit_bytes)
         self._body_since_s = 0.0
         self._checked = 0

@@ -105,68 +105,44 @@ class _Returned(Structure):
 
 
 class EventForm(NamedTuple):
-    """What ordinary events of a stream are, in the library's terms.
+    """What ordinary events of a stream are, in the library's terms."""
 
-    Attributes:
-        kind: `COMPLETIONS`, `NAMED` or `GENERATE`.
-        flags: Of `COUNTED` (the engine's counts are read), `HIDE` (and cut out), `NO_USAGE` (an event
-            with usage is not ordinary), `TEXT` (what a `Transcript` keeps is kept) and `IDS` (what a
-            `TokenIds` keeps is kept, and cut out; `IDS_OF_COMPLETION` and `IDS_WAIT` say where it stands).
-        tokens: Those so far.
-    """
-
-    kind: int
+    kind: int  # `COMPLETIONS`, `NAMED` or `GENERATE`.
+    # Of `COUNTED` (the engine's counts are read), `HIDE` (and cut out), `NO_USAGE` (an event with
+    # usage is not ordinary), `TEXT` (what a `Transcript` keeps is kept) and `IDS` (what a
+    # `TokenIds` keeps is kept, and cut out; `IDS_OF_COMPLETION` and `IDS_WAIT` say where it
+    # stands).
     flags: int
-    tokens: int
+    tokens: int  # Those so far.
 
 
 class Passed(NamedTuple):
-    """What passed while a stream was away.
+    """What passed while a stream was away."""
 
-    Attributes:
-        events: Their number.
-        tokens: Those of the stream so far, its earlier ones included.
-        untold: Events that had no count of the engine's, though others have.
-        texts: The texts of the events, in the library's form.
-        last: The last of the events that has any; empty for none.
-        ids: Those that count, each with a comma before it.
-        new_ids: Of the events with ids behind the last that counts; None for no such events.
-        behind: Those of them that have text.
-    """
-
-    events: int
-    tokens: int
-    untold: int
-    texts: bytes = b""
-    last: bytes = b""
-    ids: bytes = b""
+    events: int  # Their number.
+    tokens: int  # Those of the stream so far, its earlier ones included.
+    untold: int  # Events that had no count of the engine's, though others have.
+    texts: bytes = b""  # The texts of the events, in the library's form.
+    last: bytes = b""  # The last of the events that has any; empty for none.
+    ids: bytes = b""  # Those that count, each with a comma before it.
+    # Of the events with ids behind the last that counts; None for no such events.
     new_ids: bytes | None = None
-    behind: bytes = b""
+    behind: bytes = b""  # Those of them that have text.
 
 
 class LentStream(Protocol):
-    """Who goes on with a stream.
+    """Who goes on with a stream."""
 
-    Attributes:
-        last_s: When its last events came, by the loop's clock.
-        gap_max_s: The longest gap between two arrivals of events.
-        resumed_s: When the client's last pause ended while it was away.
-    """
-
-    last_s: float
-    gap_max_s: float
-    resumed_s: float
+    last_s: float  # When its last events came, by the loop's clock.
+    gap_max_s: float  # The longest gap between two arrivals of events.
+    resumed_s: float  # When the client's last pause ended while it was away.
 
     def came_back(self, passed: Passed) -> None:
         """Go on: what follows is called here again."""
 
 
 class Lent:
-    """A stream that is away.
-
-    Attributes:
-        slot: Its number at the pump, which another one has later.
-    """
+    """A stream that is away."""
 
     __slots__ = (
         "_pump",
@@ -194,7 +170,7 @@ class Lent:
         self.reply = reply
         self.carrier = carrier
         self.stream = stream
-        self.slot = -1
+        self.slot = -1  # Its number at the pump, which another one has later.
 
     @property
     def tokens(self) -> int:
@@ -240,11 +216,8 @@ class Pump:
         bounds_s: Upper ends of the buckets in which gaps between events are counted.
 
     Attributes:
-        library: The library.
         streams: How often a stream was lent.
-        returns: How often one came back, by reason.
         bodies: Bodies of requests that the library has read.
-        tokens: uint32[slots], those of each stream that is away.
         words: The slots by 4 bytes; `longs` by 8.
         longs: The slots by 8 bytes.
 
@@ -261,7 +234,7 @@ class Pump:
         high: int,
         bounds_s: Sequence[float],
     ) -> None:
-        self.library = library
+        self.library = library  # The library.
         self._high = high
         self._lent: dict[int, Lent] = {}
         self._returned = _Returned()
@@ -276,6 +249,7 @@ class Pump:
         view = _view(library.br_pump_slots(made), slots * _SLOT_BYTES)
         self.words, self.longs = view.cast("I"), view.cast("Q")
         by_slot = np.frombuffer(view, np.uint32).reshape(slots, -1)
+        # uint32[slots], those of each stream that is away.
         self.tokens: NDArray[np.uint32] = by_slot[:, _TOKENS]
         self._events_of: NDArray[np.uint32] = by_slot[:, _EVENTS]
         size = 8 * threads * (len(bounds) + 2)
@@ -283,7 +257,7 @@ class Pump:
         self._gaps: NDArray[np.uint64] = counted.reshape(threads, -1)
         self._told = self._gaps.sum(0)
         self.streams = self.bodies = self._events = 0
-        self.returns = dict.fromkeys(_REASONS.values(), 0)
+        self.returns = dict.fromkeys(_REASONS.values(), 0)  # How often one came back, by reason.
         self._has_failed = False
         self._number = library.br_pump_fd(made)
         self._loop.add_reader(self._number, self._on_returned)

@@ -19,13 +19,9 @@ _JOIN_BYTES = 65_536
 
 
 class ReplyTransport(AnyTransport, Protocol):
-    """The connection of a reply.
+    """The connection of a reply."""
 
-    Attributes:
-        closes_after_answer: The present answer is the last.
-    """
-
-    closes_after_answer: bool
+    closes_after_answer: bool  # The present answer is the last.
 
     @property
     def carrier(self) -> TurnTransport:

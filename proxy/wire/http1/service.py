@@ -34,13 +34,9 @@ _ORIGIN = re.compile(rb"\r\n[Oo][Rr][Ii][Gg][Ii][Nn]:[ \t]*([\x21-\x7e]{1,1024})
 
 
 class SweptConnection(Evictable, Protocol):
-    """A connection whose deadline the sweep enforces.
+    """A connection whose deadline the sweep enforces."""
 
-    Attributes:
-        deadline_s: When the sweep calls `expire`, on the loop's clock.
-    """
-
-    deadline_s: float
+    deadline_s: float  # When the sweep calls `expire`, on the loop's clock.
 
     def placed(self, *, is_served: bool) -> None:
         """Begin: it is counted, or rejected by the limit."""
@@ -63,16 +59,6 @@ class Service:
 
     One coarse timer serves every deadline: a timer per connection or request would cost more than
     precise deadlines are worth. It is off while there is no connection.
-
-    Attributes:
-        limit: Decides which connections are served.
-        turn: Gathers the writes of all connections.
-        bodies: Counts the bytes of the bodies in flight.
-        idle_check_s: How long after an answer a connection is looked at.
-        connections: The open connections, in order of arrival (the order of a set differs from run
-            to run).
-        stopping: Every connection closes after its present answer.
-        on_empty: Called when the last connection is gone.
     """
 
     def __init__(
@@ -91,18 +77,22 @@ class Service:
         self._common = common
         self.limits = limits
         self.refuse = refuse
+        # Decides which connections are served.
         self.limit = ConnectionLimit(
             limits.connection_limit, limits.peer_connection_limit, clock=loop.time
         )
-        self.turn = WriteTurn(loop)
+        self.turn = WriteTurn(loop)  # Gathers the writes of all connections.
+        # Counts the bytes of the bodies in flight.
         self.bodies = BodyBudget(limits.body_budget_bytes)
+        # How long after an answer a connection is looked at.
         self.idle_check_s = min(
             limits.keep_alive_timeout_s, WriteProgress(limits.write_timeout_s).check_s
         )
+        # The open connections, in order of arrival (the order of a set differs from run to run).
         self.connections: dict[SweptConnection, None] = {}
         self._waiting: dict[SweptConnection, str] = {}  # For a place, with their hosts.
-        self.stopping = False
-        self.on_empty: Callable[[], None] | None = None
+        self.stopping = False  # Every connection closes after its present answer.
+        self.on_empty: Callable[[], None] | None = None  # Called when the last connection is gone.
         shortest_s = min(
             limits.header_timeout_s,
             limits.body_timeout_s,

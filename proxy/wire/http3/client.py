@@ -34,13 +34,9 @@ _PING_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whose certificates are trusted.
+    """Whose certificates are trusted."""
 
-    Attributes:
-        cafile: A file of authorities; None for the system's.
-    """
-
-    cafile: str | None = None
+    cafile: str | None = None  # A file of authorities; None for the system's.
 
     def apply(self, configuration: QuicConfiguration) -> None:
         """Have a connection trust them."""

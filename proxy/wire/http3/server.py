@@ -176,16 +176,12 @@ class LeakyBucket:
 
 
 class StreamNumbers:
-    """The numbers of a client's requests: 0, 4, 8, ..
-
-    Attributes:
-        end: The first one above all that came.
-    """
+    """The numbers of a client's requests: 0, 4, 8, .."""
 
     __slots__ = ("_overtaken", "end")
 
     def __init__(self) -> None:
-        self.end = 0
+        self.end = 0  # The first one above all that came.
         self._overtaken: set[int] = set()
 
     @property
@@ -224,17 +220,12 @@ _CANCELLED_BURST, _CANCELLED_PER_S = 400, 50.0
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """What streams are sent by.
+    """What streams are sent by."""
 
-    Attributes:
-        standing: Returns the standing of a request by its headers and the present time.
-        level: Returns the level in the value of a Priority field.
-        hard: A stream whose deadline passes before its answer has been sent is reset.
-    """
-
+    # Returns the standing of a request by its headers and the present time.
     standing: Callable[[Headers, float], StreamStanding]
-    level: Callable[[bytes], int]
-    hard: bool = False
+    level: Callable[[bytes], int]  # Returns the level in the value of a Priority field.
+    hard: bool = False  # A stream whose deadline passes before its answer has been sent is reset.
 
 
 class Http3ServerConnection:

@@ -121,17 +121,11 @@ _CONTINUE: Headers = [(b":status", b"100")]
 
 
 class StreamOwner(Protocol):
-    """The connection of a stream.
+    """The connection of a stream."""
 
-    Attributes:
-        service: What all connections share.
-        peer: The client's address and port.
-        rejection: Why no request of the connection is served; None if they are.
-    """
-
-    service: Service
-    peer: str
-    rejection: Rejection | None
+    service: Service  # What all connections share.
+    peer: str  # The client's address and port.
+    rejection: Rejection | None  # Why no request of the connection is served; None if they are.
 
     def began(self, stream: "ServerStream", head: RequestHead) -> None:
         """Note the head of a request that is served."""
@@ -166,12 +160,7 @@ class _Stage(Enum):
 
 
 class ServerStream:
-    """A request and its answer; see `ReplyStream`.
-
-    Attributes:
-        deadline_s: When the sweep calls `expire`.
-        cut_when_sent: Reset once what was written has arrived.
-    """
+    """A request and its answer; see `ReplyStream`."""
 
     __slots__ = (
         *(
@@ -192,7 +181,7 @@ class ServerStream:
         service = owner.service
         self.number = number
         self.paused = False
-        self.cut_when_sent = False
+        self.cut_when_sent = False  # Reset once what was written has arrived.
         self._owner = owner
         self._stage = _Stage.HEAD
         self._head: RequestHead | None = None
@@ -203,6 +192,7 @@ class ServerStream:
         self._reply: Http3Reply | None = None
         self._written = 0
         self._writes = WriteProgress(service.limits.write_timeout_s)
+        # When the sweep calls `expire`.
         self.deadline_s = service.loop.time() + service.limits.header_timeout_s
 
     # What the client sends.

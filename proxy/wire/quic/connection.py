@@ -242,19 +242,15 @@ class Carrier:
         quic: The connection.
         datagrams: What it is sent over.
         loop: Its clock and timers.
-
-    Attributes:
-        carried: Takes its events; set before the first datagram.
-        heard_s: When a datagram of the peer came last.
     """
 
-    carried: Carried
+    carried: Carried  # Takes its events; set before the first datagram.
 
     def __init__(
         self, quic: OrderedConnection, datagrams: Datagrams, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.quic = quic
-        self.heard_s = loop.time()
+        self.heard_s = loop.time()  # When a datagram of the peer came last.
         self._datagrams = datagrams
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None

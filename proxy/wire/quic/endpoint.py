@@ -59,12 +59,6 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         streams: How many of them a client may have open.
         handshakes: From so many open handshakes on, newcomers have to show their address.
         handshake_s: How long a handshake may take.
-
-    Attributes:
-        retries: Newcomers that had to show their address.
-        dropped: Handshakes that ended for a newcomer's.
-        late: Those whose handshake took too long.
-        failed: Those whose handshake ended otherwise, without a connection.
     """
 
     def __init__(
@@ -79,10 +73,10 @@ class QuicEndpoint(asyncio.DatagramProtocol):
         handshakes: int,
         handshake_s: float,
     ) -> None:
-        self.retries = 0
-        self.dropped = 0
-        self.late = 0
-        self.failed = 0
+        self.retries = 0  # Newcomers that had to show their address.
+        self.dropped = 0  # Handshakes that ended for a newcomer's.
+        self.late = 0  # Those whose handshake took too long.
+        self.failed = 0  # Those whose handshake ended otherwise, without a connection.
         self._loop = loop
         self._configuration = configuration
         self._make = make

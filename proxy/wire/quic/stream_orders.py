@@ -11,17 +11,13 @@ from typing import NamedTuple
 
 
 class StreamStanding(NamedTuple):
-    """What an order knows of a stream.
+    """What an order knows of a stream."""
 
-    Attributes:
-        level: The higher goes first; 0 is the usual one.
-        deadline_s: When its last byte is due, in seconds of the connection's clock; inf for never.
-        begin_s: When its first byte is due, likewise. Until that was sent, it stands for the deadline if
-            it is earlier.
-    """
-
-    level: int = 0
+    level: int = 0  # The higher goes first; 0 is the usual one.
+    # When its last byte is due, in seconds of the connection's clock; inf for never.
     deadline_s: float = inf
+    # When its first byte is due, likewise. Until that was sent, it stands for the deadline if it is
+    # earlier.
     begin_s: float = inf
 
 

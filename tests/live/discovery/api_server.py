@@ -48,22 +48,15 @@ def slice_of(
 
 @dataclass
 class ApiServer:
-    """Serves slices at `port`, once it is started.
-
-    Attributes:
-        requests: All that it got.
-        page_items: Slices of a page.
-        failure: A status to answer in place of all else; 0 for none.
-        silent: Whether it answers nothing, as one that was stopped.
-    """
+    """Serves slices at `port`, once it is started."""
 
     slices: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = 100
     oldest: int = 100
-    page_items: int = 500
-    failure: int = 0
-    silent: bool = False
-    requests: list[HttpRequest] = field(default_factory=list)
+    page_items: int = 500  # Slices of a page.
+    failure: int = 0  # A status to answer in place of all else; 0 for none.
+    silent: bool = False  # Whether it answers nothing, as one that was stopped.
+    requests: list[HttpRequest] = field(default_factory=list)  # All that it got.
     watches: list[Reply] = field(default_factory=list)
     _changes: list[tuple[int, bytes]] = field(default_factory=list)
 

@@ -22,23 +22,15 @@ P = Target(Role.PREFILL, "http://10.0.1.1:8000")
 
 
 class Engines:
-    """A list of engines in place of a roster.
-
-    Attributes:
-        status: Of each: "up" or "draining".
-        ranks: As they were given.
-        busy: Those with requests.
-        added: How many were added at a time.
-        changes: How often some came or went.
-    """
+    """A list of engines in place of a roster."""
 
     def __init__(self) -> None:
-        self.status: dict[Target, str] = {}
-        self.ranks: dict[Target, int | None] = {}
-        self.busy: set[Target] = set()
+        self.status: dict[Target, str] = {}  # Of each: "up" or "draining".
+        self.ranks: dict[Target, int | None] = {}  # As they were given.
+        self.busy: set[Target] = set()  # Those with requests.
         self.refused: set[Target] = set()
-        self.added: list[int] = []
-        self.changes = 0
+        self.added: list[int] = []  # How many were added at a time.
+        self.changes = 0  # How often some came or went.
 
     def targets(self) -> list[Target]:
         return list(self.status)

@@ -25,18 +25,14 @@ NOWHERE = cast("Endpoint", None)
 
 
 class Judge:
-    """A judge over four prefillers and four ranks, whose verdicts are written down.
-
-    Attributes:
-        convicted: The names of who was found at fault, in order; "again" behind those on trial.
-        pulling: Who pulls from whom at present.
-    """
+    """A judge over four prefillers and four ranks, whose verdicts are written down."""
 
     def __init__(self, *, enough: int = 3, spares: bool = True) -> None:
+        # The names of who was found at fault, in order; "again" behind those on trial.
         self.convicted: list[str] = []
         self.counted: list[tuple[str, str, str]] = []
         self.passed = 0
-        self.pulling: list[tuple[str, str]] = []
+        self.pulling: list[tuple[str, str]] = []  # Who pulls from whom at present.
         self.on_trial: set[str] = set()
         self.sides: dict[str, Any] = {}
         for i in range(4):

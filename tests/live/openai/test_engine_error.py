@@ -172,14 +172,10 @@ REFUSALS = [form for form, status in FORMS if status in (400, 404, 413, 422)]
 
 
 class Refusing:
-    """Engines that answer everything with an error whose status is 200.
-
-    Attributes:
-        asked: How often they were.
-    """
+    """Engines that answer everything with an error whose status is 200."""
 
     def __init__(self, error: dict[str, Any], *, line_end: str = "\n", tail: bool = True) -> None:
-        self.asked = 0
+        self.asked = 0  # How often they were.
         self._error = json.dumps(error).encode()
         self._end = line_end.encode()
         self._tail = tail

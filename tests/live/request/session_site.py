@@ -234,16 +234,7 @@ def is_data(value: object) -> bool:
 
 
 class Site:
-    """The host of one session, with two prefillers and two ranks.
-
-    Attributes:
-        sent: What the engines were sent.
-        fed: What the scheduler was told.
-        replies: What it answers at once to a kind of event, from within.
-        stalled_since_s: Since when what comes may have waited to be read; None for not at all.
-        blamed: Which engines' health checks were told of a failure.
-        pulls: Which rank pulled from whom, and how that failed.
-    """
+    """The host of one session, with two prefillers and two ranks."""
 
     def __init__(
         self,
@@ -259,15 +250,19 @@ class Site:
         legs = make_config(None, flags).legs
         self.legs = replace(legs, lease_s=self.connector.facts.lease_s)
         self.now_s = 100.0
+        # Since when what comes may have waited to be read; None for not at all.
         self.stalled_since_s: float | None = None
         self.suspended_s = 0.0
         self.budget = budget
         self.max_model_len: int | None = 131_072
-        self.sent: list[Sent] = []
-        self.fed: list[events.Event] = []
+        self.sent: list[Sent] = []  # What the engines were sent.
+        self.fed: list[events.Event] = []  # What the scheduler was told.
+        # What it answers at once to a kind of event, from within.
         self.replies: dict[type, Callable[[], object]] = {}
+        # Which engines' health checks were told of a failure.
         self.blamed: list[tuple[str, Fault]] = []
         self.praised: list[str] = []
+        # Which rank pulled from whom, and how that failed.
         self.pulls: list[tuple[str, str, Fault | None]] = []
         self.abandoned: list[str] = []
         self.timers: list[Timer] = []

@@ -53,26 +53,19 @@ class Sent:
 
 
 class Site:
-    """A host with prefillers that answer by hand.
-
-    Attributes:
-        sent: What they were sent.
-        told: What became of the hand-off.
-        blamed: Which of them failed, and how.
-        dead: Which of them died, when it was asked, and whether it says so itself.
-        most_deaths: Of them.
-    """
+    """A host with prefillers that answer by hand."""
 
     def __init__(self, count: int, *, attempts: int = 3, budget: int = 100) -> None:
         flags = {"prefill": ["http://p"], "decode": ["http://d"], "retry_attempts": attempts}
         self.now_s = 5.0
         self.context = SimpleNamespace(legs=make_config(None, flags).legs, clock=lambda: self.now_s)
+        # Which of them died, when it was asked, and whether it says so itself.
         self.dead: list[tuple[int, float, bool]] = []
-        self.most_deaths = 100
+        self.most_deaths = 100  # Of them.
         self.budget = budget
-        self.sent: list[Sent] = []
-        self.told: list[object] = []
-        self.blamed: list[tuple[int, Fault]] = []
+        self.sent: list[Sent] = []  # What they were sent.
+        self.told: list[object] = []  # What became of the hand-off.
+        self.blamed: list[tuple[int, Fault]] = []  # Which of them failed, and how.
         self.praised: list[int] = []
         self.prefillers = [self._prefiller(i) for i in range(count)]
 

@@ -41,16 +41,11 @@ def talk(number: int, tokens: int = 400, **more: object) -> dict[str, Any]:
 
 @dataclass
 class Streams:
-    """Streams of a site, and how long each was silent.
-
-    Attributes:
-        open: What was sent.
-        gaps_s: The longest silence of each so far.
-    """
+    """Streams of a site, and how long each was silent."""
 
     site: "Site"
-    open: "list[Exchanged]" = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)
+    open: "list[Exchanged]" = field(default_factory=list)  # What was sent.
+    gaps_s: list[float] = field(default_factory=list)  # The longest silence of each so far.
     _seen: list[tuple[int, float]] = field(default_factory=list)
 
     def send(self, count: int, tokens: int = 400, path: str = CHAT, **more: object) -> None:

@@ -39,14 +39,10 @@ async def second_proxy(site: "Site") -> World:
 
 
 class Clients:
-    """So many clients of a proxy, each of which sends its next request when one is answered.
-
-    Attributes:
-        served: The answers that came to their ends.
-    """
+    """So many clients of a proxy, each of which sends its next request when one is answered."""
 
     def __init__(self, site: "Site", port: int, count: int) -> None:
-        self.served = 0
+        self.served = 0  # The answers that came to their ends.
         self._site, self._port = site, port
         self._going = True
         numbers = itertools.count(100_000 * port)

@@ -49,18 +49,13 @@ def plain(attributes: Any) -> dict[str, Any]:
 
 @dataclass
 class Collector:
-    """Listens once it is started.
+    """Listens once it is started."""
 
-    Attributes:
-        requests: All that it got.
-        answers: Statuses of the answers to come, each with headers; 200 when there is none left.
-        spans: Those that it took.
-    """
-
-    requests: list[HttpRequest] = field(default_factory=list)
+    requests: list[HttpRequest] = field(default_factory=list)  # All that it got.
+    # Statuses of the answers to come, each with headers; 200 when there is none left.
     answers: list[tuple[int, list[tuple[bytes, bytes]]]] = field(default_factory=list)
     body: bytes = b"{}"
-    spans: list[Any] = field(default_factory=list)
+    spans: list[Any] = field(default_factory=list)  # Those that it took.
     resources: list[dict[str, Any]] = field(default_factory=list)
 
     async def start(self) -> None:

@@ -5,16 +5,9 @@ from collections.abc import Callable
 
 
 class Recorder(asyncio.Protocol):
-    """Records what a transport calls, on a virtual or a real loop.
+    """Records what a transport calls, on a virtual or a real loop."""
 
-    Attributes:
-        calls: Names of the callbacks, with their arguments where they say more: "data" once for
-            data_received calls that follow each other, "lost None" or "lost ConnectionResetError".
-        received: The bytes of all data_received calls.
-        sizes: Of each data_received call.
-        transport: The transport, from connection_made on; it is kept after connection_lost.
-    """
-
+    # The transport, from connection_made on; it is kept after connection_lost.
     transport: asyncio.Transport
 
     def __init__(
@@ -29,9 +22,11 @@ class Recorder(asyncio.Protocol):
             keep_open: What eof_received returns.
             on_data: Called after each data_received is recorded.
         """
+        # Names of the callbacks, with their arguments where they say more: "data" once for
+        # data_received calls that follow each other, "lost None" or "lost ConnectionResetError".
         self.calls: list[str] = []
-        self.received = bytearray()
-        self.sizes: list[int] = []
+        self.received = bytearray()  # The bytes of all data_received calls.
+        self.sizes: list[int] = []  # Of each data_received call.
         self._keep_open = keep_open
         self._on_data = on_data
         self._changed = asyncio.Event()

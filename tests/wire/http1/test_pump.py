@@ -138,12 +138,7 @@ class Engine(asyncio.Protocol):
 
 
 class Site:
-    """An engine, a proxy that passes through what it says, and a client.
-
-    Attributes:
-        turns: What became of the stream, in order.
-        lends: Whether a stream is lent with its next event.
-    """
+    """An engine, a proxy that passes through what it says, and a client."""
 
     through: Through
     engine: Engine
@@ -151,8 +146,8 @@ class Site:
     def __init__(self, pump: Pump, client: socket.socket) -> None:
         self.pump = pump
         self.client = client
-        self.turns: list[str] = []
-        self.lends = True
+        self.turns: list[str] = []  # What became of the stream, in order.
+        self.lends = True  # Whether a stream is lent with its next event.
         self._raw = b""
 
     async def until(self, held: Callable[[], bool]) -> None:
