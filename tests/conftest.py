@@ -20,6 +20,12 @@ settings.register_profile("deep", max_examples=5_000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names that differ from process to process: `-n` shares tests out by their names."""
+    for item in items:
+        assert " object at 0x" not in item.name, f"{item.nodeid}: give its cases ids"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def end_by_signals() -> Iterator[None]:
     """Let the tests be ended from outside: uvloop leaves its handlers behind when a loop is closed."""

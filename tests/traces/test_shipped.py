@@ -43,7 +43,7 @@ def test_a_name_of_no_trace_is_told_with_those_there_are() -> None:
         read_trace("azure.csv")
 
 
-@pytest.mark.parametrize("content", [ROWS, gzip.compress(ROWS)])
+@pytest.mark.parametrize("content", [ROWS, gzip.compress(ROWS)], ids=["plain", "gzip"])
 def test_a_dash_is_standard_input(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     given = io.TextIOWrapper(io.BufferedReader(io.BytesIO(content)))
     monkeypatch.setattr(sys, "stdin", given)

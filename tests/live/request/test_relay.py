@@ -601,7 +601,7 @@ def test_what_nobody_can_take_is_offered_a_few_times() -> None:
         ({"ids": TokenIds()}, None),
         ({"ids": BackedUpIds(Care(again=3))}, None),
     ],
-    ids=str,
+    ids=["asked", "all", "all and cached", "total", "text", "ids", "ids to give back"],
 )
 def test_how_events_are_to_be_taken(options: dict[str, Any], form: EventForm | None) -> None:
     client = Client(**options).answer(OPENING, chunk("a", **usage(1)))
