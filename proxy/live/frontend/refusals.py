@@ -308,7 +308,8 @@ class Tenancy:
         """Return where each tenant stands."""
         if self._tenants is None:
             return []
-        all_weights = sum(self._weights.values())
+        # Who was removed has no share, and is here until the last request of it has ended.
+        all_weights = sum(self._weights.values()) or 1.0
         return [
             TenantState(
                 name,
@@ -319,7 +320,7 @@ class Tenancy:
                     for unit, allowance in account.allowances(self._now_ns()).items()
                 },
                 limits=account.limits,
-                share=self._weights[name] / all_weights,
+                share=self._weights.get(name, 0.0) / all_weights,
             )
             for name, account in self._tenants.accounts.items()
         ]

@@ -218,12 +218,13 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
 @bug("poison: 3 engines died of ", seed=59)
 def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     """The engine had done its work when the connection was lost."""
-    init: Any = Call.__init__
 
-    def repeatable(self: Call, *args: Any, **options: Any) -> None:
-        init(self, *args, **{**options, "repeatable": True})
+    made: Any = Call
 
-    patch.setattr(Call, "__init__", repeatable)
+    def repeatable(*args: Any) -> Any:
+        return made(*args[:4], True, *args[5:])
+
+    patch.setattr("balanceroute.proxy.wire.http1.client.Call", repeatable)
 
 
 @bug("abort: ", seed=89)
