@@ -218,7 +218,6 @@ def a_kv_cache_that_may_have_been_pulled_is_offered_again(patch: Patch) -> None:
 @bug("poison: 3 engines died of ", seed=59)
 def a_post_is_sent_again_by_the_http_client(patch: Patch) -> None:
     """The engine had done its work when the connection was lost."""
-
     made: Any = Call
 
     def repeatable(*args: Any) -> Any:
