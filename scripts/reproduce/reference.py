@@ -39,89 +39,80 @@ from house import MAY_IMPORT
 
 CHART = ROOT / "topologies" / "deploy" / "helm"
 
-SETTINGS = """\
-# Settings
+
+def _head(title: str, origin: str) -> str:
+    """Return the beginning of a page that tells from what `reference` makes it."""
+    return f"""\
+# {title}
 
 <!-- not run: writes pages of this folder -->
 
     python scripts/reproduce reference
 
-makes this page from what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
+makes this page from {origin}"""
+
+
+SETTINGS = _head(
+    "Settings",
+    """\
+what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
 the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
 A flag goes before the file. Times are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the
 file itself.
-"""
+""",
+)
 
-FAILURES = """\
-# What follows a failed leg
-
-<!-- not run: writes pages of this folder -->
-
-    python scripts/reproduce reference
-
-makes this page from `proxy/live/request/failures.py`: which check counts the failure against the engine, and how the request
+FAILURES = _head(
+    "What follows a failed leg",
+    """\
+`proxy/live/request/failures.py`: which check counts the failure against the engine, and how the request
 goes on. A direct leg is a request that one engine does as a whole. [failures.md](../failures.md) says what clients get.
 
 | leg | failure | counted by | next |
 | --- | --- | --- | --- |
-"""
+""",
+)
 
-ROUTES_HEAD = """\
-# Routes
-
-<!-- not run: writes pages of this folder -->
-
-    python scripts/reproduce reference
-
-makes this page from `proxy/live/openai/routes.py`: the routes of vLLM 0.32, and the proxy's own. HEAD is answered wherever GET
+ROUTES_HEAD = _head(
+    "Routes",
+    """\
+`proxy/live/openai/routes.py`: the routes of vLLM 0.32, and the proxy's own. HEAD is answered wherever GET
 is, one slash behind a path makes no difference, and everything else is 404. [serving.md](../serving.md#what-is-served) says more.
 
 | route | served by |
 | --- | --- |
-"""
+""",
+)
 
-TOPOLOGIES = """\
-# Topologies
+TOPOLOGIES = _head(
+    "Topologies",
+    """\
+the first lines of the files in `topologies/`. G is the number of decode ranks.
 
-<!-- not run: writes pages of this folder -->
+""",
+)
 
-    python scripts/reproduce reference
+ALERTS = _head(
+    "Alerts",
+    """\
+`topologies/deploy/helm/rules.yaml`, which has the expressions.
 
-makes this page from the first lines of the files in `topologies/`. G is the number of decode ranks.
+""",
+)
 
-"""
-
-ALERTS = """\
-# Alerts
-
-<!-- not run: writes pages of this folder -->
-
-    python scripts/reproduce reference
-
-makes this page from `topologies/deploy/helm/rules.yaml`, which has the expressions.
-
-"""
-
-PACKAGES = """\
-# Packages
-
-<!-- not run: writes pages of this folder -->
-
-    python scripts/reproduce reference
-
-makes this page from the rules in `scripts/house.py` and the first lines of the packages. A module belongs to the row with
+PACKAGES = _head(
+    "Packages",
+    """\
+the rules in `scripts/house.py` and the first lines of the packages. A module belongs to the row with
 the longest matching name. A name in the second column includes its sub-packages; it lacks `proxy.` and `proxy.live.`.
 
-"""
+""",
+)
 
-METRICS = """\
-# Metrics
-
-<!-- not run: writes pages of this folder -->
-
-    python scripts/reproduce reference
-
-makes this page from what the proxy exports: `GET /metrics` of both listeners, of the public one unless
+METRICS = _head(
+    "Metrics",
+    """\
+what the proxy exports: `GET /metrics` of both listeners, of the public one unless
 `--no-public-metrics` is given, in Prometheus's text format.
 
 * Where vLLM has a metric of the same meaning, the rest of the name is vLLM's.
@@ -131,7 +122,8 @@ makes this page from what the proxy exports: `GET /metrics` of both listeners, o
 * A removed engine keeps its counters until the proxy restarts.
 * With [several groups](../models.md#groups) of engines, what is of one of them has the label `group` too, which the table
   leaves out.
-"""
+""",
+)
 
 STATE = Snapshot(
     policy="br-h",
