@@ -207,7 +207,7 @@ class Roster:
         left: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.instances = instances
-        self.pairing = pairing  # As given.
+        self.pairing = pairing
         self.memory = memory
         self.endpoints: dict[str, Endpoint] = {}
         # What was said of each engine that is not removed.
@@ -235,7 +235,7 @@ class Roster:
         self._added: list[Target] = []
         self._changed = False
         self._settled_s = -_AGAIN_S
-        # Those of them that are drained, to be forgotten when they have no request.
+        # Engines that are drained, to be forgotten when they have no request.
         self.removing: set[Target] = set()
         self._removal: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None

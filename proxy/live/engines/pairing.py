@@ -82,7 +82,7 @@ class Pairing:
         active: bool = True,
         models: Sequence[str] = (),
     ) -> None:
-        self.active = active  # As given.
+        self.active = active
         self.facts: dict[Target, EngineFacts] = {}  # What each engine told last.
         self._connector, self._models = connector, models
         self._instances = instances
