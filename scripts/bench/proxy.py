@@ -60,9 +60,9 @@ def loads(*, quick: bool, stalled: bool = False) -> list[Load]:
         words = [(f"--{key.replace('_', '-')}", str(value)) for key, value in flags.items()]
         return Load(name, (*(word for pair in words for word in pair), *more), unit, latency)
 
-    def streams(count: int, tokens: int) -> Load:
-        flags = {"connections": count, "requests": count, "tokens": tokens // part}
-        return of(f"{count:,} streams", "events", "transit_us", **flags)
+    def streams(count: int, tokens: int, what: str = "streams", **flags: int) -> Load:
+        flags |= {"connections": count, "requests": count, "tokens": tokens // part}
+        return of(f"{count:,} {what}", "events", "transit_us", **flags)
 
     def requests(name: str, connections: int, count: int, *more: str, **flags: int) -> Load:
         flags |= {"connections": connections, "requests": count}
@@ -73,6 +73,7 @@ def loads(*, quick: bool, stalled: bool = False) -> list[Load]:
     return [
         streams(256, 200),
         streams(1024, 100),
+        streams(256, 400, "slow readers", rest_ms=1_000),
         requests("1 token", 16, 6000 // part),
         # With many in flight their wake-ups are shared.
         requests("1 token, 64 in flight", 64, 6000 // part),
