@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
 
+from tests.support.soak.proxy_process import ProxyProcess, running_proxy
+
 from balanceroute.proxy.__main__ import main as balanceroute
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.lab.sim.workload import playable
-from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 from balanceroute.traces import TraceRequest, read_trace
 
 ROOT = Path(__file__).parents[1]

@@ -20,17 +20,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
+from tests.support.arguments import positive
+from tests.support.certificate import make_certificate
+from tests.support.chaos.deaths import freeze_ranks, kill_decoders
+from tests.support.chaos.exactness import compare
+from tests.support.chaos.fuzz import fuzz as fuzz_seed
+from tests.support.chaos.groups import run_seed_of_groups
+from tests.support.chaos.trial import Summary, run_seed
+from tests.support.soak.proxy_process import ProxyProcess, running_proxy
+from tests.support.soak.run import SoakControl, SoakReport, SoakSettings
+from tests.support.soak.run import soak as run_soak
+
 from balanceroute.proxy.live.request.leg_settings import FirstTokenFrom, Resume
-from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.testing.chaos.deaths import freeze_ranks, kill_decoders
-from balanceroute.proxy.testing.chaos.exactness import compare
-from balanceroute.proxy.testing.chaos.fuzz import fuzz as fuzz_seed
-from balanceroute.proxy.testing.chaos.groups import run_seed_of_groups
-from balanceroute.proxy.testing.chaos.trial import Summary, run_seed
-from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
-from balanceroute.proxy.testing.soak.run import SoakControl, SoakReport, SoakSettings
-from balanceroute.proxy.testing.soak.run import soak as run_soak
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import WireError
 from balanceroute.topologies import CONNECTORS
@@ -40,7 +41,7 @@ from experiment import emulated
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from balanceroute.proxy.testing.chaos.trial import TrialReport
+    from tests.support.chaos.trial import TrialReport
 
 
 def chaos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -95,7 +96,7 @@ def chaos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             run = partial(run_seed_of_groups, requests=arguments.requests)
         if arguments.http3:
             # Here: an extra.
-            from balanceroute.proxy.testing.chaos.http3_trial import (  # noqa: PLC0415
+            from tests.support.chaos.http3_trial import (  # noqa: PLC0415
                 run_seed_over_http3,
             )
 

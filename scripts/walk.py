@@ -14,17 +14,18 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
+from tests.support.chaos.world import World, WorldSettings
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
+
 from balanceroute.proxy.core.events import Tick
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.emulate import EmulationSettings
-from balanceroute.proxy.testing.chaos.world import World, WorldSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
-_PACKAGE = "/balanceroute/"
+_PACKAGE = "/.src/balanceroute/"
 _HANDLE = Scheduler.handle.__code__
-_NOT_OURS = ("proxy/lab/", "proxy/testing/")
+_NOT_OURS = ("proxy/lab/",)
 _CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"one two three"}],"max_tokens":12,"stream":true}'
 
 

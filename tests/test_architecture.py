@@ -79,6 +79,8 @@ def test_the_files_that_a_request_passes_are_there() -> None:
             "proxy.live.openai.body",
             "if TYPE_CHECKING:\n    from balanceroute.predictors import Survival",
         ),
+        # What no wheel has.
+        ("proxy.live.serve", "from tests.support.virtual.loop import VirtualLoop"),
         ("nowhere.module", ""),
     ],
 )

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.certificate import CERT, KEY
+from tests.support.certificate import CERT, KEY
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.page_client import PageClient, UnansweredError, root_of
-from balanceroute.proxy.testing.virtual.runner import run
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 Answers = Callable[[bytes, asyncio.StreamWriter], Coroutine[Any, Any, None]]

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from tests.script import commands_of
 from tests.snippets import Block, blocks
+from tests.support.soak.proxy_process import ProxyProcess, running_proxy
 
 from balanceroute.proxy.cli import command_line
 from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess, running_proxy
 from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, write_native
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from tests.support.arguments import positive
 
 from balanceroute.predictors import PastRequest, Savable, Survival, save
 from balanceroute.predictors import load as load_predictor
@@ -46,7 +47,6 @@ from balanceroute.proxy.core.rank_memory import RankMemory
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.live.process_edge import settle_memory
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 from experiment import MOONCAKE, PUBLIC, table_head, table_row
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import uvloop
+from tests.support.arguments import positive
 
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import WireError
 from bench.targets import cpu_s, ended, family

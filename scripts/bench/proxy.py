@@ -20,8 +20,8 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tests.support.arguments import positive
 
-from balanceroute.proxy.testing.arguments import positive
 from bench.targets import (
     DIRECT,
     KNOWN,

@@ -21,15 +21,15 @@ import httpx
 import uvloop
 from rich.console import Console
 from rich.table import Table
+from tests.support.arguments import positive, several
+from tests.support.certificate import make_certificate
+from tests.support.soak.proxy_process import ProxyProcess
 
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.testing.arguments import positive, several
-from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust

@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tests.support.arguments import positive
 
 from balanceroute.engine_patch.hooks import install
 from balanceroute.engine_patch.reader import read_steps
-from balanceroute.proxy.testing.arguments import positive
 from checks.fleet import MODELS, ROOT, VARIABLES, VENV
 
 BATCHES = (16, 256)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from balanceroute.proxy.testing.soak.run import held_by_proxy
+from tests.support.soak.run import held_by_proxy
+
 from checks.agents import check_agents
 from checks.packages import FOUND_FAULTS, Result, outcomes
 

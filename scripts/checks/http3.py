@@ -32,12 +32,12 @@ from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import QuicEvent
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from tests.support.arguments import positive
+from tests.support.certificate import make_certificate
+from tests.support.virtual.datagrams import ThinLinkSettings, UdpRelay
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.lab.emulate.process import emulated_engines
-from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Caller, Headers

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.support.arguments import positive
 
 from balanceroute.proxy.core.admission import (
     POST_5,
@@ -30,7 +31,6 @@ from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called, make_simulation
 from balanceroute.proxy.lab.sim.recorder import Recorder, RunMetrics, ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload, split
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest
 from experiment import (
     AZURE_CONV,

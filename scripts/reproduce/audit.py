@@ -20,9 +20,9 @@ import httpx
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from tests.support.arguments import positive
 
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.testing.arguments import positive
 from bench.targets import KNOWN, ended, free_port, installed, wait_until_it_answers
 from experiment import emulated, proxy_before
 

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from tests.support.arguments import positive
 
 from balanceroute.proxy.cli import emulate
 from balanceroute.proxy.cli.up import emulate_command
@@ -30,7 +31,6 @@ from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.settings import Given, given_by_flags
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, read_trace, write_native
 from experiment import MOONCAKE, ROOT, proxy_before, right, table_head, table_row

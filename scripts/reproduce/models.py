@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from tests.support.soak.proxy_process import running_proxy
 
 from balanceroute.proxy.lab.model_choice.environment import paper_scenario
 from balanceroute.proxy.lab.pictures import INK, SOFT, empty_figure, write_pictures
-from balanceroute.proxy.testing.soak.proxy_process import running_proxy
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError, first_value
 from balanceroute.proxy.wire.sse import EventScanner

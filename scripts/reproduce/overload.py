@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from tests.support.arguments import positive
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.admission import (
@@ -42,7 +43,6 @@ from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_
 from balanceroute.proxy.core.queueing import QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.engines import EventLoop
-from balanceroute.proxy.testing.arguments import positive
 from experiment import UNLIMITED, S, table_head, table_row
 
 MS = 1_000_000

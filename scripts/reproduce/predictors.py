@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tests.support.arguments import positive
 
 from balanceroute.predictors import Predictor, RequestFeatures, files
 from balanceroute.predictors.evaluation import (
@@ -40,7 +41,6 @@ from balanceroute.proxy.core.projection import Form
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import FORECASTS, Forecast, run_experiment
 from balanceroute.proxy.lab.sim.workload import Workload, split
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace
 from experiment import (
     AZURE_CODE,

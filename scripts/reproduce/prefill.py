@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tests.support.arguments import positive
 
 from balanceroute.proxy.core.events import (
     EngineLoad,
@@ -30,7 +31,6 @@ from balanceroute.proxy.core.prefill import (
 )
 from balanceroute.proxy.lab.sim.engines import EventLoop, PrefillModel, PrefixCache
 from balanceroute.proxy.lab.sim.report import figure
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, write_native
 from experiment import right, simulated, table_head, table_row
 from reproduce.turns import (

@@ -19,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from tests.support.arguments import positive
+from tests.support.certificate import make_certificate
+from tests.support.virtual.datagrams import DatagramNetwork, ThinLink, ThinLinkSettings
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
+
 from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.certificate import make_certificate
-from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, ThinLink, ThinLinkSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError

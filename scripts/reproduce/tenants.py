@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import httpx
 import numpy as np
 import uvloop
+from tests.support.arguments import positive
+from tests.support.chaos.clients import Client, ClientPhase, Departure, Leaving, Visit
+from tests.support.chaos.log_keeper import log_kept
+from tests.support.chaos.requests import COMPLETIONS, ClientRequest
+from tests.support.chaos.world import World, WorldSettings
+from tests.support.soak.proxy_process import ProxyProcess
+from tests.support.virtual.addresses import Link
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.pictures import empty_figure, write_pictures
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.figures import RequestSample
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
-from balanceroute.proxy.testing.arguments import positive
-from balanceroute.proxy.testing.chaos.clients import Client, ClientPhase, Departure, Leaving, Visit
-from balanceroute.proxy.testing.chaos.log_keeper import log_kept
-from balanceroute.proxy.testing.chaos.requests import COMPLETIONS, ClientRequest
-from balanceroute.proxy.testing.chaos.world import World, WorldSettings
-from balanceroute.proxy.testing.soak.proxy_process import ProxyProcess
-from balanceroute.proxy.testing.virtual.addresses import Link
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from experiment import emulated, proxy_before, right, table_head, table_row
 
 if TYPE_CHECKING:

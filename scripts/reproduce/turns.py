@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.support.arguments import positive
 
 from balanceroute.proxy.core.events import RankId
 from balanceroute.proxy.core.policies import Fleet, Policy, PolicyInputs
@@ -18,7 +19,6 @@ from balanceroute.proxy.core.policies.baselines import OldestFirst
 from balanceroute.proxy.core.ranks import Assignment, lowest
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.workload import playable
-from balanceroute.proxy.testing.arguments import positive
 from balanceroute.traces import TraceRequest, read_trace, write_native
 from experiment import right, simulated, table_head, table_row
 

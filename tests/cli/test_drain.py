@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from tests.certificate import CERT, KEY
+from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
 

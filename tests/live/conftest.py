@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.chaos.groups import GroupSettings, GroupWorld
+from tests.support.chaos.world import World, WorldSettings
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate.generation import Routes
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord
-from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
-from balanceroute.proxy.testing.chaos.world import World, WorldSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
 from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.http1.server import Reply

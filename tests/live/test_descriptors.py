@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, Client, engines, play, serving
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 if TYPE_CHECKING:
     from tests.live.conftest import MakeExchanged

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.certificate import make_certificate
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving, until_draining
+from tests.support.certificate import make_certificate
 
 if TYPE_CHECKING:
     from tests.live.conftest import MakeExchanged

@@ -6,12 +6,12 @@ import socket
 from typing import Any
 
 import pytest
+from tests.support.chaos.world import World, WorldSettings
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Status
-from balanceroute.proxy.testing.chaos.world import World, WorldSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 BODY = b'{"model":"emulated","prompt":"t1 t2 t3","max_tokens":3,"ignore_eos":true}'

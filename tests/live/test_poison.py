@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.chaos.groups import GroupSettings, GroupWorld
 
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live.request.shared import KEPT_S, MOST_DEATHS
-from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.chaos.expectation import comparable
 
 from balanceroute.proxy.lab.emulate.settings import DpMode, Preemption
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.expectation import comparable
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

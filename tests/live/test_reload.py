@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.certificate import make_certificate
 from tests.live.served import COMPLETIONS, HOST, STREAM, engines, play, serving
+from tests.support.certificate import make_certificate
 
 if TYPE_CHECKING:
     from tests.live.conftest import MakeExchanged

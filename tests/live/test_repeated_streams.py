@@ -20,10 +20,10 @@ from tests.live.test_proxy_connectors import (
 )
 from tests.live.test_resumed_streams import EACH, EXACT, FAULTS, GREEDY, through_a_failure
 from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
+from tests.support.chaos.expectation import comparable
 
 from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.expectation import comparable
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

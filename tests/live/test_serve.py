@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.certificate import make_certificate
 from tests.live.served import (
     COMPLETIONS,
     HOST,
@@ -28,6 +27,7 @@ from tests.live.served import (
     until_draining,
     until_unready,
 )
+from tests.support.certificate import make_certificate
 
 from balanceroute.predictors import Survival
 from balanceroute.predictors.files import load

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.certificate import CERT, KEY
+from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.__main__ import main
 

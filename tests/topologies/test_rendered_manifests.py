@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.certificate import CERT, KEY
+from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.live.discovery.kubernetes import ROLE_LABEL
 from balanceroute.proxy.live.settings.configure import make_config

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import pytest
 import uvloop
-from tests.certificate import CERT, KEY
 from tests.extended import usually
+from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.server import Application, Server

@@ -9,13 +9,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from tests.support.virtual.addresses import Connect, Link
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run as run_virtually
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.engines.health import Health, HealthSettings
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.testing.virtual.addresses import Connect, Link
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import WireError, WireFault

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import uvloop
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run as run_virtually
 
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run as run_virtually
 from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Loss
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.cli.outputs import as_json_text
 from balanceroute.proxy.core.errors import ConfigError
@@ -13,7 +14,6 @@ from balanceroute.proxy.lab.audit.observation import Look, observe
 from balanceroute.proxy.lab.audit.prometheus import PrometheusWindow, looks_of
 from balanceroute.proxy.lab.audit.report import Audit, as_json, lines
 from balanceroute.proxy.page_client import PageClient
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest
 

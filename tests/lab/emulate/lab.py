@@ -8,9 +8,10 @@ from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from typing import Any
 
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
+
 from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Call, Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError
 from balanceroute.proxy.wire.sse import EventScanner, event_data

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.lab.emulate.barrier import PICTURE_STEPS, Barrier
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings, Preemption
 from balanceroute.proxy.lab.sim.engines import DecodeFleet, SimulatedEngineOptions
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 STEP_S = 0.03
 

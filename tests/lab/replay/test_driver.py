@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
+from tests.support.virtual.addresses import Link
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.replay.driver import FleetFigures, ReplayProgress, ReplayResult, replay
 from balanceroute.proxy.lab.replay.exchange import TargetError
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE, WHOLE_RUN, FaultCount
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplayApi, ReplaySettings
-from balanceroute.proxy.testing.virtual.addresses import Link
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest, WireError
 

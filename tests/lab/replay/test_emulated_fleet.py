@@ -5,14 +5,14 @@ import random
 from typing import Any
 
 import pytest
+from tests.support.virtual.addresses import Link
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.lab.replay.driver import ReplayResult, replay
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplayApi, ReplaySettings
-from balanceroute.proxy.testing.virtual.addresses import Link
-from balanceroute.proxy.testing.virtual.runner import run
 
 MS = 1_000_000
 

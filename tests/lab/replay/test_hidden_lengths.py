@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.chaos.world import World, WorldSettings
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 from tests.two_leg_router import TwoLegRouter
 
 from balanceroute.predictors import NoPrediction
@@ -25,9 +28,6 @@ from balanceroute.proxy.lab.replay.requests import (
     with_limits,
 )
 from balanceroute.proxy.live.telemetry.request_log import line_of
-from balanceroute.proxy.testing.chaos.world import World, WorldSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 
 MS = 1_000_000

@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
-from tests.certificate import CERT
 from tests.lab.replay.test_replay_cli import whole
+from tests.support.certificate import CERT
+from tests.support.virtual.datagrams import ThinLinkSettings, UdpRelay
 from tests.wire.http3.site import http3_site
 
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
-from balanceroute.proxy.testing.virtual.datagrams import ThinLinkSettings, UdpRelay
 from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 from balanceroute.proxy.wire.reply import Reply
 

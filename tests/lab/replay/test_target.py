@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.replay.exchange import ReplayTarget, first_model, parse_target
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.certificate import make_certificate
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
+from tests.support.certificate import make_certificate
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector

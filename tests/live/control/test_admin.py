@@ -10,6 +10,8 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import ConfigError
@@ -25,8 +27,6 @@ from balanceroute.proxy.live.telemetry.snapshot import (
     RequestState,
     Snapshot,
 )
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Response

@@ -5,17 +5,17 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.control.pages import INTERVAL_S, MAX_VIEWERS, LiveView
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.live.conftest import Exchanged, Play, Site
+    from tests.support.virtual.loop import VirtualLoop
 
-    from balanceroute.proxy.testing.virtual.loop import VirtualLoop
     from balanceroute.proxy.wire.messages import Headers
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from msgspec.structs import replace
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.control.order_store import (
     OrderedState,
@@ -22,8 +24,6 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

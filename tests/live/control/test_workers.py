@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.test_proxy_connectors import CHAT, TALK
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.control.admin import InstanceRows
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -4,12 +4,12 @@ import asyncio
 import socket
 
 import pytest
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.discovery.reconciler import View
 from balanceroute.proxy.live.discovery.sources import DnsName
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 
 def test_every_address_is_an_engine_and_a_name_without_addresses_tells_nothing(

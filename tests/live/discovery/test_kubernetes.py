@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests.certificate import make_certificate
 from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
+from tests.support.certificate import make_certificate
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.discovery.kubernetes import KubernetesSlices
 from balanceroute.proxy.live.discovery.sources import make_sources
 from balanceroute.proxy.live.security import server_context
 from balanceroute.proxy.live.settings.declared import DiscoverySettings, engine_source
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.virtual.addresses import Connect, Link
 
 from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.engines.pairing import Pairing
-from balanceroute.proxy.testing.virtual.addresses import Connect, Link
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

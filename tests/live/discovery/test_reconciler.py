@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.control.orders import ConflictError
@@ -14,8 +16,6 @@ from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler, View
 from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 A, B = (Target(Role.DECODE, f"http://10.0.0.{number}:8000") for number in (1, 2))
 P = Target(Role.PREFILL, "http://10.0.1.1:8000")

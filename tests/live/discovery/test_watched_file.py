@@ -4,13 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.discovery.reconciler import Found, View
 from balanceroute.proxy.live.discovery.sources import WatchedFile, read_view
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.topologies import TopologyError
 
 P, D, E, F = (

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pytest
 import uvloop
-from tests.testing.virtual.recorder import Recorder
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
+from tests.test_support.virtual.recorder import Recorder
 
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, Fetcher, FetchError
 from balanceroute.proxy.live.environment import PAGES_BYTES
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import Endpoint, ResponseRoom
 
 if TYPE_CHECKING:

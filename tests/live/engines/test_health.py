@@ -5,12 +5,12 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.health import Health, HealthSettings, Quarantine
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 SETTINGS = HealthSettings(
     health_interval_s=5.0,

@@ -7,6 +7,8 @@ import time
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.events import EngineLoad
 from balanceroute.proxy.live.engines.engine_gauges import (
@@ -18,8 +20,6 @@ from balanceroute.proxy.live.engines.engine_gauges import (
 from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.engines.scrape import Scraper, ScrapeSettings
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 # As vLLM 0.32 answers; the first lines of a family that is not wanted and a few that are.
 VLLM_PAGE = b"""\

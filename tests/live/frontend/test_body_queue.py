@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 from tests.native import needs_native
+from tests.support.chaos.world import World
 
 from balanceroute.proxy.live.frontend.gateway import BodyQueue
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
-from balanceroute.proxy.testing.chaos.world import World
 from balanceroute.proxy.wire.http1.pump import load_library
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from tests.live.conftest import LARGE, SMALL
+from tests.support.chaos.groups import GroupSettings
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.model_choice import DoubleDqn, QNetwork, inputs_of
-from balanceroute.proxy.testing.chaos.groups import GroupSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

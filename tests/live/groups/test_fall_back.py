@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.conftest import LARGE, SMALL
+from tests.support.chaos.groups import GroupSettings
 
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.groups import GroupSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.conftest import LARGE, SMALL
-
-from balanceroute.proxy.testing.chaos.groups import GroupSettings
+from tests.support.chaos.groups import GroupSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.conftest import LARGE, SMALL
-
-from balanceroute.proxy.testing.chaos.groups import GroupSettings
-from balanceroute.proxy.testing.chaos.traces import FLAGS, SpanCollector
+from tests.support.chaos.groups import GroupSettings
+from tests.support.chaos.traces import FLAGS, SpanCollector
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.conftest import LARGE, SMALL
+from tests.support.chaos.groups import GroupSettings, GroupWorld
 
 from balanceroute.proxy.live.control.order_store import OrderStore
-from balanceroute.proxy.testing.chaos.groups import GroupSettings, GroupWorld
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tests.live.conftest import LARGE, SMALL
-
-from balanceroute.proxy.testing.chaos.groups import GroupSettings
+from tests.support.chaos.groups import GroupSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

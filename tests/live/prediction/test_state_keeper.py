@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
 from balanceroute.predictors import Survival
 from balanceroute.predictors.exact_match import ExactMatch
 from balanceroute.predictors.files import load, save
 from balanceroute.predictors.state import Savable, State
 from balanceroute.proxy.live.prediction import StateKeeper
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 
 
 class Counts:

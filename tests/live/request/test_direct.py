@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.chaos.expectation import comparable
 
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.testing.chaos.expectation import comparable
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from balanceroute.proxy.core.events import Admit, Tick, TokensEmitted
 
 if TYPE_CHECKING:
     from tests.live.conftest import Site
-
-    from balanceroute.proxy.testing.chaos.world import SchedulerStep
+    from tests.support.chaos.world import SchedulerStep
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {

@@ -34,8 +34,7 @@ from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Scenario, Site
-
-    from balanceroute.proxy.testing.chaos.world import SchedulerStep
+    from tests.support.chaos.world import SchedulerStep
 
 
 @pytest.mark.parametrize("streamed", [1.0, 0.5, 0.0])

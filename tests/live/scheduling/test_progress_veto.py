@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.virtual.addresses import Link
 
 from balanceroute.proxy.core.steps import FLOOR_S
 from balanceroute.proxy.lab.emulate.settings import DpMode
 from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.scheduling import progress_veto
-from balanceroute.proxy.testing.virtual.addresses import Link
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site

@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.chaos.world import RANK_PORT
 
 from balanceroute.proxy.core.events import RankId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import Knowledge
@@ -12,7 +13,6 @@ from balanceroute.proxy.lab.emulate import DpMode
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks
 from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.testing.chaos.world import RANK_PORT
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Seen, Site

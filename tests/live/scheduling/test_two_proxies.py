@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.chaos.world import SchedulerStep, World, WorldSettings
 
 from balanceroute.proxy.core.events import Event, OthersOnRank
 from balanceroute.proxy.lab.emulate.settings import DpMode
-from balanceroute.proxy.testing.chaos.world import SchedulerStep, World, WorldSettings
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

@@ -4,7 +4,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from tests.certificate import CERT, KEY, make_certificate
+from tests.support.certificate import CERT, KEY, make_certificate
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.security import ServerTls, engine_context, server_context

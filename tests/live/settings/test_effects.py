@@ -143,7 +143,7 @@ def idle(config: "ProxyConfig") -> list[str]:
 
 def flags(given: Mapping[str, object], folder: Path) -> dict[str, object]:
     """Return flags, with what https needs and files where files are."""
-    from tests.certificate import make_certificate  # noqa: PLC0415
+    from tests.support.certificate import make_certificate  # noqa: PLC0415
 
     more: dict[str, object] = {}
     if given.get("http3"):

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from tests.support.virtual.addresses import Link
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
 
-from balanceroute.proxy.testing.virtual.addresses import Link
-from balanceroute.proxy.testing.virtual.loop import VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 

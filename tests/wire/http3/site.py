@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.certificate import CERT, KEY
 from tests.http3_client import HOST, Http3Client, http3_client
+from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.live.http3_listener import (
     Http3Listener,

@@ -10,15 +10,15 @@ import pytest
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
-from tests.certificate import CERT, KEY
+from tests.support.certificate import CERT, KEY
+from tests.support.virtual.datagrams import DatagramNetwork, ThinLinkSettings
+from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.http3_listener import (
     Http3Listener,
     standing_of,
 )
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.testing.virtual.datagrams import DatagramNetwork, ThinLinkSettings
-from balanceroute.proxy.testing.virtual.runner import run
 from balanceroute.proxy.wire.http1.client import fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
@@ -27,7 +27,8 @@ from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from balanceroute.proxy.testing.virtual.loop import VirtualLoop
+    from tests.support.virtual.loop import VirtualLoop
+
     from balanceroute.proxy.wire.messages import HttpRequest
     from balanceroute.proxy.wire.reply import Application, Reply
 

@@ -18,8 +18,8 @@ from aioquic.buffer import encode_uint_var
 from aioquic.h3.connection import ErrorCode, FrameType, encode_frame
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
-from tests.certificate import make_certificate
 from tests.http3_client import HOST, Http3Client, http3_client
+from tests.support.certificate import make_certificate
 from tests.wire.http3.site import Http3Site, http3_site
 
 from balanceroute.proxy.live.settings.declared import Http3Settings

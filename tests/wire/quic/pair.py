@@ -7,7 +7,7 @@ from typing import Any
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import QuicEvent
-from tests.certificate import CERT, KEY
+from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.wire.quic.connection import OrderedConnection
 

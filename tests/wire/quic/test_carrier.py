@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("aioquic", reason="needs the extra h3")
 
-from balanceroute.proxy.testing.virtual.loop import START_S, VirtualLoop
-from balanceroute.proxy.testing.virtual.runner import run
+from tests.support.virtual.loop import START_S, VirtualLoop
+from tests.support.virtual.runner import run
+
 from balanceroute.proxy.wire.quic.connection import Carrier
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What tests and scripts share: virtual time, seeded faults, soak runs."""
