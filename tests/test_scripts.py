@@ -3,7 +3,6 @@
 import argparse
 import json
 import platform
-import re
 import shlex
 import sys
 from dataclasses import replace
@@ -251,40 +250,12 @@ def test_an_interpreter_that_cannot_run_the_proxy_is_told_by_its_name(tmp_path: 
             SystemExit, match=r"^Python 3\.14\.1 does not start: \S*false says why above$"
         ),
         targets.balanceroute(
-            "Python 3.14.1", engine, [], tmp_path, tmp_path / "log", python=Path("/bin/false")
+            targets.Variant("Python 3.14.1", [], python=Path("/bin/false")),
+            engine,
+            tmp_path / "log",
         ),
     ):
         pass
-
-
-def test_the_bench_of_open_streams_tells_what_one_costs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for more, events, moved in (
-        ("", 4, r"\d+"),
-        ("--native off --tokens 30", 30, "0"),
-    ):
-        assert run_script(f"bench streams --streams 8 --step-s 0.05 {more}") == 0
-        assert re.fullmatch(
-            rf"balanceroute: 8 streams of {events} events in \d+ s, 0 errors; "
-            r"RSS \d+ to \d+ MB, \d+\.\d KB a stream; "
-            rf"\d+ descriptors, \d+ before and \d+ now; {moved} events moved natively\n",
-            capsys.readouterr().out,
-        )
-
-
-def test_more_streams_than_descriptors_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = script("bench.proxy")
-
-    def refuse(_kind: int, _limits: tuple[int, int]) -> None:
-        raise ValueError
-
-    monkeypatch.setattr(module.resource, "setrlimit", refuse)
-    with pytest.raises(SystemExit):
-        run_script("bench streams --streams 10000")
-    assert "10000 streams need 42000 open files" in capsys.readouterr().err
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(

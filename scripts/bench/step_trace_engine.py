@@ -1,4 +1,4 @@
-"""The engine of `bench step-trace --engine`: vLLM's own core, stepped with and without the hooks.
+"""The engine of `bench step-trace`: vLLM's own core, stepped with and without the hooks.
 
     python step_trace_engine.py MODEL FOLDER SECONDS REQUESTS
 

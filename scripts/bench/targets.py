@@ -114,8 +114,19 @@ def family(pid: int) -> list[int]:
 ROOT = Path(__file__).parents[2]
 OURS = "balanceroute"
 DIRECT = "direct"
-FLOOR = "bare relay"
-STALLED = "stalled"
+# Runs `balanceroute` with a thread that stands in its way. Ten times a second it holds Python's interpreter lock
+# for 50 ms, as a long garbage collection or a large computation does. It sleeps meanwhile, so that it takes no core
+# from anybody: what a stream then waits for is Python, not a processor.
+STALLING = """
+import ctypes, runpy, threading, time
+usleep = ctypes.PyDLL(None).usleep  # Of a PyDLL, calls keep the lock.
+def stall():
+    while True:
+        time.sleep(0.05)
+        usleep(50_000)
+threading.Thread(target=stall, daemon=True).start()
+runpy.run_module("balanceroute.proxy", run_name="__main__")
+"""
 _VENV = ROOT / "build" / "bench-venv"
 
 
@@ -173,6 +184,18 @@ class Interpreter:
 
     path: Path  # The program.
     version: str  # What it says it is.
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A proxy of this repository, and how it is run."""
+
+    name: str  # For the table.
+    flags: list[str]  # Of `serve`.
+    source: Path = ROOT / ".src"  # What it imports.
+    python: Path | None = None  # None for this interpreter.
+    program: tuple[str, str] = ("-m", "balanceroute.proxy")
+    traces: bool = False  # Whether it sends a trace of every request.
 
 
 KNOWN = {
@@ -236,53 +259,34 @@ def engine(step_ms: float, *, ranks: int = 1, slots: int | None = None) -> Itera
         yield Engine(prefill, tuple(decode), process)
 
 
+def variants(arguments: argparse.Namespace, flags: list[str]) -> list[Variant]:
+    """Return the proxies of this repository that a command line asks for: this one, and others beside it."""
+    found = [Variant(OURS, flags)]
+    if arguments.against is not None:
+        name = f"proxy of {arguments.against.parent.name}"
+        found.append(Variant(name, flags, source=arguments.against))
+    if arguments.stalled:
+        found.append(Variant("stalled", flags, program=("-c", STALLING)))
+    if arguments.without_native:
+        found.append(Variant("native off", [*flags, "--native", "off"]))
+    for name, one in by_name(arguments.python).items():
+        found.append(Variant(name, flags, python=one.path))
+    if arguments.traces:
+        found.append(Variant("traces on", flags, traces=True))
+    return found
+
+
 @contextmanager
 def targets(
-    engine: Engine,
-    flags: list[str],
-    logs: Path,
-    *,
-    against: Path | None,
-    routers: list[Router],
-    without_native: bool = False,
-    stalled: bool = False,
-    traces: bool = False,
-    pythons: Sequence[Interpreter] = (),
-    native_threads: Sequence[int] = (),
-    floor: bool = False,
+    engine: Engine, variants: Sequence[Variant], routers: Sequence[Router], logs: Path
 ) -> Iterator[list[Target]]:
-    """Start the proxies, each with a log of its own in a folder; yield them and the engine.
-
-    Beside this proxy run the package of another checkout, other routers, and this proxy again: without the
-    native library, with an interpreter that stalls (see `stalled.py`), with a trace of every request, with
-    other numbers of native threads, and by other interpreters. `floor` is a relay that only moves bytes.
-    """
-    own = ROOT / ".src"
+    """Start proxies and other routers, each with a log of its own in a folder; yield them and the engine."""
     with ExitStack() as stack:
         run = stack.enter_context
-        found = [run(balanceroute(OURS, engine, flags, own, logs / "ours"))]
-        if against is not None:
-            name = f"proxy of {against.parent.name}"
-            found.append(run(balanceroute(name, engine, flags, against, logs / "other")))
-        if stalled:
-            log = logs / "stalled"
-            found.append(run(balanceroute(STALLED, engine, flags, own, log, stalled=True)))
-        if without_native:
-            plain = [*flags, "--native", "off"]
-            found.append(run(balanceroute("native off", engine, plain, own, logs / "plain")))
-        for count in native_threads:
-            name = f"{count} native thread{'s' * (count > 1)}"
-            more = [*flags, "--native", "require", "--native-threads", str(count)]
-            found.append(run(balanceroute(name, engine, more, own, logs / name)))
-        for name, one in by_name(pythons).items():
-            log = logs / f"python {len(found)}"
-            found.append(run(balanceroute(name, engine, flags, own, log, python=one.path)))
-        if traces:
-            url = f"http://127.0.0.1:{run(collector())}/v1/traces"
-            traced = [*flags, "--otlp-traces-endpoint", url]
-            found.append(run(balanceroute("traces on", engine, traced, own, logs / "traces")))
-        if floor:
-            found.append(run(bare_relay(engine, logs / "floor")))
+        found = [
+            run(balanceroute(one, engine, logs / str(number)))
+            for number, one in enumerate(variants)
+        ]
         found += [run(started(one, engine, logs / one.name)) for one in routers]
         yield [*found, engine.direct]
 
@@ -311,51 +315,31 @@ def collector() -> Iterator[int]:
 
 
 @contextmanager
-def balanceroute(
-    name: str,
-    engine: Engine,
-    flags: list[str],
-    source: Path,
-    log: Path,
-    *,
-    python: Path | None = None,
-    stalled: bool = False,
-) -> Iterator[Target]:
-    """Run the proxy of a checkout, by this interpreter or by another one, maybe one that stalls."""
-    program = ["-m", "balanceroute.proxy"]
-    if stalled:
-        program = [str(Path(__file__).with_name("stalled.py"))]
-    command = [str(python or sys.executable), *program, "serve"]
-    command += ["--port", "0", "--no-admin"]
-    command += ["--log", str(log), *flags]
+def balanceroute(one: Variant, engine: Engine, log: Path) -> Iterator[Target]:
+    """Run one of the proxies of this repository."""
+    command = [
+        str(one.python or sys.executable),
+        *one.program,
+        "serve",
+        "--port",
+        "0",
+        "--no-admin",
+    ]
+    command += ["--log", str(log), *one.flags]
     command += ["--prefill", engine.prefill_url, "--decode", *engine.decode_urls]
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    with ended(
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    ) as process:
+    environment = os.environ | {"PYTHONPATH": str(one.source)}
+    with ExitStack() as stack:
+        if one.traces:
+            url = f"http://127.0.0.1:{stack.enter_context(collector())}/v1/traces"
+            command += ["--otlp-traces-endpoint", url]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, text=True, env=environment)
+        stack.enter_context(ended(process))
         assert process.stdout is not None
         said = process.stdout.readline()
         if not said:
-            raise SystemExit(f"{name} does not start: {command[0]} says why above")
-        yield Target(name, int(said.rsplit(":", 1)[1]), process)
-
-
-@contextmanager
-def bare_relay(engine: Engine, log: Path) -> Iterator[Target]:
-    """Build and run a native relay that moves bytes between clients and decode ranks, and reads none."""
-    crate, built = ROOT / "proxy" / "pump", str(ROOT / "build" / "native")
-    words = ["cargo", "build", "--quiet", "--release"]
-    words += ["--example", "bare_relay", "--target-dir", built]
-    try:
-        subprocess.run(words, cwd=crate, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"the bare relay cannot be built: {error}") from None
-    port = free_port()
-    command = [f"{built}/release/examples/bare_relay", str(port), *map(str, engine.decode)]
-    with log.open("wb") as out, ended(subprocess.Popen(command, stderr=out)) as process:
-        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
-        wait_until_it_answers(port, "/v1/completions", body)
-        yield Target(FLOOR, port, process)
+            raise SystemExit(f"{one.name} does not start: {command[0]} says why above")
+        yield Target(one.name, int(said.rsplit(":", 1)[1]), process)
 
 
 def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
