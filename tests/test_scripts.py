@@ -448,20 +448,6 @@ def test_a_grant_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(module.grant_times("kv-token-seconds", "edf", 10, 100)) == 50
 
 
-@pytest.mark.slow
-def test_lag_and_cost_of_the_page_are_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = script("bench.serving")
-    monkeypatch.setattr(module, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(module, "LAG_S", 60.0)
-    monkeypatch.setattr(module, "COST", 60.0)
-    with pytest.raises(SystemExit) as ended:
-        run_script("bench page --ranks 2 --changes 2 --pairs 2")
-    assert not ended.value.code
-    assert capsys.readouterr().out.startswith("2 ranks, 2 changes, 2 pairs")
-
-
 def test_the_tenants_run_judges_shares_and_lost_requests() -> None:
     qos = script("reproduce.tenants")
 

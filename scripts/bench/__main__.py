@@ -9,11 +9,9 @@ from commands import main
 
 COMMANDS = {
     "bodies": "bench.serving",
-    "discovery": "bench.discovery",
     "dispatch": "bench.decisions",
     "grants": "bench.decisions",
     "http3": "bench.serving",
-    "page": "bench.serving",
     "predictors": "bench.decisions",
     "prefix-index": "bench.decisions",
     "proxy": "bench.proxy",

@@ -1,4 +1,4 @@
-"""What else costs the proxy: its page, HTTP/3, and large bodies."""
+"""What else costs the proxy: HTTP/3, and large bodies."""
 
 import argparse
 import asyncio
@@ -11,182 +11,31 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import httpx
 import uvloop
-from rich.console import Console
-from rich.table import Table
-from tests.support.arguments import positive, several
+from tests.support.arguments import positive
 from tests.support.certificate import make_certificate
-from tests.support.soak.proxy_process import ProxyProcess
 
 from balanceroute.proxy.__main__ import main as cli
 from balanceroute.proxy.live import serve
 from balanceroute.proxy.live.http3_listener import Http3Listener
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.declared import Http3Settings
-from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Caller, Headers, HttpRequest, ServerLimits, WireError
+from balanceroute.proxy.wire.messages import Caller, HttpRequest, ServerLimits
 from balanceroute.proxy.wire.reply import Reply
-from experiment import emulated, proxy_before
-
-LAG_S, COST = 1.0, 0.01
-INTERVAL_S = 5.0
-# Between changes, at most: more than the page's own interval, so every phase of it is hit.
-_PAUSE_S = 1.5
-_CLIENTS = 4
-
-
-class Viewer:
-    """One who looks at the page: reads its events, and keeps the latest."""
-
-    def __init__(self) -> None:
-        self.statuses: dict[str, str] = {}
-        self._news = asyncio.Event()
-
-    async def read(self, client: httpx.AsyncClient) -> None:
-        async with client.stream("GET", "/admin/live") as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    ranks: list[dict[str, Any]] = json.loads(line[6:])["ranks"]
-                    self.statuses = {rank["url"]: rank["status"] for rank in ranks}
-                    self._news.set()
-
-    async def see(self, url: str, status: str) -> None:
-        """Return when a rank is shown to have this status."""
-        while self.statuses.get(url) != status:
-            self._news.clear()
-            await self._news.wait()
-
-
-@asynccontextmanager
-async def watching(client: httpx.AsyncClient) -> AsyncIterator[Viewer]:
-    """Look at the page meanwhile."""
-    viewer = Viewer()
-    task = asyncio.create_task(viewer.read(client))
-    try:
-        yield viewer
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def lags(client: httpx.AsyncClient, urls: Sequence[str], changes: int) -> list[float]:
-    """Return how long each change took to be seen, in seconds."""
-    rng, found = random.Random(0), []
-    async with watching(client) as viewer:
-        for number in range(changes):
-            url = urls[number // 2 % len(urls)]
-            path, status = ("/drain", "draining") if number % 2 == 0 else ("", "up")
-            await asyncio.sleep(rng.uniform(0.0, _PAUSE_S))
-            began_s = time.monotonic()
-            order = {"role": "decode", "url": url}
-            answer = await client.post("/admin/instances" + path, json=order)
-            answer.raise_for_status()
-            async with asyncio.timeout(30.0):
-                await viewer.see(url, status)
-            found.append(time.monotonic() - began_s)
-    return found
-
-
-def ran_s(pid: int) -> float:
-    """Return how long a process has run on a core (proc_pid_schedstat(5), all of its threads)."""
-    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
-
-
-async def cost(client: httpx.AsyncClient, pid: int, *, watched: bool) -> float:
-    """Return the share of a core that the proxy takes for an interval."""
-    if watched:
-        async with watching(client):
-            return await cost(client, pid, watched=False)
-    before_s, began_s = ran_s(pid), time.monotonic()
-    await asyncio.sleep(INTERVAL_S)
-    return (ran_s(pid) - before_s) / (time.monotonic() - began_s)
-
-
-async def load(proxy: ProxyProcess) -> None:
-    """Send requests for ever, a few at a time."""
-    base = f"http://{proxy.host}:{proxy.port}"
-    asked = {"model": "emulated", "prompt": "word " * 200, "max_tokens": 64}
-
-    async def one(client: httpx.AsyncClient) -> None:
-        while True:
-            answer = await client.post("/v1/completions", json=asked)
-            answer.raise_for_status()
-
-    async with httpx.AsyncClient(base_url=base, timeout=60.0) as client:
-        await asyncio.gather(*(one(client) for _ in range(_CLIENTS)))
-
-
-async def measure(
-    proxy: ProxyProcess, urls: Sequence[str], changes: int, pairs: int
-) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return the lags, and shares of a core without and with a viewer."""
-    base = f"http://{proxy.host}:{proxy.admin_port}"
-    working = asyncio.create_task(load(proxy))
-    try:
-        async with httpx.AsyncClient(
-            base_url=base, timeout=httpx.Timeout(30.0, read=None)
-        ) as client:
-            found = await lags(client, urls, changes)
-            shares = []
-            for number in range(pairs):
-                turns = (False, True) if number % 2 == 0 else (True, False)
-                pair = {one: await cost(client, proxy.pid, watched=one) for one in turns}
-                shares.append((pair[False], pair[True]))
-        if working.done():
-            await working  # It failed.
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-    return found, shares
-
-
-def page(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """How far the admin page is behind the proxy, and what it costs the proxy when somebody looks.
-
-    Starts emulated engines and the proxy before them. Lag: it drains a decode rank, or takes it back, at drawn
-    times, and counts the time from before the order until the page's events tell of it. Cost: the time that the
-    proxy runs on a core in as many intervals with a viewer as without, in turns; in percent of a core. The
-    engines serve a small load meanwhile, which both kinds of interval have. Exits 1 when a goal is missed:
-    the 95th percentile of the lag at most 1 s, the cost at most 1 % of a core.
-    """
-    parser.add_argument("--ranks", type=positive, default=144)
-    parser.add_argument("--changes", type=several, default=60)
-    parser.add_argument("--pairs", type=several, default=10, help="of intervals")
-    arguments = parser.parse_args(words)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        emulated([f"--ranks={arguments.ranks}"]) as urls,
-        proxy_before(urls, ["--batch=16"], Path(folder)) as proxy,
-    ):
-        measured = measure(proxy, urls["decode"], arguments.changes, arguments.pairs)
-        found, shares = asyncio.run(measured)
-    cuts = statistics.quantiles(found, n=20, method="inclusive")
-    more = [after - before for before, after in shares]
-    mean, error = statistics.fmean(more), statistics.stdev(more) / len(more) ** 0.5
-    base = statistics.fmean(before for before, _ in shares)
-    print(f"{arguments.ranks} ranks, {len(found)} changes, {len(more)} pairs of {INTERVAL_S:.0f} s")
-    print(
-        f"lag: p50 {cuts[9]:.2f} s, p95 {cuts[18]:.2f} s, most {max(found):.2f} s (goal p95 {LAG_S:.1f} s)"
-    )
-    print(
-        f"cost: {mean:+.2%} ± {error:.2%} of a core (goal {COST:.0%}); without a viewer {base:.1%}"
-    )
-    sys.exit(cuts[18] > LAG_S or mean > COST)
-
+from experiment import right, table_head, table_row
 
 HOST = "127.0.0.1"
-STEP_S = 0.01
+MIB = 1 << 20
+STEP_S, _LIMIT_S = 0.01, 600.0
 VARIANTS = ("HTTP/1.1", "https", "HTTP/3")
 # A chunk of a real vLLM stream, without log-probabilities.
 EVENT = (
@@ -252,34 +101,15 @@ def serve_streams(pipe: Connection, folder: Path, streams: int, events: int) -> 
     uvloop.run(listen())
 
 
-class Ended:
-    """Waits for the end of an answer."""
-
-    def __init__(self) -> None:
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        assert status == 200
-
-    def on_data(self, data: bytes) -> None:
-        pass
-
-    def on_end(self) -> None:
-        self.over.set_result(None)
-
-    def on_error(self, error: WireError) -> None:
-        self.over.set_exception(error)
-
-
 async def one_round(make: Callable[[], Caller], streams: int) -> None:
     """Read so many streams to their end."""
     caller = make()
-    ended = []
-    for _ in range(streams):
-        ended.append(Ended())
-        caller.request(b"POST", b"/", [], b"{}", ended[-1])
-    for one in ended:
-        await one.over
+    asked = (
+        fetch(caller, b"POST", b"/", [], b"{}", timeout_s=_LIMIT_S, max_bytes=1 << 30)
+        for _ in range(streams)
+    )
+    answers = await asyncio.gather(*asked)
+    assert all(answer.status == 200 for answer in answers)
     caller.close()
     await asyncio.sleep(0.05)
 
@@ -329,7 +159,6 @@ def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
-MIB = 1 << 20
 _HEAD = '"model":"m","max_tokens":8,'
 _WAITING_MIB = 4
 
@@ -418,21 +247,21 @@ def bodies(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--native", default="auto", help="of the proxy")
     arguments = parser.parse_args(words)
-    console = Console()
-    table = Table("kind", "MiB", "status", "stall ms", "wall ms", "time ms", "peak MB")
+    names = ("MiB", "status", "stall ms", "wall ms", "time ms", "peak MB")
+    print(table_head("kind", *right(names)))
     with proxy(arguments.native, hold=False) as (port, pid, gaps):
         post(port, KINDS["short messages"](1_000))
         for kind in arguments.kinds:
             for size in arguments.sizes:
-                table.add_row(kind, str(size), *one(port, pid, gaps, KINDS[kind](size * MIB)))
-    console.print(table)
-    table = Table("kind", f"MB that {arguments.waiting} waiting of {_WAITING_MIB} MiB hold")
+                cells = one(port, pid, gaps, KINDS[kind](size * MIB))
+                print(table_row(kind, size, *cells), flush=True)
+    print()
+    print(table_head("kind", f"MB that {arguments.waiting} waiting of {_WAITING_MIB} MiB hold:"))
     for kind in arguments.kinds:
         with proxy(arguments.native, hold=True) as (port, pid, _):
             body = KINDS[kind](_WAITING_MIB * MIB)
             held = waiting(port, pid, body, arguments.waiting)
-            table.add_row(kind, "refused" if held is None else f"{held / 1e6:.0f}")
-    console.print(table)
+            print(table_row(kind, "refused" if held is None else f"{held / 1e6:.0f}"), flush=True)
     return 0
 
 
@@ -554,7 +383,8 @@ def _proxy(pipe: Connection, engines: list[int], gaps: Gaps, native: str) -> Non
     words += (
         f" --body-limit-bytes {32 * MIB} --native {native} --prefill {prefill} --decode {decode}"
     )
-    cli(words.split())
+    with redirect_stdout(sys.stderr):  # Where it listens is no row of the table.
+        cli(words.split())
 
 
 async def _tick(gaps: Gaps) -> None:
