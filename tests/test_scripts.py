@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -256,6 +257,20 @@ def test_an_interpreter_that_cannot_run_the_proxy_is_told_by_its_name(tmp_path: 
         ),
     ):
         pass
+
+
+def test_the_bench_of_open_streams_tells_what_one_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    for more, events, moved in (
+        ("", 4, r"\d+"),
+        ("--native off --tokens 30", 30, "0"),
+    ):
+        assert run_script(f"bench streams --streams 8 --step-s 0.05 {more}") == 0
+        assert re.fullmatch(
+            rf"balanceroute: 8 streams of {events} events in \d+ s, 0 errors; "
+            r"RSS \d+ to \d+ MB, \d+\.\d KB a stream; "
+            rf"\d+ descriptors, \d+ before and \d+ now; {moved} events moved natively\n",
+            capsys.readouterr().out,
+        )
 
 
 def test_a_live_table_has_what_was_measured_beside_what_was_simulated(

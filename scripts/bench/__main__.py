@@ -16,6 +16,7 @@ COMMANDS = {
     "prefix-index": "bench.decisions",
     "proxy": "bench.proxy",
     "step-trace": "bench.step_trace",
+    "streams": "bench.proxy",
 }
 
 if __name__ == "__main__":

@@ -178,6 +178,8 @@ async def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     async def connect(number: int) -> None:
         nonlocal failed
+        if arguments.opened_per_s:
+            await asyncio.sleep(number / arguments.opened_per_s)
         try:
             taken = socket.socket()
             taken.setblocking(False)
@@ -220,6 +222,7 @@ def main() -> None:
         "--port", type=int, nargs="+", required=True, help="of several each has its connections"
     )
     parser.add_argument("--connections", type=int, default=1)
+    parser.add_argument("--opened-per-s", type=float, default=0.0, help="0: all at once")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=0, help="0: one token, not streamed")
     parser.add_argument(

@@ -114,6 +114,7 @@ def family(pid: int) -> list[int]:
 ROOT = Path(__file__).parents[2]
 OURS = "balanceroute"
 DIRECT = "direct"
+FLOOR = "bare relay"
 # Runs `balanceroute` with a thread that stands in its way. Ten times a second it holds Python's interpreter lock
 # for 50 ms, as a long garbage collection or a large computation does. It sleeps meanwhile, so that it takes no core
 # from anybody: what a stream then waits for is Python, not a processor.
@@ -269,6 +270,9 @@ def variants(arguments: argparse.Namespace, flags: list[str]) -> list[Variant]:
         found.append(Variant("stalled", flags, program=("-c", STALLING)))
     if arguments.without_native:
         found.append(Variant("native off", [*flags, "--native", "off"]))
+    for count in arguments.native_threads:
+        threads = ["--native", "require", "--native-threads", str(count)]
+        found.append(Variant(f"{count} native thread{'s' * (count > 1)}", [*flags, *threads]))
     for name, one in by_name(arguments.python).items():
         found.append(Variant(name, flags, python=one.path))
     if arguments.traces:
@@ -278,15 +282,25 @@ def variants(arguments: argparse.Namespace, flags: list[str]) -> list[Variant]:
 
 @contextmanager
 def targets(
-    engine: Engine, variants: Sequence[Variant], routers: Sequence[Router], logs: Path
+    engine: Engine,
+    variants: Sequence[Variant],
+    routers: Sequence[Router],
+    logs: Path,
+    *,
+    floor: bool = False,
 ) -> Iterator[list[Target]]:
-    """Start proxies and other routers, each with a log of its own in a folder; yield them and the engine."""
+    """Start proxies and other routers, each with a log of its own in a folder; yield them and the engine.
+
+    `floor` is a relay that only moves bytes.
+    """
     with ExitStack() as stack:
         run = stack.enter_context
         found = [
             run(balanceroute(one, engine, logs / str(number)))
             for number, one in enumerate(variants)
         ]
+        if floor:
+            found.append(run(bare_relay(engine, logs / "floor")))
         found += [run(started(one, engine, logs / one.name)) for one in routers]
         yield [*found, engine.direct]
 
@@ -340,6 +354,24 @@ def balanceroute(one: Variant, engine: Engine, log: Path) -> Iterator[Target]:
         if not said:
             raise SystemExit(f"{one.name} does not start: {command[0]} says why above")
         yield Target(one.name, int(said.rsplit(":", 1)[1]), process)
+
+
+@contextmanager
+def bare_relay(engine: Engine, log: Path) -> Iterator[Target]:
+    """Build and run a native relay that moves bytes between clients and decode ranks, and reads none."""
+    crate, built = ROOT / "proxy" / "pump", str(ROOT / "build" / "native")
+    words = ["cargo", "build", "--quiet", "--release"]
+    words += ["--example", "bare_relay", "--target-dir", built]
+    try:
+        subprocess.run(words, cwd=crate, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"the bare relay cannot be built: {error}") from None
+    port = free_port()
+    command = [f"{built}/release/examples/bare_relay", str(port), *map(str, engine.decode)]
+    with log.open("wb") as out, ended(subprocess.Popen(command, stderr=out)) as process:
+        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
+        wait_until_it_answers(port, "/v1/completions", body)
+        yield Target(FLOOR, port, process)
 
 
 def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
