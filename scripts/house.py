@@ -124,9 +124,9 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_550, 34),
-    "proxy/wire": (7_100, 27),
-    "proxy/live": (33_750, 108),
-    "proxy/lab": (15_550, 55),
+    "proxy/wire": (7_150, 23),
+    "proxy/live": (33_750, 106),
+    "proxy/lab": (15_600, 55),
     "proxy/cli": (4_500, 21),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),

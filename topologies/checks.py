@@ -36,7 +36,7 @@ def check_connector(engines: Engines, processes: Iterable[EngineProcess]) -> Ite
 
 def _basics(engines: Engines) -> Iterator[Finding]:
     prefill, facts = engines.prefill, CONNECTORS[engines.connector]
-    if facts.has_bootstrap and prefill.data_parallel > 1:
+    if facts.flow is KvFlow.NAMED and prefill.data_parallel > 1:
         reason = (
             f"is {prefill.data_parallel}: the proxy asks a Mooncake prefiller's bootstrap server for "
             "its rank 0 alone; use several instances"

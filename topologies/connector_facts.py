@@ -48,16 +48,6 @@ class ConnectorFacts:
     # prefiller leaves the prompt's last token to the rank and does not tell so.
     says_first: bool = True
 
-    @property
-    def decode_first(self) -> bool:
-        """Whether the decode leg starts first and requests its prefill."""
-        return self.flow is KvFlow.DECODE_FIRST
-
-    @property
-    def has_bootstrap(self) -> bool:
-        """Whether its prefillers have bootstrap servers."""
-        return self.flow is KvFlow.NAMED
-
 
 CONNECTORS = {
     "nixl": ConnectorFacts(

@@ -36,7 +36,7 @@ from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 
-from balanceroute.topologies.connector_facts import CONNECTORS
+from balanceroute.topologies.connector_facts import CONNECTORS, KvFlow
 from balanceroute.topologies.engines import MAX_RANKS, Engines, read_engines
 from balanceroute.topologies.placement import bracketed, place
 from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_you_mean, is_integer
@@ -404,7 +404,7 @@ def _addresses(
             raise table.error(f"engines.{role.role}.port", reason)
         if role.role == "prefill":
             bootstrap = None
-            if CONNECTORS[engines.connector].has_bootstrap:
+            if CONNECTORS[engines.connector].flow is KvFlow.NAMED:
                 bootstrap = f"http://{bracketed(process.host)}:{process.kv_port}"
             following["prefill"] += [PrefillEntry(url, bootstrap) for url in process.urls]
         else:

@@ -39,7 +39,7 @@ from balanceroute.proxy.lab.emulate.prefix_caches import Publish
 from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.checks import host_name
 from balanceroute.proxy.settings import Given, add_flags, read_flags
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -280,7 +280,7 @@ def _trust(given: Given) -> "SSLContext | None":
     fleet = given.read(FleetFlags)
     if fleet.proxy_ca_file is None:
         return None
-    if not CONNECTORS[fleet.connector].decode_first:
+    if CONNECTORS[fleet.connector].flow is not KvFlow.DECODE_FIRST:
         reason = f"means nothing with {fleet.connector}, whose ranks call no proxy"
         raise ConfigError(f"{given.where('proxy_ca_file')}: {reason}")
     with given.blamed("proxy_ca_file"):

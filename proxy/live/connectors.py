@@ -4,7 +4,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.topologies import CONNECTORS, ConnectorFacts, KvFlow
@@ -42,6 +42,9 @@ class Connector(ABC):
 
     facts: ConnectorFacts
     callback: str = ""  # URL under which the decode engines reach this proxy; "" if they need not.
+    decode_first: ClassVar[bool] = (
+        False  # Whether the decode leg starts first and asks for its prefill.
+    )
 
     @abstractmethod
     def prefill_params(self, transfer: str) -> bytes:
@@ -78,6 +81,8 @@ METASERVER_PATH = b"/v1/metaserver/"
 
 class LayerwiseConnector(Connector):
     """MooncakeLayerwiseConnector of vllm-ascend."""
+
+    decode_first = True
 
     def prefill_params(self, transfer: str) -> bytes:
         """Refuse: the decode rank makes the prefill leg's parameters."""

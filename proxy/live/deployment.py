@@ -61,13 +61,13 @@ from balanceroute.proxy.live.prediction import (
     predictor_name,
 )
 from balanceroute.proxy.live.request.shared import Suspects
-from balanceroute.proxy.live.scheduling.decisions import DriverSettings, Observers
+from balanceroute.proxy.live.scheduling.decisions import DriverSettings, Observers, StageTimes
 from balanceroute.proxy.live.scheduling.driver import Driver, session_context
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import log_level, set_log_level
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState
-from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.messages import bracketed
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
@@ -271,6 +271,7 @@ class Deployment:
             self.instances, config, connect, self.fetcher, unix_s=environment.unix_s
         )
         clock = asyncio.get_running_loop().time
+        self._stages = StageTimes(environment.stopwatch)
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
         self.health = Health(
@@ -495,7 +496,6 @@ class Deployment:
         told, told_tokens = self.instances.rank_blocks, lambda: self.roster.memory.told_tokens
         prefixes = RankPrefixes(told_tokens, told) if asked else None
         return Driver(
-            # The policy times its stages through the driver, which is not there yet.
             Scheduler(
                 self._scheduler_config(),
                 self._make_policy(),
@@ -531,7 +531,7 @@ class Deployment:
             ),
             Observers(
                 *(self.health, self.predictors, self._metrics, self._failures, environment.log),
-                stopwatch=environment.stopwatch,
+                stages=self._stages,
             ),
             admission=self.tenancy.admission,
             settings=DriverSettings(
@@ -542,9 +542,6 @@ class Deployment:
             ),
             rng=environment.rng,
         )
-
-    def _on_stage(self, stage: str) -> None:
-        self.driver.decisions.stage_ended(stage)
 
     def _reconfigure(self) -> None:
         self.driver.scheduler.reconfigure(self._scheduler_config(), self._make_policy())
@@ -569,7 +566,7 @@ class Deployment:
                 self.config.policies,
                 random.Random(scheduling.seed),
                 self.predictors,
-                self._on_stage,
+                self._stages.ended,
                 self.roster.memory.tokens,
                 len(self.instances.serving()),
             ),

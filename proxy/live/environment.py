@@ -19,8 +19,7 @@ from balanceroute.proxy.live.prediction import InThread
 from balanceroute.proxy.live.security import Credentials, engine_context
 from balanceroute.proxy.live.settings.config import GroupConfig
 from balanceroute.proxy.live.telemetry.record import Log
-from balanceroute.proxy.wire.addresses import Addresses
-from balanceroute.proxy.wire.http1.client import Endpoint, ResponseRoom
+from balanceroute.proxy.wire.http1.client import Addresses, Endpoint, ResponseRoom
 from balanceroute.proxy.wire.http1.pump import Pump
 
 if TYPE_CHECKING:

@@ -86,6 +86,8 @@ class PredictorSet:
         self._metrics = metrics
         self._on_failure = on_failure
         self._stopwatch = stopwatch
+        # Predictions and seconds of the questions since `tell_refreshes`.
+        self._refreshes: list[tuple[int, float]] = []
         self._board = Scoreboard(
             1 + len(shadows), horizon_steps=horizon_steps, observe_error=metrics.error
         )
@@ -113,8 +115,14 @@ class PredictorSet:
         except Exception as error:
             self._active_failed(error)
             answer = np.ones((len(requests), steps + 1))
-        self._metrics.refreshed(len(requests), self._stopwatch() - begin_s)
+        self._refreshes.append((len(requests), self._stopwatch() - begin_s))
         return answer
+
+    def tell_refreshes(self) -> None:
+        """Tell the metrics what `survival` was asked since the last time, outside of the decision."""
+        for count, seconds in self._refreshes:
+            self._metrics.refreshed(count, seconds)
+        self._refreshes.clear()
 
     def ended(self, request: "RequestId", output_tokens: int, *, by_itself: bool) -> None:
         """Judge a request that is over, and let all predictors learn from it.
@@ -140,6 +148,7 @@ class PredictorSet:
             requests: All that decode.
             age_of: Returns the tokens that each sequence of one has emitted.
         """
+        self.tell_refreshes()
         begin_s = self._stopwatch()
         # Another part of them each time, in turn.
         waiting = sorted(requests)

@@ -221,9 +221,7 @@ class Proxy:
     @property
     def called_back(self) -> bool:
         """Whether decode ranks call the process back that has their requests."""
-        return any(
-            one.driver.context.connector.facts.decode_first for one in self.deployments.values()
-        )
+        return any(one.driver.context.connector.decode_first for one in self.deployments.values())
 
     async def start(self) -> None:
         """Find the engines and listen.

@@ -24,7 +24,7 @@ from balanceroute.proxy.live.process_edge import (
     settle_memory,
 )
 from balanceroute.proxy.live.proxy import Proxy
-from balanceroute.proxy.wire.addresses import bracketed
+from balanceroute.proxy.wire.messages import bracketed
 
 if TYPE_CHECKING:
     import subprocess

@@ -29,8 +29,7 @@ from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Caller, HttpRequest, ServerLimits
-from balanceroute.proxy.wire.reply import Reply
+from balanceroute.proxy.wire.messages import Caller, HttpRequest, Reply, ServerLimits
 from experiment import right, table_head, table_row
 
 HOST = "127.0.0.1"

@@ -29,9 +29,8 @@ from balanceroute.proxy.live.http3_listener import Http3Listener, standing_of
 from balanceroute.proxy.live.settings.declared import Http3Settings
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
-from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply, WireError
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS
-from balanceroute.proxy.wire.reply import Reply
 from experiment import table_head, table_row
 
 REQUESTS = 90

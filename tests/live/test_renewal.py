@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.wire.messages import HttpRequest
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 
 def test_probes_and_scrapes_carry_the_engines_newest_key(play: "Play", tmp_path: "Path") -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, ID, TALK, alone, another
 
 from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
-from balanceroute.proxy.live.openai.stream_event import RepeatedText
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText
 from balanceroute.proxy.live.openai.token_counts import UsageRewrite
 from balanceroute.proxy.live.openai.token_ids import Care, TokenIds, care_of
 from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError

@@ -22,7 +22,7 @@ from balanceroute.proxy.lab.emulate.prefiller import EmulatedPrefiller
 from balanceroute.proxy.lab.emulate.prefix_caches import KvLog, Publish
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.lab.emulate.tokens import AnswerLengths
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 # The faults of each engine.
 
@@ -421,7 +421,7 @@ class EmulatedFleet:
         split: list[tuple[int, ...]] = [(rank,) for rank in range(settings.ranks)]
         if settings.dp_mode is DpMode.HEADER and settings.ranks:
             split = [tuple(range(settings.ranks))]
-        has_bootstrap = CONNECTORS[settings.connector].has_bootstrap
+        has_bootstrap = CONNECTORS[settings.connector].flow is KvFlow.NAMED
         prefillers = [
             EngineRole(
                 f"prefill/{i}", (0,), settings.prefiller_kv_tokens, _SIDE_PORT + i, has_bootstrap

@@ -22,7 +22,7 @@ from balanceroute.proxy.lab.emulate.tokens import tokenise
 from balanceroute.proxy.lab.emulate.translated_reply import TranslatedReply, named_event
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import Reply
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Fields that have the same meaning in both APIs.

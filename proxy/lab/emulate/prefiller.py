@@ -27,7 +27,7 @@ from balanceroute.proxy.lab.emulate.leases import (
 from balanceroute.proxy.lab.emulate.prefix_caches import KvLog, PrefixCaches
 from balanceroute.proxy.lab.emulate.request import Prompt
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,7 +183,8 @@ class EmulatedPrefiller:
         exchange, choice = call.exchange, sequence.choice
         del exchange.stages[sequence]
         settings, source = self._settings, self._source
-        pushes, ended = CONNECTORS[settings.connector].decode_first, choice.finish_reason
+        pushes = CONNECTORS[settings.connector].flow is KvFlow.DECODE_FIRST
+        ended = choice.finish_reason
         if not call.remote_decode or not (ended == "length" or (pushes and ended == "stop")):
             # As in vLLM: after a stop condition in prefill nothing is left to decode. vllm-ascend's
             # layerwise connector has pushed the KV cache before the first token was drawn.

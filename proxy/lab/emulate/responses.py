@@ -22,8 +22,7 @@ from balanceroute.proxy.lab.emulate.request import (
 from balanceroute.proxy.lab.emulate.translated_reply import TranslatedReply, named_event
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import Headers, Reply
 
 
 # Requests to /v1/responses: the chat request that is equivalent to each.

@@ -11,8 +11,7 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 if TYPE_CHECKING:
     from balanceroute.proxy.lab.emulate.faults import MalformedStream
-    from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import Headers, Reply
 
 
 _MAX_EVENT_BYTES = 64 << 20

@@ -21,9 +21,15 @@ from balanceroute.proxy.lab.replay.figures import (
     from_wire,
     shown,
 )
-from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
-from balanceroute.proxy.wire.messages import Caller, Calling, Headers, WireError, first_value
+from balanceroute.proxy.wire.messages import (
+    Caller,
+    Calling,
+    Headers,
+    WireError,
+    bracketed,
+    first_value,
+)
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 # Parsing a streamed answer: how many tokens each piece has, and whether the answer is complete.

@@ -73,8 +73,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
 from balanceroute.proxy.live.security import Secret, check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.messages import HttpRequest
+from balanceroute.proxy.wire.messages import HttpRequest, bracketed
 
 # Engines as training frameworks list, add and remove them at a router: `/workers` of the admin
 # listener.

@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 from balanceroute import __version__
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
-from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.http1.client import Endpoint, ResponseRoom, fetch
-from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireFault
+from balanceroute.proxy.wire.messages import Headers, Response, WireError, WireFault, bracketed
 from balanceroute.topologies import MAX_RANKS
 
 DEFAULT_PORTS = {"http": 80, "https": 443}

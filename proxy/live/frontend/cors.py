@@ -9,8 +9,14 @@ from collections.abc import Collection
 
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.service import Admit
-from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection, first_value
-from balanceroute.proxy.wire.reply import Application, Reply
+from balanceroute.proxy.wire.messages import (
+    Application,
+    Headers,
+    HttpRequest,
+    Rejection,
+    Reply,
+    first_value,
+)
 
 ANY = "*"
 _METHODS = b"DELETE, GET, HEAD, OPTIONS, PATCH, POST, PUT"

@@ -588,7 +588,7 @@ class Gateway:
         session = session_of(asking.known.session or named_in_body(asking.body), name)
         early = (
             group.intake.context.legs.asks_early
-            and not (shape.direct or group.intake.context.connector.facts.decode_first)
+            and not (shape.direct or group.intake.context.connector.decode_first)
             and may_begin_early(shape, asking.body.values) is not None
         )
         group.intake.submit(

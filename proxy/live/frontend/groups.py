@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.aliases import AliasConfig
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
-    from balanceroute.proxy.wire.reply import Late
+    from balanceroute.proxy.wire.messages import Headers, Late
 
 
 NO_MODEL = (400, "you must provide a model parameter: the proxy serves several")

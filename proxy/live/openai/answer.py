@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from balanceroute.proxy.live.openai.body import BodyError
 from balanceroute.proxy.live.openai.shape import Api
-from balanceroute.proxy.live.openai.stream_event import decode
+from balanceroute.proxy.live.openai.stream_reader import decode
 from balanceroute.proxy.live.openai.token_counts import token_count
 
 if TYPE_CHECKING:

@@ -15,8 +15,13 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.answer import ABORT
 from balanceroute.proxy.live.openai.errors import EngineError, read_error
-from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded, is_opening
-from balanceroute.proxy.live.openai.stream_reader import StreamReader
+from balanceroute.proxy.live.openai.stream_reader import (
+    DONE,
+    StreamReader,
+    choices_of,
+    decoded,
+    is_opening,
+)
 from balanceroute.proxy.live.openai.token_counts import (
     USAGE,
     TokenCounts,

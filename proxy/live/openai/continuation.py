@@ -26,7 +26,6 @@ from balanceroute.proxy.live.openai.answer import (
     write_events,
 )
 from balanceroute.proxy.live.openai.body import BodyError, dump, is_deep
-from balanceroute.proxy.live.openai.numeric_members import integer
 from balanceroute.proxy.live.openai.shape import (
     CALLED_BY_ENGINES,
     COMPLETION_TOKENS,
@@ -34,8 +33,9 @@ from balanceroute.proxy.live.openai.shape import (
     SAMPLING,
     Api,
     Shape,
+    integer,
 )
-from balanceroute.proxy.live.openai.stream_event import RepeatedText, choices_of, parsed, text_of
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText, choices_of, parsed, text_of
 from balanceroute.proxy.live.openai.token_ids import care_of
 
 # Going on with an answer on another rank: the request that continues after what was emitted.

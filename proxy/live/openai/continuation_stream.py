@@ -15,8 +15,13 @@ from balanceroute.proxy.live.openai.answer import ABORT, dump_compact
 from balanceroute.proxy.live.openai.completion_stream import GOING_ON, CompletionStream
 from balanceroute.proxy.live.openai.errors import error_event
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
-from balanceroute.proxy.live.openai.stream_event import RepeatedText, choices_of, parsed, text_of
-from balanceroute.proxy.live.openai.stream_reader import StreamReader
+from balanceroute.proxy.live.openai.stream_reader import (
+    RepeatedText,
+    StreamReader,
+    choices_of,
+    parsed,
+    text_of,
+)
 from balanceroute.proxy.live.openai.told import DiffersError, Told
 from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError, tokens_of
 from balanceroute.proxy.wire.http1.pump import GENERATE, EventForm

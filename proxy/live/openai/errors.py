@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.stream_event import decode
+from balanceroute.proxy.live.openai.stream_reader import decode
 
 _MAX_ERROR_BYTES = 65_536
 _MAX_WORDS = 200

@@ -18,7 +18,6 @@ from msgspec import Struct
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.answer import ABORT, CANCELLED
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody, is_deep, may_be_deep
-from balanceroute.proxy.live.openai.numeric_members import count, integer
 from balanceroute.proxy.live.openai.shape import (
     CHAT,
     COMPLETIONS,
@@ -29,10 +28,12 @@ from balanceroute.proxy.live.openai.shape import (
     RESPONSES,
     SAMPLING,
     Api,
+    count,
+    integer,
     one_token,
     refuse_internal,
 )
-from balanceroute.proxy.live.openai.stream_event import decode
+from balanceroute.proxy.live.openai.stream_reader import decode
 from balanceroute.proxy.live.openai.token_counts import PromptUsage, token_count
 
 if TYPE_CHECKING:

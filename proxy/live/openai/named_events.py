@@ -24,8 +24,7 @@ from typing import Any
 
 from balanceroute.proxy.live.openai.answer import CANCELLED, RECOMPUTED
 from balanceroute.proxy.live.openai.errors import read_error
-from balanceroute.proxy.live.openai.stream_event import DONE, parsed
-from balanceroute.proxy.live.openai.stream_reader import StreamReader
+from balanceroute.proxy.live.openai.stream_reader import DONE, StreamReader, parsed
 from balanceroute.proxy.live.openai.token_counts import UsageRewrite, token_count
 from balanceroute.proxy.wire.http1.pump import NAMED, EventForm, Passed
 from balanceroute.proxy.wire.sse import event_data

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.stream_event import RepeatedText, choices_of, parsed, text_of
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText, choices_of, parsed, text_of
 from balanceroute.proxy.wire.http1.pump import IDS, IDS_OF_COMPLETION, IDS_WAIT
 
 if TYPE_CHECKING:

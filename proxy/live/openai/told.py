@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.answer import ABORT, dump_compact
-from balanceroute.proxy.live.openai.stream_event import DONE, choices_of, decoded
+from balanceroute.proxy.live.openai.stream_reader import DONE, choices_of, decoded
 from balanceroute.proxy.wire.sse import event_data
 
 # Characters, and entries of lists, of one stream: more than any context has.

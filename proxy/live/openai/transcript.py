@@ -10,7 +10,7 @@ from typing import Any
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.live.openai.answer import RECOMPUTED
-from balanceroute.proxy.live.openai.stream_event import choices_of, parsed, text_of
+from balanceroute.proxy.live.openai.stream_reader import choices_of, parsed, text_of
 
 # The log-probabilities of an answer that goes on: counted on, and written as a chat's.
 #

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.numeric_members import integer
-from balanceroute.proxy.live.openai.shape import Api
+from balanceroute.proxy.live.openai.shape import Api, integer
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.body import RequestBody

@@ -37,9 +37,8 @@ from balanceroute.proxy.live.openai.errors import (
     error_event,
     error_words,
 )
-from balanceroute.proxy.live.openai.numeric_members import flag
-from balanceroute.proxy.live.openai.shape import PROMPT, SAMPLING, Api, Shape
-from balanceroute.proxy.live.openai.stream_event import RepeatedText
+from balanceroute.proxy.live.openai.shape import PROMPT, SAMPLING, Api, Shape, flag
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText
 from balanceroute.proxy.live.openai.token_ids import (
     BackedUpIds,
     GeneratedIds,

@@ -37,7 +37,7 @@ from balanceroute.proxy.live.openai.legs import (
 )
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.shape import AGENTS_APIS, CHAT, COMPLETIONS, GENERATE, Api
-from balanceroute.proxy.live.openai.stream_event import decoded
+from balanceroute.proxy.live.openai.stream_reader import decoded
 from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
     TokenCounts,
@@ -75,8 +75,7 @@ from balanceroute.proxy.wire.sse import event_data
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Target
     from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.stream_event import RepeatedText
-    from balanceroute.proxy.live.openai.stream_reader import StreamReader
+    from balanceroute.proxy.live.openai.stream_reader import RepeatedText, StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.told import Told
     from balanceroute.proxy.live.request.session import Session
@@ -203,7 +202,7 @@ class DecodeAttempt(Attempt):
         if self._kv is not None:
             self._kv.offers += 1
             params = self._kv.params
-        elif context.connector.facts.decode_first and not session.shape.direct:
+        elif context.connector.decode_first and not session.shape.direct:
             params = self._expect_prefill()
         asked, (api, asking) = None, self._asked()
         # With the ids too: only usage shows that an engine has a parser of reasoning.

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from balanceroute.proxy.live.openai.answer import is_encoded
 from balanceroute.proxy.live.openai.errors import error_in
-from balanceroute.proxy.live.openai.stream_event import DONE, decoded
+from balanceroute.proxy.live.openai.stream_reader import DONE, decoded
 from balanceroute.proxy.wire.messages import WireError, WireFault, first_value
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 

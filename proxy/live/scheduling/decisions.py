@@ -339,6 +339,34 @@ _LEAVING = (RequestRecomputed, DecodeLost, PrefillLost)
 _FOLLOWED = frozenset({*_LEAVING, DecodeStarted})
 
 
+class StageTimes:
+    """How long the last decision and its stages took. Metrics learn of them when it is over.
+
+    Args:
+        stopwatch: Returns seconds of real time.
+    """
+
+    def __init__(self, stopwatch: Callable[[], float]) -> None:
+        self.taken: list[tuple[str, float]] = []  # Stages as they ended, with their seconds.
+        self._stopwatch = stopwatch
+        self._begin_s = self._last_s = 0.0
+
+    def begin(self) -> None:
+        """Begin with a decision."""
+        self.taken.clear()
+        self._begin_s = self._last_s = self._stopwatch()
+
+    def ended(self, stage: str) -> None:
+        """Note that a stage of it ended."""
+        now_s = self._stopwatch()
+        self.taken.append((stage, now_s - self._last_s))
+        self._last_s = now_s
+
+    def all_ended(self) -> None:
+        """Note that all of it ended."""
+        self.taken.append(("total", self._stopwatch() - self._begin_s))
+
+
 @dataclass(frozen=True, slots=True)
 class Observers:
     """Who takes note of what happens, besides the scheduler."""
@@ -348,7 +376,7 @@ class Observers:
     metrics: "Metrics"  # Told of everything countable.
     failures: "DecisionFailures"  # Told of exceptions, none of which ends service.
     log: "Log"  # Told of every request that ended.
-    stopwatch: Callable[[], float]  # Real seconds, for the cost of decisions.
+    stages: StageTimes  # Told by the policy of each stage of a decision.
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +432,7 @@ class Decisions:
         self._sessions = sessions
         self._instances = instances
         self._metrics, self._predictors = observers.metrics, observers.predictors
-        self._stopwatch = observers.stopwatch
+        self._stages = observers.stages
         self._settle_s = settings.settle_s
         self._began = began
         self._clock = loop.time
@@ -412,7 +440,6 @@ class Decisions:
         self._looks = StreamLooks(sessions, loop.time, late_s=2 * SWEEP_S)
         self._stranded = Stranded(scheduler, instances, after_s=settings.stranded_s)
         self._sweeps = SweepTimer(sessions, self._sweep)
-        self._stage_start_s = 0.0
         self._ticks = TickTimer(loop, self._tick)
         self._apart = Apart(
             *(context.suspects, scheduler, sessions, instances, self.isolation),
@@ -458,12 +485,6 @@ class Decisions:
         else:
             self.follow()
 
-    def stage_ended(self, stage: str) -> None:
-        """Note that a stage of the present decision ended."""
-        now_s = self._stopwatch()
-        self._metrics.decisions.dispatched(stage, now_s - self._stage_start_s)
-        self._stage_start_s = now_s
-
     def stop(self) -> None:
         """Call off whatever is due."""
         self._ticks.cancel()
@@ -497,11 +518,13 @@ class Decisions:
             failures.round_ended(well=well and failures.rounds_failed == failed_before)
 
     def _decide(self) -> None:
-        self._stage_start_s = begin_s = self._stopwatch()
+        self._stages.begin()
         actions = self._scheduler.handle(Tick(), now_ns=self._now_ns())
-        took_s = self._stopwatch() - begin_s
+        self._stages.all_ended()
         self._perform(actions)
-        self._metrics.decisions.dispatched("total", took_s)
+        for stage, took_s in self._stages.taken:
+            self._metrics.decisions.dispatched(stage, took_s)
+        self._predictors.tell_refreshes()
 
     def _perform(self, actions: list[Action]) -> None:
         """Perform actions in their order, behind those that are being performed."""

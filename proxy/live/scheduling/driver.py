@@ -435,7 +435,7 @@ class Asked(Struct, frozen=True):
         decode = (
             not shape.direct or context.legs.direct_of(guessed_tokens(shape)) is not Direct.PREFILL
         )
-        split = not shape.direct and not context.connector.facts.decode_first
+        split = not shape.direct and not context.connector.decode_first
         return Ticket(
             prompt_tokens=prompt_tokens,
             slots=shape.sequences,

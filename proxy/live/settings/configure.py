@@ -60,9 +60,8 @@ from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.settings import Given
-from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.messages import ServerLimits
-from balanceroute.topologies import CONNECTORS, TopologyError, added_group
+from balanceroute.proxy.wire.messages import ServerLimits, bracketed
+from balanceroute.topologies import CONNECTORS, KvFlow, TopologyError, added_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -267,7 +266,7 @@ def _discovery(given: Given, environment: Mapping[str, str]) -> DiscoverySetting
 
 
 def _check_metaserver(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:
-    is_called = CONNECTORS[engines.connector].decode_first
+    is_called = CONNECTORS[engines.connector].flow is KvFlow.DECODE_FIRST
     if engines.metaserver_url and not is_called:
         raise ConfigError(f"{given.where('metaserver_url')}: {engines.connector} never calls back")
     unspecified = ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound.

@@ -15,7 +15,7 @@ from balanceroute.proxy.core.prefill import USING_LOADS
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS
 from balanceroute.proxy.live.request.leg_settings import Direct, FirstTokenFrom
 from balanceroute.proxy.live.settings.config import ProxyConfig
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 _DEADLINE_ORDERS, _LEVEL_ORDERS = frozenset({"edf"}), frozenset({"abs", "ml"})
 _RANDOM_POLICIES = ("random", "power-of-two", "s1-enhanced", "s2-enhanced", "s2-dynamic-waiting")
@@ -73,7 +73,7 @@ def _is_paper(config: ProxyConfig) -> bool:
 
 
 def _decode_first(config: ProxyConfig) -> bool:
-    return CONNECTORS[config.engines.connector].decode_first
+    return CONNECTORS[config.engines.connector].flow is KvFlow.DECODE_FIRST
 
 
 def _limits_starts(config: ProxyConfig) -> bool:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.checks import event_address
-from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.topologies import CONNECTORS, MAX_RANKS
+from balanceroute.proxy.wire.messages import bracketed
+from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -123,7 +123,7 @@ def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) 
     Raises:
         ConfigError: The connector has no bootstrap servers.
     """
-    if CONNECTORS[connector].has_bootstrap:
+    if CONNECTORS[connector].flow is KvFlow.NAMED:
         return PrefillServer(url, bootstrap or EngineUrl("http", url.host, BOOTSTRAP_PORT))
     if bootstrap is not None:
         raise ConfigError(f"connector {connector} has no bootstrap servers")

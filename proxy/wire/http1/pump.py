@@ -32,12 +32,12 @@ import numpy as np
 
 from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.wire.http1.client_connection import Call, ClientConnection
-from balanceroute.proxy.wire.http1.reply import Http1Reply
+from balanceroute.proxy.wire.http1.server_connection import Http1Reply
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import Reply
     from balanceroute.proxy.wire.turn_writes import TurnTransport
 
 _LOG = logging.getLogger(__name__)

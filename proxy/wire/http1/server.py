@@ -12,13 +12,25 @@ from functools import partial
 from ssl import SSLContext
 from typing import Any, cast
 
-from balanceroute.proxy.wire.addresses import listened_at
-from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Loss, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
-from balanceroute.proxy.wire.http1.service import Admit, Common, Refuse, Service
-from balanceroute.proxy.wire.messages import BodyBudget, Headers, Rejection, ServerLimits
-from balanceroute.proxy.wire.reply import Application, Reply
+from balanceroute.proxy.wire.http1.service import (
+    Admit,
+    Common,
+    ConnectionLimit,
+    Loss,
+    Refuse,
+    Service,
+    loss_of_head,
+)
+from balanceroute.proxy.wire.messages import (
+    Application,
+    BodyBudget,
+    Headers,
+    Rejection,
+    Reply,
+    ServerLimits,
+)
 
 # A client's TLS handshake, which is a connection of the server already: who does not end it holds
 # one.
@@ -214,6 +226,14 @@ def plain_refusal(
     error = {"code": rejection.status, "message": rejection.message}
     headers = [(b"content-type", b"application/json"), *rejection.headers]
     return headers, json.dumps({"error": error}).encode()
+
+
+def listened_at(host: str) -> tuple[str, ...]:
+    """Return where to listen for a host: `::` is every interface, for both families.
+
+    Each family has a socket of its own, so that an IPv4 peer has the address that it has elsewhere.
+    """
+    return ("::", "0.0.0.0") if host == "::" else (host,)  # noqa: S104 - the user asks for it.
 
 
 class Server:

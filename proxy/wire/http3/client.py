@@ -19,9 +19,14 @@ from aioquic.quic.events import (
     StreamReset,
 )
 
-from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage, sent_fields
-from balanceroute.proxy.wire.messages import Headers, ResponseHandler, WireError, WireFault
+from balanceroute.proxy.wire.messages import (
+    Headers,
+    ResponseHandler,
+    WireError,
+    WireFault,
+    bracketed,
+)
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress, OrderedConnection
 from balanceroute.proxy.wire.quic.stream_orders import USUAL, StreamStanding
 

@@ -22,13 +22,11 @@ from aioquic.quic.events import (
 )
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.wire.addresses import bracketed
-from balanceroute.proxy.wire.connection_limit import Loss, loss_of_head
 from balanceroute.proxy.wire.http1.heads import RequestHead
-from balanceroute.proxy.wire.http1.service import Service
+from balanceroute.proxy.wire.http1.service import Loss, Service, loss_of_head
 from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
 from balanceroute.proxy.wire.http3.stream import ServerStream
-from balanceroute.proxy.wire.messages import Headers, Rejection
+from balanceroute.proxy.wire.messages import Headers, Rejection, bracketed
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
 from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
 

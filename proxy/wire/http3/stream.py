@@ -8,13 +8,19 @@ import logging
 from enum import Enum, auto
 from typing import Protocol
 
-from balanceroute.proxy.wire.connection_limit import Loss, loss_of_body, loss_of_head
 from balanceroute.proxy.wire.http1.heads import WITHOUT_BODY, RequestHead
 from balanceroute.proxy.wire.http1.incoming_request import IncomingBody
-from balanceroute.proxy.wire.http1.service import Service
+from balanceroute.proxy.wire.http1.service import Loss, Service, loss_of_body, loss_of_head
 from balanceroute.proxy.wire.http3.framing import request_head, sent_fields
-from balanceroute.proxy.wire.messages import Headers, HttpRequest, MalformedError, Rejection
-from balanceroute.proxy.wire.reply import AnyTransport, Late, ReplyState
+from balanceroute.proxy.wire.messages import (
+    AnyTransport,
+    Headers,
+    HttpRequest,
+    Late,
+    MalformedError,
+    Rejection,
+    ReplyState,
+)
 from balanceroute.proxy.wire.turn_writes import WriteProgress
 
 # The answer to one request, framed as HTTP/3; see `Reply`.

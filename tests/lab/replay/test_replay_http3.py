@@ -16,8 +16,7 @@ from tests.wire.http3.site import http3_site
 from balanceroute.proxy.__main__ import main
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
-from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
-from balanceroute.proxy.wire.reply import Reply
+from balanceroute.proxy.wire.messages import HttpRequest, Reply, ServerLimits
 
 
 def test_a_replay_over_http3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ADDRESS = "http://10.0.0.9:8080"
 
 def test_the_decode_rank_is_told_where_to_call_back() -> None:
     connector = make_connector("mooncake-layerwise", callback=ADDRESS)
-    assert connector.facts.decode_first
+    assert connector.decode_first
     # Keys as in vllm-ascend's layerwise example proxy.
     assert connector.decode_params("t0", None, None) == {
         "do_remote_decode": False,

@@ -6,7 +6,7 @@ import pytest
 from tests.script import ROOT
 
 from balanceroute.proxy.live.connectors import make_connector
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_each_connector_says_what_its_engines_do(
     assert facts is CONNECTORS[name]
     assert facts.lease_s == lease_s
     assert facts.recomputes is recomputes
-    assert facts.decode_first is decode_first
+    assert (facts.flow is KvFlow.DECODE_FIRST) is decode_first
 
 
 def test_the_page_on_fleets_has_a_row_for_each() -> None:

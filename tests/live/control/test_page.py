@@ -14,8 +14,7 @@ from balanceroute.proxy.live.control.state import view_of
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.snapshot import LimitsState, RankState, Snapshot
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import HttpRequest
-from balanceroute.proxy.wire.reply import Reply
+from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TEXT = PAGE.decode()

@@ -10,8 +10,7 @@ from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
 
-    from balanceroute.proxy.wire.messages import HttpRequest
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 FORM = b"multipart/form-data; boundary=B"

@@ -9,7 +9,7 @@ from tests.live.agents import ID, MESSAGES, PATHS, RESPONSES, alone, same
 from tests.live.agents import body as body_for
 
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Handler, Play, Site
@@ -323,7 +323,7 @@ def test_an_api_that_no_engine_has_is_501(
 ) -> None:
     """Each engine is asked once, and is not at fault; the answer names the role that lacks it."""
     ascend = CONNECTORS[connector].recomputes
-    first = CONNECTORS[connector].decode_first and path == MESSAGES
+    first = CONNECTORS[connector].flow is KvFlow.DECODE_FIRST and path == MESSAGES
     everybody = "engine" if not ascend else "decode rank" if first else "prefiller"
     lacking = {"": everybody, "prefill": "prefiller", "decode": "decode rank"}[role]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from balanceroute.proxy.live.openai.continuation import PrefillFirstToken, says_again
-from balanceroute.proxy.live.openai.stream_event import RepeatedText
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText
 
 
 def judge(text: str, *choices: dict[str, Any]) -> bool | None:

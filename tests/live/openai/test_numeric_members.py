@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from balanceroute.proxy.live.openai.numeric_members import MOST_TOKENS, count, flag, integer
+from balanceroute.proxy.live.openai.shape import MOST_TOKENS, count, flag, integer
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site

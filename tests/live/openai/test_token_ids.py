@@ -10,7 +10,7 @@ import pytest
 from tests.live.opcodes import counted
 from tests.live.stream_client import Client
 
-from balanceroute.proxy.live.openai.stream_event import RepeatedText, parsed
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText, parsed
 from balanceroute.proxy.live.openai.token_ids import BackedUpIds, Care, TokenIds
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 

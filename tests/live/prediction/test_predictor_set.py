@@ -101,6 +101,9 @@ def test_the_core_gets_the_active_predictors_answer_and_its_cost_is_told() -> No
     ages = np.array([0, 3])
     answer = subject.set.survival([RequestId(1), RequestId(2)], ages, 4)
     assert np.array_equal(answer, active.survival([RequestId(1), RequestId(2)], ages, 4))
+    assert subject.counts.refreshes == []
+    subject.set.tell_refreshes()
+    subject.set.tell_refreshes()
     assert subject.counts.refreshes == [(2, 1.0)]
     assert shadow.asked == []
 

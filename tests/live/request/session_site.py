@@ -300,7 +300,7 @@ class Site:
         body = RequestBody(json.dumps(values).encode())
         shape = read_shape(Api.COMPLETIONS, body, max_sequences=8)
         decode = not (shape.direct and self.legs.direct is Direct.PREFILL)
-        split = not shape.direct and not self.connector.facts.decode_first
+        split = not shape.direct and not self.connector.decode_first
         session = Session(
             RequestId(3),
             cast("Host", self),

@@ -6,7 +6,7 @@ import pytest
 
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.shape import Api, read_shape
-from balanceroute.proxy.live.openai.stream_event import RepeatedText
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText
 from balanceroute.proxy.live.request.client_answer import Emitted
 from balanceroute.proxy.live.request.leg_settings import Resume
 

@@ -30,7 +30,7 @@ from balanceroute.proxy.core.scheduler import Scheduler
 from balanceroute.proxy.lab.sim.engines import SimulatedEngineOptions
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Scenario, Site
@@ -301,7 +301,11 @@ def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> Non
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     "connector",
-    [one for one, facts in CONNECTORS.items() if facts.lease_s and not facts.decode_first],
+    [
+        one
+        for one, facts in CONNECTORS.items()
+        if facts.lease_s and facts.flow is not KvFlow.DECODE_FIRST
+    ],
 )
 @pytest.mark.parametrize("resume", ["off", "exact"])
 def test_a_lease_that_lapsed_while_the_machine_stood_still_costs_no_attempt(

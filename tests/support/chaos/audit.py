@@ -19,7 +19,7 @@ from balanceroute.proxy.core.resources import MOST_LAPSES
 from balanceroute.proxy.lab.emulate.leases import LeaseEnd, Misread
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.wire.connection_limit import GAVE_WAY
+from balanceroute.proxy.wire.http1.service import GAVE_WAY
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.telemetry.record import RequestRecord

@@ -32,7 +32,7 @@ from balanceroute.proxy.lab.emulate.settings import Preemption
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.wire.sse import event_data
-from balanceroute.topologies import CONNECTORS
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 # Kinds that leave every event whole.
 _WHOLE = (MalformedStream.BYTES, MalformedStream.JOINED, MalformedStream.NO_LAST_BLANK)
@@ -127,7 +127,7 @@ class Judge:
         # lost. And what an engine has in its prefix cache depends on what it was sent before.
         engines = plan.world.engines
         self._cached_known = engines.prefix_cache_tokens is None and (
-            not CONNECTORS[engines.connector].decode_first or not plan.injections
+            CONNECTORS[engines.connector].flow is not KvFlow.DECODE_FIRST or not plan.injections
         )
 
     async def judge(

@@ -10,8 +10,7 @@ from typing import Any
 from balanceroute.proxy.live.telemetry.component_metrics import DROPS
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import HttpRequest
-from balanceroute.proxy.wire.reply import Reply
+from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 _PORT = 4318
 FLAGS = {"otlp_traces_endpoint": f"http://127.0.0.1:{_PORT}/v1/traces"}

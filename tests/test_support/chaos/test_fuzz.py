@@ -6,8 +6,7 @@ import pytest
 from tests.support.chaos.fuzz import draw_case, fuzz
 
 from balanceroute.proxy.live.frontend.gateway import Gateway
-from balanceroute.proxy.wire.messages import HttpRequest
-from balanceroute.proxy.wire.reply import Reply
+from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 
 @pytest.mark.parametrize("seed", range(4))

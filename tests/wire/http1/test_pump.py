@@ -33,8 +33,7 @@ from balanceroute.proxy.wire.http1.pump import (
     load_library,
 )
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import Headers, HttpRequest, ServerLimits, WireError
-from balanceroute.proxy.wire.reply import Reply
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply, ServerLimits, WireError
 
 pytestmark = needs_native
 

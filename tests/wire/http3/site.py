@@ -18,7 +18,7 @@ from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import ServerLimits
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.wire.reply import Application
+    from balanceroute.proxy.wire.messages import Application
 
 
 class Http3Site:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from tests.support.virtual.loop import VirtualLoop
 
-    from balanceroute.proxy.wire.messages import HttpRequest
-    from balanceroute.proxy.wire.reply import Application, Reply
+    from balanceroute.proxy.wire.messages import Application, HttpRequest, Reply
 
 LINK = ThinLinkSettings(bits_per_s=20e6, delay_s=0.01, loss=0.0)
 HARD = Http3Settings(http3_order="edf", http3_hard_deadlines=True)

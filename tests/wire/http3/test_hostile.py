@@ -29,9 +29,8 @@ from balanceroute.proxy.wire.quic import endpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from balanceroute.proxy.wire.messages import HttpRequest
+    from balanceroute.proxy.wire.messages import HttpRequest, Reply
     from balanceroute.proxy.wire.quic.endpoint import QuicEndpoint
-    from balanceroute.proxy.wire.reply import Reply
 
 
 # One loop is enough: what differs between loops is tested with the server's tests.

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from tests.http3_client import Http3Client
 
-    from balanceroute.proxy.wire.messages import HttpRequest
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 BYTES = 600_000
 PRIORITY_UPDATE = 0xF0700

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from balanceroute.proxy.wire.http3.server import Http3ServerConnection
-    from balanceroute.proxy.wire.messages import HttpRequest
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 pytestmark = pytest.mark.parametrize("new_loop", [uvloop.new_event_loop], ids=["uvloop"])
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import HttpRequest
-    from balanceroute.proxy.wire.reply import Reply
+    from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 
 def echo(request: "HttpRequest", reply: "Reply") -> None:

@@ -12,10 +12,9 @@ import uvloop
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run as run_virtually
 
-from balanceroute.proxy.wire.connection_limit import ConnectionLimit, Loss
 from balanceroute.proxy.wire.http1.server import Reply, Server
 from balanceroute.proxy.wire.http1.server_connection import ServerConnection
-from balanceroute.proxy.wire.http1.service import Service
+from balanceroute.proxy.wire.http1.service import ConnectionLimit, Loss, Service
 from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
 
 if TYPE_CHECKING:
