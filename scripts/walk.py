@@ -4,8 +4,9 @@
 
 The request is the second one of a small fleet in virtual time: NIXL, BR-H, 2 prefillers, 8 ranks, 12
 tokens. A profile hook notes every function that runs from the first byte of the request to the last
-byte of its answer. What only the emulated engines and the client run is left out; of what they share
-with the proxy (`wire`) the files count, so the figures are upper bounds.
+byte of its answer, but for what the emulated engines call, and what the proxy does of its own accord
+meanwhile (probes, scrapes). Of what the client shares with the proxy (`wire`) the files count, so the
+figures are upper bounds.
 """
 
 import random
@@ -25,7 +26,9 @@ from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 
 _PACKAGE = "/.src/balanceroute/"
 _HANDLE = Scheduler.handle.__code__
-_NOT_OURS = ("proxy/lab/",)
+_ENGINES = "proxy/lab/"
+# The last one is asked by the tests' world alone.
+_OWN_ACCORD = ("Proxy._task.<locals>.go_on", "Roster._settle", "Proxy.deployment")
 _CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"one two three"}],"max_tokens":12,"stream":true}'
 
 
@@ -36,13 +39,18 @@ class Walk:
         self.whole: Counter[str] = Counter()  # Calls by file, of everything.
         self.decision: Counter[str] = Counter()  # Calls by file, of one tick of the scheduler.
         self._depth = 0
+        self._apart = 0  # How many of the functions that run are not of the request.
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
         """Note a call; `sys.setprofile` calls this."""
         if event not in ("call", "return"):
             return
         _, found, name = frame.f_code.co_filename.rpartition(_PACKAGE)
-        if not found or name.startswith(_NOT_OURS):
+        if not found:
+            return
+        if name.startswith(_ENGINES) or frame.f_code.co_qualname in _OWN_ACCORD:
+            self._apart += 1 if event == "call" else -1
+        if self._apart:
             return
         if frame.f_code is _HANDLE and isinstance(frame.f_locals["event"], Tick):
             self._depth += 1 if event == "call" else -1
