@@ -116,7 +116,6 @@ class MooncakeConnector(Connector):
     """MooncakeConnector of vLLM."""
 
     def prefill_params(self, transfer: str) -> bytes:
-        """Return the parameters that name the transfer."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
         return json.dumps(params).encode()
 
@@ -176,7 +175,6 @@ class PullConnector(Connector):
         return _PREFILL_PARAMS
 
     def computes_part(self, returned: object, prompt_tokens: int) -> bool:
-        """Return whether a prefiller told that it left the end of the prompt to the rank: NIXL does."""
         computed = returned.get("remote_num_tokens") if isinstance(returned, dict) else None
         return type(computed) is int and 0 < computed < prompt_tokens
 
@@ -213,6 +211,5 @@ _BY_FLOW: dict[KvFlow, type[Connector]] = {
 
 
 def make_connector(name: str, *, callback: str = "") -> Connector:
-    """Return a connector."""
     facts = CONNECTORS[name]
     return _BY_FLOW[facts.flow](facts, callback)

@@ -441,7 +441,6 @@ class Deployment:
             store.changed(self._environment.group, self._ordered_state)
 
     def _ordered_state(self) -> OrderedState:
-        """Return what has become of the settings."""
         servers, found = self.roster.servers.values(), self.discovery
         engines: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
         intake = self.driver.scheduler.intake
@@ -461,7 +460,6 @@ class Deployment:
         )
 
     def _settings(self) -> OrderedState:
-        """Return the same as the settings have it."""
         config = self.config
         named = (config.scheduling.policy, config.prefillers, config.decoders)
         return OrderedState(*named, basis=self._settings_name)

@@ -84,7 +84,6 @@ class DescriptorWatch:
     need some.
 
     Args:
-        servers: Returns what listens.
         probe: Takes a descriptor, or raises OSError.
         limit: Returns how many descriptors the process may have.
     """

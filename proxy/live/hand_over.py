@@ -80,7 +80,6 @@ class Inherited:
             os.set_inheritable(one, False)
 
     def serves(self) -> None:
-        """Tell the one that started it that it serves."""
         if self._ready is not None:
             with suppress(OSError):  # It may have died.
                 os.write(self._ready, _READY)
@@ -92,12 +91,8 @@ class Successor:
     """The process that takes over, once there is to be one.
 
     Args:
-        command: Its command line.
         public: Returns the descriptors of the listening sockets for clients.
-        admin: Returns those for administrators.
         stop_orders: Refuses orders from now on, and returns when none is being carried out.
-        orders: Returns what was ordered.
-        serves: Called when it serves.
         failed: Called when it does not, after `stop_orders`.
     """
 

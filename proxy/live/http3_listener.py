@@ -44,7 +44,6 @@ class Http3Listener:
     """Serves an application over HTTP/3.
 
     Args:
-        settings: How.
         cert: The certificate chain, PEM.
         key: Its private key, PEM.
 
@@ -117,7 +116,6 @@ class Http3Listener:
         self._configuration = _configuration(self._cert, self._key, idle_s)
 
     def close(self) -> None:
-        """Close the sockets."""
         for endpoint in self._endpoints:
             endpoint.close()
         for transport in self._transports:

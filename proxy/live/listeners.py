@@ -202,7 +202,6 @@ def _joined(commons: "Sequence[Common]") -> "Common | None":
 
 
 def not_bound(place: str, host: str, port: int, error: OSError) -> ConfigError:
-    """Return the error of an address that cannot be bound."""
     # Resolvers have numbers of their own; a failed bind's text repeats the address.
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
     if ":" in host and error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):

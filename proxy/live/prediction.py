@@ -96,7 +96,6 @@ class PredictorSet:
         self._scores_of = (-1, 0)  # Rows judged and shadows failed when `_scores` was made.
 
     def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
-        """Tell all predictors what is known of a request."""
         self._tell(lambda predictor: predictor.begin(request, features))
 
     def hint_of(self, request: "RequestId") -> "Hint | None":

@@ -84,7 +84,6 @@ class Logs:
             one.reopen()
 
     def close(self) -> None:
-        """Write what waits."""
         for one in self._writers:
             one.close(timeout_s=_FLUSH_S)
 
@@ -122,7 +121,6 @@ class Signals:
         self.on_hangup(on_hangup)
 
     def on_hangup(self, call: "Callable[[], None]") -> None:
-        """Call this on SIGHUP from now on."""
         self._loop.add_signal_handler(signal.SIGHUP, call)
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -259,5 +257,4 @@ def _complain(message: str) -> None:
 
 
 def _discard(line: bytes) -> None:
-    """Write nothing."""
     del line

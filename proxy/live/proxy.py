@@ -56,7 +56,6 @@ class GroupOrders:
     """Takes the orders about groups.
 
     Args:
-        deployments: Those of the proxy, by name.
         make: Returns a group's settings, given what its `[[model]]` table would have. Raises ConfigError.
         begin: Starts a group and serves it from now on.
         end: Serves a group no more, and closes it.
@@ -147,12 +146,7 @@ DEFAULT = ""
 
 
 class Proxy:
-    """One proxy. `start` it, then `drain` and `close` it.
-
-    Args:
-        config: All settings.
-        environment: See `Environment`.
-    """
+    """One proxy. `start` it, then `drain` and `close` it."""
 
     def __init__(
         self,
@@ -304,7 +298,6 @@ class Proxy:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Have the proxy end if one of its tasks failed."""
         if not task.cancelled() and not self._over.done() and (error := task.exception()):
             self._over.set_exception(error)
 
@@ -314,7 +307,6 @@ class Proxy:
         self._over.result()
 
     def servers(self) -> "list[Server]":
-        """Return what listens."""
         return [self.server] if self.admin is None else [self.server, self.admin]
 
     async def drain(self) -> None:
@@ -418,7 +410,6 @@ class Proxy:
         return {"state": states[DEFAULT]} if DEFAULT in states else {"groups": states}
 
     def view(self) -> dict[str, object]:
-        """Return what the page shows."""
         # Scores are expensive, and the page has none.
         states, latencies = self.snapshots(requests=False, scores=False), self.metrics.latencies()
         views: dict[str, dict[str, object]] = {
@@ -440,7 +431,6 @@ class Proxy:
         ]
 
     def instance_rows(self) -> list[dict[str, object]]:
-        """Return every instance, with what is in flight on it."""
         return [
             ({"group": name} if name else {}) | row
             for name, one in self.deployments.items()
@@ -561,7 +551,6 @@ class Proxy:
             deployment.driver.use_connector(make_connector(engines.connector, callback=own.base))
 
     async def _listen(self) -> None:
-        """Open the listeners."""
         config = self.config
         self._groups = Groups(_group(*one) for one in self.deployments.items())
         public = self._public = PublicListener(

@@ -71,7 +71,6 @@ class Credentials:
 
     @property
     def secrets(self) -> list[Secret]:
-        """All keys."""
         others = (self.engine_key, self.admin_token)
         return [*self.api_keys, *(one for one in others if one is not None)]
 

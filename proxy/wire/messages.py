@@ -30,11 +30,9 @@ class Pieces:
         self._size = sum(map(len, parts))
 
     def __len__(self) -> int:
-        """Return the number of bytes."""
         return self._size
 
     def __bytes__(self) -> bytes:
-        """Put it together."""
         return b"".join(self.parts)
 
 
@@ -454,16 +452,13 @@ class ReplyState(Generic[TransportT]):
 
     @property
     def commented(self) -> bool:
-        """See `Reply`."""
         return self._late is not None
 
     @property
     def paused(self) -> bool:
-        """See `Reply`."""
         return not self.closed and self._transport.paused
 
     def release_body(self) -> None:
-        """See `Reply`."""
         if not self.closed:
             self._transport.release_body()
 

@@ -37,7 +37,6 @@ class WriteTurn:
         self._call_soon(self.flush)
 
     def flush(self) -> None:
-        """Have all send what waits."""
         waiting = self.waiting.copy()
         self.waiting.clear()
         for one in waiting:
@@ -106,7 +105,6 @@ class TurnTransport:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether it speaks TLS."""
         return self._transport.get_extra_info("sslcontext") is not None
 
     def write(self, data: bytes) -> None:
@@ -143,7 +141,6 @@ class TurnTransport:
             self.send(data)
 
     def flush(self) -> None:
-        """Send what waits."""
         pending, self.pending = self.pending, b""
         if pending and not self.is_closing():
             self.send(pending)
@@ -175,21 +172,17 @@ class TurnTransport:
         self._transport.close()
 
     def abort(self) -> None:
-        """Close at once."""
         self.flush()
         self.reclaim()
         self._transport.abort()
 
     def get_extra_info(self, name: str) -> Any:
-        """See asyncio."""
         return self._transport.get_extra_info(name)
 
     def pause_reading(self) -> None:
-        """Stop receiving."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on receiving."""
         self._transport.resume_reading()
 
 
@@ -230,7 +223,6 @@ class WriteProgress:
         self.check_s = timeout_s / 4  # How often to check.
 
     def begin(self, now_s: float) -> None:
-        """Begin with a new answer."""
         self._drained = None
         self._since_s = now_s
 

@@ -145,19 +145,13 @@ class InstanceRows:
 
 
 class Workers:
-    """Lists, adds and removes engines.
-
-    Args:
-        engines: Takes the orders.
-        rows: Of all instances.
-    """
+    """Lists, adds and removes engines."""
 
     def __init__(self, engines: Orders, rows: InstanceRows) -> None:
         self._engines = engines
         self._rows = rows
 
     def all(self) -> dict[str, object]:
-        """Return every worker."""
         found = list(map(_worker, self._rows.after(None)))
         return {"workers": found, "total": len(found)}
 

@@ -114,9 +114,6 @@ class RankSlots:
     vLLM's metrics do not tell `max_num_seqs`. But a rank that has reached it runs as many requests at
     every scrape, while others wait and blocks are free. Requests whose KV cache is on its way wait as
     well; then those that run change from one scrape to the next.
-
-    Args:
-        batch: `--batch`.
     """
 
     def __init__(self, batch: int) -> None:

@@ -231,7 +231,6 @@ class GroupsInForce:
 
     Args:
         store: Keeps it; None to keep nothing.
-        groups: Those of the settings.
         make: Returns a group's settings, given what its table would have. Raises ConfigError.
     """
 
@@ -270,7 +269,6 @@ class GroupsInForce:
         return tuple(groups)
 
     def add(self, name: str, table: Mapping[str, object]) -> None:
-        """Keep that a group was added."""
         self._added[name] = dict(table)
         self._keep()
 

@@ -105,7 +105,6 @@ class LiveView:
             self._wait()
 
     def close(self) -> None:
-        """End all streams."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -174,7 +173,6 @@ def answering(reply: AdminReply) -> Iterator[None]:
 
 
 def send_json(reply: AdminReply, status: int, value: object) -> None:
-    """Send a whole answer."""
     body = json.dumps(value, default=as_json, allow_nan=False, separators=(",", ":")).encode()
     reply.send(status, [*JSON_HEADERS, *COMMON_HEADERS], body)
 
@@ -221,10 +219,6 @@ class GroupOrdering(Protocol):
 
 class GroupPages:
     """Serves them.
-
-    Args:
-        groups: Takes the orders.
-        tasks: Those that carry out orders.
 
     Attributes:
         routes: By path and method.

@@ -66,18 +66,13 @@ class Site(Protocol):
 
 
 class Pausing:
-    """Carries out the orders.
-
-    Args:
-        sites: Returns all that there are.
-    """
+    """Carries out the orders."""
 
     def __init__(self, sites: Callable[[], Iterable[Site]]) -> None:
         self._sites = sites
 
     @property
     def paused(self) -> bool:
-        """Whether no prefill starts."""
         return all(site.driver.scheduler.intake.held for site in self._sites())
 
     async def pause(

@@ -86,7 +86,6 @@ class DrainDeadlines:
             self.set(target, min(max(unix_s - self._unix_s(), _TAKEN_OVER_S), _LONGEST_S))
 
     def close(self) -> None:
-        """Stop all timers."""
         for _, timer in self._at.values():
             timer.cancel()
 
@@ -259,7 +258,6 @@ class Roster:
         self._readiness.log()
 
     def targets(self) -> list[Target]:
-        """Return the instances that are not removed."""
         present: list[Prefiller | Rank] = [*self.instances.prefillers, *self.instances.ranks]
         return list(dict.fromkeys(i.target for i in present if i.status is not Status.REMOVED))
 
@@ -621,7 +619,6 @@ class Roster:
         self.reopen()
 
     def close(self) -> None:
-        """Close every connection."""
         self.deadlines.close()
         if self._timer is not None:
             self._timer.cancel()

@@ -335,7 +335,6 @@ class LoadLog:
         self._write = write
 
     async def run(self) -> None:
-        """Sample for ever."""
         while True:
             self._write(self.sample())
             await asyncio.sleep(self._interval_s)

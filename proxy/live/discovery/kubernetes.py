@@ -257,13 +257,11 @@ class LineStream:
         return self._lines.popleft()
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """Keep the status."""
         del headers
         self.status = status
         self.answered.set()
 
     def on_data(self, data: bytes) -> None:
-        """Cut lines."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._lines.extend(line for line in lines if line.strip())
         if len(self._rest) > _LINE_BYTES:
@@ -280,7 +278,6 @@ class LineStream:
         self._more.set()
 
     def on_error(self, error: WireError) -> None:
-        """Break off."""
         self._error = self._error or error
         self.answered.set()
         self._more.set()
@@ -303,7 +300,6 @@ class KubernetesSlices:
 
     Args:
         selector: Of labels.
-        namespace: None for the one of the account.
         role: What the engines do; None for what the slices' label says.
         connect: Makes the connections to the API server. Raises ConfigError.
         account: The folder of the service account.

@@ -41,8 +41,6 @@ class DnsName:
     told from a fleet that has ended, and of that health checks know.
 
     Args:
-        role: What the engines do.
-        host: The name.
         port: Where they listen.
         interval_s: Between two look-ups.
         resolve: By default the loop's `getaddrinfo`.
@@ -98,7 +96,6 @@ class WatchedFile:
     """A file that is read again and again.
 
     Args:
-        path: Of the file.
         interval_s: Between two readings.
         hears: Whether KV cache events of prefillers are followed at all.
     """

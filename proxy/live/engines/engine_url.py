@@ -319,7 +319,6 @@ class Fetcher:
             endpoint.close()
 
     def close(self) -> None:
-        """Close every connection."""
         for endpoint in self._endpoints.values():
             endpoint.close()
 

@@ -52,7 +52,6 @@ class FirstTokenTrust:
 
     @property
     def credible(self) -> bool:
-        """Whether they may be those of the ranks."""
         return not self.partial and not self._differ
 
     @property
@@ -65,7 +64,6 @@ class FirstTokenTrust:
         return self._differing >= max(_LEAST_DIFFERING, _MOST_SHARE * self._compared)
 
     def count(self) -> None:
-        """Note one that is compared."""
         self._compared += 1
 
     def agree(self) -> None:
@@ -177,7 +175,6 @@ class Prefiller:
 
     @property
     def open(self) -> bool:
-        """Whether it takes prefills."""
         known = (self.bootstrap is None or self.identity is not None) and self.asked
         return self.usable and known and not self.crowded
 
@@ -230,16 +227,11 @@ class Rank:
 
     @property
     def open(self) -> bool:
-        """Whether it takes requests."""
         return self.usable and self.asked
 
 
 class Instances:
     """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
-
-    Args:
-        engine_blocks: See below.
-        rank_blocks: See below.
 
     Attributes:
         engine_blocks: What the prefillers tell of their prefix caches; None if nobody listens.
@@ -272,13 +264,11 @@ class Instances:
         return self._ranks_of.get(target, [])
 
     def clear(self) -> None:
-        """Forget all of them."""
         for known in (self.prefillers, self.ranks, self._prefillers_of, self._ranks_of):
             known.clear()
         self._found = [0, 0]
 
     def has(self, target: Target) -> bool:
-        """Return whether an instance is there, and not removed."""
         return any(one.status is not Status.REMOVED for one in self.of(target))
 
     def bring_back(
@@ -317,7 +307,6 @@ class Instances:
         return [rank.id for rank in self.ranks if rank.status is not Status.REMOVED]
 
     def prefilling(self) -> list[PrefillerId]:
-        """Return the prefillers that are not removed."""
         return [one.id for one in self.prefillers if one.status is not Status.REMOVED]
 
     def up(self, among: Collection[PrefillerId] | None = None) -> list[Prefiller]:

@@ -172,7 +172,6 @@ class KvFeed:
     """What is known of one engine's stream. It does no IO.
 
     Args:
-        blocks: The index.
         engine: Whose stream it is: its number in `blocks`.
         replays: Whether batches can be asked for again.
     """

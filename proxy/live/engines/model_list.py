@@ -43,7 +43,6 @@ class ModelList:
         self.adapters = frozenset(one.name for one in self._all() if one.parent is not None)
 
     def targets(self) -> list[Target]:
-        """Return the engines that are up."""
         present: list[Prefiller | Rank] = [*self._instances.prefillers, *self._instances.ranks]
         return list(dict.fromkeys(one.target for one in present if one.status is Status.UP))
 

@@ -111,7 +111,6 @@ class Scraper:
         self._watches[target] = _Watch(target, now_s, known_s=now_s)
 
     def remove(self, target: Target) -> None:
-        """Forget an instance."""
         self._watches.pop(target, None)
 
     def gauges(self) -> dict[Target, EngineGauges]:
@@ -188,7 +187,6 @@ class Scraper:
                 self._on_error("scrape", error)
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
-        """Take in a good scrape."""
         watch = self._watches[target]
         watch.new = False
         watch.gauges = gauges
@@ -203,7 +201,6 @@ class Scraper:
         self._on_gauges(target, gauges, late)
 
     def failed(self, target: Target, reason: str) -> None:
-        """Take in a scrape that failed."""
         watch = self._watches[target]
         watch.gauges = None
         self._schedule(watch)

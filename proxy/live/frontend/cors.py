@@ -50,7 +50,6 @@ class Cors:
         return None if _is_preflight(head.method, head.headers) else self._admit(head, peer)
 
     def __call__(self, request: HttpRequest, reply: Reply) -> None:
-        """Answer a request that was admitted."""
         if not _is_preflight(request.method, request.headers):
             self._application(request, reply)
             return

@@ -231,7 +231,6 @@ _MODEL = b"/v1/models/"
 
 
 def is_of_models(path: bytes) -> bool:
-    """Return whether a page is one of these."""
     return path == MODELS or path.startswith(_MODEL)
 
 
@@ -333,7 +332,6 @@ class Gateway:
         return self._groups.first.tenancy.refuse_early(tenant.name)
 
     def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
-        """Answer a request that was admitted."""
         known = self._known(request)
         route = known.route
         if route is None:
@@ -506,7 +504,6 @@ class Gateway:
         tenant: "Tenant",
         known: "KnownHead",
     ) -> None:
-        """Submit a request whose body was read, or refuse it."""
         if isinstance(body, BodyError):
             self.refusals.refuse(reply, record, 400, str(body), param=body.param)
             return

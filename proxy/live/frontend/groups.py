@@ -74,7 +74,6 @@ class Group:
         return self.models[0] if self.models else self.name
 
     def serves(self, model: str) -> bool:
-        """Return whether a model is one of its own."""
         return model in self.models if self.models else model in self.routes.names
 
     def cards(self) -> "list[Mapping[str, Any]]":
@@ -116,7 +115,6 @@ class Groups:
 
     @property
     def uses_keys(self) -> bool:
-        """Whether any of them asks for the keys of requests."""
         if self._only is not None:
             return self._only.intake.uses_keys
         return any(one.intake.uses_keys for one in self)
@@ -127,17 +125,14 @@ class Groups:
         return sum(len(one.intake.sessions) + one.pass_through.in_flight for one in self)
 
     def add(self, group: Group) -> None:
-        """Serve one more."""
         self._groups[group.name] = group
         self._change()
 
     def remove(self, name: str) -> None:
-        """Serve one less."""
         del self._groups[name]
         self._change()
 
     def get(self, name: str) -> Group | None:
-        """Return a group by its own name."""
         return self._groups.get(name)
 
     def find(self, model: str) -> Group | None:
@@ -189,8 +184,6 @@ class Alias:
     """One alias.
 
     Args:
-        config: Its settings.
-        groups: Those of the listener.
         clock: The loop's time, in seconds.
     """
 
@@ -261,7 +254,6 @@ def _takes(group: "Group") -> bool:
 def make_aliases(
     configs: "Iterable[AliasConfig]", groups: "Groups", clock: Callable[[], float]
 ) -> Mapping[str, Alias]:
-    """Return the aliases by name."""
     return {one.name: Alias(one, groups, clock) for one in configs}
 
 
@@ -409,11 +401,9 @@ class Asking(Struct, eq=False):
     def deny(
         self, status: int, reason: str, *, param: str | None = None, retry_s: int | None = None
     ) -> None:
-        """Refuse it."""
         self.refusals.refuse(self.reply, self.record, status, reason, param=param, retry_s=retry_s)
 
     def limit(self, refusal: "Refusal") -> None:
-        """Refuse it for a limit."""
         self.refusals.limit(self.reply, self.record, refusal)
 
 
@@ -434,11 +424,7 @@ class FallBack:
     """Has one request answered by the first group that does.
 
     Args:
-        asking: The request, as its client sent it.
         groups: Who may answer, best first.
-        config: The alias.
-        submit: Gives a request to a group, or refuses it.
-        context: The clock.
     """
 
     def __init__(
@@ -534,7 +520,6 @@ class ModelAttempt:
 
     @property
     def started(self) -> bool:
-        """Whether the head was sent."""
         return not self._given_up and self.inner.started
 
     @property
@@ -549,7 +534,6 @@ class ModelAttempt:
 
     @property
     def more_headers(self) -> "Headers":
-        """Of the answer."""
         return self.inner.more_headers
 
     @more_headers.setter
@@ -570,7 +554,6 @@ class ModelAttempt:
 
     @property
     def on_pause(self) -> Callable[[], None] | None:
-        """See `Reply`."""
         return self.inner.on_pause
 
     @on_pause.setter
@@ -580,7 +563,6 @@ class ModelAttempt:
 
     @property
     def on_resume(self) -> Callable[[], None] | None:
-        """See `Reply`."""
         return self.inner.on_resume
 
     @on_resume.setter
@@ -589,7 +571,6 @@ class ModelAttempt:
             self.inner.on_resume = call
 
     def release_body(self) -> None:
-        """See `Reply`."""
         if not self._given_up:
             self.inner.release_body()
 
@@ -619,17 +600,14 @@ class ModelAttempt:
             self.inner.comment(headers, data, late)
 
     def write(self, data: bytes) -> None:
-        """See `Reply`."""
         if not self._given_up:
             self.inner.write(data)
 
     def end(self) -> None:
-        """See `Reply`."""
         if not self._given_up:
             self.inner.end()
 
     def abort(self) -> None:
-        """See `Reply`."""
         if not self._given_up:
             self._chain.over()
             self.inner.abort()

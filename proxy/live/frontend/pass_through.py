@@ -79,11 +79,11 @@ class Owner(Protocol):
     """What an exchange needs of `PassThrough`."""
 
     @property
-    def legs(self) -> "LegSettings": ...  # noqa: D102
+    def legs(self) -> "LegSettings": ...
     @property
-    def suspects(self) -> "Suspects": ...  # noqa: D102
+    def suspects(self) -> "Suspects": ...
     @property
-    def clock(self) -> "Callable[[], float]": ...  # noqa: D102
+    def clock(self) -> "Callable[[], float]": ...
 
     def call_later(self, delay: float, callback: "Callable[[], None]") -> "asyncio.TimerHandle":
         """Call back after so many seconds."""
@@ -154,7 +154,6 @@ class SingleExchange:
         return bool(suspects.prompts) and suspects.refuses(self.fingerprint)
 
     def send(self, prefiller: "Prefiller") -> None:
-        """Send it to a prefiller."""
         assert self._request is not None
         request = self._request
         if self._owner.suspects.prompts:
@@ -218,7 +217,6 @@ class SingleExchange:
     # What the engine answers: ResponseHandler.
 
     def on_head(self, status: int, headers: "Headers") -> None:
-        """Take the response head."""
         self._status = status
         self._answer_headers = headers
         kind = next((value for name, value in headers if name == b"content-type"), b"")
@@ -242,7 +240,6 @@ class SingleExchange:
                 self._relay()
 
     def on_end(self) -> None:
-        """Take the end of the response."""
         self._call = None
         status = self._status
         if self._reply.started:

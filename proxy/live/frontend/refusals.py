@@ -101,7 +101,6 @@ class Refusals:
 
     Args:
         context: Has the clock and the names of requests.
-        tenant_of: Returns whose request it is that has these headers.
         allowances: Returns what is left of a tenant's rates.
     """
 
@@ -213,7 +212,6 @@ class Refusals:
         self.refuse(reply, record, 502, REASON, for_good=True)
 
     def limit(self, reply: "Reply", record: "RequestRecord", refusal: "Refusal") -> None:
-        """Refuse a request for a limit."""
         self.tell_allowances(reply, record)
         record.refused_for = refusal.cause
         retry_s = refusal.retry_after_s

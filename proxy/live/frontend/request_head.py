@@ -194,7 +194,6 @@ def engine_lines(request_id: str, *more: bytes) -> bytes:
 
 
 def key_headers(engine_key: Secret | None) -> "Headers":
-    """Return the header by which the engines know us."""
     return [] if engine_key is None else [(b"authorization", b"Bearer " + engine_key.value)]
 
 
@@ -205,7 +204,6 @@ def passed_headers(headers: "Sequence[tuple[bytes, bytes]]", *, keep_key: bool) 
 
 
 def trace_headers(headers: "Sequence[tuple[bytes, bytes]]") -> "Headers":
-    """Return those of a trace."""
     return [field for field in headers if field[0] in _TRACE]
 
 

@@ -368,7 +368,6 @@ _AT_END = ("finish_reason", "stop_reason", "weight_versions")
 
 
 def ended_token_events(message: Mapping[str, Any], *, include_usage: bool) -> list[dict[str, Any]]:
-    """Return the events of an answer that its token ended."""
     events = [_event(message, message["choices"][0])]
     if include_usage and message.get("usage") is not None:
         usage = without_nulls(message["usage"])

@@ -220,8 +220,6 @@ class Members(Mapping[str, Any]):
     """The members of a body, each decoded whenever it is asked for.
 
     Args:
-        data: The body.
-        places: Where they are.
         most: Bytes of one that is still decoded.
     """
 
@@ -243,15 +241,12 @@ class Members(Mapping[str, Any]):
             raise BodyError("the body is nested too deeply") from None
 
     def __contains__(self, key: object) -> bool:
-        """Return whether there is such a member."""
         return key in self._places
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names, in order."""
         return iter(self._places)
 
     def __len__(self) -> int:
-        """Return the number of members."""
         return len(self._places)
 
 

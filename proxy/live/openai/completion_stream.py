@@ -60,7 +60,6 @@ class HeldEnd:
         self._event = b""
 
     def hold(self, event: bytes) -> None:
-        """Keep the event that ends the sequence."""
         self._event = event
 
     def release(self, message: Mapping[str, Any] | None) -> tuple[bytes, bool]:
@@ -154,7 +153,6 @@ class CompletionStream(StreamReader):
 
     @property
     def plain(self) -> bool:
-        """Whether only token events are expected, so that `take_token` may try."""
         if not self._has_begun or self.over or self.handed_back:
             return False
         # What opens it may still wait, behind tokens that the client does not see.
@@ -163,15 +161,9 @@ class CompletionStream(StreamReader):
         return self._counts is None or not self.finished  # It may be held: nothing overtakes it.
 
     def read_tokens(self) -> int:
-        """Return the tokens received."""
         return self._events if self._counts is None else self._counts.read_tokens()
 
     def take_token(self, event: bytes) -> bytes:
-        """Count a token event, given without the blank line behind it; return what of it is the client's.
-
-        Returns:
-            Nothing if it is no token event: it was not taken then, and is to be read.
-        """
         # From the right, where it stands: a third of what `in` costs.
         if event.rfind(GOING_ON) < 0 or (
             self._shows_each and self._usage.changes and event.rfind(USAGE) >= 0
@@ -192,7 +184,6 @@ class CompletionStream(StreamReader):
 
     @property
     def form(self) -> EventForm | None:
-        """What others may take for token events in its place; None if they cannot."""
         flags = NO_USAGE if self._shows_each and self._usage.changes else 0
         if self._counts is not None:
             flags |= COUNTED | (HIDE if self._counts.asked.hide_each else 0)
@@ -208,7 +199,6 @@ class CompletionStream(StreamReader):
         return EventForm(kind, flags | kept, self.read_tokens())
 
     def take_passed(self, passed: Passed) -> None:
-        """Go on behind token events that others have taken."""
         if self._counts is None:
             super().take_passed(passed)
         else:
@@ -219,7 +209,6 @@ class CompletionStream(StreamReader):
             self._ids.take_passed(passed)
 
     def read(self, event: bytes) -> bytes:
-        """Return what of any event is the client's; empty if nothing is."""
         if self.handed_back:
             self._look_for_total(event)
             return b""
@@ -236,7 +225,6 @@ class CompletionStream(StreamReader):
         return self._opening.begin(self._held_end.release(None)[0])
 
     def ending(self) -> bytes | None:
-        """Return what a stream lacks that breaks off now, if all of the answer has come."""
         if self.handed_back or super().ending() is None:
             return None
         if self.done:
@@ -275,7 +263,6 @@ class CompletionStream(StreamReader):
         return self._read_data(event, data, decoded(data))
 
     def _read_data(self, event: bytes, data: bytes, message: dict[str, Any] | None) -> bytes:
-        """Read an event by its data, and by the object that these are, if they are one."""
         if message is None:
             if data and self._ids is not None:
                 self._ids.lost = True

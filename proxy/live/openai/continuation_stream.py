@@ -63,19 +63,15 @@ class ContinuationStream(CompletionStream):
 
     @property
     def plain(self) -> bool:
-        """Whether events go on as they are."""
         return not self._head and not self._logprobs and self._goes_on and super().plain
 
     def read(self, event: bytes) -> bytes:
-        """Return what of any event is the client's; empty if nothing is."""
         return self._continue(super().read(event))
 
     def flush(self) -> bytes:
-        """Return the end held, if it waits for a total that does not come; else nothing."""
         return self._continue(super().flush())
 
     def ending(self) -> bytes | None:
-        """Return what a stream lacks that breaks off now, if all of the answer has come."""
         lacking = super().ending()
         return lacking and self._continue(lacking)
 
@@ -190,11 +186,9 @@ class TokenStream(CompletionStream):
 
     @property
     def form(self) -> EventForm | None:
-        """What others may take for token events in its place; None if they cannot."""
         return self._form(GENERATE, 0)
 
     def take_token(self, event: bytes) -> bytes:
-        """Count a token event; nothing if it is none."""
         if event.find(GOING_ON) < 0 or event.find(_USAGE) >= 0:
             return b""
         self._events += ids_in(event)
@@ -258,11 +252,9 @@ class TokenContinuation(TokenStream):
 
     @property
     def plain(self) -> bool:
-        """Whether events go on as they are."""
         return self._goes_on and super().plain
 
     def read(self, event: bytes) -> bytes:
-        """Return what of any event is the client's; empty if nothing is."""
         events = super().read(event)
         if events:
             events = b"".join(map(self._write, whole_events(events)))
@@ -333,12 +325,10 @@ class _Repeating(StreamReader):
 
     @property
     def repeating(self) -> bool:
-        """Whether what comes is left out, as the client has it."""
         return self._told.repeating
 
     @property
     def plain(self) -> bool:
-        """Whether only token events are expected, so that `take_token` may try."""
         return not self._told.repeating and super().plain
 
     @property
@@ -346,12 +336,10 @@ class _Repeating(StreamReader):
         """Nothing: every event is parsed."""
 
     def take_token(self, event: bytes) -> bytes:
-        """Count a token event; nothing if it is none, or comes again."""
         taken = b"" if self._told.repeating else super().take_token(event)
         return self._told.tell(taken) if taken else b""
 
     def read(self, event: bytes) -> bytes:
-        """Return what of any event is the client's; empty if nothing is."""
         return self._pass(super().read(event))
 
     def release(self) -> bytes:
@@ -359,11 +347,9 @@ class _Repeating(StreamReader):
         return self._pass(super().release())
 
     def flush(self) -> bytes:
-        """Return what is held for an event that does not come."""
         return self._pass(super().flush())
 
     def ending(self) -> bytes | None:
-        """Return what a stream lacks that breaks off now, if all of the answer has come."""
         return None if self._told.repeating else super().ending()
 
     @property

@@ -159,7 +159,6 @@ def error_in(body: bytes) -> EngineError | None:
 
 
 def _error_of(body: bytes) -> EngineError | None:
-    """Return the error that a short text is."""
     if len(body) > _MAX_ERROR_BYTES:
         return None
     try:

@@ -59,7 +59,6 @@ class PromptSummary(Struct):
         return begin, max(begin, self.last)
 
     def count(self, kind: type, count: int) -> None:
-        """Count elements of a kind."""
         self.elements += count
         if kind is str:
             self.texts += count
@@ -153,7 +152,6 @@ class JsonScanner:
     """Reads one object.
 
     Args:
-        data: Its text.
         summarised: Names of members that are to be summarised.
     """
 

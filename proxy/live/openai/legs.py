@@ -237,7 +237,6 @@ class PrefillAnswer(Struct, frozen=True):
 
     @property
     def message(self) -> dict[str, Any]:
-        """All of it, decoded."""
         message: dict[str, Any] = decode(self.body)
         return message
 
@@ -324,7 +323,6 @@ def _reason_of_message(read: _Members) -> str:
 
 
 def _reason_of_response(read: _Members) -> str:
-    """Return the same of a response."""
     if not isinstance(read.output, list):
         raise BadPrefillAnswerError("the prefill answer has no output")
     if read.status in (CANCELLED, "failed"):

@@ -117,7 +117,6 @@ class NamedEventStream(StreamReader):
     """Reads one stream of named events.
 
     Args:
-        resumes: As for `StreamReader`.
         usage: How usage objects are rewritten.
         hands_back: Whether the engine may hand the request back.
         may_abort: Returns whether the engine was told to give the answer up.
@@ -143,17 +142,14 @@ class NamedEventStream(StreamReader):
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is."""
         return self._complete
 
     @property
     def told(self) -> bool:
-        """Whether the client has more of the answer than its opening."""
         return self._said
 
     @property
     def plain(self) -> bool:
-        """Whether `take_token` may try."""
         return self._opening.begun and not (self.over or self._closing)
 
     @property
@@ -162,7 +158,6 @@ class NamedEventStream(StreamReader):
         return bool(self._closing) or super().waits
 
     def release(self) -> bytes:
-        """Return what waits, as nothing has come behind it for a while."""
         opening = super().release() if super().waits else b""
         closing, self._closing = self._closing, b""
         return opening + closing
@@ -172,11 +167,9 @@ class NamedEventStream(StreamReader):
         return not event.startswith(_PINGS) and super().is_progress(event)
 
     def is_remark(self, event: bytes) -> bool:
-        """Return whether an event is no part of any answer."""
         return event.startswith(_PINGS) or super().is_remark(event)
 
     def take_token(self, event: bytes) -> bytes:
-        """Count a token event, given without the blank line behind it; nothing if it is none."""
         if not event.startswith(_TOKENS):
             return b""
         self._events += 1
@@ -185,11 +178,9 @@ class NamedEventStream(StreamReader):
 
     @property
     def form(self) -> EventForm | None:
-        """What others may take for token events in its place."""
         return EventForm(NAMED, 0, self._events)
 
     def take_passed(self, passed: Passed) -> None:
-        """Go on behind token events that others have taken."""
         super().take_passed(passed)
         self._said |= passed.events > 0
 

@@ -67,7 +67,6 @@ class NativeScanner:
     """Reads one object; see `JsonScanner`, which takes over with the first thing that is unusual.
 
     Args:
-        library: The native library.
         data: The text of the object.
         summarised: Names of members that are to be summarised.
     """

@@ -313,7 +313,6 @@ def _needs_one_engine(
 
 
 def _agent_needs_one_engine(api: Api, body: RequestBody, *, member: str, limit: int | None) -> str:
-    """Return the same of an agents' endpoint."""
     values = body.values
     needed = ("model", member, "max_tokens") if api is MESSAGES else (member,)
     for name in needed:

@@ -136,7 +136,6 @@ class StreamReader:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is."""
         raise NotImplementedError
 
     @property
@@ -177,7 +176,6 @@ class StreamReader:
         return event[:1] == b":" and all(line[:1] in (b"", b":") for line in event.splitlines())
 
     def read_tokens(self) -> int:
-        """Return the tokens received."""
         return self._events
 
     def take_token(self, event: bytes) -> bytes:

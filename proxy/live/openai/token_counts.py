@@ -70,7 +70,6 @@ class PromptUsage(Struct, frozen=True):
     written_tokens: int | None = None  # Put there; None if it does not tell.
 
     def apply(self, usage: bytes) -> bytes:
-        """Return a usage object as of one engine."""
         usage = _CACHED_TOKENS.sub(rb"\g<1>%d" % self.cached_tokens, usage)
         if self.written_tokens is None:
             return usage
@@ -128,7 +127,6 @@ class UsageRewrite:
         self.changes = True
 
     def apply(self, event: bytes) -> bytes:
-        """Return an event with its usage object rewritten, if it has one."""
         if not self.changes or event.rfind(USAGE) < 0:
             return event
         begin, end = event.rfind(_USAGE_PLACE), len(event)

@@ -98,7 +98,6 @@ class TokenIds:
 
     @property
     def count(self) -> int:
-        """How many these are."""
         return self._kept.count(_COMMA)
 
     @property
@@ -304,7 +303,6 @@ class BackedUpIds(TokenIds):
     """The ids of one leg.
 
     Args:
-        care: What the request asks for.
         repeated: As for `TokenIds`, like the next.
     """
 
@@ -329,7 +327,6 @@ class BackedUpIds(TokenIds):
 
     @property
     def told(self) -> int:
-        """How many ids the engine has told, those that do not count included."""
         return self.count + sum(len(piece.ids) for piece in self._pieces)
 
     @property
@@ -340,12 +337,10 @@ class BackedUpIds(TokenIds):
 
     @property
     def tokens_behind(self) -> int:
-        """How many tokens behind them the client has log-probabilities of."""
         return sum(len(piece.ids) for piece in self._pieces) if self._care.logprobs else 0
 
     @property
     def end(self) -> int:
-        """The offset in this leg's text of the first token behind them."""
         return self._end
 
     @property
@@ -358,7 +353,6 @@ class BackedUpIds(TokenIds):
         return b""
 
     def is_plain(self, event: bytes) -> bool:
-        """Have every event parsed."""
         del event
         return False
 
@@ -417,7 +411,6 @@ class GeneratedIds(TokenIds):
 
     @property
     def form(self) -> int | None:
-        """How others are to keep them."""
         return None if self.lost else IDS
 
     def is_plain(self, event: bytes) -> bool:

@@ -200,7 +200,6 @@ class ToldChoices(Told):
     __slots__ = ()
 
     def tell(self, event: bytes) -> bytes:
-        """Note an event that goes to the client; return it as the client is to have it."""
         if self.lost:
             return event
         plain = _PLAIN.match(event, max(0, event.find(_PLAIN_CHOICE)))
@@ -221,7 +220,6 @@ class ToldChoices(Told):
         return b"data: %b\n\n" % dump_compact(message) if changed else event
 
     def leave_out(self, event: bytes, *, may_abort: bool = False) -> bytes:
-        """Return what of an event the client does not have; see `Told.leave_out`."""
         data = event_data(event)
         if not data:
             return b""  # A comment, for example.
@@ -366,13 +364,11 @@ class ToldEvents(Told):
         self._given_up: int | None = None  # The item within which an engine gave the answer up.
 
     def begin_again(self) -> None:
-        """Expect everything from an engine that begins the answer again."""
         super().begin_again()
         self._again = self._again or self.repeating
         self._renamed.clear()
 
     def tell(self, event: bytes) -> bytes:
-        """Note an event that goes to the client; return it as the client is to have it."""
         data = event_data(event)
         message = None if self.lost else decoded(data)
         if message is None:
@@ -399,7 +395,6 @@ class ToldEvents(Told):
         return event
 
     def leave_out(self, event: bytes, *, may_abort: bool = False) -> bytes:
-        """Return what of an event the client does not have; see `Told.leave_out`."""
         data = event_data(event)
         if not data:
             return b""
@@ -467,7 +462,6 @@ class ToldEvents(Told):
         )
 
     def _open_blocks(self) -> list[dict[str, Any]]:
-        """Return the events that close the blocks of a message."""
         begun = [place[-2] for place in self._grown.get(0, {}) if place[0] == "content_block_start"]
         return [{"type": "content_block_stop", "index": index} for index in begun]
 
@@ -517,7 +511,6 @@ class _Item(Struct, eq=False):
         return item
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that close it."""
         for begun in self.parts:
             yield from self._texts_done(_number(begun, "content_index"))
             yield self._done(begun) | {"part": self._part(begun)}

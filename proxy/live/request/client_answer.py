@@ -95,7 +95,6 @@ class ClientAnswer:
         reply.on_closed = left
 
     def open(self, status: int, headers: "Headers") -> None:
-        """Begin a stream."""
         self.opened = True
         self._record.status = status
         self.reply.on_pause = self._pause
@@ -122,7 +121,6 @@ class ClientAnswer:
         self._written, self._heard_s = self.reply.written, now_s
 
     def send(self, status: int, headers: "Headers", body: bytes) -> None:
-        """Send a whole answer."""
         self._record.status = 200 if self.reply.commented else status
         self.reply.send(status, [*passable_headers(headers), self._name], body)
 
@@ -156,7 +154,6 @@ class ClientAnswer:
         self.send(status, headers, error_body(status, reason, endpoint=self._record.endpoint))
 
     def forget(self) -> None:
-        """Listen to the client no more."""
         self.reply.on_closed = self.reply.on_pause = self.reply.on_resume = None
         self._slow = None  # Leave no cycle behind.
 
@@ -398,7 +395,6 @@ class EarlyToken:
         return partial(self._compare, self._doubted, RepeatedText(self._doubted.text))
 
     def give(self, said: "PrefillFirstToken", prefiller: "Prefiller") -> None:
-        """Note that the client has what a prefiller said."""
         self.said, self._doubted = said, None
         self._firsts, self._prefiller = prefiller.first_tokens, prefiller.name
         self._firsts.count()

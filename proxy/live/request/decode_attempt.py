@@ -164,19 +164,16 @@ class DecodeAttempt(Attempt):
 
     @property
     def bound(self) -> bool:
-        """Whether a rank has the request."""
         return self._rank is not None
 
     @property
     def pair(self) -> "tuple[Prefiller, Rank] | None":
-        """Who is to pull its KV cache from whom; None if nobody is, or it has begun."""
         if self._rank is None or self._kv is None or self._kv.params is None:
             return None
         return self._kv.prefiller, self._rank
 
     @property
     def tokens(self) -> int | None:
-        """What has come of the stream; None if it is none."""
         return None if self.stream is None else self.stream.read_tokens()
 
     @property
@@ -196,7 +193,6 @@ class DecodeAttempt(Attempt):
         return self.stream is not None and self.stream.reader.complete
 
     def send(self) -> None:
-        """Ask for the answer."""
         session, context = self._session, self._session.context
         legs, params = context.legs, None
         if self._kv is not None:
@@ -529,7 +525,6 @@ class DecodeAttempt(Attempt):
         session.recomputed(elsewhere=not advanced)
 
     def hand_over(self) -> None:
-        """Have another engine go on with the stream."""
         self.close()
         if self._told is None:
             self._leave_ids()
@@ -555,7 +550,6 @@ class DecodeAttempt(Attempt):
         self._session.host.report(LegFailed(self.engine.target, fault_of(error), str(error)))
 
     def finish(self) -> bool:
-        """End the answer, if nothing of it is missing but its end; return whether that is so."""
         if self.stream is None or not self.stream.complete():
             return False
         self.stream_ended()
@@ -599,7 +593,6 @@ def _make_reader(
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a reader of named events."""
     hands_back = options["transcript"] is not None
     return {name: options[name] for name in ("usage", "may_abort")} | {"hands_back": hands_back}
 
@@ -684,7 +677,6 @@ def start_prefill(session: "Session", prefiller: "Prefiller") -> None:
 
 
 def start_decode(session: "Session", rank: Rank) -> None:
-    """Send the decode leg."""
     if session.context.suspects.prompts and session.is_refused():
         return
     session.record.bound(rank.name, session.context.clock(), pooled_s=session.pooled_s)

@@ -285,7 +285,6 @@ class Recovery(Struct, eq=False):
     def note_lacking(
         self, engine: "Prefiller | Rank", api: "Api", failure: Failure, now_s: float
     ) -> None:
-        """Note that an engine does not have the route."""
         self.lacking[engine] = failure
         if api in OPTIONAL_APIS:
             engine.lacks[api.value] = now_s + _LACKS_S

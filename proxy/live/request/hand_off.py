@@ -34,7 +34,6 @@ class HandOff:
     """One decode leg's prefill.
 
     Args:
-        session: The request.
         api: The endpoint that the rank was asked at.
         body: What it was asked for, of which the prefill leg's body is made.
         prefilled: Called with the prefiller's answer once the prefill is done.
@@ -80,7 +79,6 @@ class HandOff:
 
     @property
     def taken(self) -> bool:
-        """Whether the rank has called for it."""
         return bool(self._params)
 
     def take(self, params: Mapping[str, Any]) -> None:
@@ -96,7 +94,6 @@ class HandOff:
         self._send()
 
     def abort(self) -> None:
-        """Stop the prefill."""
         self._done()
 
     def _send(self) -> None:

@@ -43,7 +43,6 @@ class BufferedLeg(Struct, eq=False):
     _pieces: list[bytes] = []
 
     def on_head(self, status: int, headers: "Headers") -> None:
-        """Take the response head."""
         if self.began is not None:
             self.began()
         self._status = status
@@ -221,7 +220,6 @@ class Relay:
         self._lent: Lent | None = None
 
     def read_tokens(self) -> int:
-        """Return the tokens received."""
         return self.reader.read_tokens() if self._lent is None else self._lent.tokens
 
     def count_tokens(self) -> int:
@@ -238,7 +236,6 @@ class Relay:
                 lent.stop()
 
     def on_head(self, status: int, headers: "Headers") -> None:
-        """Take the response head."""
         self._status = status
         self._headers = headers
         kind = first_value(headers, b"content-type") or b""
@@ -344,7 +341,6 @@ class Relay:
                 self._send(waited)
 
     def on_end(self) -> None:
-        """Take the end of the response."""
         if self._scanner.tail and not self._over and self._whole is None:
             self._read_rest()
         if self._over:

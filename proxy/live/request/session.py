@@ -168,11 +168,9 @@ class Attempt(Holding):
 
     @property
     def lost(self) -> bool:
-        """Whether its connection is lost, of which it hears in a moment."""
         return self._call is not None and self._call.lost
 
     def _asked(self) -> "tuple[Api, RequestBody]":
-        """Return the endpoint that is asked, and for what."""
         session = self._session
         continued = session.emitted.continued
         if continued is None:
@@ -185,11 +183,9 @@ class Attempt(Holding):
 
     @property
     def targets(self) -> "tuple[Target, ...]":
-        """The engine."""
         return (self.engine.target,)
 
     def leg_at(self, target: "Target") -> "Leg | None":
-        """Return the leg if it is the engine's."""
         return self.leg if self.engine.target == target else None
 
     def pause(self) -> None:
@@ -198,7 +194,6 @@ class Attempt(Holding):
             self._call.pause()
 
     def resume(self) -> None:
-        """Read on."""
         if self._call is not None:
             self._call.resume()
 
@@ -216,7 +211,6 @@ class Attempt(Holding):
         self._again = self._session.context.call_later(delay_s, again)
 
     def fail(self, failure: "Failure") -> None:
-        """End the exchange, which failed."""
         session = self._session
         trace_failure(session.record, self.leg, failure.reason, session.context.clock())
         self.close()
@@ -577,7 +571,6 @@ class Session:
             self._end(events.RequestFinished(self.number), OK)
 
     def answered(self, headers: "Headers", body: bytes, served: LegSucceeded) -> None:
-        """Pass on a whole answer."""
         self._enter(ENDED)
         self.answer.send(200, headers, body)
         self.host.feed(events.RequestFinished(self.number), served)

@@ -311,7 +311,7 @@ class Host(Protocol):
     """What a session needs of the driver."""
 
     @property
-    def context(self) -> SessionContext: ...  # noqa: D102
+    def context(self) -> SessionContext: ...
 
     def feed(self, event: "Event", *implied: "Report") -> None:
         """Take note of what an event implies, give it to the scheduler, and perform what it decides.

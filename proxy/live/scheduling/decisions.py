@@ -76,10 +76,6 @@ _LOST = (PrefillLost, DecodeLost)
 class Apart:
     """Looks after the requests that lost an engine.
 
-    Args:
-        start: Performs an action.
-        feed: Gives the scheduler an event.
-
     Attributes:
         on: These requests, with the engine that each is on; None for none.
     """
@@ -204,7 +200,6 @@ class Apart:
             self._look_soon()
 
     def _forget(self) -> None:
-        """Forget requests that are over."""
         for number in [one for one in self.on if one not in self._sessions]:
             del self.on[number]
             self._moves.pop(number, None)
@@ -220,9 +215,6 @@ class Isolation:
     """Runs what may fail.
 
     Args:
-        feed: Gives the scheduler the failure of a request.
-        requests: Those that the scheduler has.
-        sessions: All live requests.
         failures: Told of every exception.
     """
 
@@ -352,18 +344,15 @@ class StageTimes:
         self._begin_s = self._last_s = 0.0
 
     def begin(self) -> None:
-        """Begin with a decision."""
         self.taken.clear()
         self._begin_s = self._last_s = self._stopwatch()
 
     def ended(self, stage: str) -> None:
-        """Note that a stage of it ended."""
         now_s = self._stopwatch()
         self.taken.append((stage, now_s - self._last_s))
         self._last_s = now_s
 
     def all_ended(self) -> None:
-        """Note that all of it ended."""
         self.taken.append(("total", self._stopwatch() - self._begin_s))
 
 
@@ -619,8 +608,6 @@ class OpenInstances:
     """Tells the scheduler which instances open and close. At first it takes all of them for open.
 
     Args:
-        instances: The engines.
-        feed: Tells the scheduler.
         warm_up: Whether those that were away get a share that grows.
 
     Attributes:
@@ -675,7 +662,6 @@ class OpenInstances:
                 )
 
     def _is_cold(self, one: Prefiller | Rank) -> bool:
-        """Return whether an instance that opens was away."""
         was_away = one in self._cold
         self._cold.discard(one)
         return was_away and self._warm_up
@@ -699,7 +685,6 @@ class SweepTimer:
     """Calls as long as there are requests.
 
     Args:
-        sessions: All live requests.
         sweep: Called with the time and by how much it is late, both in seconds.
     """
 
@@ -711,7 +696,6 @@ class SweepTimer:
 
     @property
     def runs(self) -> bool:
-        """Whether a call is due."""
         return self._timer is not None
 
     def begin(self) -> None:
@@ -758,8 +742,6 @@ class Stranded:
     """Tells who has waited for long enough.
 
     Args:
-        scheduler: Whose requests wait.
-        instances: The engines.
         after_s: How long they wait for a role of which no instance is up.
     """
 

@@ -100,7 +100,6 @@ class LostEngines:
     """Tells the sessions of engines that are lost.
 
     Args:
-        sessions: All live requests.
         call_soon: Calls back from the event loop, so that a session in the middle of a failure is
             notified after it.
     """
@@ -177,7 +176,6 @@ class RetryBudget:
         self._left = reserve
 
     def earn(self) -> None:
-        """Note one request."""
         self._left = min(self._most, self._left + self._share)
 
     def spend(self) -> bool:
@@ -242,7 +240,6 @@ class Feedback:
         }
 
     def take(self, report: Report) -> None:
-        """Pass on a report."""
         self._takers[type(report)](report)
 
     def may_retry(self, leg: str, fault: Fault, pulled_from: PrefillerId | None) -> bool:
@@ -364,13 +361,11 @@ class SessionTable:
         self._empty.set()
 
     def next_number(self) -> RequestId:
-        """Return the number of a request that arrives."""
         number = RequestId(self._arrived)
         self._arrived += 1
         return number
 
     def add(self, session: "Session") -> None:
-        """Take in a request."""
         self.live[session.number] = session
         self._waiting.add(session.number)
         request_id = session.record.request_id
@@ -480,7 +475,6 @@ class UniqueTokens:
         self._made: list[str] = []
 
     def __call__(self) -> str:
-        """Return the next token."""
         if not self._made:
             digits = f"{self._rng.getrandbits(_BATCH * _DIGITS * 4):0{_BATCH * _DIGITS}x}"
             self._made = [digits[at : at + _DIGITS] for at in range(0, len(digits), _DIGITS)]
@@ -563,7 +557,6 @@ class Driver:
     # What the gateway does.
 
     def ticket(self, asked: Asked) -> Ticket:
-        """Return what is known of a request."""
         return asked.ticket(self.prompt_tokens(asked.shape), self.context)
 
     def prompt_tokens(self, shape: Shape) -> int:
@@ -647,7 +640,6 @@ class Driver:
         return result
 
     def take(self, session: Session) -> None:
-        """Take a request that was not refused."""
         self._feedback.retries.earn()
         self.table.add(session)
         self.decisions.begin_sweeps()
@@ -664,7 +656,6 @@ class Driver:
         self.feed(RequestArrived(session.number, session.ticket))
 
     def _predict(self, session: Session, prompt_tokens: int) -> None:
-        """Have its output predicted from now on."""
         number, ticket = session.number, session.ticket
         self._predictors.begin(number, ticket_features(ticket, prompt_tokens))
         session.record.hinted(self._predictors.hint_of(number))

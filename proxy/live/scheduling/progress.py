@@ -177,7 +177,6 @@ class PulledCounts(Generic[_Request]):
         return max(0, places[len(places) // 2] - steps) if places else None
 
     def _ask(self) -> list[int]:
-        """Return the leads of all streams."""
         leads: list[tuple[int, _Request]] = []
         self.silent = bool(self._others)
         for request in self._streams.values():
@@ -228,7 +227,6 @@ class PumpedCounts(PulledCounts["Session"]):
         self._places = np.zeros(0, np.int64)
 
     def start(self, request: "Session", place: int) -> None:
-        """Note that a request has started; see `PulledCounts`."""
         super().start(request, place)
         self._started[request.number] = request
 
@@ -256,7 +254,6 @@ class PumpedCounts(PulledCounts["Session"]):
             request.offset = self._offset.item(slot)
 
     def passed(self, steps: int) -> int | None:
-        """Return how far ahead of the clock the median is; see `PulledCounts`."""
         if self._changed:
             self._changed = False
             self._slots = np.flatnonzero(self._is_away)
@@ -269,7 +266,6 @@ class PumpedCounts(PulledCounts["Session"]):
         return max(0, int(np.partition(places, middle)[middle]) - steps)
 
     def corrected(self, steps: int, tolerance: int) -> "list[tuple[Session, int]]":
-        """Put streams right that are off; see `PulledCounts`."""
         corrections = super().corrected(steps, tolerance)
         off = self._places - steps
         (which,) = (np.abs(off) > tolerance).nonzero()
@@ -401,7 +397,6 @@ class Progress:
         self._counts.lent(report.request, report.slot)
 
     def returned(self, report: "StreamReturned") -> None:
-        """Note that it is back."""
         assert isinstance(self._counts, PumpedCounts)
         self._counts.returned(report.slot)
 
@@ -455,5 +450,4 @@ class Progress:
         return session
 
     def _tell(self, event: Event) -> None:
-        """Tell what nothing follows from."""
         self._scheduler.handle(event, now_ns=round(self._clock() * 1e9))

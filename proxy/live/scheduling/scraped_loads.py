@@ -37,8 +37,6 @@ class OthersOnRanks:
     """Tells the scheduler what others have on each rank, at every reading while there is something.
 
     Args:
-        instances: The engines.
-        own_slots: Returns the slots of this proxy's requests on a rank.
         feed: Takes what there is to tell.
     """
 
@@ -109,7 +107,6 @@ class OthersOnRanks:
             _log.warning(message if shared else "no others send to the decode ranks", extra=fields)
 
     def _ranks_of(self, target: Target) -> list[Rank]:
-        """Return the ranks of a decode engine."""
         new = len(self._instances.ranks) - len(self._readings)
         self._readings += [_Reading() for _ in range(new)]
         return [rank for rank in self._instances.of(target) if isinstance(rank, Rank)]

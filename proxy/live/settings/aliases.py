@@ -117,7 +117,6 @@ class AliasConfig:
 
     @property
     def worth(self) -> AliasWorth:
-        """What its answers are worth."""
         by_task = zip(self.tasks, self.scores, strict=bool(self.scores))
         scores = {
             (task, group): score

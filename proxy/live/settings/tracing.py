@@ -155,14 +155,12 @@ class _Variables:
         return self._word(self._name(what), words)
 
     def share(self) -> float:
-        """Return the sampler's share."""
         sampler = self._word("OTEL_TRACES_SAMPLER", _SAMPLERS)
         if sampler != _RATIO:
             return float(sampler == _ALWAYS_ON)
         return self._number("OTEL_TRACES_SAMPLER_ARG", "1", most=1.0)
 
     def timeout_s(self) -> float:
-        """Return the time for one export."""
         return self._number(self._name("TIMEOUT"), _TIMEOUT_MS, least=1.0, most=1e9) / 1e3
 
     def headers(self) -> tuple[tuple[str, Secret], ...]:
@@ -175,7 +173,6 @@ class _Variables:
         return tuple((key, Secret(value.encode())) for key, value in pairs.items())
 
     def ca_file(self) -> Path | None:
-        """Return the certificates to trust."""
         name = self._name("CERTIFICATE")
         if name not in self._values:
             return None

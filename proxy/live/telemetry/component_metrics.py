@@ -118,11 +118,9 @@ class EngineMetrics:
             self._without_kv.labels(self._labels(target)[1], "absent")
 
     def leg_failed(self, target: "Target", fault: "Fault") -> None:
-        """Count one leg that failed by its engine's fault."""
         self._leg_failures.labels(*self._labels(target), fault.value).inc()
 
     def scrape_failed(self, target: "Target") -> None:
-        """Count one failed scrape of an engine's metrics."""
         self._scrape_failures.labels(*self._labels(target)).inc()
 
     def left_no_kv(self, target: "Target", kind: str) -> None:
@@ -134,7 +132,6 @@ class EngineMetrics:
         self._kv_events_lost.labels(reason).inc()
 
     def quarantined(self, target: "Target") -> None:
-        """Count one engine sent to quarantine."""
         self._quarantines.labels(*self._labels(target)).inc()
 
     def _labels(self, target: "Target") -> tuple[str, str]:
@@ -156,11 +153,7 @@ class Handshakes:
 
 
 class HandshakeMetrics(Collector):
-    """Exports them.
-
-    Args:
-        count: Returns them.
-    """
+    """Exports them."""
 
     def __init__(self, count: Callable[[], Handshakes]) -> None:
         self._count = count
@@ -260,7 +253,6 @@ class TraceMetrics:
             self._dropped.labels(reason)
 
     def dropped(self, count: int, reason: str) -> None:
-        """Count traces that were dropped."""
         self._dropped.labels(reason).inc(count)
 
 
@@ -322,7 +314,6 @@ class DecisionFailures:
 
     @property
     def failing(self) -> bool:
-        """Whether the last round failed."""
         return self._failing_since_s is not None
 
     @property
@@ -359,7 +350,6 @@ class EngineRequests(Collector):
             self._ended[DECODE_ROLE, self._rank_label.of(record.rank), record.outcome] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counts."""
         family = CounterMetricFamily(
             "balanceroute_engine_requests",
             "Requests ended, by the last prefiller and by the last rank that had them, and how.",

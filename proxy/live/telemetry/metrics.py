@@ -328,7 +328,6 @@ class StateCollector(Collector):
 
 
 def _of_deployment(state: Snapshot) -> Iterator[Metric]:
-    """Yield what is told of one deployment."""
     # Alerts on ranks that are closed would never end for one that is removed.
     ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
     prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]

@@ -118,7 +118,6 @@ class ProcessLogHandler(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand one record over."""
         try:
             self._write(self.format(record).encode("ascii") + b"\n")
         except Exception:
@@ -252,7 +251,6 @@ class LineWriter:
 
     @property
     def dropped(self) -> int:
-        """Lines dropped since the start."""
         return self._refused + self._lost
 
     def write(self, line: bytes) -> None:

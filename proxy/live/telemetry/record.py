@@ -172,7 +172,6 @@ class RequestRecord(Struct, omit_defaults=True):
         return end_ns - begin_ns
 
     def prefill_began(self, prefiller: str, now_s: float) -> None:
-        """Note the prefiller that is asked now."""
         self.prefiller = prefiller
         if self.prefill_started_ns is None:
             self.prefill_started_ns = int(now_s * 1e9 + 0.5)
@@ -195,7 +194,6 @@ class RequestRecord(Struct, omit_defaults=True):
         self.hint_source = "" if hint is None else hint.source
 
     def end(self, outcome: Outcome, reason: str, now_s: float) -> None:
-        """Note how the request ended now."""
         self.outcome, self.reason = outcome, reason
         self.ended_ns = int(now_s * 1e9 + 0.5)
 
@@ -265,7 +263,6 @@ class RecentRequests:
         self._kept: deque[RequestRecord] = deque(maxlen=KEPT)
 
     def request_ended(self, record: "RequestRecord") -> None:
-        """Keep a record, and pass it on."""
         self._kept.append(record)
         self._log.request_ended(record)
 

@@ -141,7 +141,6 @@ class Histogram:
         self.beside: Callable[[], tuple[list[int], float]] | None = None
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         new = self._new
         new.append(value)
         if len(new) >= _TOGETHER:
@@ -217,7 +216,6 @@ class Histograms:
         return histogram
 
     def total(self) -> Histogram:
-        """Return what all of them have counted together."""
         total = Histogram(self._bounds)
         for histogram in self.by_values.values():
             total.add(*histogram.counted())
@@ -259,7 +257,6 @@ class Registry:
         self._registry.register(self._histograms)
 
     def counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        """Return a new counter."""
         return Counter(f"balanceroute_{name}", documentation, labels, registry=self._registry)
 
     def histogram(self, name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:

@@ -232,9 +232,6 @@ class SpanExporter:
     """A log in front of another, which sends spans to one collector. `run` it, and `close` it at the end.
 
     Args:
-        log: The other one.
-        settings: Where and how.
-        endpoint: The collector.
         metrics: Told of what was exported and dropped.
         in_thread: Runs what takes long.
         rng: Spreads attempts that are repeated.
@@ -292,7 +289,6 @@ class SpanExporter:
             self.take(record)
 
     async def run(self) -> None:
-        """Export for ever."""
         while True:
             await self._some.wait()
             try:

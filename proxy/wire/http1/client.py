@@ -45,9 +45,6 @@ class Addresses:
 
     Args:
         host: A name or an address.
-        port: For the resolver.
-        loop: Runs the look-ups.
-        resolve: By default the loop's `getaddrinfo`.
         ttl_s: How long addresses are valid.
     """
 
@@ -172,7 +169,6 @@ class Endpoint:
 
     Args:
         host: A name or an address.
-        port: The engine's port.
         loop: By default the running one.
         ssl: For TLS; its settings determine how the engine is verified.
         host_header: By default the host and port.
@@ -298,11 +294,9 @@ class Endpoint:
     # Called by connections.
 
     def opened(self) -> None:
-        """Count a connection."""
         self._open += 1
 
     def lost(self, connection: ClientConnection) -> None:
-        """Remove a connection."""
         self._open -= 1
         self._idle.pop(connection, None)
         self._stop_sweep()
@@ -518,7 +512,6 @@ class ResponseRoom:
             longest.end(f"responses are larger than {self._limit_bytes} bytes together")
 
     def release(self, collector: "_Collector") -> None:
-        """Count a response no more."""
         if collector in self._collectors:
             del self._collectors[collector]
             self.held -= collector.size

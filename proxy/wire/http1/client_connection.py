@@ -109,7 +109,6 @@ class Call(Struct, eq=False):
                 self.connection.pause_reading()
 
     def resume(self) -> None:
-        """Continue reading."""
         if self.paused and not self.done:
             self.paused = False
             if self.connection is not None:

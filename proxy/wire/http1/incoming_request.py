@@ -17,7 +17,6 @@ class IncomingBody:
     """The bodies of one connection, one after the other.
 
     Args:
-        budget: The budget of all connections.
         limit: The most bytes of one body.
     """
 
@@ -35,7 +34,6 @@ class IncomingBody:
 
     @property
     def size(self) -> int:
-        """Bytes that have arrived."""
         return self._buffer.tell()
 
     def check_length(self, length: int) -> None:
@@ -45,7 +43,6 @@ class IncomingBody:
         self._budget.check(length)
 
     def begin(self, head: RequestHead) -> None:
-        """Start the body of a request."""
         self._length = head.content_length or 0
         self._decoder = ChunkedDecoder() if head.chunked else None
         self._buffer = BytesIO()
@@ -88,7 +85,6 @@ class IncomingBody:
         self._budget.used += size
 
     def release(self) -> None:
-        """Release the present body from the budget."""
         self._budget.used -= self._held
         self._held = 0
 
@@ -172,8 +168,6 @@ class IncomingRequest:
     """The requests of one connection, one after the other.
 
     Args:
-        limits: What is accepted.
-        bodies: The budget for the bodies of all connections.
         clock: Seconds.
     """
 
@@ -211,7 +205,6 @@ class IncomingRequest:
         self._skip_blank = True
 
     def begin(self) -> None:
-        """Begin a further request."""
         if self.charged:
             self._release_waiting()
         self.begun = True
@@ -323,7 +316,6 @@ class IncomingRequest:
         return self.body_due_s + self._limits.body_timeout_s
 
     def release_body(self) -> None:
-        """Release the body from the budget."""
         self._body.release()
 
     def finish(self) -> None:

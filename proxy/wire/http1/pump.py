@@ -264,7 +264,6 @@ class Pump:
 
     @property
     def away(self) -> int:
-        """Streams that are away."""
         return len(self._lent)
 
     @property

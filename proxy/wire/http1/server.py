@@ -42,12 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Handshake(asyncio.Protocol):
-    """One handshake; see `SweptConnection`. Its connection takes its place.
-
-    Args:
-        service: What the connections share.
-        context: For TLS.
-    """
+    """One handshake; see `SweptConnection`. Its connection takes its place."""
 
     __slots__ = ("_begun_s", "_context", "_is_served", "_own", "_service", "_shaking", "deadline_s")
 
@@ -199,7 +194,6 @@ class Listener:
             raise
 
     def close(self) -> None:
-        """Close the sockets."""
         self._closed = True
         self._close_servers()
         for one in self._spares:
@@ -221,7 +215,6 @@ _BACKLOG = 2048
 def plain_refusal(
     rejection: Rejection, head: RequestHead | None, peer: str
 ) -> tuple[Headers, bytes]:
-    """Render a rejection as plain JSON."""
     del head, peer
     error = {"code": rejection.status, "message": rejection.message}
     headers = [(b"content-type", b"application/json"), *rejection.headers]
@@ -358,7 +351,6 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """Open connections."""
         return 0 if self._service is None else len(self._service.connections)
 
     @property

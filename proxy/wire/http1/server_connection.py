@@ -99,7 +99,6 @@ class Http1Reply(ReplyState[ReplyTransport]):
         self._chunked = False
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
@@ -128,7 +127,6 @@ class Http1Reply(ReplyState[ReplyTransport]):
         self.started = True
 
     def comment(self, headers: Headers, data: bytes, late: Late) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         if self._late is None and not self.started:
@@ -167,7 +165,6 @@ class Http1Reply(ReplyState[ReplyTransport]):
         self._write(data)
 
     def end(self) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         assert self.started, "start the reply first"

@@ -187,7 +187,6 @@ class ConnectionLimit:
         return self._to_reject.get(newcomer)
 
     def leave(self, connection: Evictable, *, served: bool) -> None:
-        """Remove a lost connection."""
         if not served:
             self._to_reject.pop(connection, None)
             return
@@ -393,7 +392,6 @@ class Service:
         return self.limit.take_place(connection, of)
 
     def remove(self, connection: SweptConnection, *, served: bool) -> None:
-        """Remove a lost connection."""
         del self.connections[connection]
         if self._waiting.pop(connection, None) is None:
             self.limit.leave(connection, served=served)
@@ -410,7 +408,6 @@ class Service:
         return [] if self._common is None else self._common(headers)
 
     def common_fields(self, headers: Headers) -> bytes:
-        """Return them as lines."""
         return b"" if self._common is None else encode_fields(self._common(headers))
 
     def last_answer(

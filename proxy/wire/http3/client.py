@@ -44,7 +44,6 @@ class Trust:
     cafile: str | None = None  # A file of authorities; None for the system's.
 
     def apply(self, configuration: QuicConfiguration) -> None:
-        """Have a connection trust them."""
         paths = ssl.get_default_verify_paths()
         if self.cafile is not None:
             configuration.load_verify_locations(cafile=self.cafile)
@@ -66,7 +65,6 @@ class Http3Call:
         self.sent = self.answered = self.done = False
 
     def abort(self) -> None:
-        """See `Calling`."""
         if self.done:
             return
         self.done = True
@@ -87,7 +85,6 @@ class Http3Endpoint:
     Args:
         host: A name or an address.
         port: The server's UDP port.
-        trust: Whose certificates are trusted.
         order: In which requests are sent; see `STREAM_ORDERS`.
         standing: Returns the standing of a request by its headers and the present time.
         connect_timeout_s: Until a connection is open.
@@ -120,7 +117,6 @@ class Http3Endpoint:
     def request(
         self, method: bytes, target: bytes, headers: Headers, body: bytes, handler: ResponseHandler
     ) -> Http3Call:
-        """See `Caller`."""
         fields = [
             *((b":method", method), (b":scheme", b"https"), (b":authority", self._authority)),
             (b":path", target),
@@ -139,7 +135,6 @@ class Http3Endpoint:
         return call
 
     def close(self) -> None:
-        """See `Caller`."""
         self._closed = True
         if self._opening is not None:
             self._opening.cancel()

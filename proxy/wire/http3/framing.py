@@ -50,7 +50,6 @@ class Framing(H3Connection):
     No dynamic table is kept for what the peer sends: a table lets a few bytes stand for any number.
 
     Args:
-        quic: The connection.
         head_limit_bytes: The largest field section that is accepted.
     """
 
@@ -66,7 +65,6 @@ class Framing(H3Connection):
             stream.receiving_ended = True
 
     def release(self, stream_id: int) -> None:
-        """Forget a stream."""
         self._stream.pop(stream_id, None)
 
     def send_goaway(self, stream_id: int) -> None:
@@ -76,7 +74,6 @@ class Framing(H3Connection):
 
     @property
     def control_stream(self) -> int:
-        """The stream of SETTINGS and GOAWAY."""
         assert self._local_control_stream_id is not None
         return self._local_control_stream_id
 

@@ -257,7 +257,6 @@ class Http3ServerConnection:
     # What happens.
 
     def on_event(self, event: QuicEvent) -> None:
-        """See `Carried`."""
         match event:
             case HandshakeCompleted():
                 self._begin()
@@ -278,7 +277,6 @@ class Http3ServerConnection:
                 pass
 
     def on_progress(self) -> None:
-        """See `Carried`."""
         for stream in [one for one in self._streams.values() if one.paused or one.has_left]:
             stream.resume()
             if stream.has_left:
@@ -299,7 +297,6 @@ class Http3ServerConnection:
         service.add(self, self._host)
 
     def placed(self, *, is_served: bool) -> None:
-        """See `SweptConnection`."""
         self._is_served = is_served
         if not is_served:
             self.rejection = self.service.limit.rejection(self)
@@ -387,7 +384,6 @@ class Http3ServerConnection:
     # Called by the streams.
 
     def began(self, stream: ServerStream, head: RequestHead) -> None:
-        """See `StreamOwner`."""
         number, now_s = stream.number, self.service.loop.time()
         standing = self._priorities.standing(head.headers, now_s)
         level = self._early_levels.pop(number, None)
@@ -399,36 +395,29 @@ class Http3ServerConnection:
             self._timers[number] = call_at(standing.deadline_s, self._run_out, stream)
 
     def send_head(self, stream_id: int, fields: Headers, *, end: bool) -> None:
-        """See `StreamOwner`."""
         self._framing.send_headers(stream_id, fields, end_stream=end)
         self._carrier.send_soon()
 
     def send_data(self, stream_id: int, data: bytes, *, end: bool) -> None:
-        """See `StreamOwner`."""
         self._framing.send_data(stream_id, data, end_stream=end)
         self._carrier.send_soon()
 
     def refuse_rest(self, stream_id: int) -> None:
-        """See `StreamOwner`."""
         self._framing.abandon(stream_id)
         self._quic.refuse_data(stream_id, ErrorCode.H3_NO_ERROR)
         self._carrier.send_soon()
 
     def reset(self, stream_id: int) -> None:
-        """See `StreamOwner`."""
         self._quic.reset_stream(stream_id, ErrorCode.H3_INTERNAL_ERROR)
         self._carrier.send_soon()
 
     def unsent(self, stream_id: int) -> int:
-        """See `StreamOwner`."""
         return self._quic.unsent(stream_id)
 
     def unacknowledged(self, stream_id: int) -> int:
-        """See `StreamOwner`."""
         return self._quic.unacknowledged(stream_id)
 
     def left(self, stream: ServerStream) -> None:
-        """See `StreamOwner`."""
         self._carrier.send_soon()
 
     # Called by the server.
@@ -451,7 +440,6 @@ class Http3ServerConnection:
         return loss_of_head(self._idle_since_s, now_s, begun=False)
 
     def evict(self) -> bool:
-        """See `Evictable`."""
         if self.gives_way(self.service.loop.time()) is None:
             return False
         if self._streams:
@@ -461,7 +449,6 @@ class Http3ServerConnection:
         return True
 
     def end(self, idle_s: float) -> None:
-        """See `SweptConnection`."""
         if self._turned_away is None:
             self._turn_away(self._numbers.end)
         if not self._numbers.complete:

@@ -49,7 +49,6 @@ class Http3Reply(ReplyState[ReplyStream]):
         self._common = common
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
@@ -68,7 +67,6 @@ class Http3Reply(ReplyState[ReplyStream]):
         self._finish()
 
     def start(self, status: int, headers: Headers) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         assert not self.started, "this reply is streamed"
@@ -77,7 +75,6 @@ class Http3Reply(ReplyState[ReplyStream]):
         self.started = True
 
     def comment(self, headers: Headers, data: bytes, late: Late) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         if self._late is None and not self.started:
@@ -91,7 +88,6 @@ class Http3Reply(ReplyState[ReplyStream]):
         self._transport.send_head(fields, end=False)
 
     def write(self, data: bytes) -> None:
-        """See `Reply`."""
         if self.closed or not data:
             return
         assert self.started or self.commented, "start the reply first"
@@ -99,7 +95,6 @@ class Http3Reply(ReplyState[ReplyStream]):
             self._send(data, end=False)
 
     def end(self) -> None:
-        """See `Reply`."""
         if self.closed:
             return
         assert self.started, "start the reply first"
@@ -286,11 +281,9 @@ class ServerStream:
     # What the application writes.
 
     def send_head(self, fields: Headers, *, end: bool) -> None:
-        """See `ReplyStream`."""
         self._owner.send_head(self.number, fields, end=end)
 
     def send_data(self, data: bytes, *, end: bool) -> None:
-        """See `ReplyStream`."""
         self._written += len(data)
         self._owner.send_data(self.number, data, end=end)
         waiting = self._owner.unsent(self.number)
@@ -300,16 +293,13 @@ class ServerStream:
                 self._reply.on_pause()
 
     def answered(self) -> None:
-        """See `ReplyStream`."""
         self._reply = None
         self._leave()
 
     def release_body(self) -> None:
-        """See `ReplyStream`."""
         self._body.release()
 
     def cut(self, *, flush: bool) -> None:
-        """See `ReplyStream`."""
         self._reply = None
         self.cut_when_sent = flush and self._owner.unacknowledged(self.number) > 0
         if not self.cut_when_sent:
@@ -327,7 +317,6 @@ class ServerStream:
                 self._reply.on_resume()
 
     def gives_way(self, now_s: float) -> tuple[Loss, float] | None:
-        """See `Evictable`."""
         match self._stage:
             case _Stage.HEAD:
                 begun_s = self.deadline_s - self._owner.service.limits.header_timeout_s

@@ -54,7 +54,6 @@ class OrderedConnection(QuicConnection):
     """A connection that sends its streams in an order of `STREAM_ORDERS`.
 
     Args:
-        order: Its name.
         streams: How many streams the peer may have open at a time.
         options: See `QuicConnection`. Its configuration's `max_data` and `max_stream_data` are how many
             bytes a peer may be ahead of what was taken, in all and in one stream.
@@ -80,11 +79,9 @@ class OrderedConnection(QuicConnection):
         self._queue.changed = True
 
     def leave(self, stream_id: int) -> None:
-        """Forget the standing of a stream."""
         self._standings.pop(stream_id, None)
 
     def standing(self, stream_id: int) -> StreamStanding:
-        """Return the standing of a stream."""
         return self._standings.get(stream_id, USUAL)
 
     def key_of(self, stream: QuicStream) -> tuple[float, ...]:
@@ -236,13 +233,7 @@ class Carried(Protocol):
 
 
 class Carrier:
-    """Drives a connection.
-
-    Args:
-        quic: The connection.
-        datagrams: What it is sent over.
-        loop: Its clock and timers.
-    """
+    """Drives a connection."""
 
     carried: Carried  # Takes its events; set before the first datagram.
 
@@ -259,7 +250,6 @@ class Carrier:
         self._stopped = False
 
     def receive(self, data: bytes, address: NetworkAddress) -> None:
-        """Take a datagram."""
         self.heard_s = self._loop.time()
         try:
             self.quic.receive_datagram(data, address, now=self.heard_s)
@@ -276,7 +266,6 @@ class Carrier:
             self._sending = self._loop.call_soon(self._send)
 
     def send(self) -> None:
-        """Send what waits."""
         if self._sending is not None:
             self._sending.cancel()
         self._send()

@@ -51,9 +51,7 @@ class QuicEndpoint(asyncio.DatagramProtocol):
     """The server's side of one UDP socket.
 
     Args:
-        loop: The running one.
         configuration: Returns what the next connection is to have.
-        make: See `Make`.
         accepts: Whether newcomers are taken now.
         order: In which the streams of a connection are sent; see `STREAM_ORDERS`.
         streams: How many of them a client may have open.
