@@ -125,7 +125,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_550, 34),
     "proxy/wire": (7_050, 23),
-    "proxy/live": (33_500, 106),
+    "proxy/live": (33_450, 106),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (4_500, 21),
     "predictors": (3_750, 11),

@@ -13,9 +13,9 @@ from balanceroute.proxy.live.control.admin import (
     MAX_BODY_BYTES,
     Admin,
     Control,
-    Orders,
 )
 from balanceroute.proxy.live.control.pages import GroupOrdering
+from balanceroute.proxy.live.control.roster import EngineOrders
 from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway
 from balanceroute.proxy.live.frontend.request_head import Clients
@@ -156,7 +156,7 @@ class AdminListener:
         self,
         config: "ProxyConfig",
         control: Control,
-        engines: Orders,
+        engines: EngineOrders,
         page_of_metrics: Callable[[], bytes],
         groups: GroupOrdering | None = None,
     ) -> None:

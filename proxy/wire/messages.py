@@ -6,6 +6,7 @@ BalanceRouteError
 └── UnsafeHeaderError    a header that must not be written; nothing was sent
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -417,8 +418,8 @@ class AnyTransport(Protocol):
 TransportT = TypeVar("TransportT", bound=AnyTransport)
 
 
-class ReplyState(Generic[TransportT]):
-    """How far a reply is, and whom it tells; see `Reply`.
+class ReplyState(ABC, Generic[TransportT]):
+    """How far a reply is, and whom it tells; see `Reply`. How it is framed is a subclass's.
 
     Args:
         transport: Its connection or stream.
@@ -462,12 +463,61 @@ class ReplyState(Generic[TransportT]):
         if not self.closed:
             self._transport.release_body()
 
+    def send(self, status: int, headers: Headers, body: bytes) -> None:
+        if self.closed:
+            return
+        assert not self.started, "this reply is streamed"
+        if self._late is not None:
+            self.write(self._late(status, body))
+            self.abort()
+            return
+        self._whole(status, headers, body)
+        self._finish()
+
+    def start(self, status: int, headers: Headers) -> None:
+        if self.closed:
+            return
+        assert not self.started, "this reply is streamed"
+        if self._late is None:
+            self._begin(status, headers)
+        self.started = True
+
+    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
+        if self.closed:
+            return
+        if self._late is None and not self.started:
+            self._begin(200, headers)
+            self._late = late
+        self.write(data)
+
+    def end(self) -> None:
+        if self.closed:
+            return
+        assert self.started, "start the reply first"
+        self._last()
+        self._finish()
+
     def lose_client(self) -> None:
         """Note that the client is gone; only the transport calls this."""
         on_closed = self.on_closed
         self._close()
         if on_closed is not None:
             on_closed()
+
+    @abstractmethod
+    def write(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None: ...
+
+    @abstractmethod
+    def _whole(self, status: int, headers: Headers, body: bytes) -> None: ...
+
+    @abstractmethod
+    def _begin(self, status: int, headers: Headers) -> None: ...
+
+    @abstractmethod
+    def _last(self) -> None: ...
 
     def _finish(self) -> None:
         self._close()

@@ -69,6 +69,7 @@ from balanceroute.proxy.live.control.pages import (
 )
 from balanceroute.proxy.live.control.pages import PATHS as PAUSE_PATHS
 from balanceroute.proxy.live.control.pausing import Pausing
+from balanceroute.proxy.live.control.roster import EngineOrders
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
 from balanceroute.proxy.live.security import Secret, check_host
@@ -95,36 +96,6 @@ _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 _ID_DIGITS = 16
 
 
-class Orders(Protocol):
-    """Who adds and removes engines; raises as `Control` does."""
-
-    async def add(
-        self,
-        role: Role,
-        url: str,
-        *,
-        ranks: int | None,
-        bootstrap: str | None,
-        group: str | None = None,
-        kv_events: str | None = None,
-        kv_replay: str | None = None,
-    ) -> None:
-        """Add an instance, to one of several groups."""
-        ...
-
-    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
-        """Send nothing new to an instance, and have it left after `deadline_s`; None for never."""
-        ...
-
-    def remove_when_idle(self, role: Role, url: str) -> None:
-        """Drain an instance, have its requests go on elsewhere, and forget it once it has none."""
-        ...
-
-    def remove(self, role: Role, url: str, *, force: bool) -> None:
-        """Forget an instance; `force` ends what is in flight there."""
-        ...
-
-
 class InstanceRows:
     """The rows of all instances, made once for all that wait for some of them.
 
@@ -147,7 +118,7 @@ class InstanceRows:
 class Workers:
     """Lists, adds and removes engines."""
 
-    def __init__(self, engines: Orders, rows: InstanceRows) -> None:
+    def __init__(self, engines: EngineOrders, rows: InstanceRows) -> None:
         self._engines = engines
         self._rows = rows
 
@@ -187,7 +158,7 @@ class Workers:
         """
         row = self._row(path)
         role, url = Role(row["role"]), str(row["url"])
-        self._engines.remove_when_idle(role, url)
+        self._engines.having(role, url).remove_when_idle(role, url)
         return _accepted(role.value, url)
 
     def _row(self, path: bytes) -> dict[str, object]:
@@ -294,7 +265,7 @@ class Admin:
     def __init__(
         self,
         control: Control,
-        engines: Orders,
+        engines: EngineOrders,
         *,
         groups: GroupOrdering | None = None,
         page_of_metrics: Callable[[], bytes],
@@ -485,7 +456,7 @@ class Admin:
         deadline_s = seconds_of(order, "deadline_s")
         if wait_s:
             self._check_places()
-        self._engines.drain(role, url, deadline_s=deadline_s)
+        self._engines.having(role, url).drain(role, url, deadline_s=deadline_s)
         _log.info("admin: drains an instance", extra=_where(request, order))
         if not wait_s:
             self._instances(request, reply)
@@ -521,7 +492,8 @@ class Admin:
         force = order.get("force", False)
         if not isinstance(force, bool):
             raise OrderRefusal(400, "force must be true or false", param="force")
-        self._engines.remove(*instance_of(order), force=force)
+        role, url = instance_of(order)
+        self._engines.having(role, url).remove(role, url, force=force)
         _log.info("admin: removed an instance", extra=_where(request, order))
         self._instances(request, reply)
 

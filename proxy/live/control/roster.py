@@ -696,7 +696,7 @@ async def _remove_idle(roster: Roster) -> None:
 
 
 class EngineOrders:
-    """Passes each order on to the group that it is about; see `Roster`.
+    """Finds the group that an order is about; see `Roster`.
 
     Args:
         rosters: Returns those of the groups by name, and that of a proxy without groups by "".
@@ -742,19 +742,7 @@ class EngineOrders:
             role, url, ranks=ranks, bootstrap=bootstrap, kv_events=kv_events, kv_replay=kv_replay
         )
 
-    def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
-        """Send nothing new to an instance; see `Roster.drain`."""
-        self._having(role, url).drain(role, url, deadline_s=deadline_s)
-
-    def remove_when_idle(self, role: Role, url: str) -> None:
-        """Drain an instance and forget it later; see `Roster.remove_when_idle`."""
-        self._having(role, url).remove_when_idle(role, url)
-
-    def remove(self, role: Role, url: str, *, force: bool) -> None:
-        """Forget an instance; see `Roster.remove`."""
-        self._having(role, url).remove(role, url, force=force)
-
-    def _having(self, role: Role, url: str) -> Roster:
+    def having(self, role: Role, url: str) -> Roster:
         """Return the roster that has an instance, or one that says that it has not."""
         rosters = list(self._rosters().values())
         target = Target(role, EngineUrl.parse(url).base)

@@ -104,7 +104,7 @@ class BudgetState:
     decisions: dict[str, int]  # How often each was taken.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """What listeners and connections hold. Counters are since start."""
 
@@ -143,8 +143,8 @@ class LimitsState:
     body_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Held):
     """Everything. Counters are since start."""
 
     policy: str
@@ -162,20 +162,10 @@ class Snapshot:
     step_s: float  # Running mean of the inferred time of a step; 0 before the first.
     idle_tokens: int  # Sum over the inferred steps of sum_g (max L - L_g).
     capacity_tokens: int  # Sum over the inferred steps of G x max L.
-    client_connections: int
-    engine_connections: int
     draining: bool
     rows_judged: int  # Predictions that came true or not.
     predictors: list[PredictorScores]  # The one in use first, then its shadows.
     budget: BudgetState | None = None  # None without one.
-    rejected_connections: dict[str, int] = field(default_factory=dict)  # By reason.
-    evicted_connections: int = 0  # For a newcomer.
-    body_bytes: int = 0  # Of requests that are being received or not answered yet.
-    rejected_bodies: int = 0  # For want of room for them.
-    pumped_streams: int = 0  # As of `Held`.
-    pumped_events: int = 0
-    pumped_bodies: int = 0
-    pumped_returns: dict[str, int] = field(default_factory=dict)
     requests: list[RequestState] = field(default_factory=list)  # Only if asked for.
     tenants: list[TenantState] = field(default_factory=list)
     still_ranks: int = 0  # Ranks that stand still, if none that has streams makes tokens; else 0.

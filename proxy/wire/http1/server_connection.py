@@ -41,7 +41,6 @@ from balanceroute.proxy.wire.messages import (
     AnyTransport,
     Headers,
     HttpRequest,
-    Late,
     MalformedError,
     Rejection,
     ReplyState,
@@ -98,14 +97,7 @@ class Http1Reply(ReplyState[ReplyTransport]):
         self._http_1_0 = http_1_0
         self._chunked = False
 
-    def send(self, status: int, headers: Headers, body: bytes) -> None:
-        if self.closed:
-            return
-        assert not self.started, "this reply is streamed"
-        if self._late is not None:
-            self.write(self._late(status, body))
-            self.abort()
-            return
+    def _whole(self, status: int, headers: Headers, body: bytes) -> None:
         length = b"" if status in WITHOUT_BODY else b"content-length: %d\r\n" % len(body)
         head = self._head(status, headers, length)
         if self._head_only or status in WITHOUT_BODY:
@@ -115,26 +107,9 @@ class Http1Reply(ReplyState[ReplyTransport]):
         else:
             body = head + body
         self._send(body)
-        self._finish()
-
-    def start(self, status: int, headers: Headers) -> None:
-        """Begin a streamed answer: chunked, or in HTTP/1.0 until the connection closes."""
-        if self.closed:
-            return
-        assert not self.started, "this reply is streamed"
-        if self._late is None:
-            self._begin(status, headers)
-        self.started = True
-
-    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
-        if self.closed:
-            return
-        if self._late is None and not self.started:
-            self._begin(200, headers)
-            self._late = late
-        self.write(data)
 
     def _begin(self, status: int, headers: Headers) -> None:
+        """Send the head: the body is chunked, or in HTTP/1.0 lasts until the connection closes."""
         if status in WITHOUT_BODY:
             head = self._head(status, headers, b"")
             self._head_only = True
@@ -164,13 +139,9 @@ class Http1Reply(ReplyState[ReplyTransport]):
         self.written += len(data)
         self._write(data)
 
-    def end(self) -> None:
-        if self.closed:
-            return
-        assert self.started, "start the reply first"
+    def _last(self) -> None:
         if self._chunked:
             self._send(_LAST_CHUNK)
-        self._finish()
 
     def abort(self) -> None:
         """Close the connection, so that the client sees an incomplete body."""

@@ -16,7 +16,6 @@ from balanceroute.proxy.wire.messages import (
     AnyTransport,
     Headers,
     HttpRequest,
-    Late,
     MalformedError,
     Rejection,
     ReplyState,
@@ -48,14 +47,7 @@ class Http3Reply(ReplyState[ReplyStream]):
         super().__init__(stream, head_only=head_only)
         self._common = common
 
-    def send(self, status: int, headers: Headers, body: bytes) -> None:
-        if self.closed:
-            return
-        assert not self.started, "this reply is streamed"
-        if self._late is not None:
-            self.write(self._late(status, body))
-            self.abort()
-            return
+    def _whole(self, status: int, headers: Headers, body: bytes) -> None:
         fields = self._fields(status, headers)
         if status not in WITHOUT_BODY:
             fields.append((b"content-length", b"%d" % len(body)))
@@ -64,23 +56,6 @@ class Http3Reply(ReplyState[ReplyStream]):
         self._transport.send_head(fields, end=not body)
         if body:
             self._send(body, end=True)
-        self._finish()
-
-    def start(self, status: int, headers: Headers) -> None:
-        if self.closed:
-            return
-        assert not self.started, "this reply is streamed"
-        if self._late is None:
-            self._begin(status, headers)
-        self.started = True
-
-    def comment(self, headers: Headers, data: bytes, late: Late) -> None:
-        if self.closed:
-            return
-        if self._late is None and not self.started:
-            self._begin(200, headers)
-            self._late = late
-        self.write(data)
 
     def _begin(self, status: int, headers: Headers) -> None:
         fields = self._fields(status, headers)
@@ -94,12 +69,8 @@ class Http3Reply(ReplyState[ReplyStream]):
         if not self._head_only:
             self._send(data, end=False)
 
-    def end(self) -> None:
-        if self.closed:
-            return
-        assert self.started, "start the reply first"
+    def _last(self) -> None:
         self._transport.send_data(b"", end=True)
-        self._finish()
 
     def abort(self) -> None:
         """Reset the stream, so that the client sees an incomplete answer."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,9 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, Response
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.control.roster import EngineOrders
 
 TOKEN = as_secret(b"admin-token")
 GOOD = [(b"authorization", b"Bearer admin-token")]
@@ -61,7 +65,7 @@ LIVE = RequestState(4, "r4", "decoding", 100, 7, 1.5, "http://p:8000", "http://d
 
 
 class Fleet:
-    """A Control, and its Orders, that remembers what it was told."""
+    """A Control, its EngineOrders, and their only roster, that remembers what it was told."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[object, ...]] = []
@@ -96,6 +100,10 @@ class Fleet:
         await self.gate.wait()
         more = filter(None, [group, kv_events, kv_replay])
         self._order("add", role, url, ranks, bootstrap, *more)
+
+    def having(self, role: Role, url: str) -> "Fleet":
+        del role, url
+        return self
 
     def drain(self, role: Role, url: str, *, deadline_s: float | None = None) -> None:
         self._order("drain", role, url, *([] if deadline_s is None else [deadline_s]))
@@ -177,7 +185,7 @@ class Bench:
         self.fleet = fleet or Fleet()
         self.admin = Admin(
             self.fleet,
-            self.fleet,
+            cast("EngineOrders", self.fleet),
             page_of_metrics=lambda: b"page 1\n",
             config={"port": 8000, "gamma": inf, "admin_token": TOKEN, "models": ("m",)},
             token=TOKEN if token else None,
