@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from balanceroute.proxy.live.engines.instances import DECODE_ROLE, PREFILL_ROLE, Role
+from balanceroute.proxy.live.engines.instances import DECODE_ROLE, PREFILL_ROLE, Role, Target
 from balanceroute.proxy.live.telemetry.registry import (
     MAX_ENGINES,
     MAX_REASONS,
@@ -23,7 +23,6 @@ from balanceroute.proxy.live.telemetry.registry import (
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.engine_url import Fault
-    from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 
 
@@ -31,7 +30,11 @@ MAX_STAGES = 8
 
 
 class DecisionMetrics:
-    """Counts decisions."""
+    """Counts decisions.
+
+    Attributes:
+        loop_lag: Told how late a timer of the event loop fired.
+    """
 
     def __init__(self, registry: Registry) -> None:
         self._stages = registry.histograms(
@@ -48,12 +51,11 @@ class DecisionMetrics:
             "Exceptions in the proxy's own decisions, which others took the place of.",
             "what",
         )
-        self._loop_lag = registry.histogram(
+        self.loop_lag = registry.histogram(
             "loop_lag_seconds", "Lateness of a timer of the event loop.", WORK_BOUNDS_S
-        )
+        ).observe
 
     def dispatched(self, stage: str, seconds: float) -> None:
-        """Count one dispatch decision and the time it took."""
         histogram = self._known.get(stage)
         if histogram is None:
             label = self._stage_label.of(stage)
@@ -65,10 +67,6 @@ class DecisionMetrics:
     def failed(self, what: str) -> None:
         """Count one exception in a decision of the proxy's own."""
         self._failures.labels(self._reason_label.of(what)).inc()
-
-    def loop_lag(self, seconds: float) -> None:
-        """Count how late a timer of the event loop fired."""
-        self._loop_lag.observe(seconds)
 
 
 # Metrics of engines: failed legs and scrapes, quarantines, late pulls, lost KV cache events.
@@ -190,6 +188,7 @@ class PredictorMetrics:
     Attributes:
         state_refused: Called for each saved state that could not be used.
         error: Told of each prediction that has come due by how many tokens it was off.
+        scored: Told of each batch of questions to all predictors how long it took.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -210,11 +209,11 @@ class PredictorMetrics:
             "Distance of a prediction from what the request had left.",
             TOKENS_BOUNDS,
         ).observe
-        self._scoring = registry.histogram(
+        self.scored = registry.histogram(
             "predictor_scoring_duration_seconds",
             "Time of asking all predictors, shadows too, for their scores alone.",
             WORK_BOUNDS_S,
-        )
+        ).observe
         for outcome in ("ok", "failed"):  # An alert finds no data in a sample that is absent.
             self._state_saves.labels(outcome)
 
@@ -223,12 +222,7 @@ class PredictorMetrics:
         self._refreshes.inc(count)
         self._refresh.observe(seconds)
 
-    def scored(self, seconds: float) -> None:
-        """Count one batch of questions to all predictors and the time it took."""
-        self._scoring.observe(seconds)
-
     def state_saved(self, *, ok: bool) -> None:
-        """Count one attempt to save what the predictor has learned."""
         self._state_saves.labels("ok" if ok else "failed").inc()
 
 
@@ -340,7 +334,6 @@ class EngineRequests(Collector):
         self._ended: Counter[tuple[Role, str, Outcome]] = Counter()
 
     def ended(self, record: "RequestRecord") -> None:
-        """Count a request whose outcome is set."""
         assert record.outcome is not None
         if record.prefiller:
             self._ended[

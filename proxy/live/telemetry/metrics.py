@@ -11,16 +11,14 @@ Rules:
 """
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from balanceroute import __version__
-from balanceroute.proxy.core.admission import TenantLimits
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.telemetry import registry as exposition
 from balanceroute.proxy.live.telemetry.component_metrics import (
@@ -40,31 +38,21 @@ from balanceroute.proxy.live.telemetry.request_metrics import (
     TenantMetrics,
 )
 from balanceroute.proxy.live.telemetry.snapshot import (
-    BudgetState,
-    EngineState,
-    LimitsState,
     PredictorScores,
-    PrefillerState,
-    RankState,
     Snapshot,
-    TenantState,
 )
 
 # The metrics that are read from a snapshot of the proxy's state: loads, queues, connections.
 
-_Row = TypeVar("_Row")
-# Name, meaning, and the field of the snapshot.
-_RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
-    ("rank_kv_tokens", "KV tokens on the rank.", attrgetter("kv_tokens")),
-    ("rank_bound_requests", "Requests bound to the rank.", attrgetter("bound")),
-    ("rank_started_requests", "Requests that the rank decodes.", attrgetter("started")),
-    ("rank_free_slots", "Slots that the rank has free.", attrgetter("free_slots")),
-    (
-        "rank_other_requests",
-        "Requests of others on the rank, as its engine tells.",
-        attrgetter("others"),
-    ),
-    ("rank_speed_ratio", "Speed that the rank counts with, 1 on average.", attrgetter("speed")),
+# Name, meaning, and the field of what is told of, or what tells it; None has no sample.
+_Rows = tuple[tuple[str, str, str | Callable[[Any], Any]], ...]
+_RANK_GAUGES: _Rows = (
+    ("rank_kv_tokens", "KV tokens on the rank.", "kv_tokens"),
+    ("rank_bound_requests", "Requests bound to the rank.", "bound"),
+    ("rank_started_requests", "Requests that the rank decodes.", "started"),
+    ("rank_free_slots", "Slots that the rank has free.", "free_slots"),
+    ("rank_other_requests", "Requests of others on the rank, as its engine tells.", "others"),
+    ("rank_speed_ratio", "Speed that the rank counts with, 1 on average.", "speed"),
     (
         "rank_doubts",
         "What speaks against the place of the rank's engine; the log and /admin/instances say it.",
@@ -77,23 +65,22 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[RankState], float]], ...] = (
         lambda rank: int(rank.status == "still"),
     ),
 )
-_PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...] = (
-    ("prefiller_probes", "Prefills that run on the prefiller.", attrgetter("probes")),
+_RANK_COUNTERS: _Rows = (
+    (
+        "progress_vetoes",
+        "Times a decode rank was left out, as it made no tokens while others did.",
+        "vetoes",
+    ),
+)
+_PREFILLER_GAUGES: _Rows = (
+    ("prefiller_probes", "Prefills that run on the prefiller.", "probes"),
     (
         "prefiller_direct_sequences",
         "Sequences of the requests that the prefiller does whole.",
-        attrgetter("direct"),
+        "direct",
     ),
-    (
-        "prefiller_held_tokens",
-        "KV tokens that the prefiller holds for requests.",
-        attrgetter("held_tokens"),
-    ),
-    (
-        "prefiller_utilisation_ratio",
-        "KV-cache use that the prefiller counts with.",
-        attrgetter("utilisation"),
-    ),
+    ("prefiller_held_tokens", "KV tokens that the prefiller holds for requests.", "held_tokens"),
+    ("prefiller_utilisation_ratio", "KV-cache use that the prefiller counts with.", "utilisation"),
     (
         "prefiller_doubts",
         "What speaks against the prefiller's place; the log and /admin/instances say it.",
@@ -101,48 +88,44 @@ _PREFILLER_GAUGES: tuple[tuple[str, str, Callable[[PrefillerState], float]], ...
     ),
     ("prefiller_open", "Whether the prefiller takes new prefills.", lambda one: int(one.open)),
 )
-_ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineState], float]], ...] = (
+_ENGINE_GAUGES: _Rows = (
     (
         "engine_waiting_requests",
         "Requests that wait in the engine, as it tells; mean over its ranks.",
-        attrgetter("waiting"),
+        "waiting",
     ),
     (
         "engine_running_requests",
         "Requests that run in the engine, as it tells; mean over its ranks.",
-        attrgetter("running"),
+        "running",
     ),
     (
         "engine_kv_cache_usage_ratio",
         "Share of its KV cache in use, as the engine tells; of its fullest rank.",
-        attrgetter("kv_cache_usage"),
+        "kv_cache_usage",
     ),
 )
-_LIMIT_GAUGES: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
-    ("batch_limit", "Slots of a rank.", attrgetter("batch")),
-    ("queue_limit", "Requests that may wait for a prefiller.", attrgetter("queue")),
+_LIMIT_GAUGES: _Rows = (
+    ("batch_limit", "Slots of a rank.", "batch"),
+    ("queue_limit", "Requests that may wait for a prefiller.", "queue"),
 )
-_LIMIT_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[LimitsState], float | None]], ...] = (
+_LIMIT_GAUGES_OF_ALL: _Rows = (
     (
         "connection_limit",
         "Connections of clients that are served; absent without a limit.",
-        attrgetter("connections"),
+        "connections",
     ),
-    ("body_budget_bytes", "Room for the bodies of requests.", attrgetter("body_bytes")),
+    ("body_budget_bytes", "Room for the bodies of requests.", "body_bytes"),
 )
-_TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantState], float]], ...] = (
-    ("tenant_requests_in_flight", "Requests of a tenant.", attrgetter("in_flight")),
-    ("tenant_requests_waiting", "Those that wait for an engine.", attrgetter("waiting")),
-    ("tenant_share_ratio", "A tenant's weight over those of all.", attrgetter("share")),
+_TENANT_GAUGES: _Rows = (
+    ("tenant_requests_in_flight", "Requests of a tenant.", "in_flight"),
+    ("tenant_requests_waiting", "Those that wait for an engine.", "waiting"),
+    ("tenant_share_ratio", "A tenant's weight over those of all.", "share"),
 )
 # Without a limit there is no sample.
-_TENANT_LIMITS: tuple[tuple[str, str, Callable[[TenantLimits], float | None]], ...] = (
-    (
-        "tenant_concurrency_limit",
-        "Requests that a tenant may have in flight.",
-        attrgetter("concurrency"),
-    ),
-    ("tenant_queue_limit", "Those that may wait for an engine.", attrgetter("queue_limit")),
+_TENANT_LIMITS: _Rows = (
+    ("tenant_concurrency_limit", "Requests that a tenant may have in flight.", "concurrency"),
+    ("tenant_queue_limit", "Those that may wait for an engine.", "queue_limit"),
     (
         "tenant_requests_per_minute_limit",
         "A tenant's rate of requests.",
@@ -155,113 +138,127 @@ _TENANT_LIMITS: tuple[tuple[str, str, Callable[[TenantLimits], float | None]], .
     ),
 )
 # Those of one deployment, and below those of the whole proxy.
-_GAUGES: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
-    ("oldest_pooled_seconds", "Age of the oldest pooled request.", attrgetter("oldest_pooled_s")),
-    (
-        "imbalance_tokens",
-        "Largest minus smallest KV load of the ranks.",
-        attrgetter("imbalance_tokens"),
-    ),
-    ("decode_step_seconds", "Mean inferred time of a decode step.", attrgetter("step_s")),
+_GAUGES: _Rows = (
+    ("oldest_pooled_seconds", "Age of the oldest pooled request.", "oldest_pooled_s"),
+    ("imbalance_tokens", "Largest minus smallest KV load of the ranks.", "imbalance_tokens"),
+    ("decode_step_seconds", "Mean inferred time of a decode step.", "step_s"),
     (
         "barrier_idle_ratio",
         "Share of rank time lost at the barrier in the latest five minutes.",
-        attrgetter("idle_ratio"),
+        "idle_ratio",
     ),
     (
         "decode_still_ranks",
         "Ranks that stand still, if none that has streams makes tokens; else 0.",
-        attrgetter("still_ranks"),
+        "still_ranks",
     ),
 )
-_GAUGES_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
-    ("client_connections", "Connections of clients.", attrgetter("client_connections")),
-    ("engine_connections", "Connections to engines.", attrgetter("engine_connections")),
+# Those that are absent where there is nothing to tell.
+_SKILL: _Rows = (
     (
-        "body_bytes",
-        "Bodies of requests that are being received or not answered yet.",
-        attrgetter("body_bytes"),
+        "predictor_skill_ratio",
+        "Share of a prediction that counts, by those that came true; absent while none does.",
+        "skill_share",
     ),
+)
+_POOL: _Rows = (
+    (
+        "pooled_lease_used_ratio",
+        "Largest share of its usable lease that a pooled request has used; absent without leases.",
+        "lease_used",
+    ),
+    (
+        "pool_limit",
+        "Requests that may be in prefill or in the pool; absent without a limit.",
+        "pool_limit",
+    ),
+)
+_BUDGET: _Rows = (
+    ("inflight_limit", "Requests that may be in flight per open rank.", "limit_per_rank"),
+    ("inflight_requests", "Requests in prefill, in the pool or in decode.", "in_flight"),
+    ("inflight_ttft_p99_seconds", "Time to first token that moves it.", "ttft_p99_s"),
+    ("inflight_step_p95_seconds", "Time of a step that moves it.", "step_p95_s"),
+)
+_GAUGES_OF_ALL: _Rows = (
+    ("client_connections", "Connections of clients.", "client_connections"),
+    ("engine_connections", "Connections to engines.", "engine_connections"),
+    ("body_bytes", "Bodies of requests that are being received or not answered yet.", "body_bytes"),
     ("draining", "Whether the proxy takes no new requests.", lambda state: int(state.draining)),
 )
-_COUNTERS_OF_ALL: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+_COUNTERS_OF_ALL: _Rows = (
     (
         "evicted_connections",
         "Client connections without a complete request that were closed for a newcomer.",
-        attrgetter("evicted_connections"),
+        "evicted_connections",
     ),
     (
         "rejected_bodies",
         "Requests refused because the bodies in flight left no room for theirs.",
-        attrgetter("rejected_bodies"),
+        "rejected_bodies",
     ),
     (
         "pumped_streams",
         "Times a stream was handed to the native library, which moves its ordinary events.",
-        attrgetter("pumped_streams"),
+        "pumped_streams",
     ),
-    ("pumped_events", "Events that it moved.", attrgetter("pumped_events")),
+    ("pumped_events", "Events that it moved.", "pumped_events"),
     (
         "pumped_bodies",
         "Large bodies of requests that the native library has read.",
-        attrgetter("pumped_bodies"),
+        "pumped_bodies",
     ),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[Snapshot], float]], ...] = (
+_COUNTERS: _Rows = (
     (
         "predictor_rows_judged",
         "Predictions that came true or not, of each predictor.",
-        attrgetter("rows_judged"),
+        "rows_judged",
     ),
-    ("decode_steps", "Decode steps inferred.", attrgetter("steps")),
-    (
-        "decode_standstills",
-        "Times no decode rank that had streams made tokens.",
-        attrgetter("standstills"),
-    ),
+    ("decode_steps", "Decode steps inferred.", "steps"),
+    ("decode_standstills", "Times no decode rank that had streams made tokens.", "standstills"),
     (
         "barrier_idle_tokens",
         "KV tokens that ranks had less than the fullest, summed over steps.",
-        attrgetter("idle_tokens"),
+        "idle_tokens",
     ),
     (
         "barrier_capacity_tokens",
         "Ranks times the KV tokens of the fullest, summed over steps.",
-        attrgetter("capacity_tokens"),
+        "capacity_tokens",
     ),
     (
         "rank_prefix_tokens",
         "Prompt tokens that ranks should have had in their prefix caches when they got the requests.",
-        attrgetter("kept_tokens"),
+        "kept_tokens",
     ),
 )
 
 
-_SCORES: tuple[tuple[str, str, Callable[[PredictorScores], float | None]], ...] = (
+_SCORES: _Rows = (
     ("predictor_active", "Whether the policy asks the predictor.", lambda one: int(one.active)),
     ("predictor_failed", "Whether the shadow predictor broke.", lambda one: int(one.failed)),
-    ("predictor_rows", "Judged predictions that the scores are of.", attrgetter("rows")),
-    ("predictor_auc_ratio", "ROC-AUC of finishing within the horizon.", attrgetter("auc")),
-    ("predictor_brier_ratio", "Brier score of the same.", attrgetter("brier")),
-    ("predictor_calibration_error_ratio", "Expected calibration error.", attrgetter("ece")),
+    ("predictor_rows", "Judged predictions that the scores are of.", "rows"),
+    ("predictor_auc_ratio", "ROC-AUC of finishing within the horizon.", "auc"),
+    ("predictor_brier_ratio", "Brier score of the same.", "brier"),
+    ("predictor_calibration_error_ratio", "Expected calibration error.", "ece"),
     (
         "predictor_remaining_error_tokens",
         "Mean error of the remaining length, where it was within the horizon.",
-        attrgetter("mae"),
+        "mae",
     ),
 )
-_DECILES: tuple[tuple[str, str, Callable[[PredictorScores], Sequence[float | None]]], ...] = (
+_DECILES = (
     (
         "predictor_decile_predicted_ratio",
         "Mean chance to finish within the horizon, by tenth of the scale.",
-        attrgetter("predicted"),
+        "predicted",
     ),
     (
         "predictor_decile_observed_ratio",
         "How often those requests finished within the horizon.",
-        attrgetter("observed"),
+        "observed",
     ),
-    ("predictor_decile_rows", "Rows in each tenth.", attrgetter("decile_rows")),
+    ("predictor_decile_rows", "Rows in each tenth.", "decile_rows"),
 )
 
 
@@ -294,34 +291,23 @@ class StateCollector(Collector):
             yield from _together({state.group: list(_of_deployment(state)) for state in states})
         # The same in each.
         state = states[0]
-        for name, documentation, state_value in _GAUGES_OF_ALL:
-            yield _family("gauge", name, documentation, [{}], [state_value(state)])
-        for name, documentation, state_value in _COUNTERS_OF_ALL:
-            yield _family("counter", name, documentation, [{}], [state_value(state)])
+        yield from _table(_GAUGES_OF_ALL, state)
+        yield from _table(_COUNTERS_OF_ALL, state, kind="counter")
         if tenants := state.tenants[:MAX_TENANTS]:
             labels = [{"tenant": one.name} for one in tenants]
-            yield from _gauges(_TENANT_GAUGES, labels, tenants)
-            for name, documentation, of_tenant in _TENANT_LIMITS:
-                yield _known(
-                    name, documentation, labels, [of_tenant(one.limits) for one in tenants]
-                )
+            yield from _table(_TENANT_GAUGES, *tenants, labels=labels)
+            yield from _table(_TENANT_LIMITS, *(one.limits for one in tenants), labels=labels)
         if state.limits is not None:
-            for name, documentation, limit in _LIMIT_GAUGES_OF_ALL:
-                yield _known(name, documentation, [{}], [limit(state.limits)])
-        rejected = state.rejected_connections
-        yield _family(
-            "counter",
+            yield from _table(_LIMIT_GAUGES_OF_ALL, state.limits)
+        yield _counts(
             "rejected_connections",
             "Client connections that were not served.",
-            [{"reason": reason} for reason in rejected],
-            list(rejected.values()),
+            *("reason", state.rejected_connections),
         )
-        yield _family(
-            "counter",
+        yield _counts(
             "pumped_returns",
             "Times a stream came back from the native library.",
-            [{"reason": reason} for reason in state.pumped_returns],
-            list(state.pumped_returns.values()),
+            *("reason", state.pumped_returns),
         )
         for name, documentation, count in self._process_counters:
             yield _family("counter", name, documentation, [{}], [count()])
@@ -332,19 +318,13 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
     ranks = [one for one in state.ranks if one.status != Status.REMOVED.value]
     prefillers = [one for one in state.prefillers if one.status != Status.REMOVED.value]
     # One label set for all metrics of a rank: the page escapes it once.
-    rank_labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
-    yield from _gauges(_RANK_GAUGES, rank_labels, ranks)
-    yield _family(
-        "counter",
-        "progress_vetoes",
-        "Times a decode rank was left out, as it made no tokens while others did.",
-        rank_labels,
-        [rank.vetoes for rank in ranks],
-    )
+    labels = [{"rank": str(rank.rank), "name": rank.name} for rank in ranks]
+    yield from _table(_RANK_GAUGES, *ranks, labels=labels)
+    yield from _table(_RANK_COUNTERS, *ranks, labels=labels, kind="counter")
     labels = [{"prefiller": str(one.prefiller), "name": one.name} for one in prefillers]
-    yield from _gauges(_PREFILLER_GAUGES, labels, prefillers)
+    yield from _table(_PREFILLER_GAUGES, *prefillers, labels=labels)
     labels = [{"role": one.role, "url": one.url} for one in state.engines]
-    yield from _gauges(_ENGINE_GAUGES, labels, state.engines)
+    yield from _table(_ENGINE_GAUGES, *state.engines, labels=labels)
     yield _family(
         "gauge",
         "live_requests",
@@ -352,28 +332,20 @@ def _of_deployment(state: Snapshot) -> Iterator[Metric]:
         [{"state": name} for name in ("queued", "prefilling", "pooled", "decoding")],
         [state.queued, state.prefilling, state.pooled, state.decoding],
     )
-    yield from _predictor_families(state.predictors, state.skill_share)
-    for name, documentation, state_value in _GAUGES:
-        yield _family("gauge", name, documentation, [{}], [state_value(state)])
-    for name, documentation, state_value in _COUNTERS:
-        yield _family("counter", name, documentation, [{}], [state_value(state)])
-    yield _known(
-        "pooled_lease_used_ratio",
-        "Largest share of its usable lease that a pooled request has used; absent without leases.",
-        [{}],
-        [state.lease_used],
-    )
-    yield _known(
-        "pool_limit",
-        "Requests that may be in prefill or in the pool; absent without a limit.",
-        [{}],
-        [state.pool_limit],
-    )
+    yield from _table(_SKILL, state)
+    yield from _predictor_families(state.predictors)
+    yield from _table(_GAUGES, state)
+    yield from _table(_COUNTERS, state, kind="counter")
+    yield from _table(_POOL, state)
     if state.limits is not None:
-        for name, documentation, limit in _LIMIT_GAUGES:
-            yield _known(name, documentation, [{}], [limit(state.limits)])
+        yield from _table(_LIMIT_GAUGES, state.limits)
     if state.budget is not None:
-        yield from _budget_families(state.budget)
+        yield from _table(_BUDGET, state.budget)
+        yield _counts(
+            "inflight_limit_decisions",
+            "Decisions on the limit, by what they were.",
+            *("decision", state.budget.decisions),
+        )
     built = {
         "version": __version__,
         "python": platform.python_version(),
@@ -395,82 +367,50 @@ def _together(by_group: Mapping[str, Sequence[Metric]]) -> Iterator[Metric]:
     yield from families.values()
 
 
-def _gauges(
-    gauges: Iterable[tuple[str, str, Callable[[_Row], float]]],
-    labels: list[dict[str, str]],
-    rows: Sequence[_Row],
-) -> Iterator[Metric]:
-    """Yield gauges of rows, each with its own labels."""
-    for name, documentation, value in gauges:
-        yield _family("gauge", name, documentation, labels, [value(row) for row in rows])
-
-
-def _budget_families(budget: BudgetState) -> Iterator[Metric]:
-    """Yield the limit on requests in flight, and what moves it."""
-    for name, documentation, value in (
-        ("inflight_limit", "Requests that may be in flight per open rank.", budget.limit_per_rank),
-        ("inflight_requests", "Requests in prefill, in the pool or in decode.", budget.in_flight),
-        ("inflight_ttft_p99_seconds", "Time to first token that moves it.", budget.ttft_p99_s),
-        ("inflight_step_p95_seconds", "Time of a step that moves it.", budget.step_p95_s),
-    ):
-        yield _known(name, documentation, [{}], [value])
-    yield _family(
-        "counter",
-        "inflight_limit_decisions",
-        "Decisions on the limit, by what they were.",
-        [{"decision": name} for name in budget.decisions],
-        list(budget.decisions.values()),
-    )
-
-
-def _predictor_families(
-    predictors: list[PredictorScores], skill_share: float | None
-) -> Iterator[Metric]:
+def _predictor_families(predictors: list[PredictorScores]) -> Iterator[Metric]:
     """Yield the scores; what is undefined has no sample."""
-    yield _known(
-        "predictor_skill_ratio",
-        "Share of a prediction that counts, by those that came true; absent while none does.",
-        [{}],
-        [skill_share],
-    )
-    labels = [{"predictor": one.name} for one in predictors]
-    by_decile = [
-        [{"predictor": one.name, "decile": str(decile)} for decile in range(len(one.predicted))]
+    yield from _table(_SCORES, *predictors, labels=[{"predictor": one.name} for one in predictors])
+    labels = [
+        {"predictor": one.name, "decile": str(decile)}
         for one in predictors
+        for decile in range(len(one.predicted))
     ]
-    for name, documentation, score in _SCORES:
-        yield _known(name, documentation, labels, map(score, predictors))
-    for name, documentation, by_tenth in _DECILES:
-        yield _known(
-            name,
-            documentation,
-            [label for of_one in by_decile for label in of_one],
-            [value for one in predictors for value in by_tenth(one)],
-        )
+    for name, documentation, field in _DECILES:
+        values = [value for one in predictors for value in getattr(one, field)]
+        yield _family("gauge", name, documentation, labels, values)
 
 
-def _known(
-    name: str, documentation: str, labels: list[dict[str, str]], values: Iterable[float | None]
-) -> Metric:
-    known = [
-        (label, value) for label, value in zip(labels, values, strict=True) if value is not None
-    ]
-    return _family(
-        "gauge", name, documentation, [label for label, _ in known], [value for _, value in known]
-    )
+def _table(
+    table: _Rows,
+    *told: object,
+    labels: Sequence[dict[str, str]] = ({},),
+    kind: str = "gauge",
+) -> Iterator[Metric]:
+    """Yield a family for each row of a table, with a sample of each that is told of."""
+    for name, documentation, field in table:
+        values = [getattr(one, field) if isinstance(field, str) else field(one) for one in told]
+        yield _family(kind, name, documentation, labels, values)
+
+
+def _counts(name: str, documentation: str, label: str, counts: Mapping[str, int]) -> Metric:
+    labels = [{label: value} for value in counts]
+    return _family("counter", name, documentation, labels, list(counts.values()))
 
 
 def _family(
     kind: str,
     name: str,
     documentation: str,
-    labels: list[dict[str, str]],
-    values: list[float],
+    labels: Sequence[dict[str, str]],
+    values: Sequence[float | None],
 ) -> Metric:
+    """Return one family; what is None has no sample."""
     family = Metric(f"balanceroute_{name}", documentation, kind)
     sample_name = f"{family.name}_total" if kind == "counter" else family.name
     family.samples = [
-        Sample(sample_name, label, value) for label, value in zip(labels, values, strict=True)
+        Sample(sample_name, label, value)
+        for label, value in zip(labels, values, strict=True)
+        if value is not None
     ]
     return family
 
@@ -504,11 +444,11 @@ class Metrics:
         """
         self._registry = registry = Registry()
         self.tenants = TenantMetrics()
-        registry.collect_from(self.tenants)
+        registry.register(self.tenants)
         self.groups = GroupMetrics()
-        registry.collect_from(self.groups)
+        registry.register(self.groups)
         self.aliases = AliasMetrics()
-        registry.collect_from(self.aliases)
+        registry.register(self.aliases)
         self.requests = RequestMetrics(
             registry, tenants=self.tenants, groups=self.groups, aliases=self.aliases
         )
@@ -517,7 +457,7 @@ class Metrics:
         self.predictors = PredictorMetrics(registry)
         self.decisions = DecisionMetrics(registry)
         self.traces = TraceMetrics(registry) if traces else None
-        registry.collect_from(
+        registry.register(
             StateCollector(
                 snapshots,
                 log_lines_dropped=log_lines_dropped,
@@ -529,7 +469,7 @@ class Metrics:
 
     def follow_handshakes(self, count: Callable[[], Handshakes]) -> None:
         """Export what becomes of handshakes of HTTP/3 too."""
-        self._registry.collect_from(HandshakeMetrics(count))
+        self._registry.register(HandshakeMetrics(count))
 
     def latencies(self) -> dict[str, Histogram]:
         """Return the histograms that show where time goes, by stage."""

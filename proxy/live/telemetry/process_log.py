@@ -77,7 +77,6 @@ class JsonFormatter(logging.Formatter):
         self._secrets = sorted(texts.union(self._secrets), key=lambda text: (-len(text), text))
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, without its newline."""
         message = self._clean(record.getMessage())
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),

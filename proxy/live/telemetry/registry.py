@@ -161,7 +161,6 @@ class Histogram:
         return self._counts.tolist(), self._total, self._refused
 
     def add(self, counts: Sequence[int], total: float, refused: int) -> None:
-        """Count what another histogram with the same buckets has counted."""
         self._counts += counts
         self._total += total
         self._refused += refused
@@ -253,6 +252,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self.register = self._registry.register  # Exports what a collector yields too.
         self._histograms = _HistogramCollector()
         self._registry.register(self._histograms)
 
@@ -270,10 +270,6 @@ class Registry:
         family = Histograms(f"balanceroute_{name}", documentation, bounds, *labels)
         self._histograms.families.append(family)
         return family
-
-    def collect_from(self, collector: Collector) -> None:
-        """Export what a collector yields too."""
-        self._registry.register(collector)
 
     def collect_process(self) -> None:
         """Export the process's own CPU time, memory and open files too."""

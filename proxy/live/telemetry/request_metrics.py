@@ -301,7 +301,7 @@ class RequestMetrics:
         )
         self._sums = [registry.counter(name, text) for _, name, text in _SUMMED]
         self._latencies, self._engines = _Latencies(registry), EngineRequests()
-        registry.collect_from(self._engines)
+        registry.register(self._engines)
         self._queue = registry.histogram(
             "request_queue_time_seconds", "Arrival to the first prefill.", REQUEST_BOUNDS_S
         )
@@ -347,9 +347,6 @@ class RequestMetrics:
         """Count a request that has ended.
 
         Its retries are not counted from here but one by one, as `LegMetrics.retry` reports them.
-
-        Args:
-            record: The request, with its outcome set.
         """
         self._count(record)
         self._latencies.observe(record, self._model(record))
@@ -451,13 +448,10 @@ class LegMetrics:
                 self._retries.labels(self._leg_label.of(leg), self._reason_label.of(fault.value))
 
     def retry(self, leg: str, reason: str) -> None:
-        """Count one leg sent again."""
         self._retries.labels(self._leg_label.of(leg), self._reason_label.of(reason)).inc()
 
     def abandoned_lease(self, reason: str) -> None:
-        """Count one KV lease given up before any rank pulled it."""
         self._abandoned_leases.labels(self._reason_label.of(reason)).inc()
 
     def kv_transfer_failed(self, prefiller: str, rank: str, reason: str) -> None:
-        """Count one decode leg that failed where the rank was to pull a KV cache."""
         self._kv_transfer_failures.labels(prefiller, rank, reason).inc()

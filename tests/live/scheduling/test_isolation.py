@@ -16,9 +16,7 @@ from balanceroute.proxy.live.request.relay import Relay
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.scheduling import driver as driver_module
 from balanceroute.proxy.live.scheduling.decisions import Decisions
-from balanceroute.proxy.live.telemetry.component_metrics import DecisionMetrics, PredictorMetrics
 from balanceroute.proxy.live.telemetry.record import Outcome
-from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from tests.live.conftest import Play, Site
@@ -190,14 +188,15 @@ def test_deadlines_go_on_though_one_sessions_deadline_raises(
 @pytest.mark.parametrize(
     ("metrics", "method"),
     [
-        (RequestMetrics, "ended"),
-        (DecisionMetrics, "loop_lag"),
-        (PredictorMetrics, "scored"),
-        (DecisionMetrics, "dispatched"),
+        ("requests", "ended"),
+        ("decisions", "loop_lag"),
+        ("predictors", "scored"),
+        ("predictors", "refreshed"),
+        ("decisions", "dispatched"),
     ],
 )
 def test_metrics_that_raise_end_nothing(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, metrics: type, method: str
+    play: "Play", monkeypatch: pytest.MonkeyPatch, metrics: str, method: str
 ) -> None:
     """No exception in a sweep, a tick or an end keeps others from being served."""
 
@@ -205,13 +204,13 @@ def test_metrics_that_raise_end_nothing(
         raise ZeroDivisionError
 
     async def scenario(site: "Site") -> None:
-        monkeypatch.setattr(metrics, method, fails)
+        monkeypatch.setattr(getattr(site.world.proxy.metrics, metrics), method, fails)
         asked = [site.send(COMPLETIONS, body(tokens=200)) for _ in range(8)]
         for one in asked:
             assert (await one.end()).status == 200
         driver = site.world.proxy.deployment.driver
         assert not driver.sessions
-        await driver.drained()
+        await driver.table.drained()
 
     play(scenario)
 
