@@ -6,9 +6,9 @@ What the head of a request rules out is rejected before its body is read.
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
 from msgspec import structs
@@ -29,13 +29,13 @@ from balanceroute.proxy.live.frontend.groups import (
 from balanceroute.proxy.live.frontend.refusals import Refusals
 from balanceroute.proxy.live.frontend.request_head import (
     EVERYBODY,
+    JSON_LINE,
     KEY_IS_GONE,
     NOT_FOUND,
     BadHintError,
     Clients,
     KnownHead,
     client_request_id,
-    engine_headers,
     engine_lines,
     expected_output_tokens,
     key_headers,
@@ -79,21 +79,16 @@ from balanceroute.proxy.live.request.leg_settings import check_direct
 from balanceroute.proxy.live.scheduling.driver import Arrival, Asked
 from balanceroute.proxy.live.security import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.live.telemetry.record import RequestRecord, read_parent
-from balanceroute.proxy.wire.http1.heads import encode_fields
-from balanceroute.proxy.wire.messages import Rejection
+from balanceroute.proxy.live.telemetry.record import Log, RequestRecord, Tracer, read_parent
+from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from balanceroute.proxy.live.frontend.groups import Alias, Group, Groups
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
-    from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 # The large bodies that are being read: a slice at a time, and all of them in turn.
@@ -103,12 +98,6 @@ if TYPE_CHECKING:
 
 Done = Callable[[RequestBody | BodyError], None]
 _Reading = Generator[None, None, RequestBody]
-
-
-class Waiting(Protocol):
-    """Who waits for a body."""
-
-    closed: bool  # The client is gone.
 
 
 def read_at_once(data: bytes) -> RequestBody | BodyError:
@@ -134,10 +123,10 @@ class BodyQueue:
 
     def __init__(self, pump: "Pump | None" = None) -> None:
         self._pump = pump
-        self._queue: deque[tuple[_Reading, Waiting, Done]] = deque()
+        self._queue: deque[tuple[_Reading, Reply, Done]] = deque()
         self._scheduled = False
 
-    def read(self, data: bytes, waiting: Waiting, done: Done, *, hashed: bool = False) -> None:
+    def read(self, data: bytes, waiting: "Reply", done: Done, *, hashed: bool = False) -> None:
         """Read a body; call `done`, at once if it is small, and not if the client is gone."""
         if len(data) > SMALL_BYTES:
             reading = read_in_slices(data, hashed=hashed, pump=self._pump)
@@ -145,7 +134,7 @@ class BodyQueue:
         else:
             done(read_at_once(data))
 
-    def _read_on(self, reading: _Reading, waiting: Waiting, done: Done) -> None:
+    def _read_on(self, reading: _Reading, waiting: "Reply", done: Done) -> None:
         result: RequestBody | BodyError
         try:
             next(reading)
@@ -432,7 +421,10 @@ class Gateway:
         if refused is not None:
             deny_model(partial(self.refusals.refuse, reply, record), *refused)
             return
-        headers = self._headers(request.headers, record.request_id, route.media)
+        kind = JSON_LINE
+        if route.media is Media.FORM:  # Which names the boundary.
+            kind = encode_fields([one for one in request.headers if one[0] == b"content-type"])
+        lines = self._lines(self._known(request), request.headers, record.request_id, kind)
         among = None if eligible is None else eligible.prefillers
         request = structs.replace(request, body=body)
 
@@ -441,7 +433,7 @@ class Gateway:
             self.refusals.limit(reply, record, refusal)
             return
         self.refusals.tell_allowances(reply, record)
-        group.pass_through(request, reply, headers, record, among)
+        group.pass_through(request, reply, lines, record, among)
 
     def _generate(self, request: "HttpRequest", reply: "Reply", record: RequestRecord) -> None:
         api, body = _GENERATION[request.path], request.body
@@ -556,7 +548,6 @@ class Gateway:
             asking.deny(503, f"no group of `{record.alias}` takes requests", retry_s=1)
 
     def _submit(self, asking: Asking, group: "Group") -> None:
-        """Give a request to a group, or refuse it."""
         shape, headers, tenant, record = asking.shape, asking.headers, asking.tenant, asking.record
         record.group, rare = group.name, asking.known.rare
         eligible = group.routes.eligible(shape.model) if group.routes.differ else None
@@ -628,21 +619,14 @@ class Gateway:
     def _tenant_of(self, headers: "Headers") -> Tenant:
         return self._clients.find(headers) or EVERYBODY
 
-    def _lines(self, known: KnownHead, headers: "Headers", request_id: str) -> bytes:
+    def _lines(
+        self, known: KnownHead, headers: "Headers", request_id: str, kind: bytes = JSON_LINE
+    ) -> bytes:
         """Return the header lines of every engine leg, written once for all of them."""
-        lines = engine_lines(request_id, self._key_line, known.lines)
+        lines = engine_lines(request_id, self._key_line, known.lines, kind=kind)
         if known.rare or self._tracer is not None:
             lines += encode_fields(trace_headers(headers))
         return lines
-
-    def _headers(self, headers: "Headers", request_id: str, media: Media) -> "Headers":
-        return engine_headers(
-            headers,
-            request_id=request_id,
-            media=media,
-            engine_key=self._engine_key,
-            keep_key=self._pass_authorization,
-        )
 
     def _reject(self, request: "HttpRequest", reply: "Reply", rejection: Rejection) -> None:
         headers, body = self.refusals.render(rejection, request, request.peer)

@@ -23,20 +23,18 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.engines.model_list import ServedModel
-from balanceroute.proxy.live.openai.routes import Media
+from balanceroute.proxy.live.engines.model_list import ModelList, ServedModel
+from balanceroute.proxy.live.openai.routes import Media, Route
 from balanceroute.proxy.model_choice import ArrivalRate, GroupOutlook
 
 if TYPE_CHECKING:
     import asyncio
 
     from balanceroute.proxy.core.admission import Refusal
-    from balanceroute.proxy.live.engines.model_list import ModelList
     from balanceroute.proxy.live.frontend.pass_through import PassThrough
     from balanceroute.proxy.live.frontend.refusals import Refusals, Tenancy
     from balanceroute.proxy.live.frontend.request_head import KnownHead
     from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.routes import Route
     from balanceroute.proxy.live.openai.shape import Api, Shape
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.request.shared import SessionContext
@@ -320,11 +318,7 @@ class ModelRoutes:
         self._warn()
 
     def eligible(self, model: str) -> Eligible | None:
-        """Return who can serve a model; None for all.
-
-        Args:
-            model: The `model` of a request; empty for any.
-        """
+        """Return who can serve a model; None for all."""
         if not self.differ or not model:
             return None
         return self._eligible.get(model, self._unlisted)
@@ -524,12 +518,10 @@ class ModelAttempt:
 
     @property
     def written(self) -> int:
-        """Bytes that were sent."""
         return self.inner.written
 
     @property
     def paused(self) -> bool:
-        """Whether the client reads too slowly."""
         return not self._given_up and self.inner.paused
 
     @property

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
-from balanceroute.proxy.live.engines.instances import Instances
+from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Target
 from balanceroute.proxy.live.frontend.refusals import Tenancy
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
@@ -38,23 +38,15 @@ from balanceroute.proxy.live.request.shared import (
     LegFailed,
     LegSucceeded,
 )
-from balanceroute.proxy.live.scheduling.driver import RetryBudget
-from balanceroute.proxy.live.telemetry.record import Outcome, Step
-from balanceroute.proxy.wire.messages import WireError, WireFault
+from balanceroute.proxy.live.scheduling.driver import Driver, RetryBudget
+from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord, Step, Trace
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError, WireFault
 
 if TYPE_CHECKING:
-    import asyncio
-
     from balanceroute.proxy.core.events import PrefillerId
-    from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.request.leg_settings import LegSettings
-    from balanceroute.proxy.live.request.shared import Suspects
-    from balanceroute.proxy.live.scheduling.driver import Driver
-    from balanceroute.proxy.live.telemetry.record import Log, RequestRecord, Trace
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.client import Call
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 # One request that one engine answers, and the way of its answer back to the client.
@@ -75,44 +67,15 @@ _NOT_IMPLEMENTED = 501
 _PLACES = frozenset({b"content-location", b"location"})
 
 
-class Owner(Protocol):
-    """What an exchange needs of `PassThrough`."""
-
-    @property
-    def legs(self) -> "LegSettings": ...
-    @property
-    def suspects(self) -> "Suspects": ...
-    @property
-    def clock(self) -> "Callable[[], float]": ...
-
-    def call_later(self, delay: float, callback: "Callable[[], None]") -> "asyncio.TimerHandle":
-        """Call back after so many seconds."""
-
-    def again(self, exchange: "SingleExchange", fault: Fault) -> bool:
-        """Send a request that failed to another prefiller; return whether there is one for it."""
-
-    def failed(self, target: "Target", fault: Fault, reason: str) -> None:
-        """Note that an engine failed."""
-
-    def succeeded(self, target: "Target") -> None:
-        """Note that an engine answered."""
-
-    def crashed(self, exchange: "SingleExchange", error: Exception) -> None:
-        """End a request whose handling failed."""
-
-    def ended(self, exchange: "SingleExchange", outcome: Outcome, reason: str) -> None:
-        """Note that the request is over."""
-
-
 class SingleExchange:
     """One request and its answer; see `ResponseHandler`."""
 
     def __init__(
         self,
-        owner: Owner,
+        owner: "PassThrough",
         request: "HttpRequest",
         reply: "Reply",
-        headers: "Headers",
+        headers: bytes,
         record: "RequestRecord",
         *,
         among: "frozenset[PrefillerId] | None" = None,
@@ -192,7 +155,6 @@ class SingleExchange:
         self._fail(status, reason, Outcome.REJECTED, retry_after=True)
 
     def refuse_suspect(self) -> None:
-        """Refuse it: it may be what kills engines."""
         self.record.refused_for = SUSPECTED
         self._fail(502, REASON, Outcome.REJECTED, for_good=True)
 
@@ -203,7 +165,6 @@ class SingleExchange:
             self._give_up()
 
     def crash(self) -> None:
-        """End it, as its handling failed."""
         self._abort()
         reason = "internal error; the proxy's log says more"
         self._fail(500, reason, Outcome.INTERNAL_ERROR)
@@ -223,7 +184,6 @@ class SingleExchange:
         self._streams = kind.lower().startswith(b"text/event-stream")
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the body."""
         self._progress_s = self._owner.clock()
         self._bytes += len(data)
         if self._bytes > self._owner.legs.answer_limit_bytes:
@@ -262,7 +222,6 @@ class SingleExchange:
         self._answered(error_words(body) if status >= 400 else "")
 
     def on_error(self, error: WireError) -> None:
-        """Take the failure of the response."""
         assert self._prefiller is not None
         self._call = None
         if error.kind is WireFault.STALE and not self._fresh and self._request is not None:
@@ -317,7 +276,6 @@ class SingleExchange:
         self._owner.failed(self._prefiller.target, Fault.TIMEOUT, reason)
 
     def client_left(self) -> None:
-        """End it: nobody waits for its answer."""
         self._abort()
         self._end(Outcome.CANCELLED, "")
 
@@ -481,14 +439,13 @@ class PassThrough:
 
     @property
     def in_flight(self) -> int:
-        """Requests not answered yet."""
         return len(self._running) + len(self._waiting)
 
     def __call__(
         self,
         request: "HttpRequest",
         reply: "Reply",
-        headers: "Headers",
+        headers: bytes,
         record: "RequestRecord",
         among: "frozenset[PrefillerId] | None",
     ) -> None:
@@ -535,11 +492,9 @@ class PassThrough:
         return True
 
     def failed(self, target: "Target", fault: "Fault", reason: str) -> None:
-        """Report a failure of an engine to the health checks."""
         self._intake.report(LegFailed(target, fault, reason))
 
     def succeeded(self, target: "Target") -> None:
-        """Report an answer of an engine to the health checks."""
         self._intake.report(LegSucceeded(target))
 
     def crashed(self, exchange: SingleExchange, error: Exception) -> None:

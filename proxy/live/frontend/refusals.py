@@ -19,19 +19,16 @@ from balanceroute.proxy.live.frontend.request_head import (
 )
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, NEVER_AGAIN, error_body
 from balanceroute.proxy.live.openai.routes import exact_path
-from balanceroute.proxy.live.request.shared import REASON, SUSPECTED
+from balanceroute.proxy.live.request.shared import REASON, SUSPECTED, SessionContext
 from balanceroute.proxy.live.security import Tenant
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import Log, Outcome, RequestRecord, Tracer
 from balanceroute.proxy.live.telemetry.snapshot import TenantState
-from balanceroute.proxy.wire.messages import Rejection
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.request.shared import SessionContext
-    from balanceroute.proxy.live.telemetry.record import Log, Tracer
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 BURST = 100
@@ -255,13 +252,11 @@ class Tenancy:
         *,
         beside: "Tenancy | None" = None,
     ) -> None:
-        tenants = tuple(tenants)
-        limits = _limits(tenants)
-        self._weights = {one.name: one.weight for one in tenants}
+        self._known = {one.name: one for one in tenants}
         other: Tenants | None = None if beside is None else beside._tenants
         accounts = None if other is None else other.accounts
         self._tenants: Tenants | None = (
-            Tenants(within, limits, now_ns(), accounts) if limits else None
+            Tenants(within, self._limits, now_ns(), accounts) if self._known else None
         )
         self.admission: Admission = self._tenants or within  # For the driver.
         self._now_ns = now_ns
@@ -269,9 +264,12 @@ class Tenancy:
     def change(self, tenants: Iterable[Tenant]) -> None:
         """Take other tenants and limits; see `Tenants.change`."""
         if self._tenants is not None:
-            tenants = tuple(tenants)
-            self._weights = {one.name: one.weight for one in tenants}
-            self._tenants.change(_limits(tenants), self._now_ns())
+            self._known = {one.name: one for one in tenants}
+            self._tenants.change(self._limits, self._now_ns())
+
+    @property
+    def _limits(self) -> dict[str, TenantLimits]:
+        return {name: one.limits for name, one in self._known.items()}
 
     def refuse_early(self, tenant: str) -> Limited | None:
         """Return why a request is rejected before its body is read, or None."""
@@ -307,7 +305,8 @@ class Tenancy:
         if self._tenants is None:
             return []
         # Who was removed has no share, and is here until the last request of it has ended.
-        all_weights = sum(self._weights.values()) or 1.0
+        weights = {name: one.weight for name, one in self._known.items()}
+        all_weights = sum(weights.values()) or 1.0
         return [
             TenantState(
                 name,
@@ -318,11 +317,7 @@ class Tenancy:
                     for unit, allowance in account.allowances(self._now_ns()).items()
                 },
                 limits=account.limits,
-                share=self._weights.get(name, 0.0) / all_weights,
+                share=weights.get(name, 0.0) / all_weights,
             )
             for name, account in self._tenants.accounts.items()
         ]
-
-
-def _limits(tenants: Iterable[Tenant]) -> dict[str, TenantLimits]:
-    return {one.name: one.limits for one in tenants}

@@ -5,14 +5,14 @@ headers, proxies' own headers and cookies cannot pass by being forgotten.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.routes import FORM, JSON, Media, Route, find
+from balanceroute.proxy.live.openai.routes import JSON, Media, Route, find
 from balanceroute.proxy.live.openai.urgency import (
     FIRST_TOKEN_DUE,
     Urgency,
@@ -21,17 +21,13 @@ from balanceroute.proxy.live.openai.urgency import (
     unreadable_deadline,
 )
 from balanceroute.proxy.live.security import Secret, Tenant, digest_of, matches_any
-from balanceroute.proxy.wire.http1.heads import encode_fields
-from balanceroute.proxy.wire.messages import Rejection
+from balanceroute.proxy.wire.http1.heads import RequestHead, encode_fields
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from balanceroute.proxy.core.admission import Allowance
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.shape import Api
-    from balanceroute.proxy.wire.http1.heads import RequestHead
-    from balanceroute.proxy.wire.messages import Headers, HttpRequest
 
 
 NOT_FOUND = Rejection(404, "Not Found")
@@ -48,11 +44,9 @@ _MAX_USER_AGENT = 128
 _PASSED = frozenset({b"user-agent", b"anthropic-version", b"anthropic-beta"})
 # Trace context (https://www.w3.org/TR/trace-context/) lets one trace span client and engine.
 _TRACE = frozenset({b"traceparent", b"tracestate"})
+JSON_LINE = b"content-type: application/json\r\n"
 # Answers are read here, for counts and errors, so no engine is to compress one.
-_PLAIN = (b"accept-encoding", b"identity")
-_ENGINE_LINES = (
-    b"content-type: application/json\r\nx-request-id: %b\r\naccept-encoding: identity\r\n"
-)
+_ENGINE_LINES = b"x-request-id: %b\r\naccept-encoding: identity\r\n"
 _TOKENS = re.compile(rb"[1-9][0-9]{0,8}")
 _OPEN_WEBSOCKETS = frozenset({b"GET", b"CONNECT"})
 _KEYS = frozenset({b"api-key", b"authorization", b"x-api-key"})
@@ -158,39 +152,15 @@ def check_json_body(headers: "Headers") -> Rejection | None:
     return None
 
 
-def engine_headers(
-    headers: "Sequence[tuple[bytes, bytes]]",
-    *,
-    request_id: str,
-    engine_key: Secret | None,
-    keep_key: bool,
-    media: Media = Media.JSON,
-) -> "Headers":
-    """Return the headers of every engine leg.
+def engine_lines(request_id: str, *more: bytes, kind: bytes = JSON_LINE) -> bytes:
+    """Return the header lines of every engine leg.
 
     Args:
-        headers: The client's.
         request_id: Names the request at the engine; vLLM makes the response's id of it.
-        engine_key: Bearer token for the engines; None for none.
-        keep_key: Whether the client's own key is for the engines, if they have no key of ours.
-        media: What the body is. A form's type is the client's own, since it names the boundary.
+        more: The lines of the other headers.
+        kind: That of what the body is.
     """
-    made: Headers = [(b"x-request-id", request_id.encode()), _PLAIN]
-    if media is FORM:
-        made += [(name, value) for name, value in headers if name == b"content-type"]
-    else:
-        made.insert(0, (b"content-type", b"application/json"))
-    return [
-        *made,
-        *key_headers(engine_key),
-        *passed_headers(headers, keep_key=keep_key and engine_key is None),
-        *trace_headers(headers),
-    ]
-
-
-def engine_lines(request_id: str, *more: bytes) -> bytes:
-    """Return the same for a body of JSON, as lines; `more` are those of the other headers."""
-    return b"".join((_ENGINE_LINES % request_id.encode(), *more))
+    return b"".join((kind, _ENGINE_LINES % request_id.encode(), *more))
 
 
 def key_headers(engine_key: Secret | None) -> "Headers":
@@ -475,13 +445,7 @@ class KnownHead(Struct, frozen=True):
 
 
 def know(head: "RequestHead | HttpRequest", clients: "Clients", *, keep_key: bool) -> KnownHead:
-    """Return what follows from a head.
-
-    Args:
-        head: The request, or its head.
-        clients: Tell whose it is.
-        keep_key: Whether the client's own key is for the engines.
-    """
+    """Return what follows from a head."""
     headers = head.headers
     route = find(head.path)
     tenant = clients.find(headers) if route is not None and route.keyed else EVERYBODY

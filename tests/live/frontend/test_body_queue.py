@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.wire.http1.pump import Pump
+    from balanceroute.proxy.wire.messages import Reply
 
 SMALL = b'{"prompt": "a"}'
 
@@ -35,6 +36,10 @@ class Reader:
     closed: bool = False
     results: list[RequestBody | BodyError] = field(default_factory=list)
 
+    @property
+    def reply(self) -> "Reply":
+        return cast("Reply", self)
+
     def take(self, result: RequestBody | BodyError) -> None:
         self.results.append(result)
 
@@ -47,8 +52,8 @@ async def rounds() -> None:
 def test_a_small_body_is_read_at_once() -> None:
     good, bad = Reader(), Reader()
     queue = BodyQueue()
-    queue.read(SMALL, good, good.take)
-    queue.read(b"[]", bad, bad.take)
+    queue.read(SMALL, good.reply, good.take)
+    queue.read(b"[]", bad.reply, bad.take)
     assert isinstance(good.results[0], RequestBody)
     assert isinstance(bad.results[0], BodyError)
 
@@ -57,9 +62,9 @@ def test_large_bodies_are_read_in_turn_and_in_many_rounds_of_the_loop() -> None:
     async def scenario() -> None:
         queue = BodyQueue()
         first, second, broken = Reader(), Reader(), Reader()
-        queue.read(large(90_000), first, first.take)
-        queue.read(large(50_000), second, second.take)
-        queue.read(large(60_000)[:-1], broken, broken.take)
+        queue.read(large(90_000), first.reply, first.take)
+        queue.read(large(50_000), second.reply, second.take)
+        queue.read(large(60_000)[:-1], broken.reply, broken.take)
         rounds = 0
         order: list[Reader] = []
         while len(order) < 3:
@@ -79,14 +84,14 @@ def test_a_body_that_nobody_waits_for_is_read_no_further() -> None:
     async def scenario() -> None:
         queue = BodyQueue()
         gone, there = Reader(), Reader()
-        queue.read(large(90_000), gone, gone.take)
-        queue.read(large(50_000), there, there.take)
+        queue.read(large(90_000), gone.reply, gone.take)
+        queue.read(large(50_000), there.reply, there.take)
         gone.closed = True
         await rounds()
         assert gone.results == []
         assert len(there.results) == 1
         # And it begins again after it was empty.
-        queue.read(large(50_000), there, there.take)
+        queue.read(large(50_000), there.reply, there.take)
         await rounds()
         assert len(there.results) == 2
 
