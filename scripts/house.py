@@ -124,8 +124,8 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_550, 34),
-    "proxy/wire": (7_050, 23),
-    "proxy/live": (33_450, 106),
+    "proxy/wire": (7_000, 23),
+    "proxy/live": (32_900, 106),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (4_500, 21),
     "predictors": (3_750, 11),

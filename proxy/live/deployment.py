@@ -22,13 +22,12 @@ from balanceroute.proxy.core.prefill import (
 from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
 from balanceroute.proxy.core.queueing import PREDICTING_ORDERS, QUEUE_ORDERS, fair_queueing
 from balanceroute.proxy.core.rank_memory import RankMemory as RankPrefixes
-from balanceroute.proxy.core.scheduler import Intake, Scheduler
+from balanceroute.proxy.core.scheduler import Intake, Scheduler, SchedulerConfig
 from balanceroute.proxy.live.connectors import BootstrapIdentity, make_connector
 from balanceroute.proxy.live.control.memory import KvCapacity, RankSlots
 from balanceroute.proxy.live.control.order_store import OrderedState, basis_of, ordered_state
 from balanceroute.proxy.live.control.roster import Roster, await_decoder
 from balanceroute.proxy.live.control.state import take_snapshot
-from balanceroute.proxy.live.discovery.sources import make_reconciler
 from balanceroute.proxy.live.engines.engine_facts import Identification
 from balanceroute.proxy.live.engines.engine_gauges import (
     EngineGauges,
@@ -49,7 +48,7 @@ from balanceroute.proxy.live.engines.kv_feed import KvEventSource, KvFeed, Subsc
 from balanceroute.proxy.live.engines.model_list import ModelList, ServedModels
 from balanceroute.proxy.live.engines.pairing import Pairing
 from balanceroute.proxy.live.engines.scrape import Scraper
-from balanceroute.proxy.live.environment import EngineConnections
+from balanceroute.proxy.live.environment import EngineConnections, Environment
 from balanceroute.proxy.live.frontend.groups import ModelRoutes
 from balanceroute.proxy.live.frontend.pass_through import PassThrough, PassThroughLimits
 from balanceroute.proxy.live.frontend.refusals import Tenancy
@@ -60,27 +59,28 @@ from balanceroute.proxy.live.prediction import (
     named,
     predictor_name,
 )
-from balanceroute.proxy.live.request.shared import Suspects
-from balanceroute.proxy.live.scheduling.decisions import DriverSettings, Observers, StageTimes
-from balanceroute.proxy.live.scheduling.driver import Driver, session_context
+from balanceroute.proxy.live.request.shared import SessionContext, StallWatch, Suspects
+from balanceroute.proxy.live.scheduling.decisions import (
+    SWEEP_S,
+    DriverSettings,
+    Observers,
+    StageTimes,
+)
+from balanceroute.proxy.live.scheduling.driver import Driver, UniqueTokens
 from balanceroute.proxy.live.scheduling.scraped_loads import OthersOnRanks, feed_loads
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer, prefill_server
 from balanceroute.proxy.live.telemetry.process_log import log_level, set_log_level
-from balanceroute.proxy.live.telemetry.snapshot import LimitsState
-from balanceroute.proxy.wire.messages import bracketed
+from balanceroute.proxy.live.telemetry.snapshot import Held, LimitsState, Snapshot
+from balanceroute.proxy.wire.messages import ServerLimits, bracketed
 
 if TYPE_CHECKING:
     from balanceroute.predictors.state import Savable
     from balanceroute.proxy.core.events import RankId
-    from balanceroute.proxy.core.scheduler import SchedulerConfig
     from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
-    from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.settings.declared import EngineSettings
     from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
     from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
-    from balanceroute.proxy.wire.messages import ServerLimits
 
 
 # The state of one deployment, as the admin page shows it and the metrics export it.
@@ -95,16 +95,7 @@ def snapshot_of(
     requests: bool,
     scores: bool,
 ) -> "Snapshot":
-    """Return the state of a deployment.
-
-    Args:
-        deployment: The deployment.
-        group: Its name; empty if it is the only one.
-        held: What the whole proxy holds.
-        limits: Of the whole proxy.
-        requests: Whether each live request is in it.
-        scores: Whether the predictors' scores are, which are expensive.
-    """
+    """Return the state of a deployment."""
     config = deployment.config
     return take_snapshot(
         deployment.driver,
@@ -140,14 +131,7 @@ async def follow_kv_events(
     subscribe: Subscribe,
     lost: "Callable[..., None]",
 ) -> None:
-    """Follow them for ever.
-
-    Args:
-        roster: Has the engines, and what was said of each.
-        ports: Where those publish that name no address.
-        subscribe: Takes the events.
-        lost: Called when events were lost.
-    """
+    """Follow them for ever."""
     sources, instances = asyncio.Queue[KvEventSource](), roster.instances
     followed: dict[RankId, KvEventSource] = {}
     async with asyncio.TaskGroup() as tasks:
@@ -270,7 +254,8 @@ class Deployment:
         self.roster = _make_roster(
             self.instances, config, connect, self.fetcher, unix_s=environment.unix_s
         )
-        clock = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        clock = self._loop.time
         self._stages = StageTimes(environment.stopwatch)
         self._keeper: StateKeeper | None = None
         self.predictors = self._make_predictors()
@@ -349,10 +334,7 @@ class Deployment:
             ordered=self.ordered,
         )
         if config.discovery.discover:
-            rng = environment.rng
-            self.discovery = make_reconciler(
-                config.discovery, roster, ordered, rng=rng, ask=self._found
-            )
+            self.discovery = self._make_discovery(ordered)
         # Before the drains, each of which has all of it kept anew.
         roster.deadlines.restore(ordered.deadlines)
         if ordered.paused:
@@ -414,7 +396,6 @@ class Deployment:
             self._keeper = None
 
     def quarantines(self) -> dict[Target, Quarantine]:
-        """Return the last quarantine of every engine."""
         return self.health.quarantines(self._environment.unix_s())
 
     def set_policy(self, name: str) -> None:
@@ -489,7 +470,6 @@ class Deployment:
         limit, local = config.aimd.settings, config.scheduling.local_prefill_tokens
         if limit is not None and inflight_limit is not None:
             limit = limit.beginning_at(inflight_limit)
-        connector = make_connector(config.engines.connector, callback=config.engines.metaserver_url)
         asked = local is not None or config.ranks_keep
         told, told_tokens = self.instances.rank_blocks, lambda: self.roster.memory.told_tokens
         prefixes = RankPrefixes(told_tokens, told) if asked else None
@@ -517,16 +497,7 @@ class Deployment:
                 observer=environment.observer,
             ),
             self.instances,
-            session_context(
-                connector,
-                config.legs,
-                rng=environment.rng,
-                uptime_s=environment.uptime_s,
-                observe_gap=self._metrics.legs.observe_itl,
-                max_model_len=self.models.max_model_len,
-                suspects=self._suspects,
-                pump=environment.pump,
-            ),
+            self._session_context(),
             Observers(
                 *(self.health, self.predictors, self._metrics, self._failures, environment.log),
                 stages=self._stages,
@@ -540,6 +511,29 @@ class Deployment:
             ),
             rng=environment.rng,
         )
+
+    def _session_context(self) -> SessionContext:
+        engines, environment, loop = self.config.engines, self._environment, self._loop
+        return SessionContext(
+            make_connector(engines.connector, callback=engines.metaserver_url),
+            self.config.legs,
+            clock=loop.time,
+            uptime_s=environment.uptime_s,
+            call_later=loop.call_later,
+            unique=UniqueTokens(environment.rng),
+            stalls=StallWatch(SWEEP_S, environment.uptime_s),
+            observe_gap=self._metrics.legs.observe_itl,
+            max_model_len=self.models.max_model_len,
+            suspects=self._suspects,
+            pump=environment.pump,
+        )
+
+    def _make_discovery(self, ordered: OrderedState) -> "Reconciler":
+        # Here, so that nothing of it is loaded where nothing is found so.
+        from balanceroute.proxy.live.discovery.sources import make_reconciler  # noqa: PLC0415
+
+        settings, rng = self.config.discovery, self._environment.rng
+        return make_reconciler(settings, self.roster, ordered, rng=rng, ask=self._found)
 
     def _reconfigure(self) -> None:
         self.driver.scheduler.reconfigure(self._scheduler_config(), self._make_policy())

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
+
+from balanceroute.proxy.wire.http1.server import Server
 
 _log = logging.getLogger(__name__)
 
@@ -60,23 +61,6 @@ def _take() -> int:
     return os.open(os.devnull, os.O_RDONLY)
 
 
-class Pausable(Protocol):
-    """A server; see `Server`."""
-
-    @property
-    def listening(self) -> Sequence[int]:
-        """The descriptors of its listening sockets; empty while none is meant to be open."""
-
-    def keep_spares(self) -> None:
-        """Get what `pause` needs. Raises OSError."""
-
-    def pause(self) -> None:
-        """Accept nothing until `resume`."""
-
-    async def resume(self) -> None:
-        """Accept again. Raises OSError: there is no descriptor for it."""
-
-
 class DescriptorWatch:
     """Looks every second whether descriptors are left, and whether the listeners are open.
 
@@ -90,7 +74,7 @@ class DescriptorWatch:
 
     def __init__(
         self,
-        servers: Callable[[], Iterable[Pausable]],
+        servers: Callable[[], Iterable[Server]],
         *,
         probe: Callable[[], int] = _take,
         limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -17,7 +17,7 @@ from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.engines.kv_feed import Subscribe
 from balanceroute.proxy.live.prediction import InThread
 from balanceroute.proxy.live.security import Credentials, engine_context
-from balanceroute.proxy.live.settings.config import GroupConfig
+from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
 from balanceroute.proxy.live.telemetry.record import Log
 from balanceroute.proxy.wire.http1.client import Addresses, Endpoint, ResponseRoom
 from balanceroute.proxy.wire.http1.pump import Pump
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.engines.engine_url import EngineUrl
-    from balanceroute.proxy.live.settings.config import ProxyConfig
 
 PAGES_BYTES = 64 << 20
 """Metrics and other pages of engines that are being read at a time: sixteen of the greatest."""

@@ -20,17 +20,15 @@ from balanceroute.proxy.live.frontend.cors import Cors
 from balanceroute.proxy.live.frontend.gateway import Gateway
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
-from balanceroute.proxy.live.security import ServerTls, Tenant, server_context
-from balanceroute.proxy.live.telemetry.record import Tracer
+from balanceroute.proxy.live.security import Credentials, ServerTls, Tenant, server_context
+from balanceroute.proxy.live.telemetry.record import Log, Tracer
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
     from balanceroute.proxy.live.frontend.groups import Groups
-    from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
-    from balanceroute.proxy.live.telemetry.record import Log
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
     from balanceroute.proxy.wire.http1.heads import RequestHead
     from balanceroute.proxy.wire.http1.service import Common

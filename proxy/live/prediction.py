@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from balanceroute.predictors import NoPrediction, RequestFeatures, evaluation
+from balanceroute.predictors import NoPrediction, Predictor, RequestFeatures, evaluation
 from balanceroute.predictors.base import Capped, check_survival, outside_predictor
 from balanceroute.predictors.files import KINDS, PredictorFileError, load, read_state, write_state
-from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, StateError
-from balanceroute.predictors.survival import Hinted
+from balanceroute.predictors.state import MAX_OUTPUT_TOKENS, Savable, State, StateError
+from balanceroute.predictors.survival import Hint, Hinted
 from balanceroute.proxy.core.config import outside_name
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.prediction import two_stage_estimate
@@ -27,9 +27,6 @@ from balanceroute.topologies import did_you_mean
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from balanceroute.predictors import Predictor
-    from balanceroute.predictors.state import Savable, State
-    from balanceroute.predictors.survival import Hint
     from balanceroute.proxy.core.events import RequestId, Ticket
     from balanceroute.proxy.live.telemetry.component_metrics import PredictorMetrics
 
@@ -98,14 +95,9 @@ class PredictorSet:
     def begin(self, request: "RequestId", features: "RequestFeatures") -> None:
         self._tell(lambda predictor: predictor.begin(request, features))
 
-    def hint_of(self, request: "RequestId") -> "Hint | None":
-        """Return what corrects the active predictor for a request that has begun."""
-        return self.active.hint_of(request)
-
     def survival(
         self, requests: "Sequence[RequestId]", ages: "NDArray[np.int64]", steps: int
     ) -> "NDArray[np.float64]":
-        """Return the active predictor's answer."""
         begin_s = self._stopwatch()
         try:
             answer = self.active.predictor.survival(requests, ages, steps)
@@ -119,18 +111,12 @@ class PredictorSet:
 
     def tell_refreshes(self) -> None:
         """Tell the metrics what `survival` was asked since the last time, outside of the decision."""
-        for count, seconds in self._refreshes:
+        refreshes, self._refreshes = self._refreshes, []
+        for count, seconds in refreshes:
             self._metrics.refreshed(count, seconds)
-        self._refreshes.clear()
 
     def ended(self, request: "RequestId", output_tokens: int, *, by_itself: bool) -> None:
-        """Judge a request that is over, and let all predictors learn from it.
-
-        Args:
-            request: The request's number.
-            output_tokens: What each of its sequences emitted.
-            by_itself: Whether it was not cut short.
-        """
+        """Judge a request that is over, and let all predictors learn from it."""
         # An engine that reports more is not followed: it would cost memory.
         if by_itself and 0 < output_tokens <= MAX_OUTPUT_TOKENS:
             self._board.ended(request, output_tokens)
@@ -141,12 +127,7 @@ class PredictorSet:
             self._tell(lambda predictor: predictor.forget(request))
 
     def score(self, requests: "Iterable[RequestId]", age_of: "Callable[[RequestId], int]") -> None:
-        """Judge what has come true, and ask all predictors about some of the active requests.
-
-        Args:
-            requests: All that decode.
-            age_of: Returns the tokens that each sequence of one has emitted.
-        """
+        """Judge what has come true, and ask all predictors about some of the active requests."""
         self.tell_refreshes()
         begin_s = self._stopwatch()
         # Another part of them each time, in turn.

@@ -154,9 +154,6 @@ async def until(event: asyncio.Event, works: "tuple[Coroutine[None, None, None],
 def equip(config: "ProxyConfig") -> "tuple[ProxyConfig, int, Pump | None]":
     """Get what a process needs of the machine.
 
-    Args:
-        config: All settings.
-
     Returns:
         The settings with connections for its descriptors, the number of these, and what moves the ordinary
         events of streams: None without the library.

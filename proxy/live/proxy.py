@@ -29,10 +29,10 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.frontend.groups import Group, Groups
 from balanceroute.proxy.live.listeners import AdminListener, PublicListener
-from balanceroute.proxy.live.request.shared import Suspects
+from balanceroute.proxy.live.request.shared import Death, Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 from balanceroute.proxy.live.settings.effects import without_effect
-from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures
+from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures, TraceMetrics
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
 from balanceroute.proxy.live.telemetry.record import RecentRequests
@@ -40,10 +40,8 @@ from balanceroute.proxy.live.telemetry.record import RecentRequests
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
-    from balanceroute.proxy.live.request.shared import Death
     from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
-    from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
     from balanceroute.proxy.live.tracing.exporter import SpanExporter
     from balanceroute.proxy.wire.http1.server import Server
@@ -267,7 +265,6 @@ class Proxy:
         )
 
     def _begin(self, name: str) -> None:
-        """Begin what runs in the background for a deployment."""
         deployment = self.deployments[name]
         works = list(deployment.tasks())
         if self._environment.write_loads is not None:
@@ -321,7 +318,7 @@ class Proxy:
         try:
             async with asyncio.timeout_at(min(ends_s, self._ends_s)):
                 for driver in drivers:
-                    await driver.drained()
+                    await driver.table.drained()
                 self.server.stop_accepting()
                 # Requests that are passed through, and answers that are still being read.
                 await self.server.drain()
@@ -405,7 +402,6 @@ class Proxy:
         }
 
     def state(self, *, requests: bool) -> dict[str, object]:
-        """Return the state for people, with each live request if asked."""
         states = self.snapshots(requests=requests)
         return {"state": states[DEFAULT]} if DEFAULT in states else {"groups": states}
 
@@ -419,7 +415,6 @@ class Proxy:
         return views.get(DEFAULT, {"groups": views})
 
     def request_rows(self, request_id: str) -> list[dict[str, object]]:
-        """Return the requests that have an id, of those that live and the latest that ended."""
         ended = [] if self._recent is None else self._recent.find(request_id)
         return [
             *ended_rows(ended),
@@ -482,7 +477,6 @@ class Proxy:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be taken now."""
         return any(one.driver.ready for one in self.deployments.values())
 
     # Parts.

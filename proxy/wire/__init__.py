@@ -1,1 +1,1 @@
-"""What does not depend on the version of HTTP: messages, limits, addresses, the SSE scanner."""
+"""What does not depend on the version of HTTP: messages, replies, limits, the SSE scanner."""

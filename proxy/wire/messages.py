@@ -337,16 +337,13 @@ class Reply(Protocol):
     @property
     def commented(self) -> bool:
         """Whether the head of a stream went with a comment, while the answer could still be any."""
-        ...
 
     @property
     def paused(self) -> bool:
         """Whether the write buffer is above its limit."""
-        ...
 
     def release_body(self) -> None:
         """Note that the application no longer holds the request's body."""
-        ...
 
     def send(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer.
@@ -359,7 +356,6 @@ class Reply(Protocol):
         Raises:
             UnsafeHeaderError: A header cannot be written; nothing was sent.
         """
-        ...
 
     def start(self, status: int, headers: Headers) -> None:
         """Begin a streamed answer.
@@ -367,7 +363,6 @@ class Reply(Protocol):
         Raises:
             UnsafeHeaderError: A header cannot be written; nothing was sent.
         """
-        ...
 
     def comment(self, headers: Headers, data: bytes, late: Late) -> None:
         """Send something that is no part of the answer; the first goes behind the head of a stream.
@@ -382,19 +377,15 @@ class Reply(Protocol):
         Raises:
             UnsafeHeaderError: A header cannot be written; nothing was sent.
         """
-        ...
 
     def write(self, data: bytes) -> None:
         """Send one piece of a streamed answer."""
-        ...
 
     def end(self) -> None:
         """End a streamed answer."""
-        ...
 
     def abort(self) -> None:
         """End so that the client sees an incomplete answer; what was written is still sent."""
-        ...
 
 
 Application = Callable[[HttpRequest, Reply], None]

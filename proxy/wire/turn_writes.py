@@ -94,7 +94,6 @@ class TurnTransport:
             self.send(unsent)
 
     def reclaim(self) -> None:
-        """Get it back if it is lent."""
         if self._borrower is not None:
             self._borrower.stop()
 
@@ -108,7 +107,6 @@ class TurnTransport:
         return self._transport.get_extra_info("sslcontext") is not None
 
     def write(self, data: bytes) -> None:
-        """Send data, behind what waits."""
         if len(data) > _LARGE_BYTES:
             self.flush()
             self.send(data)
@@ -150,7 +148,6 @@ class TurnTransport:
         return bool(self.pending or self._transport.get_write_buffer_size())
 
     def get_write_buffer_size(self) -> int:
-        """Return the bytes that the socket has not taken."""
         self.flush()
         lent = 0 if self._borrower is None else self._borrower.waiting
         return lent + self._transport.get_write_buffer_size()
@@ -160,13 +157,11 @@ class TurnTransport:
         return self._transport.can_write_eof()
 
     def write_eof(self) -> None:
-        """Close the sending side."""
         self.flush()
         self.reclaim()
         self._transport.write_eof()
 
     def close(self) -> None:
-        """Close when everything is sent."""
         self.flush()
         self.reclaim()
         self._transport.close()

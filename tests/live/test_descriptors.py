@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, Client, engines, play, serving
@@ -23,6 +23,8 @@ from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for
 
 if TYPE_CHECKING:
     from tests.live.conftest import MakeExchanged
+
+    from balanceroute.proxy.wire.http1.server import Server
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,10 @@ class Listening:
         self.said: list[str] = []
         self.resumes = True
 
+    @property
+    def server(self) -> "Server":
+        return cast("Server", self)
+
     def keep_spares(self) -> None:
         self.said.append("spares")
 
@@ -96,7 +102,7 @@ def test_a_lack_of_descriptors_is_counted_and_logged_once_a_minute(
     async def main(loop: VirtualLoop) -> None:
         nonlocal lacking
         server = Listening()
-        watch = DescriptorWatch(lambda: [server], probe=probe)
+        watch = DescriptorWatch(lambda: [server.server], probe=probe)
         task = loop.create_task(watch.run())
         await asyncio.sleep(61.5)
         assert watch.shortages == 61
@@ -133,7 +139,7 @@ def test_nothing_is_accepted_when_only_a_few_descriptors_are_left(
 
     async def main(loop: VirtualLoop) -> None:
         server = Listening()
-        watch = DescriptorWatch(lambda: [server], probe=probe, limit=lambda: limit)
+        watch = DescriptorWatch(lambda: [server.server], probe=probe, limit=lambda: limit)
         task = loop.create_task(watch.run())
         await asyncio.sleep(1.5)
         assert watch.shortages == is_short
@@ -147,7 +153,7 @@ def test_a_listener_that_somebody_closed_ends_the_watch() -> None:
     async def main(loop: VirtualLoop) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         number = listener.fileno()
-        watch = DescriptorWatch(lambda: [Listening(number)])
+        watch = DescriptorWatch(lambda: [Listening(number).server])
         task = loop.create_task(watch.run())
         await asyncio.sleep(5.0)
         assert not task.done()
@@ -165,7 +171,7 @@ def test_a_listener_that_is_meant_to_be_closed_does_not_end_it() -> None:
     async def main(loop: VirtualLoop) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = Listening(listener.fileno())
-            watch = DescriptorWatch(lambda: [server])
+            watch = DescriptorWatch(lambda: [server.server])
             task = loop.create_task(watch.run())
             await asyncio.sleep(5.0)
             server.listening.clear()

@@ -57,7 +57,6 @@ from balanceroute.proxy.live.control.pages import (
     EVENTS,
     HEADERS,
     PAGE,
-    AdminReply,
     GroupOrdering,
     GroupPages,
     LiveView,
@@ -74,7 +73,7 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Status
 from balanceroute.proxy.live.security import Secret, check_host
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
-from balanceroute.proxy.wire.messages import HttpRequest, bracketed
+from balanceroute.proxy.wire.messages import HttpRequest, Reply, bracketed
 
 # Engines as training frameworks list, add and remove them at a router: `/workers` of the admin
 # listener.
@@ -223,40 +222,31 @@ class Control(Protocol):
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now."""
-        ...
 
     @property
     def pausing(self) -> Pausing:
         """Who pauses, resumes and aborts."""
-        ...
 
     def state(self, *, requests: bool) -> dict[str, object]:
         """Return `state`, or `groups` by name, with each live request if asked."""
-        ...
 
     def instance_rows(self) -> list[dict[str, object]]:
         """Return every instance, with what is in flight on it."""
-        ...
 
     def view(self) -> dict[str, object]:
         """Return what the page shows."""
-        ...
 
     def request_rows(self, request_id: str) -> list[dict[str, object]]:
         """Return the requests that have an id, of those that live and the latest that ended."""
-        ...
 
     def set_policy(self, name: str, group: str | None = None) -> None:
         """Decide by another policy from now on, in one of several groups."""
-        ...
 
     def set_log_level(self, level: str) -> None:
         """Change how much is logged."""
-        ...
 
     def reload(self) -> dict[str, object]:
         """Read keys, certificates and tenants again; return how many there are."""
-        ...
 
 
 class Admin:
@@ -299,7 +289,7 @@ class Admin:
         self._waits: set[asyncio.Task[None]] = set()
         self._pauses: set[asyncio.Task[None]] = set()
         self.takes_orders = True
-        self._routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
+        self._routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
             b"/": {b"GET": self._page},
             b"/health": {b"GET": self._health},
             b"/ready": {b"GET": self._ready},
@@ -320,7 +310,7 @@ class Admin:
             self._routes |= GroupPages(groups, self._additions).routes
         self._of_worker = {b"GET": self._worker, b"DELETE": self._remove_worker}
 
-    def __call__(self, request: HttpRequest, reply: AdminReply) -> None:
+    def __call__(self, request: HttpRequest, reply: Reply) -> None:
         """Answer a request, now or when what it asks for is done."""
         with answering(reply):
             self._authorise(request)
@@ -378,21 +368,21 @@ class Admin:
                 401, "the token is missing or wrong", headers=[(b"www-authenticate", b"Bearer")]
             )
 
-    def _page(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _page(self, _request: HttpRequest, reply: Reply) -> None:
         reply.send(200, [*HEADERS, *COMMON_HEADERS], PAGE)
 
-    def _health(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _health(self, _request: HttpRequest, reply: Reply) -> None:
         send_json(reply, 200, {"status": "ok"})
 
-    def _ready(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _ready(self, _request: HttpRequest, reply: Reply) -> None:
         ready = self._control.ready
         send_json(reply, 200 if ready else 503, {"status": "ready" if ready else "not ready"})
 
-    def _metrics(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _metrics(self, _request: HttpRequest, reply: Reply) -> None:
         page = self._page_of_metrics()
         reply.send(200, [(b"content-type", CONTENT_TYPE.encode()), *COMMON_HEADERS], page)
 
-    def _state(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _state(self, request: HttpRequest, reply: Reply) -> None:
         if request.query not in {b"", b"requests=0", b"requests=1"}:
             raise OrderRefusal(400, "the page takes requests=1 and nothing else", param="requests")
         state = {
@@ -402,7 +392,7 @@ class Admin:
         }
         send_json(reply, 200, state)
 
-    def _live(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _live(self, request: HttpRequest, reply: Reply) -> None:
         if request.method == b"HEAD":
             reply.send(200, EVENTS, b"")
         elif self._live_view.full:
@@ -411,16 +401,16 @@ class Admin:
             self._check_places()
             self._live_view.open(reply)
 
-    def _requests(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _requests(self, request: HttpRequest, reply: Reply) -> None:
         asked = parse_qs(request.query.decode("latin-1"))
         if asked.keys() != {"id"} or len(asked["id"]) != 1:
             raise OrderRefusal(400, "the page takes id=REQUEST_ID and nothing else", param="id")
         send_json(reply, 200, {"requests": self._control.request_rows(asked["id"][0])})
 
-    def _instances(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _instances(self, _request: HttpRequest, reply: Reply) -> None:
         send_json(reply, 200, {"instances": self._control.instance_rows()})
 
-    def _add(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _add(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"role", "url"}, optional=_MORE_OF_AN_INSTANCE)
         role, url = instance_of(order)
         bootstrap = address_of(order, "bootstrap") if "bootstrap" in order else None
@@ -449,7 +439,7 @@ class Admin:
 
         begin(self._additions, add())
 
-    def _drain(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _drain(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"role", "url"}, optional={"wait_s", "deadline_s"})
         role, url = instance_of(order)
         wait_s = seconds_of(order, "wait_s") or 0.0
@@ -487,7 +477,7 @@ class Admin:
                 raise OrderRefusal(504, f"{in_flight[0]} requests are in flight on {base} still")
             await asyncio.sleep(_WAIT_STEP_S)
 
-    def _remove(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _remove(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"role", "url"}, optional={"force"})
         force = order.get("force", False)
         if not isinstance(force, bool):
@@ -497,13 +487,13 @@ class Admin:
         _log.info("admin: removed an instance", extra=_where(request, order))
         self._instances(request, reply)
 
-    def _list_workers(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _list_workers(self, _request: HttpRequest, reply: Reply) -> None:
         send_json(reply, 200, self._workers.all())
 
-    def _worker(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _worker(self, request: HttpRequest, reply: Reply) -> None:
         send_json(reply, 200, self._workers.one(request.path))
 
-    def _add_worker(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _add_worker(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"url", "worker_type"}, optional=MORE_OF_A_WORKER)
         if len(self._additions) >= MAX_ADDITIONS:
             raise OrderRefusal(429, "too many instances are being added")
@@ -516,24 +506,24 @@ class Admin:
 
         begin(self._additions, add())
 
-    def _remove_worker(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _remove_worker(self, request: HttpRequest, reply: Reply) -> None:
         answer = self._workers.remove(request.path)
         _log.info("admin: removes a worker", extra=_where(request, answer))
         send_json(reply, 202, answer)
 
-    def _set_policy(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _set_policy(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"policy"}, optional={"group"})
         self._control.set_policy(text_of(order, "policy"), group_of(order))
         _log.info("admin: changed the policy", extra=_where(request, order))
         send_json(reply, 200, order)
 
-    def _set_log_level(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _set_log_level(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"level"})
         self._control.set_log_level(text_of(order, "level"))
         _log.info("admin: changed the log level", extra=_where(request, order))
         send_json(reply, 200, order)
 
-    def _reload(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _reload(self, request: HttpRequest, reply: Reply) -> None:
         read_order(request, required=set())
         counts = self._control.reload()
         _log.info("admin: read keys, certificates and tenants again", extra=_where(request))

@@ -60,11 +60,7 @@ class KvCapacity:
             _log.warning(message, extra={"fields": fields})
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether to `settle`: some time after the last time, if an engine has told something new.
-
-        Args:
-            now_s: By the loop's clock.
-        """
+        """Return whether to `settle`: some time after the last time, if an engine has told something new."""
         wait_s = _LESS_S if self._less else _MORE_S
         if not self._new or now_s < self._settled_s + wait_s:
             return False
@@ -122,7 +118,6 @@ class RankSlots:
         self._told: set[Target] = set()
 
     def scraped(self, target: Target, gauges: "EngineGauges") -> None:
-        """Take in what an engine says."""
         if target.role is not Role.DECODE or target in self._told:
             return
         full = gauges.waiting >= 1.0 and 0.0 < gauges.running < self._batch

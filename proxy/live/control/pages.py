@@ -5,7 +5,7 @@ import base64
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
@@ -25,11 +25,9 @@ from balanceroute.proxy.live.control.orders import (
 )
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security import Secret
-from balanceroute.proxy.wire.messages import Headers, HttpRequest
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from balanceroute.proxy.live.control.pausing import Pausing
 
 
@@ -52,41 +50,16 @@ _encode = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
 
 
-class Viewer(Protocol):
-    """Where the events of one viewer go; see `wire.reply.Reply`."""
-
-    closed: bool
-    on_closed: Callable[[], None] | None
-
-    @property
-    def paused(self) -> bool:
-        """Whether it reads more slowly than it is sent to."""
-        ...
-
-    def start(self, status: int, headers: Headers) -> None:
-        """Begin a streamed answer."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Send one piece."""
-        ...
-
-    def end(self) -> None:
-        """End the answer."""
-        ...
-
-
 class LiveView:
     """Sends what `view` returns to all viewers."""
 
     def __init__(self, view: Callable[[], dict[str, object]]) -> None:
         self._view = view
-        self._viewers: dict[Viewer, None] = {}
+        self._viewers: dict[Reply, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def viewers(self) -> int:
-        """How many look."""
         return len(self._viewers)
 
     @property
@@ -94,7 +67,7 @@ class LiveView:
         """Whether there are as many viewers as may be."""
         return len(self._viewers) >= MAX_VIEWERS
 
-    def open(self, viewer: Viewer) -> None:
+    def open(self, viewer: Reply) -> None:
         """Send to one more viewer until it leaves."""
         event = self._event()  # Before the head, which could not be taken back.
         viewer.start(200, EVENTS)
@@ -112,7 +85,7 @@ class LiveView:
             viewer.end()
         self._viewers.clear()
 
-    def _leave(self, viewer: Viewer) -> None:
+    def _leave(self, viewer: Reply) -> None:
         self._viewers.pop(viewer, None)
         if not self._viewers:
             self.close()
@@ -139,14 +112,6 @@ class LiveView:
 COMMON_HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
-class AdminReply(Viewer, Protocol):
-    """Where an answer goes; it ignores what comes after the client left."""
-
-    def send(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send the whole answer."""
-        ...
-
-
 def begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> None:
     """Begin work that is among some tasks until it is done."""
     task = asyncio.get_running_loop().create_task(work)
@@ -155,7 +120,7 @@ def begin(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> 
 
 
 @contextmanager
-def answering(reply: AdminReply) -> Iterator[None]:
+def answering(reply: Reply) -> Iterator[None]:
     """Turn what is raised into an error answer."""
     try:
         yield
@@ -172,12 +137,12 @@ def answering(reply: AdminReply) -> Iterator[None]:
         _send_error(reply, OrderRefusal(500, "internal error; the log says more"))
 
 
-def send_json(reply: AdminReply, status: int, value: object) -> None:
+def send_json(reply: Reply, status: int, value: object) -> None:
     body = json.dumps(value, default=as_json, allow_nan=False, separators=(",", ":")).encode()
     reply.send(status, [*JSON_HEADERS, *COMMON_HEADERS], body)
 
 
-def _send_error(reply: AdminReply, error: OrderRefusal) -> None:
+def _send_error(reply: Reply, error: OrderRefusal) -> None:
     reply.send(
         error.status,
         [*JSON_HEADERS, *COMMON_HEADERS, *error.headers],
@@ -202,19 +167,15 @@ class GroupOrdering(Protocol):
 
     def rows(self) -> list[dict[str, object]]:
         """Return each group."""
-        ...
 
     async def add(self, table: Mapping[str, object]) -> None:
         """Add a group, given what its `[[model]]` table would have."""
-        ...
 
     def drain(self, group: str) -> None:
         """Send nothing new to any engine of a group."""
-        ...
 
     async def remove(self, group: str, *, force: bool) -> None:
         """Forget a group; `force` ends what is in flight there."""
-        ...
 
 
 class GroupPages:
@@ -228,26 +189,26 @@ class GroupPages:
         self._groups = groups
         self._tasks = tasks
         self._busy = False
-        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
+        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
             b"/admin/groups": {b"GET": self._rows, b"POST": self._add},
             b"/admin/groups/drain": {b"POST": self._drain},
             b"/admin/groups/remove": {b"POST": self._remove},
         }
 
-    def _rows(self, _request: HttpRequest, reply: AdminReply) -> None:
+    def _rows(self, _request: HttpRequest, reply: Reply) -> None:
         send_json(reply, 200, {"groups": self._groups.rows()})
 
-    def _add(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _add(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"name"}, optional=_KEYS)
         self._carry_out(request, reply, order, lambda: self._groups.add(order), "added")
 
-    def _drain(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _drain(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"group"})
         self._groups.drain(text_of(order, "group"))
         _note(request, order, "drains")
         self._rows(request, reply)
 
-    def _remove(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _remove(self, request: HttpRequest, reply: Reply) -> None:
         order = read_order(request, required={"group"}, optional={"force"})
         group, force = text_of(order, "group"), order.get("force", False)
         if not isinstance(force, bool):
@@ -259,7 +220,7 @@ class GroupPages:
     def _carry_out(
         self,
         request: HttpRequest,
-        reply: AdminReply,
+        reply: Reply,
         order: dict[str, object],
         do: Callable[[], Coroutine[None, None, None]],
         word: str,
@@ -334,7 +295,7 @@ class PausePages:
         self._pausing = pausing
         self._check_places = check_places
         self._tasks = tasks
-        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, AdminReply], None]]] = {
+        self.routes: dict[bytes, dict[bytes, Callable[[HttpRequest, Reply], None]]] = {
             b"/pause": {b"POST": self._pause},
             b"/resume": {b"POST": self._resume},
             b"/is_paused": {b"GET": self._is_paused},
@@ -344,7 +305,7 @@ class PausePages:
             b"/is_sleeping": {b"GET": self._is_sleeping},
         }
 
-    def _pause(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _pause(self, request: HttpRequest, reply: Reply) -> None:
         asked = _query(request, "mode", "clear_cache", "engines", "timeout_s")
         self._check_places()
         self._begin(
@@ -358,15 +319,15 @@ class PausePages:
             ),
         )
 
-    def _resume(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _resume(self, request: HttpRequest, reply: Reply) -> None:
         asked = _query(request, "engines")
         self._begin(request, reply, self._pausing.resume(engines=_flag(asked, "engines")))
 
-    def _is_paused(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _is_paused(self, request: HttpRequest, reply: Reply) -> None:
         _query(request)
         send_json(reply, 200, {"is_paused": self._pausing.paused})
 
-    def _sleep(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _sleep(self, request: HttpRequest, reply: Reply) -> None:
         asked = _query(request, "level", "mode", "timeout_s")
         self._check_places()
         level = asked.get("level", "1")
@@ -376,17 +337,17 @@ class PausePages:
         work = self._pausing.sleep(int(level[:9]), asked.get("mode", "abort"), limit_s=limit_s)
         self._begin(request, reply, work)
 
-    def _wake_up(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _wake_up(self, request: HttpRequest, reply: Reply) -> None:
         pairs = _pairs(request)
         if len(pairs) > _MOST_TAGS or any(name != "tags" for name, _ in pairs):
             raise OrderRefusal(400, f"the page takes tags, at most {_MOST_TAGS}")
         self._begin(request, reply, self._pausing.wake_up([tag for _, tag in pairs]))
 
-    def _is_sleeping(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _is_sleeping(self, request: HttpRequest, reply: Reply) -> None:
         _query(request)
         send_json(reply, 200, {"is_sleeping": self._pausing.paused})
 
-    def _abort(self, request: HttpRequest, reply: AdminReply) -> None:
+    def _abort(self, request: HttpRequest, reply: Reply) -> None:
         _query(request)
         order = read_order(request, required=set(), optional={"request_ids"})
         ids = order.get("request_ids")
@@ -398,7 +359,7 @@ class PausePages:
         self._begin(request, reply, self._pausing.abort(ids))
 
     def _begin(
-        self, request: HttpRequest, reply: AdminReply, work: "Awaitable[dict[str, object]]"
+        self, request: HttpRequest, reply: Reply, work: "Awaitable[dict[str, object]]"
     ) -> None:
         async def carry_out() -> None:
             with answering(reply):

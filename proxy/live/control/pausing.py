@@ -26,13 +26,11 @@ from urllib.parse import urlencode
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.live.control.orders import ConflictError
-from balanceroute.proxy.live.control.roster import note_sleep
-from balanceroute.proxy.live.engines.engine_url import FetchError
+from balanceroute.proxy.live.control.roster import Roster, note_sleep
+from balanceroute.proxy.live.engines.engine_url import Fetcher, FetchError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import RequestId
-    from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.engines.engine_url import Fetcher
     from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.driver import Driver
@@ -62,7 +60,6 @@ class Site(Protocol):
 
     def ordered(self) -> None:
         """Keep what was ordered."""
-        ...
 
 
 class Pausing:

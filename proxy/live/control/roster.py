@@ -24,7 +24,7 @@ from balanceroute.proxy.live.engines.instances import (
     Status,
     Target,
 )
-from balanceroute.proxy.live.scheduling.driver import in_flight, sessions_on
+from balanceroute.proxy.live.scheduling.driver import Driver, in_flight, sessions_on
 from balanceroute.proxy.live.settings.engines import (
     DecodeServer,
     PrefillServer,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.pairing import Pairing
     from balanceroute.proxy.live.engines.scrape import Scraper
     from balanceroute.proxy.live.request.session import Session
-    from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.component_metrics import EngineMetrics
     from balanceroute.proxy.wire.http1.client import Endpoint
 
@@ -392,12 +391,7 @@ class Roster:
         return reasons
 
     def _add(self, addition: Addition, room: int) -> int:
-        """Enlist an instance, or take it back; return how many ranks are new.
-
-        Args:
-            addition: The instance.
-            room: How many may be.
-        """
+        """Enlist an instance, or take it back; return how many ranks are new."""
         address, ranks = EngineUrl.parse(addition.url), addition.ranks
         if address.rank is not None:
             raise ConfigError(f"{address.name}: give the server and the number of its ranks")
@@ -532,7 +526,6 @@ class Roster:
             self._left(target.url)
 
     def sessions_on(self, target: Target) -> "list[Session]":
-        """Return the requests in flight on an instance."""
         return sessions_on(self._driver.sessions, target)
 
     def in_flight(self) -> "Counter[Target]":
@@ -570,7 +563,6 @@ class Roster:
         self._changed_itself(target)
 
     def utilisation_changed(self, target: Target, utilisation: float) -> None:
-        """Take the result of a scrape."""
         crowded = utilisation > self._utilisation_limit
         for instance in self.instances.of(target):
             if isinstance(instance, Prefiller):

@@ -11,8 +11,8 @@ from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.policies import skill_share
 from balanceroute.proxy.core.resources import lease_used
 from balanceroute.proxy.core.subset import imbalance_tokens
-from balanceroute.proxy.live.engines.health import NO_QUARANTINE
-from balanceroute.proxy.live.engines.instances import Rank, Status
+from balanceroute.proxy.live.engines.health import NO_QUARANTINE, Quarantine
+from balanceroute.proxy.live.engines.instances import Rank, Status, Target
 from balanceroute.proxy.live.telemetry.process_log import json_line
 from balanceroute.proxy.live.telemetry.registry import Histogram
 from balanceroute.proxy.live.telemetry.request_log import fields_of
@@ -30,8 +30,6 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import Roster
     from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
-    from balanceroute.proxy.live.engines.health import Quarantine
-    from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.scheduling.driver import Driver
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.live.telemetry.snapshot import PredictorScores, TenantState

@@ -9,9 +9,9 @@ import json
 import logging
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urlencode
 
 from balanceroute import __version__
@@ -19,14 +19,8 @@ from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.live.discovery.reconciler import Found, View
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
 from balanceroute.proxy.live.engines.instances import Role, Target
-from balanceroute.proxy.wire.http1.client import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from balanceroute.proxy.wire.http1.client import Endpoint
-
 
 # Engines in EndpointSlices of Kubernetes (discovery.k8s.io/v1), as its API server tells of them.
 #

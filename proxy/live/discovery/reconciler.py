@@ -18,20 +18,15 @@ Rules:
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.control.roster import Addition
+from balanceroute.proxy.live.control.roster import Addition, Roster
 from balanceroute.proxy.live.engines.engine_url import FetchError
-from balanceroute.proxy.live.engines.instances import Role, Target
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.control.orders import ConflictError
-
+from balanceroute.proxy.live.engines.instances import Target
 
 _log = logging.getLogger(__name__)
 # Between two looks at what is missing or may be removed, and at least between any two.
@@ -43,27 +38,6 @@ _AT_ONCE = 16
 _SLOW_S = 0.1
 # How long an engine that has answered waits for others of its reading.
 _PATIENCE_S = 5.0
-
-
-class DiscoveryRoster(Protocol):
-    """Who adds and removes engines; see `Roster`."""
-
-    def targets(self) -> list[Target]:
-        """Return the instances that are not removed."""
-
-    def add_all(
-        self, additions: Sequence[Addition]
-    ) -> "Sequence[ConfigError | ConflictError | None]":
-        """Add instances, or take draining ones back; return for each why not, if so."""
-
-    def drain(self, role: Role, url: str) -> None:
-        """Send nothing new to an instance."""
-
-    def remove_idle(self, targets: Collection[Target]) -> set[Target]:
-        """Forget those of some instances that have no request; return them."""
-
-    def one_change(self) -> AbstractContextManager[None]:
-        """Make several changes at the cost of one."""
 
 
 class Reconciler:
@@ -87,7 +61,7 @@ class Reconciler:
 
     def __init__(
         self,
-        engines: DiscoveryRoster,
+        engines: "Roster",
         sources: "Sequence[DiscoverySource]",
         *,
         ask: "Callable[[Found], Awaitable[int | None]]",
@@ -116,7 +90,6 @@ class Reconciler:
         self._told = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for place, source in enumerate(self._sources):
                 tasks.create_task(source.run(partial(self._tell, place)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.discovery.kubernetes import ACCOUNT, KubernetesSlices
-from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler
+from balanceroute.proxy.live.discovery.reconciler import DiscoverySource, Found, Reconciler, View
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.security import engine_context
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from balanceroute.proxy.live.control.order_store import OrderedState
     from balanceroute.proxy.live.control.roster import Roster
-    from balanceroute.proxy.live.discovery.reconciler import DiscoverySource, View
     from balanceroute.proxy.live.settings.declared import DiscoverySettings, EngineSource
 
 
@@ -199,15 +198,7 @@ def make_reconciler(
     rng: "random.Random",
     ask: "Callable[[Found], Awaitable[int | None]]",
 ) -> Reconciler:
-    """Return who registers what is found.
-
-    Args:
-        settings: Where it is found.
-        roster: Takes it.
-        ordered: What is left of the time before a restart.
-        rng: Spreads what sources ask.
-        ask: See `Reconciler`.
-    """
+    """Return who registers what is found."""
     present = roster.targets()
     return Reconciler(
         roster,
@@ -224,13 +215,7 @@ def make_reconciler(
 def make_sources(
     settings: "DiscoverySettings", rng: "random.Random", *, hears: bool
 ) -> "list[DiscoverySource]":
-    """Return the sources, in the order of the settings.
-
-    Args:
-        settings: What they are.
-        rng: Spreads what they ask.
-        hears: Whether KV cache events of prefillers are followed.
-    """
+    """Return the sources, in the order of the settings."""
     return [_make(one, settings, rng, hears=hears) for one in settings.discover]
 
 

@@ -274,7 +274,6 @@ class Fetcher:
         self.use_key(key)
 
     def use_key(self, key: bytes | None) -> None:
-        """Send this key from the next request on."""
         self._headers = (
             _HEADERS if key is None else [*_HEADERS, (b"authorization", b"Bearer " + key)]
         )

@@ -224,11 +224,6 @@ class Health:
     def convict(self, target: Target, reason: str, again: bool) -> bool:
         """Quarantine an instance on the word of others, if its role can spare it.
 
-        Args:
-            target: Who is at fault.
-            reason: Of what.
-            again: Whether it was on trial for the same.
-
         Returns:
             Whether it is quarantined now.
         """
@@ -265,7 +260,6 @@ class Health:
                 watch.probing = False
 
     async def run(self) -> None:
-        """Probe until cancelled."""
         async with asyncio.TaskGroup() as probes:
             while True:
                 for target in self.due():

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
+from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.core.events import RequestId
     from balanceroute.proxy.core.prefill.engine_blocks import EngineBlocks
     from balanceroute.proxy.live.connectors import BootstrapIdentity
     from balanceroute.proxy.live.engines.engine_url import Fault
@@ -404,7 +403,6 @@ class KvTransfers:
         self._failures: dict[Target, dict[tuple[RequestId, Target], None]] = {}
 
     def succeeded(self, prefiller: "Prefiller", rank: "Rank") -> None:
-        """Note that a rank has pulled a KV cache."""
         if self._failures:
             self._failures.pop(prefiller.target, None)
             self._failures.pop(rank.target, None)

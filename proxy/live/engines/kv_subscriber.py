@@ -60,7 +60,6 @@ class _Subscriber:
         self._other_size: int | None = None
 
     async def run(self) -> None:
-        """Follow it as long as it is wanted."""
         subscriber = self._socket(zmq.SUB)
         monitor: Any = subscriber.get_monitor_socket(_EVENTS)
         poller = zmq.asyncio.Poller()

@@ -157,7 +157,6 @@ class ServedModels:
         self._read_s: dict[Target, float] = {}
 
     async def run(self) -> None:
-        """Read pages until cancelled."""
         while True:
             await asyncio.gather(*(self._read(target) for target in self._due()))
             self._models.update(self._known)

@@ -122,7 +122,6 @@ class Pairing:
         self._settle()
 
     async def run(self) -> None:
-        """Ask until cancelled."""
         async with asyncio.TaskGroup() as questions:
             while True:
                 for target in self._due()[: max(0, _AT_ONCE - self._asking)]:
@@ -303,7 +302,6 @@ class Pairing:
                 _log.warning("an engine may not be what it is taken for", extra={"fields": fields})
 
     async def _page(self, target: Target, path: str) -> bytes:
-        """Return a page; nothing if it does not come."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._fetch(target.url + path)

@@ -105,7 +105,6 @@ class Scraper:
         self._ticked_s: float | None = None  # None until `run` ticks.
 
     def add(self, target: Target) -> None:
-        """Scrape an instance from now on."""
         assert target not in self._watches
         now_s = self._clock()
         self._watches[target] = _Watch(target, now_s, known_s=now_s)
@@ -119,7 +118,6 @@ class Scraper:
         return {watch.target: watch.gauges for watch in watches if watch.gauges is not None}
 
     async def run(self) -> None:
-        """Scrape until cancelled."""
         async with asyncio.TaskGroup() as scrapes:
             while True:
                 for target in self.due():

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from balanceroute.proxy.live.openai.body import BodyError
+from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.shape import Api
 from balanceroute.proxy.live.openai.stream_reader import decode
 from balanceroute.proxy.live.openai.token_counts import token_count
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.wire.messages import Headers
 
 
@@ -309,7 +308,6 @@ def message_events(message: Mapping[str, Any]) -> bytes:
 
 
 def _block(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block of a message as it is opened, and what fills it."""
     kind = block["type"]
     if kind == "thinking":
         deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]

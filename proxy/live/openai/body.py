@@ -186,7 +186,6 @@ class RequestBody:
         return b"\0".join(parts)
 
     def digest(self, begin: int, end: int) -> bytes:
-        """Return the hash of a part of a large body."""
         found = self._digests.get((begin, end))
         return (
             blake2b(self.part(begin, end), digest_size=_HASH_BYTES).digest()

@@ -84,12 +84,6 @@ def resumed_members(
 ) -> dict[str, object]:
     """Return the members of the body that change when `text` was emitted already.
 
-    Args:
-        api: The endpoint.
-        values: The members of the client's body.
-        text: All that was emitted, on whatever ranks.
-        emitted_tokens: Its tokens.
-
     Raises:
         CannotResumeError: The request's form does not allow it.
     """
@@ -457,12 +451,7 @@ class PrefillFirstToken(Struct, frozen=True):
 
 
 def may_begin_early(shape: Shape, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the members that a continuation keeps; None if the first token is to wait for a rank.
-
-    Args:
-        shape: The request's.
-        values: The members of its body.
-    """
+    """Return the members that a continuation keeps; None if the first token is to wait for a rank."""
     if shape.max_tokens == 1:
         return None  # A rank ends such an answer, and has the KV cache freed.
     kept = continuable(shape, values, sampled=True)
@@ -479,13 +468,7 @@ def may_begin_early(shape: Shape, values: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def read_first_token(api: Api, message: Mapping[str, Any], body: bytes) -> PrefillFirstToken | None:
-    """Return the first token that a prefiller's answer says; None if a client must not have it yet.
-
-    Args:
-        api: The endpoint.
-        message: The answer.
-        body: The same as it came.
-    """
+    """Return the first token that a prefiller's answer says; None if a client must not have it yet."""
     choice = message["choices"][0]
     said = choice.get("message") if api is Api.CHAT else choice
     if not isinstance(said, dict) or choice.get("finish_reason") != "length":

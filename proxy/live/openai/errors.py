@@ -76,7 +76,6 @@ class EngineError(Struct, frozen=True):
 
 
 def read_error(message: Mapping[str, Any]) -> EngineError | None:
-    """Return the error that an object is; None if it is none."""
     error = message.get("error")
     if "choices" in message and not error:
         return None  # As nearly every event.

@@ -26,10 +26,6 @@ _decode = json.JSONDecoder().raw_decode
 def refuse_internal_parts(headers: "Headers", body: bytes) -> None:
     """Refuse a form that has internal members.
 
-    Args:
-        headers: The request's, of which those reach the engine that name the boundary.
-        body: The form.
-
     Raises:
         BodyError: A part has such members, or cannot be read as the engine would read it.
     """

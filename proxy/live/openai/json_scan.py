@@ -381,7 +381,6 @@ class JsonScanner:
         return _STEP
 
     def _ended(self) -> None:
-        """Note that a value is complete."""
         depth = len(self._stack)
         self._next = JsonScanner._comma if depth else JsonScanner._end
         if depth == 1:

@@ -34,10 +34,9 @@ from balanceroute.proxy.live.openai.shape import (
     refuse_internal,
 )
 from balanceroute.proxy.live.openai.stream_reader import decode
-from balanceroute.proxy.live.openai.token_counts import PromptUsage, token_count
+from balanceroute.proxy.live.openai.token_counts import CountsAsked, PromptUsage, token_count
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.token_counts import CountsAsked
     from balanceroute.proxy.wire.messages import Payload
 
 

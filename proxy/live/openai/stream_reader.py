@@ -201,7 +201,6 @@ class StreamReader:
         return self._opening.begin(self._read(event))
 
     def compare(self, event: bytes) -> None:
-        """Compare an event that has been read, if anything is to be compared."""
         # What a rank says that hands the request back is no part of the answer.
         if self.comparison is not None and not self.handed_back and self.comparison(event):
             self.comparison = None

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText, choices_of, parsed, text_of
-from balanceroute.proxy.wire.http1.pump import IDS, IDS_OF_COMPLETION, IDS_WAIT
+from balanceroute.proxy.wire.http1.pump import IDS, IDS_OF_COMPLETION, IDS_WAIT, Passed
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.token_counts import TokenCounts
-    from balanceroute.proxy.wire.http1.pump import Passed
 
 
 # As vLLM writes them.
@@ -141,7 +140,6 @@ class TokenIds:
         return IDS | place | (IDS_WAIT if self._new else 0)
 
     def take_passed(self, passed: "Passed") -> None:
-        """Keep what others have kept."""
         if passed.ids:
             self._kept += b"".join(b"," + ids for ids in self._new if ids) + passed.ids
             self._new.clear()
@@ -331,7 +329,6 @@ class BackedUpIds(TokenIds):
 
     @property
     def behind(self) -> str:
-        """The text that the client has behind the ids that count."""
         text = "".join(piece.text for piece in self._pieces)
         return text[self._care.held :] if self._promoted else text
 
@@ -348,7 +345,6 @@ class BackedUpIds(TokenIds):
         """Nothing: every event is parsed."""
 
     def take_text(self, event: bytes) -> bytes:
-        """Leave every event to be read."""
         del event
         return b""
 
@@ -414,7 +410,6 @@ class GeneratedIds(TokenIds):
         return None if self.lost else IDS
 
     def is_plain(self, event: bytes) -> bool:
-        """Take any token event that goes on."""
         del event
         return True
 

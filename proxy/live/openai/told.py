@@ -188,7 +188,6 @@ class Told:
         return again
 
     def _stop_repeating(self, choice: int) -> None:
-        """Expect nothing more of a choice."""
         self._left.pop(choice, None)
         for grown in self._grown.get(choice, {}).values():
             grown.at = len(grown.whole)

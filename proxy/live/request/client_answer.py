@@ -1,6 +1,6 @@
 """The client's side of one request: the answer as it goes out, and what slows or ends it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,15 +47,12 @@ from balanceroute.proxy.live.openai.token_ids import (
     care_of,
 )
 from balanceroute.proxy.live.openai.told import Told, ToldChoices, ToldEvents
-from balanceroute.proxy.live.openai.transcript import Logprobs
+from balanceroute.proxy.live.openai.transcript import Logprobs, Transcript
 from balanceroute.proxy.live.request.leg_settings import Resume
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller
     from balanceroute.proxy.live.openai.continuation import PrefillFirstToken
-    from balanceroute.proxy.live.openai.transcript import Transcript
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import Headers

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from balanceroute.proxy.core.events import DecodeStarted, FirstToken
 from balanceroute.proxy.core.steps import Sighting
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
-from balanceroute.proxy.live.engines.instances import Rank, Status
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Status, Target
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
     is_aborted,
@@ -16,7 +16,7 @@ from balanceroute.proxy.live.openai.answer import (
     is_whole,
     stops_at_recomputed,
 )
-from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.completion_stream import CompletionStream
 from balanceroute.proxy.live.openai.continuation import CannotResumeError
 from balanceroute.proxy.live.openai.continuation_stream import (
@@ -37,7 +37,7 @@ from balanceroute.proxy.live.openai.legs import (
 )
 from balanceroute.proxy.live.openai.named_events import NamedEventStream
 from balanceroute.proxy.live.openai.shape import AGENTS_APIS, CHAT, COMPLETIONS, GENERATE, Api
-from balanceroute.proxy.live.openai.stream_reader import decoded
+from balanceroute.proxy.live.openai.stream_reader import RepeatedText, StreamReader, decoded
 from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
     TokenCounts,
@@ -60,7 +60,7 @@ from balanceroute.proxy.live.request.leg_settings import RESUME_OFF, Resume
 from balanceroute.proxy.live.request.phases import DECODING, PREFILLING
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.relay import BufferedLeg, Relay
-from balanceroute.proxy.live.request.session import Attempt, draw_seed
+from balanceroute.proxy.live.request.session import Attempt, Session, draw_seed
 from balanceroute.proxy.live.request.shared import (
     LegFailed,
     LegSucceeded,
@@ -69,20 +69,15 @@ from balanceroute.proxy.live.request.shared import (
     StreamReturned,
 )
 from balanceroute.proxy.live.telemetry.record import DECODE_LEG, DIRECT_LEG, Leg
-from balanceroute.proxy.wire.messages import WireError, WireFault
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 from balanceroute.proxy.wire.sse import event_data
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.openai.body import RequestBody
-    from balanceroute.proxy.live.openai.stream_reader import RepeatedText, StreamReader
     from balanceroute.proxy.live.openai.token_ids import TokenIds
     from balanceroute.proxy.live.openai.told import Told
-    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.request.shared import KvHandle
     from balanceroute.proxy.wire.http1.client import ResponseHandler
     from balanceroute.proxy.wire.http1.pump import EventForm, Lent
-    from balanceroute.proxy.wire.messages import Headers
 
 _log = logging.getLogger(__name__)
 # Each makes progress.
@@ -232,7 +227,6 @@ class DecodeAttempt(Attempt):
         return (*remote, *super().targets)
 
     def leg_at(self, target: "Target") -> Leg | None:
-        """Return the leg, or that of the prefill which the rank called for."""
         if self._remote is not None and self._remote.target == target:
             return Leg.PREFILL
         return super().leg_at(target)
@@ -357,7 +351,6 @@ class DecodeAttempt(Attempt):
     # Events that the pump moves.
 
     def stream_waits(self, form: "EventForm") -> "Lent | None":
-        """Have the pump move the events that follow."""
         session, call, stream = self._session, self._call, self.stream
         pump = session.context.pump
         if pump is None or call is None or stream is None:
@@ -368,7 +361,6 @@ class DecodeAttempt(Attempt):
         return lent
 
     def stream_back(self, lent: "Lent") -> None:
-        """Tell that they pass here again."""
         self._session.host.report(StreamReturned(self._session.number, lent.slot))
 
     # The prefill that the rank calls for.
@@ -410,7 +402,6 @@ class DecodeAttempt(Attempt):
     # What the engine answers.
 
     def decode_refused(self, status: int, headers: "Headers", body: bytes) -> None:
-        """Take an answer that is no stream."""
         if status != 200:
             self._session.failed(self, refusal(status, headers, body))
         elif (error := error_in(body)) is not None:
@@ -435,7 +426,6 @@ class DecodeAttempt(Attempt):
         self._session.answer.comment(headers, event)
 
     def stream_started(self, status: int, headers: "Headers") -> None:
-        """Open the client's stream with the first event."""
         session, served = self._session, self._served()
         if session.record.first_token_ns is None:
             session.record.first_token_ns = round(session.context.clock() * 1e9)
@@ -457,7 +447,6 @@ class DecodeAttempt(Attempt):
         return LegSucceeded(self.engine.target, (prefiller.id, rank.id))
 
     def stream_ended(self) -> None:
-        """Finish the answer."""
         if self.stream is not None and self.stream.started:
             _count_prompt(self._session, self.stream.reader.prompt_tokens)
             self._session.finished()
@@ -466,13 +455,11 @@ class DecodeAttempt(Attempt):
             self.stream_broken(error)
 
     def stream_error(self, message: str, *, cut: bool = False) -> None:
-        """End a stream in which the engine reported an error of its own."""
         if tells_death(message):
             self._session.engine_died(self.engine, self.posted_s, said=True)
         self._session.finished(message, cut=cut)
 
     def stream_error_first(self, event: bytes) -> None:
-        """Fail when the first event is an error, or is not what the client has."""
         session, emitted = self._session, self._session.emitted
         stream = self.stream
         assert stream is not None
@@ -487,15 +474,12 @@ class DecodeAttempt(Attempt):
         session.failed(self, _reported(event, opened=session.answer.opened))
 
     def stream_unreadable(self, reason: str) -> None:
-        """Fail: what the engine calls a whole answer is none."""
         self._session.failed(self, Failure(What.UNREADABLE, Fault.PROTOCOL, reason))
 
     def stream_aborted(self) -> None:
-        """Fail: the engine gave the answer up, as one that is told to stop does."""
         self._session.failed(self, ABORTED)
 
     def stream_recomputed(self) -> None:
-        """Go on elsewhere: the rank hands the request back."""
         session, record, stream = self._session, self._session.record, self.stream
         self.close()
         record.recomputes += 1
@@ -536,7 +520,6 @@ class DecodeAttempt(Attempt):
         self._session.emitted.add_ids(self._ids, self._session.shape)
 
     def stream_broken(self, error: WireError) -> None:
-        """Fail, or end the answer truthfully."""
         # The tokens of an answer that nobody has can be drawn again; a KV cache can be pulled once.
         pulls = self._remote is not None or self.pair is not None
         if pulls or not self._send_again(error):

@@ -19,12 +19,11 @@ from balanceroute.proxy.live.openai.errors import JSON_HEADERS, EngineError, is_
 from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api
 from balanceroute.proxy.live.request.shared import MOST_DEATHS
 from balanceroute.proxy.live.telemetry.record import Leg
-from balanceroute.proxy.wire.messages import WireFault
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Target
     from balanceroute.proxy.live.request.leg_settings import LegSettings
-    from balanceroute.proxy.wire.messages import Headers, WireError
 
 
 # Answers of an engine that another one may not give. They say "busy", not "broken".
@@ -314,13 +313,7 @@ class Recovery(Struct, eq=False):
         return self._broken
 
     def after(self, leg: Leg, failure: Failure, then: Next) -> Retry | None:
-        """Return how to go on, if the retry budget allows it; None if nothing mends the failure.
-
-        Args:
-            leg: What failed.
-            failure: How.
-            then: What the rule says; see `triage`.
-        """
+        """Return how to go on, if the retry budget allows it; None if nothing mends the failure."""
         free = failure.what in (What.STALE, What.NO_ROUTE)
         if failure.what is What.TOO_LATE:
             self._lapses += 1

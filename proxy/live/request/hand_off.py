@@ -5,29 +5,25 @@ waits. The server at that address then starts the prefill, whose KV cache travel
 address is good for one leg and cannot be guessed, so no client can hand anything off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.live.engines.engine_url import Fault, fault_of
 from balanceroute.proxy.live.openai.answer import is_aborted
-from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.errors import error_in
 from balanceroute.proxy.live.openai.legs import least_tokens, prefill_body
 from balanceroute.proxy.live.request.failures import Failure, What, refusal, reported
 from balanceroute.proxy.live.request.relay import BufferedLeg
 from balanceroute.proxy.live.request.shared import LegFailed, LegSucceeded, RemotePrefillEnded
-from balanceroute.proxy.wire.messages import WireFault
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from balanceroute.proxy.live.engines.instances import Prefiller, Target
-    from balanceroute.proxy.live.openai.body import RequestBody
+    from balanceroute.proxy.live.engines.instances import Target
     from balanceroute.proxy.live.openai.shape import Api
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.http1.client import Call
-    from balanceroute.proxy.wire.messages import Headers, WireError
 
 
 class HandOff:
@@ -43,7 +39,7 @@ class HandOff:
 
     __slots__ = (
         *("_api", "_asked_s", "_body", "_call", "_failed", "_host", "_params", "_prefilled"),
-        *("_prefiller", "_session", "_tries"),
+        *("prefiller", "_session", "_tries"),
     )
 
     def __init__(
@@ -62,20 +58,16 @@ class HandOff:
         self._prefilled = prefilled
         self._failed = failed
         self._params: Mapping[str, Any] = {}
-        self._prefiller = session.hung  # Asked again only if there is no other.
+        # Who prefills, or did so last.
+        self.prefiller = session.hung  # Asked again only if there is no other.
         self._call: Call | None = None
         self._asked_s = 0.0
         self._tries = 0
 
     @property
-    def prefiller(self) -> "Prefiller | None":
-        """Who prefills, or did so last."""
-        return self._prefiller
-
-    @property
     def target(self) -> "Target | None":
         """The instance that prefills at present, if one does."""
-        return None if self._call is None or self._prefiller is None else self._prefiller.target
+        return None if self._call is None or self.prefiller is None else self.prefiller.target
 
     @property
     def taken(self) -> bool:
@@ -97,13 +89,13 @@ class HandOff:
         self._done()
 
     def _send(self) -> None:
-        before = None if self._prefiller is None else self._prefiller.id
+        before = None if self.prefiller is None else self.prefiller.id
         prefiller = self._host.choose_prefiller(self._session.number, before)
         if prefiller is None:
             self._give_up(Fault.CONNECT)
             return
         self._tries += 1
-        self._prefiller = prefiller
+        self.prefiller = prefiller
         legs = self._host.context.legs
         leg = BufferedLeg(self._answered, self._broken, legs.answer_limit_bytes)
         least = least_tokens(self._api, self._body)
@@ -126,7 +118,7 @@ class HandOff:
         )
 
     def _answered(self, status: int, headers: "Headers", body: bytes) -> None:
-        assert self._prefiller is not None
+        assert self.prefiller is not None
         self._done()
         error = error_in(body) if status == 200 else None
         status = status if error is None else error.status
@@ -137,16 +129,16 @@ class HandOff:
             if self._tries < self._host.context.legs.retry_attempts:
                 self._send()
                 return
-            failure = replace(failure, what=What.REFUSED, blamed=self._prefiller.target)
+            failure = replace(failure, what=What.REFUSED, blamed=self.prefiller.target)
         if failure.what is What.REFUSED:
             self._failed(failure)
             return
         if status == 200 and not is_aborted(self._api, body):
-            self._host.report(LegSucceeded(self._prefiller.target))
+            self._host.report(LegSucceeded(self.prefiller.target))
             self._prefilled(body)
             return
         if status == 200 or (status >= 500 and status != 503):
-            target, reason = self._prefiller.target, f"status {status}"
+            target, reason = self.prefiller.target, f"status {status}"
             self._host.report(LegFailed(target, Fault.SERVER_ERROR, reason))
         if failure.says_dead and not self._died(said=True):
             self._give_up(Fault.SERVER_ERROR)
@@ -154,13 +146,13 @@ class HandOff:
             self._again(Fault.SERVER_ERROR)
 
     def _broken(self, error: "WireError") -> None:
-        assert self._prefiller is not None
+        assert self.prefiller is not None
         self._done()
         fault = fault_of(error)
         if error.kind is WireFault.STALE:
             self._send()
             return
-        self._host.report(LegFailed(self._prefiller.target, fault, str(error)))
+        self._host.report(LegFailed(self.prefiller.target, fault, str(error)))
         if error.is_loss and not self._died(said=False):
             self._give_up(fault)
         else:
@@ -175,15 +167,15 @@ class HandOff:
 
     def _died(self, *, said: bool) -> bool:
         """Note that the prefiller died of it or beside it; return whether another may have the prompt."""
-        assert self._prefiller is not None
-        return self._session.engine_died(self._prefiller, self._asked_s, said=said)
+        assert self.prefiller is not None
+        return self._session.engine_died(self.prefiller, self._asked_s, said=said)
 
     def _give_up(self, fault: Fault) -> None:
         self._failed(Failure(What.NO_PREFILL, fault, f"prefill failed: {fault.value}"))
 
     def _done(self) -> None:
         if self._call is not None:
-            assert self._prefiller is not None
+            assert self.prefiller is not None
             self._call.abort()  # An answer that is too long goes on otherwise.
-            self._host.report(RemotePrefillEnded(self._prefiller.id))
+            self._host.report(RemotePrefillEnded(self.prefiller.id))
             self._call = None

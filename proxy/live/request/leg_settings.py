@@ -2,15 +2,10 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.setting import choice, integer, named, number, seconds, switch, words
 from balanceroute.proxy.live.openai.body import BodyError
-from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS
-
-if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.shape import Shape
-
+from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, Shape
 
 # Requests that cannot be split between the roles, and which engine does all of such a request.
 #

@@ -85,15 +85,7 @@ MAY_REPEAT = frozenset({Phase.QUEUED, Phase.POOLED})
 def trace_move(
     record: RequestRecord, before: Phase, phase: Phase, now_s: float, *, decodes: bool
 ) -> None:
-    """Note that a request enters a phase, if that repeats one or follows a repetition.
-
-    Args:
-        record: Of a request that is traced.
-        before: The phase that it leaves.
-        phase: The one that it enters.
-        now_s: The loop's time.
-        decodes: Whether a rank decodes it.
-    """
+    """Note that a request enters a phase, if that repeats one or follows a repetition."""
     trace = record.trace
     repeats = phase is Phase.QUEUED or (phase is Phase.POOLED and before not in _FIRST)
     if trace is None or not (repeats or trace.steps):

@@ -9,7 +9,7 @@ from balanceroute.proxy.core.events import FirstToken, PrefillDone
 from balanceroute.proxy.core.resources import lease_margin_ns
 from balanceroute.proxy.live.connectors import MissingKvError
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import FirstTokenTrust, process_of
+from balanceroute.proxy.live.engines.instances import FirstTokenTrust, Prefiller, process_of
 from balanceroute.proxy.live.openai.answer import STREAM_HEADERS, is_message
 from balanceroute.proxy.live.openai.body import BodyError, dump
 from balanceroute.proxy.live.openai.continuation import (
@@ -35,7 +35,7 @@ from balanceroute.proxy.live.request.client_answer import EarlyToken
 from balanceroute.proxy.live.request.failures import ABORTED, Failure, What, breakage, refusal
 from balanceroute.proxy.live.request.leg_settings import FROM_DECODE, RESUME_OFF, Direct
 from balanceroute.proxy.live.request.relay import BufferedLeg
-from balanceroute.proxy.live.request.session import Attempt, draw_seed
+from balanceroute.proxy.live.request.session import Attempt, Session, draw_seed
 from balanceroute.proxy.live.request.shared import (
     EngineSeen,
     KvHandle,
@@ -46,8 +46,6 @@ from balanceroute.proxy.live.request.shared import (
 from balanceroute.proxy.live.telemetry.record import PREFILL_LEG
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.wire.messages import Headers, WireError
 
 _DEFAULT_MAX_TOKENS = 16  # Of completions, and no chat is longer without a limit.

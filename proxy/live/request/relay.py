@@ -13,16 +13,14 @@ from msgspec import Struct
 
 from balanceroute.proxy.live.openai.answer import is_encoded
 from balanceroute.proxy.live.openai.errors import error_in
-from balanceroute.proxy.live.openai.stream_reader import DONE, decoded
-from balanceroute.proxy.wire.messages import WireError, WireFault, first_value
+from balanceroute.proxy.live.openai.stream_reader import DONE, StreamReader, decoded
+from balanceroute.proxy.wire.messages import Headers, WireError, WireFault, first_value
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
 if TYPE_CHECKING:
-    from balanceroute.proxy.live.openai.stream_reader import StreamReader
     from balanceroute.proxy.live.request.client_answer import Emitted
     from balanceroute.proxy.wire.http1.pump import EventForm, Lent, Passed
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers
 
 
 # A leg whose answer is taken as a whole: prefills, answers that are not streamed, plain requests.
@@ -49,7 +47,6 @@ class BufferedLeg(Struct, eq=False):
         self._headers = headers
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the body."""
         size = self._size = self._size + len(data)
         if size <= self.max_bytes:
             self._pieces.append(data)
@@ -61,12 +58,10 @@ class BufferedLeg(Struct, eq=False):
         self.broken(WireError(WireFault.TOO_LARGE, message, sent=True, answered=True))
 
     def on_end(self) -> None:
-        """Hand the answer over."""
         if self._size <= self.max_bytes:
             self.answered(self._status, self._headers, b"".join(self._pieces))
 
     def on_error(self, error: WireError) -> None:
-        """Hand the failure over."""
         self.broken(error)
 
 
@@ -315,7 +310,6 @@ class Relay:
             self._owner.stream_back(lent)
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the body."""
         if self._over:
             return
         if self._whole is not None:
@@ -363,7 +357,6 @@ class Relay:
             self._owner.stream_broken(_broken(WireFault.RESET, _CUT_SHORT))
 
     def on_error(self, error: WireError) -> None:
-        """Take the failure of the response."""
         if not self._over:
             self._break_off(error)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core import events
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import Prefiller, Role, Target
+from balanceroute.proxy.live.engines.instances import Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.openai.continuation import continued_at
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.openai.shape import OPTIONAL_APIS, Api, Shape
@@ -55,18 +55,16 @@ from balanceroute.proxy.live.request.shared import (
     SessionEnded,
 )
 from balanceroute.proxy.live.telemetry.record import OK, Leg, Outcome, RequestRecord
-from balanceroute.proxy.wire.messages import WireFault
+from balanceroute.proxy.wire.messages import Headers, LineHandler, Payload, WireError, WireFault
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping
 
-    from balanceroute.proxy.live.engines.instances import Rank
     from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.openai.token_counts import PromptUsage
     from balanceroute.proxy.wire.http1.client import Call, ResponseHandler
     from balanceroute.proxy.wire.http1.server import Reply
-    from balanceroute.proxy.wire.messages import Headers, LineHandler, Payload, WireError
 
 
 _SEED_DIGITS = 7  # Of 28 bits, which every sampler takes.
@@ -189,7 +187,6 @@ class Attempt(Holding):
         return self.leg if self.engine.target == target else None
 
     def pause(self) -> None:
-        """Slow the engine down."""
         if self._call is not None:
             self._call.pause()
 
@@ -355,11 +352,6 @@ class Session:
         return self.emitted.tokens + (self.held.tokens or 0)
 
     @property
-    def pair(self) -> "tuple[Prefiller, Rank] | None":
-        """Who is to pull its KV cache from whom; None unless a decode leg has yet to begin so."""
-        return self.held.pair
-
-    @property
     def targets(self) -> tuple[Target, ...]:
         """The instances that work for this request, or hold its KV cache."""
         holder = () if self.kv is None else (self.kv.prefiller.target,)
@@ -376,7 +368,6 @@ class Session:
             self.answer.keep_alive(now_s, silence_s)
 
     def _enter(self, phase: Phase, held: Holding = NOTHING) -> None:
-        """Leave the phase that it is in, with what it holds there."""
         if phase not in TRANSITIONS[self.phase]:
             raise impossible(self.number, self.phase, phase)
         record = self.record
@@ -781,7 +772,6 @@ def _judge(
 
 
 def _run(session: Session, what: str, do: "Callable[[], None]") -> None:
-    """Run what ends the request if it fails."""
     try:
         do()
     except Exception as error:

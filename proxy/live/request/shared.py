@@ -9,21 +9,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
-from balanceroute.proxy.live.connectors import MissingKv
+from balanceroute.proxy.core.events import Event, PrefillerId, RankId, RequestId
+from balanceroute.proxy.live.connectors import Connector, MissingKv
 from balanceroute.proxy.live.engines.engine_url import Fault
-from balanceroute.proxy.live.engines.instances import Target
-from balanceroute.proxy.live.openai.body import dump
+from balanceroute.proxy.live.engines.instances import Prefiller, Target
+from balanceroute.proxy.live.openai.body import RequestBody, dump
 from balanceroute.proxy.live.openai.shape import INTERNAL_FIELDS, SAMPLING, Api
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 
 if TYPE_CHECKING:
     import asyncio
 
-    from balanceroute.proxy.core.events import Event
-    from balanceroute.proxy.live.connectors import Connector
-    from balanceroute.proxy.live.engines.instances import Prefiller
-    from balanceroute.proxy.live.openai.body import RequestBody
     from balanceroute.proxy.live.request.leg_settings import LegSettings
     from balanceroute.proxy.wire.http1.pump import Pump
 
@@ -279,7 +275,6 @@ class Suspects:
         return self.prompts.get(fingerprint)
 
     def _forget(self) -> None:
-        """Forget what is too long ago."""
         now_s, suspects = self._clock(), self.prompts
         while suspects and suspects[first := next(iter(suspects))].until_s <= now_s:
             del suspects[first]
@@ -302,7 +297,7 @@ class SessionContext:
     # Returns a context that no engine exceeds for a model; None if one may.
     max_model_len: Callable[[str], int | None]
     # Called with what a decode rank posts when it calls for a prefill, by transfer.
-    hand_offs: dict[str, Callable[[Mapping[str, Any]], None]]
+    hand_offs: dict[str, Callable[[Mapping[str, Any]], None]] = field(default_factory=dict)
     suspects: Suspects = field(default_factory=Suspects)  # Prompts under which engines have died.
     pump: "Pump | None" = None  # Moves the ordinary events of streams; None if nobody else does.
 
@@ -509,7 +504,6 @@ class StallWatch:
         self._ticked_s = self._clock()
 
     def tick(self) -> None:
-        """Note that this process runs."""
         now_s = self._clock()
         stood_still = now_s - self._ticked_s > self._late_s
         self.woke = stood_still and not self.woke

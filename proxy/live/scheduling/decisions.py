@@ -7,7 +7,7 @@ one decision.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -38,17 +38,14 @@ from balanceroute.proxy.core.events import (
     StartPrefill,
     Tick,
 )
-from balanceroute.proxy.core.lifecycle import PREFILLING, LifecycleState
+from balanceroute.proxy.core.lifecycle import PREFILLING, LifecycleState, Request
 from balanceroute.proxy.live.engines.instances import Instances, Prefiller, Rank, Role, Target
 from balanceroute.proxy.live.request.decode_attempt import start_decode, start_prefill
 from balanceroute.proxy.live.scheduling.progress import Progress
 from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto, StreamLooks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from balanceroute.proxy.core.events import Eligible
-    from balanceroute.proxy.core.lifecycle import Request
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.prediction import PredictorSet
@@ -105,7 +102,6 @@ class Apart:
         self._timer: asyncio.TimerHandle | None = None
 
     def lost(self, event: Event) -> None:
-        """Note that a request lost its engine."""
         if isinstance(event, _LOST) and self._suspects.prompts:
             self._forget()
             self.on[event.request] = None
@@ -533,7 +529,6 @@ class Decisions:
             self._performing = False
 
     def _start(self, session: "Session", action: StartPrefill | Admit) -> None:
-        """Give a request to an engine."""
         self._began(session)
         if type(action) is StartPrefill:
             start_prefill(session, self._instances.prefillers[action.prefiller])

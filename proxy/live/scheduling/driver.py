@@ -23,7 +23,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.prediction import mean_output_tokens
-from balanceroute.proxy.core.scheduler import placed
+from balanceroute.proxy.core.scheduler import Scheduler, placed
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import (
     Instances,
@@ -35,7 +35,7 @@ from balanceroute.proxy.live.engines.instances import (
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks, prompt_keys
 from balanceroute.proxy.live.openai.shape import Shape, TokenEstimate
 from balanceroute.proxy.live.prediction import ticket_features
-from balanceroute.proxy.live.request.leg_settings import Direct, LegSettings, guessed_tokens
+from balanceroute.proxy.live.request.leg_settings import Direct, guessed_tokens
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.shared import (
     EngineSeen,
@@ -49,13 +49,10 @@ from balanceroute.proxy.live.request.shared import (
     Report,
     SessionContext,
     SessionEnded,
-    StallWatch,
     StreamLent,
     StreamReturned,
-    Suspects,
 )
 from balanceroute.proxy.live.scheduling.decisions import (
-    SWEEP_S,
     Decisions,
     DriverSettings,
     Observers,
@@ -64,7 +61,6 @@ from balanceroute.proxy.live.telemetry.record import OK, RequestRecord
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import Eligible
-    from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.connectors import Connector
     from balanceroute.proxy.live.engines.health import Health
     from balanceroute.proxy.live.engines.instances import Target
@@ -72,7 +68,6 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.openai.urgency import Urgency
     from balanceroute.proxy.live.scheduling.progress import Progress
     from balanceroute.proxy.live.telemetry.metrics import Metrics
-    from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.http1.server import Reply
 
 
@@ -116,7 +111,6 @@ class LostEngines:
         self._lost_kv = False
 
     def gone(self, target: "Target") -> None:
-        """Note that an engine does not answer."""
         if not self._gone:
             self._call_soon(self._leave)
         self._gone.add(target)
@@ -307,7 +301,7 @@ class Feedback:
         if report.prompt_tokens != session.ticket.prompt_tokens:  # Of token ids it is known before.
             features = ticket_features(session.ticket, report.prompt_tokens)
             self._predictors.begin(report.request, features)
-            session.record.hinted(self._predictors.hint_of(report.request))
+            session.record.hinted(self._predictors.active.hint_of(report.request))
         self.estimate.learn(session.shape, report.prompt_tokens)
 
     def _kv_abandoned(self, report: KvAbandoned) -> None:
@@ -544,7 +538,9 @@ class Driver:
     def _make_transfers(self, health: "Health", metrics: "Metrics") -> KvTransfers:
         return KvTransfers(
             health.enough,
-            pulling=lambda: [s.pair for s in self.sessions.values() if s.pair is not None],
+            pulling=lambda: [
+                s.held.pair for s in self.sessions.values() if s.held.pair is not None
+            ],
             convict=health.convict,
             is_on_trial=health.is_on_trial,
             count=metrics.legs.kv_transfer_failed,
@@ -584,7 +580,6 @@ class Driver:
         return self._admission.offer(ticket, load, self._now_ns())
 
     def submit(self, arrival: Arrival) -> None:
-        """Take a request, or refuse it."""
         shape, record = arrival.asked.shape, arrival.record
         ticket = self.ticket(arrival.asked)
         refusal = self.refuse(ticket, record)
@@ -613,11 +608,6 @@ class Driver:
         )
 
     @property
-    def uses_blocks(self) -> bool:
-        """Whether the prefill choice uses the blocks of prompts."""
-        return self._settings.uses_blocks
-
-    @property
     def token_block(self) -> int:
         """Tokens of a block where prompts are token ids; 0 for blocks of text alone."""
         blocks = self.instances.engine_blocks or self.instances.rank_blocks
@@ -628,7 +618,7 @@ class Driver:
         api, body = arrival.asked.shape.api, arrival.body
         if self.uses_keys:
             ticket = structs.replace(ticket, keys=prompt_keys(api, body))
-        if self.uses_blocks:
+        if self._settings.uses_blocks:
             token_block = 0 if arrival.asked.adapter else self.token_block
             ticket = prompt_blocks(api, body, token_block).of(ticket)
         return ticket
@@ -658,7 +648,7 @@ class Driver:
     def _predict(self, session: Session, prompt_tokens: int) -> None:
         number, ticket = session.number, session.ticket
         self._predictors.begin(number, ticket_features(ticket, prompt_tokens))
-        session.record.hinted(self._predictors.hint_of(number))
+        session.record.hinted(self._predictors.active.hint_of(number))
         if self._settings.expects_output:
             tokens = mean_output_tokens(self._predictors, number, ticket.max_tokens)
             session.ticket = structs.replace(ticket, predicted_tokens=tokens)
@@ -678,10 +668,6 @@ class Driver:
     def use_connector(self, connector: "Connector") -> None:
         """Take another connector from the next request on."""
         self.context = replace(self.context, connector=connector)
-
-    async def drained(self) -> None:
-        """Wait until no request is left."""
-        await self.table.drained()
 
     def hold(self, *, held: bool) -> None:
         """Let nothing start before its prefill, or let it start again."""
@@ -704,52 +690,19 @@ class Driver:
     # What a session does: Host.
 
     def feed(self, event: Event, *implied: Report) -> None:
-        """Give the scheduler an event; see `Decisions.feed`."""
         for report in implied:
             self.report(report)
         self.decisions.feed(event)
 
     def may_retry(self, leg: str, fault: Fault, *, pulled_from: PrefillerId | None = None) -> bool:
-        """Return whether one more attempt is allowed; see `Feedback.may_retry`."""
         return self._feedback.may_retry(leg, fault, pulled_from)
 
     def choose_prefiller(
         self, number: RequestId, other_than: PrefillerId | None
     ) -> Prefiller | None:
-        """Return who prefills; see `Feedback.choose_prefiller`."""
         request = self.scheduler.requests.get(number)
         rank = None if request is None else request.rank
         return self._feedback.choose_prefiller(number, rank, other_than)
 
     def crashed(self, number: RequestId, request_id: str, what: str, error: Exception) -> None:
-        """End a session whose handling failed."""
         self.isolation.crashed(number, request_id, what, error)
-
-
-def session_context(
-    connector: "Connector",
-    legs: "LegSettings",
-    *,
-    rng: random.Random,
-    uptime_s: Callable[[], float],
-    observe_gap: Callable[[float], None],
-    max_model_len: Callable[[str], int | None],
-    suspects: Suspects,
-    pump: "Pump | None" = None,
-) -> SessionContext:
-    """Return what the sessions of a driver share; `rng` makes tokens that name transfers."""
-    loop = asyncio.get_running_loop()
-    return SessionContext(
-        connector,
-        legs,
-        clock=loop.time,
-        uptime_s=uptime_s,
-        call_later=loop.call_later,
-        unique=UniqueTokens(rng),
-        stalls=StallWatch(SWEEP_S, uptime_s),
-        observe_gap=observe_gap,
-        max_model_len=max_model_len,
-        hand_offs={},
-        suspects=suspects,
-        pump=pump,
-    )

@@ -1,7 +1,7 @@
 """How far the requests in decode are, as the scheduler's ledger takes them to be."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -21,8 +21,6 @@ from balanceroute.proxy.core.subset import idle_tokens
 from balanceroute.proxy.live.telemetry.record import OK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from balanceroute.proxy.core.events import RankId
@@ -143,7 +141,6 @@ class Started(Protocol):
     @property
     def rounds(self) -> int | None:
         """Tokens that each sequence has emitted on this binding; None if it is not streamed."""
-        ...
 
 
 class PulledCounts(Generic[_Request]):
@@ -246,7 +243,6 @@ class PumpedCounts(PulledCounts["Session"]):
             self._offset[slot] = request.offset
 
     def returned(self, slot: int) -> None:
-        """Ask the request of a slot again."""
         request = self._away.pop(slot, None)
         if request is not None:
             self._streams[id(request)] = request
@@ -358,7 +354,6 @@ class Progress:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is kept for any request."""
         return not self.started and not self._unheard
 
     def admitted(self, session: "Session") -> None:
@@ -392,7 +387,6 @@ class Progress:
         return RequestRecomputed(number, elsewhere=True)
 
     def lent(self, report: "StreamLent") -> None:
-        """Note that a stream is away."""
         assert isinstance(self._counts, PumpedCounts)
         self._counts.lent(report.request, report.slot)
 

@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.core.lifecycle import DECODING
+from balanceroute.proxy.core.lifecycle import DECODING, Request
 from balanceroute.proxy.core.steps import FLOOR_S, STEPS, UNKNOWN_S, RankProgress, Sighting
-from balanceroute.proxy.live.engines.instances import Status
+from balanceroute.proxy.live.engines.instances import Instances, Rank, Status
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 
 if TYPE_CHECKING:
     from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
-    from balanceroute.proxy.core.lifecycle import Request
     from balanceroute.proxy.core.scheduler import Scheduler
     from balanceroute.proxy.live.engines.health import Health
-    from balanceroute.proxy.live.engines.instances import Instances, Rank
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.progress import Progress
 
@@ -66,7 +64,6 @@ class _Veto:
     timer: "asyncio.TimerHandle | None" = None  # Of the next trial.
 
     def stop(self) -> None:
-        """Begin no trial by itself."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -193,7 +190,6 @@ class ProgressVeto:
                 self._try(rank, "no other rank is left")
 
     def stop(self) -> None:
-        """End every timer."""
         for veto in self._vetoes.values():
             veto.stop()
 

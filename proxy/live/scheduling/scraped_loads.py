@@ -54,7 +54,6 @@ class OthersOnRanks:
         self._told: set[RankId] = set()
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
-        """Take in what an engine says."""
         for rank in self._ranks_of(target):
             load = _load_of(rank, gauges)
             if load is None:

@@ -9,7 +9,6 @@ from enum import Enum
 from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.admission import AimdOptions
 from balanceroute.proxy.core.config import SchedulerConfig
@@ -44,11 +43,7 @@ from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.live.settings.tracing import ExportSettings
 from balanceroute.proxy.wire.messages import ServerLimits
-from balanceroute.topologies import CONNECTORS
-
-if TYPE_CHECKING:
-    from balanceroute.topologies import GroupEntry, Topology
-
+from balanceroute.topologies import CONNECTORS, GroupEntry, Topology
 
 _NS_PER_S = 1e9
 # Longer than any process runs.

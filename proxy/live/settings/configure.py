@@ -4,7 +4,7 @@ Every value is checked before the first socket is opened. An error names the fla
 key, and the reason; none shows a key, a token or a password.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from math import inf
@@ -61,13 +61,10 @@ from balanceroute.proxy.live.settings.tenant_file import read_tenants
 from balanceroute.proxy.live.settings.tracing import export_settings
 from balanceroute.proxy.settings import Given
 from balanceroute.proxy.wire.messages import ServerLimits, bracketed
-from balanceroute.topologies import CONNECTORS, KvFlow, TopologyError, added_group
+from balanceroute.topologies import CONNECTORS, KvFlow, Topology, TopologyError, added_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
-    from balanceroute.topologies import Topology
 
 _QUEUE_TTL_S = 600.0
 ENGINE_KEY_VARIABLE = "BALANCEROUTE_ENGINE_KEY"

@@ -7,13 +7,12 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.settings.checks import event_address
 from balanceroute.proxy.wire.messages import bracketed
-from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow
+from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from balanceroute.proxy.live.settings.declared import EngineAddresses, EngineSettings
-    from balanceroute.topologies import Topology
 
 # vLLM's VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998

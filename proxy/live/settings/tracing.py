@@ -164,7 +164,6 @@ class _Variables:
         return self._number(self._name("TIMEOUT"), _TIMEOUT_MS, least=1.0, most=1e9) / 1e3
 
     def headers(self) -> tuple[tuple[str, Secret], ...]:
-        """Return what is sent with every export."""
         name = self._name("HEADERS")
         pairs = self._pairs(name)
         for key, value in pairs.items():
@@ -184,7 +183,6 @@ class _Variables:
         return path
 
     def resource(self) -> dict[str, str]:
-        """Return what the proxy says of itself."""
         found = {
             "service.name": "balanceroute",
             "service.version": __version__,

@@ -19,14 +19,13 @@ import msgspec
 from balanceroute import __version__
 from balanceroute.proxy.live.openai.routes import find
 from balanceroute.proxy.live.telemetry.record import Event, Outcome, RequestRecord, Trace, stages_of
-from balanceroute.proxy.wire.http1.client import fetch
+from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.messages import Headers, Response, WireError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.settings.tracing import ExportSettings
     from balanceroute.proxy.live.telemetry.component_metrics import TraceMetrics
     from balanceroute.proxy.live.telemetry.record import Log
-    from balanceroute.proxy.wire.http1.client import Endpoint
 
 
 # The spans of a request that has ended, in OTLP's JSON encoding.

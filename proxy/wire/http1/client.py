@@ -228,12 +228,10 @@ class Endpoint:
 
     @property
     def connections(self) -> int:
-        """Connections that are open or being opened."""
         return self._open + self._connecting
 
     @property
     def idle(self) -> int:
-        """Connections that are open and unused."""
         return len(self._idle)
 
     def request(
@@ -302,7 +300,6 @@ class Endpoint:
         self._stop_sweep()
 
     def release(self, connection: ClientConnection) -> None:
-        """Keep a connection for another exchange, or close it."""
         now_s = self._loop.time()
         if self._closed or len(self._idle) >= self._max_idle or now_s < self._reuse_from_s:
             connection.drop()
@@ -315,11 +312,9 @@ class Endpoint:
             self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
     def retry(self, call: Call) -> None:
-        """Repeat a call on a new connection."""
         self._connect(call)
 
     def fail_stale(self, call: Call, message: str, cause: Exception | None) -> None:
-        """End a call that was lost with a reused connection: STALE if a new one opens."""
         call.lost = True
         self.stale += 1
         if self.stale >= _STALE_IN_A_ROW:
@@ -377,7 +372,6 @@ class Endpoint:
         return None
 
     def _close_idle(self, count: int) -> None:
-        """Close the connections that were idle longest."""
         for connection in list(self._idle)[:count]:
             del self._idle[connection]
             connection.drop()
@@ -456,7 +450,6 @@ class Endpoint:
         limit.reschedule(self._loop.time() + seconds)
 
     async def _connect_any(self) -> ClientConnection:
-        """Connect to the first address that accepts."""
         end_s = self._loop.time() + self._connect_timeout_s
         errors: list[OSError] = []
         addresses = await self._addresses.get()
@@ -504,7 +497,6 @@ class ResponseRoom:
         self._collectors: dict[_Collector, None] = {}
 
     def take(self, collector: "_Collector", size: int) -> None:
-        """Count bytes that have come of a response."""
         self._collectors[collector] = None
         self.held += size
         while self.held > self._limit_bytes:

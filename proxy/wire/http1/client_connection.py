@@ -162,9 +162,9 @@ class ClientConnection(asyncio.Protocol):
         "_on_data",
         "_poll",
         "_pool",
-        "_reused",
         "_stage",
         "_transport",
+        "reused",
     )
 
     _transport: TurnTransport
@@ -174,7 +174,7 @@ class ClientConnection(asyncio.Protocol):
         # The connection's life.
         self._pool = pool
         self._max_head_bytes = max_head_bytes
-        self._reused = False
+        self.reused = False  # Whether a request went on it before.
         self._joined = False
         self._poll: Callable[[int], list[tuple[int, int]]] | None = None
         # The present exchange.
@@ -189,11 +189,6 @@ class ClientConnection(asyncio.Protocol):
         self._left = 0
 
     # Called by the pool and the call.
-
-    @property
-    def reused(self) -> bool:
-        """Whether a request went on it before."""
-        return self._reused
 
     @property
     def usable(self) -> bool:
@@ -378,7 +373,7 @@ class ClientConnection(asyncio.Protocol):
         call = self._call
         assert call is not None
         call.answered = True
-        if self._pool.stale and self._reused and not call.repeatable:
+        if self._pool.stale and self.reused and not call.repeatable:
             self._pool.stale = 0
         if self._buffer:
             data = self._buffer + data
@@ -466,7 +461,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             if call.paused:
                 transport.resume_reading()
-            self._reused = True
+            self.reused = True
             self._pool.release(self)
         call.done = True
         call.connection = None
@@ -481,7 +476,7 @@ class ClientConnection(asyncio.Protocol):
         self._call = None
         self._stage = _HEAD
         self._transport.abort()
-        if kind is WireFault.RESET and self._reused and not call.answered:
+        if kind is WireFault.RESET and self.reused and not call.answered:
             # The engine closed an idle connection just as it was reused (RFC 9112 §9.3.1), or it
             # restarted. The other idle ones are then closed too.
             self._pool.close_idle()

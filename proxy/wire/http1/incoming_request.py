@@ -89,7 +89,6 @@ class IncomingBody:
         self._held = 0
 
     def drop(self) -> None:
-        """Discard the body and release it from the budget."""
         self.release()
         self._buffer = BytesIO()
         self._decoder = None

@@ -149,7 +149,7 @@ class Listener:
         self._listen = listen
         self._servers: list[asyncio.Server] = []
         self._spares: list[socket.socket] = []
-        self._closed = False
+        self.closed = False  # Whether it accepts nothing any more.
 
     async def open(self, **place: object) -> None:
         """Accept at a place: `host` and `port`, or a `sock` that is bound. Raises OSError."""
@@ -163,11 +163,6 @@ class Listener:
         """Those that accept; none while it is paused."""
         return [one for server in self._servers for one in server.sockets]
 
-    @property
-    def closed(self) -> bool:
-        """Whether it accepts nothing any more."""
-        return self._closed
-
     def keep_spares(self) -> None:
         """Open what `pause` leaves open: then there may be no descriptor for it. Raises OSError."""
         if not self._spares:
@@ -180,7 +175,7 @@ class Listener:
 
     async def resume(self) -> None:
         """Accept again. Raises OSError: there is no descriptor; then it stays paused."""
-        if self._servers or self._closed:
+        if self._servers or self.closed:
             return
         try:
             for spare in self._spares:
@@ -194,7 +189,7 @@ class Listener:
             raise
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         self._close_servers()
         for one in self._spares:
             one.close()
@@ -259,7 +254,8 @@ class Server:
         self._common = common
         self._service: Service | None = None
         self._listeners: list[Listener] = []
-        self._addresses: list[tuple[str, int]] = []
+        # Host and port of each listening socket, also after closing.
+        self.addresses: list[tuple[str, int]] = []
         self._drained: asyncio.Future[None] | None = None
 
     async def start(self, host: str, port: int, *, ssl: SSLContext | None = None) -> None:
@@ -293,12 +289,12 @@ class Server:
         )
         try:
             for place in places:
-                if self._addresses and "port" in place:
+                if self.addresses and "port" in place:
                     place["port"] = self.port  # The same for all.
                 listener = self._listener(service, ssl)
                 self._listeners.append(listener)
                 await listener.open(**place)
-                self._addresses += [one.getsockname()[:2] for one in listener.sockets]
+                self.addresses += [one.getsockname()[:2] for one in listener.sockets]
         except OSError:
             self._close_listeners()
             raise
@@ -340,14 +336,8 @@ class Server:
         return self._service
 
     @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """Host and port of each listening socket, also after closing."""
-        return self._addresses
-
-    @property
     def port(self) -> int:
-        """The port of the first listening socket."""
-        return self._addresses[0][1]
+        return self.addresses[0][1]
 
     @property
     def connections(self) -> int:
@@ -361,7 +351,6 @@ class Server:
 
     @property
     def bodies(self) -> BodyBudget:
-        """Counts the bytes of the bodies in flight."""
         assert self._service is not None, "not started"
         return self._service.bodies
 

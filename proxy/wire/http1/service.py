@@ -377,7 +377,6 @@ class Service:
         self.loop.call_soon(self.loop.call_soon, callback, *args)
 
     def shed(self) -> None:
-        """Close connections that are idle."""
         self.limit.shed(self.connections)
 
     def _place(self, connection: SweptConnection) -> None:
@@ -386,7 +385,6 @@ class Service:
             connection.placed(is_served=self.limit.take(connection, host, self.connections))
 
     def take_place(self, connection: SweptConnection, of: SweptConnection) -> bool:
-        """Count a connection in place of another one; return whether it is served."""
         del self.connections[of]
         self.connections[connection] = None
         return self.limit.take_place(connection, of)

@@ -90,7 +90,6 @@ class ControlFrames:
         return self._frames(data)
 
     def forget(self, number: int) -> None:
-        """Note that a stream was reset."""
         self._others.discard(number)
         self._begun.pop(number, None)
 
@@ -464,7 +463,6 @@ class Http3ServerConnection:
         self._close(ErrorCode.H3_INTERNAL_ERROR, "the server ends")
 
     def expire(self, now_s: float) -> None:
-        """Act on a deadline that has passed."""
         for stream in list(self._streams.values()):
             if stream.deadline_s <= now_s and stream.expire(now_s):
                 self._quic.reset_stream(stream.number, ErrorCode.H3_REQUEST_CANCELLED)

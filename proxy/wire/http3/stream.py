@@ -217,7 +217,6 @@ class ServerStream:
             owner.send_head(self.number, _CONTINUE, end=False)
 
     def on_data(self, data: bytes, *, ended: bool) -> None:
-        """Take a part of the body."""
         if self._stage is not _Stage.BODY:
             return
         try:
@@ -236,12 +235,7 @@ class ServerStream:
             reply.lose_client()
 
     def refuse(self, rejection: Rejection, *, rest: bool = True) -> None:
-        """Answer a request that does not reach the application.
-
-        Args:
-            rejection: Why.
-            rest: Whether more of it is still to come.
-        """
+        """Answer a request that does not reach the application."""
         service = self._owner.service
         if rest:
             self._owner.refuse_rest(self.number)

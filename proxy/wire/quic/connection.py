@@ -108,7 +108,6 @@ class OrderedConnection(QuicConnection):
         return stream.sender._buffer_stop - stream.sender.highest_offset
 
     def unacknowledged(self, stream_id: int) -> int:
-        """Return the bytes of a stream that the peer has not acknowledged."""
         stream = self._streams.get(stream_id)
         if stream is None or stream.sender._reset_error_code is not None:
             return 0
@@ -271,7 +270,6 @@ class Carrier:
         self._send()
 
     def stop(self) -> None:
-        """Do nothing any more."""
         self._stopped = True
         for handle in (self._timer, self._sending):
             if handle is not None:

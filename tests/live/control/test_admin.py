@@ -30,7 +30,7 @@ from balanceroute.proxy.live.telemetry.snapshot import (
 )
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import Headers, HttpRequest, Response
+from balanceroute.proxy.wire.messages import Headers, HttpRequest, Reply, Response
 
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.roster import EngineOrders
@@ -207,7 +207,7 @@ class Bench:
         request = HttpRequest(
             method.encode(), path.encode(), query, [*headers, *media], encoded, "127.0.0.1:5"
         )
-        self.admin(request, sent)
+        self.admin(request, cast("Reply", sent))
         return sent
 
     def get(self, path: str, *, query: bytes = b"", headers: Headers = GOOD) -> Sent:

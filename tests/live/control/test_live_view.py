@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.support.virtual.runner import run
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.live.conftest import Exchanged, Play, Site
     from tests.support.virtual.loop import VirtualLoop
 
-    from balanceroute.proxy.wire.messages import Headers
+    from balanceroute.proxy.wire.messages import Headers, Reply
 
 
 class Viewer:
@@ -27,6 +27,10 @@ class Viewer:
         self.on_closed: Callable[[], None] | None = None
         self.events: list[Any] = []
         self.status = 0
+
+    @property
+    def reply(self) -> "Reply":
+        return cast("Reply", self)
 
     def start(self, status: int, headers: "Headers") -> None:
         assert dict(headers)[b"content-type"].startswith(b"text/event-stream")
@@ -67,8 +71,8 @@ def test_viewers_share_one_view_and_without_any_none_is_made() -> None:
     async def main(_loop: "VirtualLoop") -> None:
         await asyncio.sleep(10.0)
         assert views.made == 0
-        subject.open(first)
-        subject.open(second)
+        subject.open(first.reply)
+        subject.open(second.reply)
         await asyncio.sleep(3.5 * INTERVAL_S)
         assert views.made == 2 + 3
         first.leave()
@@ -87,7 +91,7 @@ def test_a_viewer_that_reads_slowly_is_not_written_to() -> None:
     subject, viewer = LiveView(Views()), Viewer()
 
     async def main(_loop: "VirtualLoop") -> None:
-        subject.open(viewer)
+        subject.open(viewer.reply)
         viewer.paused = True
         await asyncio.sleep(5.5 * INTERVAL_S)
         assert len(viewer.events) == 1
@@ -105,13 +109,13 @@ def test_a_view_that_fails_ends_the_streams(caplog: pytest.LogCaptureFixture) ->
     subject, viewer = LiveView(views), Viewer()
 
     async def main(_loop: "VirtualLoop") -> None:
-        subject.open(viewer)
+        subject.open(viewer.reply)
         views.error = RuntimeError("no view")
         await asyncio.sleep(2.0)
         assert viewer.closed
         views.error = None
         another = Viewer()
-        subject.open(another)
+        subject.open(another.reply)
         assert len(another.events) == 1
         subject.close()
 

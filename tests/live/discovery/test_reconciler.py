@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.support.virtual.loop import VirtualLoop
@@ -16,6 +17,9 @@ from balanceroute.proxy.live.control.roster import Addition
 from balanceroute.proxy.live.discovery.reconciler import Found, Reconciler, View
 from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role, Target
+
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.control.roster import Roster
 
 A, B = (Target(Role.DECODE, f"http://10.0.0.{number}:8000") for number in (1, 2))
 P = Target(Role.PREFILL, "http://10.0.1.1:8000")
@@ -98,7 +102,7 @@ class Scene:
         self.asked = self.asking = self.most_asking = 0
         self.slow: set[str] = set()
         self.reconciler = Reconciler(
-            self.engines,
+            cast("Roster", self.engines),
             [self.first, self.second],
             ask=self._ask,
             hold_s=5.0,

@@ -50,12 +50,12 @@ def test_a_streamed_request_goes_through_its_phases_and_leaves_nothing() -> None
     site.now_s += 2.0
     leg = site.decode(1)
     assert site.is_in(Phase.DECODING)
-    assert session.pair == (site.prefillers[0], site.ranks[1])
+    assert session.held.pair == (site.prefillers[0], site.ranks[1])
     assert leg.values["kv_transfer_params"] == KV
     assert leg.headers == b"x-request-id: r\r\nx-data-parallel-rank: 1\r\n"
     leg.begin(token("x"))
     assert site.is_in(Phase.STREAMING)
-    assert site.session.pair is None
+    assert site.session.held.pair is None
     assert (session.rounds, session.emitted_tokens) == (1, 1)
     assert site.client.released
     leg.more(token("y"), LAST, DONE)
@@ -88,7 +88,7 @@ def test_a_request_that_one_engine_does_whole_goes_to_the_pool_without_a_prefill
     assert site.is_in(Phase.POOLED)
     leg = site.decode()
     assert "kv_transfer_params" not in leg.values
-    assert site.session.pair is None
+    assert site.session.held.pair is None
     leg.stream(LAST, DONE)
     assert site.session.record.outcome is Outcome.OK
     assert site.pulls == []

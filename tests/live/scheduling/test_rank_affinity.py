@@ -93,7 +93,7 @@ def test_nothing_is_remembered_where_it_would_save_nothing(
     async def scenario(site: "Site") -> None:
         await talk(site, stream=False)
         assert site.world.scheduler.intake.memory is None
-        assert not site.world.proxy.deployment.driver.uses_blocks
+        assert not site.world.proxy.deployment.driver._settings.uses_blocks
 
     play(scenario, flags=FLAGS | {"paper": paper}, connector=connector, **WORLD)
 
