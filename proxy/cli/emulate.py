@@ -89,6 +89,12 @@ class FleetFlags:
         "a port for each rank, or one port and X-data-parallel-rank",
         named(DpMode),
     )
+    dp_size: int = integer(
+        _DEFAULTS.dp_size,
+        "ranks of a data-parallel group, of which all end once one is killed",
+        1,
+        10_000,
+    )
     preemption: Preemption = choice(
         _DEFAULTS.preemption,
         'what a full KV cache does: compute again, or stop with "recomputed"',

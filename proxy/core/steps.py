@@ -363,6 +363,11 @@ class RankProgress:
         pace = self._paces.get(rank)
         return float("-inf") if pace is None else pace.moved_s
 
+    def steps(self, rank: RankId, now_s: float) -> bool:
+        """Return whether a rank has just made a token, by its own pace."""
+        pace = self._paces.get(rank)
+        return pace is not None and pace.steps(now_s)
+
     def silent_s(self, rank: RankId) -> float:
         """Return for how long a rank has been silent."""
         return self._silent_s.get(rank, 0.0)

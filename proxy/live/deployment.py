@@ -250,7 +250,7 @@ class Deployment:
             key=None if key is None else key.value,
             room=environment.pages,
         )
-        self.instances = Instances(*_heard_blocks(config))
+        self.instances = Instances(*_heard_blocks(config), dp_size=config.scheduling.dp_size)
         self.roster = _make_roster(
             self.instances, config, connect, self.fetcher, unix_s=environment.unix_s
         )
@@ -263,6 +263,7 @@ class Deployment:
             config.health,
             fetch=self.fetcher.status,
             on_change=self._health_changed,
+            on_gone=self.roster.engine_gone,
             on_known=self.roster.health_known,
             on_error=failures.report,
             clock=clock,
@@ -508,6 +509,7 @@ class Deployment:
                 expects_output=admission.queue_order in PREDICTING_ORDERS,
                 progress_veto=config.scheduling.progress_veto,
                 warm_up=config.scheduling.warm_up,
+                group_return_s=config.scheduling.group_return_s,
             ),
             rng=environment.rng,
         )

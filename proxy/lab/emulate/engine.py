@@ -330,12 +330,18 @@ class Engine:
 
     def states(self) -> list[EmulatedRankState]:
         counted = [replace(counters) for counters in self.counters]
+        size = max(len(self.role.ranks), self._hub.settings.dp_size)
         for exchange, call in self.exchanges.items():
             _count(exchange, counted[call.rank])
         work = self.work
         return [
             EmulatedRankState(
-                rank, work.running(i), work.waiting(i), work.arriving(i), work.usage(i), counted[i]
+                rank % size,
+                work.running(i),
+                work.waiting(i),
+                work.arriving(i),
+                work.usage(i),
+                counted[i],
             )
             for i, rank in enumerate(self.role.ranks)
         ]

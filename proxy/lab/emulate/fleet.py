@@ -313,7 +313,28 @@ class EmulatedFleet:
         Raises:
             ConfigError: There is no such engine.
         """
-        self.engine(engine).kill()
+        target = self.engine(engine)
+        target.kill()
+        loop, settings = asyncio.get_running_loop(), self.settings
+        for mate in self._mates(target):
+            loop.call_later(
+                settings.dp_death_s / settings.time_scale, self._follow, mate, mate.engine_id
+            )
+
+    def _mates(self, engine: Engine) -> list[Engine]:
+        """Return the other engines of a decode rank's data-parallel group."""
+        first, size = self.settings.prefillers, self.settings.dp_size
+        place = self.engines.index(engine) - first
+        if size == 1 or place < 0:
+            return []
+        group = self.engines[first + place - place % size :][:size]
+        return [mate for mate in group if mate is not engine and mate.alive]
+
+    @staticmethod
+    def _follow(engine: Engine, engine_id: str) -> None:
+        """End an engine whose group has ended, unless it was restarted since."""
+        if engine.alive and engine.engine_id == engine_id:
+            engine.kill()
 
     async def restore(self, engine: str | int) -> None:
         """Restart a killed engine on its old port.

@@ -60,6 +60,10 @@ class EmulationSettings:
     lease_s: float = 30.0  # How long a prefiller keeps blocks that no decode rank pulls.
     connector: str = "nixl"
     dp_mode: DpMode = DpMode.PORTS
+    # Ranks of a data-parallel group, in their order: if the engine of one is killed, the others end too,
+    # so many seconds later.
+    dp_size: int = 1
+    dp_death_s: float = 1.0
     preemption: Preemption = Preemption.INTERNAL
     time_scale: float = 1.0  # How many emulated seconds pass in one second of the event loop.
     model: str = "emulated"
@@ -94,6 +98,8 @@ class EmulationSettings:
             ("prefillers", 0, 1_000),
             ("ranks", 0, 10_000),
             ("batch_limit", 1, 10**9),
+            ("dp_size", 1, 10_000),
+            ("dp_death_s", 0, 1e9),
             ("step_base_ns", 1, _YEAR_NS),  # With a step of no time the clock would not advance.
             ("step_ns_per_token", 0, 1e9),
             ("prefill_base_ns", 0, _YEAR_NS),

@@ -550,11 +550,13 @@ class Roster:
             extra={"fields": {"role": target.role.value, "url": target.url, "reason": reason}},
         )
         self._changed_itself(target)
-        if self._health.is_gone(target):
-            self._driver.lost.gone(target)
-            for instance in instances:
-                if isinstance(instance, Prefiller):
-                    self._driver.lost.kv_lost(instance)
+
+    def engine_gone(self, target: Target) -> None:
+        """Note that an engine does not answer any more."""
+        self._driver.lost.gone(target)
+        for instance in self.instances.of(target):
+            if isinstance(instance, Prefiller):
+                self._driver.lost.kv_lost(instance)
 
     def health_known(self, target: Target) -> None:
         """Note that a new instance was probed: it may serve."""
@@ -575,6 +577,8 @@ class Roster:
         """Take what an engine says of its memory, its slots and its sleep."""
         if note_sleep(self.instances, target, asleep=gauges.asleep):
             self._changed_itself(target)
+        if target.role is Role.DECODE:
+            self.instances.groups.told(target, gauges.engines)
         self._slots.scraped(target, gauges)
         self.memory.scraped(target, gauges)
         if self.memory.is_due(asyncio.get_running_loop().time()) and self.memory.settle(

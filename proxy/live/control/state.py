@@ -180,6 +180,7 @@ def _ranks(driver: "Driver", quarantines: "Mapping[Target, Quarantine]") -> list
             doubts=rank.doubts,
             cached_blocks=None if blocks is None else blocks.blocks(rank.id),
             vetoes=driver.veto.vetoes[rank.id],
+            dp_group=driver.instances.groups.of(rank),
         )
         for rank in driver.instances.ranks
     ]

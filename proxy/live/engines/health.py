@@ -108,8 +108,9 @@ class _Watch:
 class Health:
     """Watches instances. `run` probes them; the driver reports what its requests meet.
 
-    `on_change(target, up, reason)` is called when an instance changes between up and quarantined, and
-    `on_known(target)` once, when its state is first known.
+    `on_change(target, up, reason)` is called when an instance changes between up and quarantined,
+    `on_gone(target)` when one in quarantine turns out not to answer at all, and `on_known(target)` once, when
+    its state is first known.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Health:
         *,
         fetch: Callable[[str], Awaitable[int]],
         on_change: Callable[[Target, bool, str], None],
+        on_gone: Callable[[Target], None],
         on_known: Callable[[Target], None],
         on_error: Callable[[str, Exception], None],
         clock: Callable[[], float],
@@ -129,6 +131,7 @@ class Health:
             settings: How instances are watched.
             fetch: GETs a URL and returns the status; raises FetchError if no answer came.
             on_change: Called with every change.
+            on_gone: Called behind it, or later.
             on_known: Called with each new instance once.
             on_error: Called with what a probe raised beyond `FetchError`: that says nothing of the
                 engine.
@@ -137,7 +140,7 @@ class Health:
         """
         self._settings = settings
         self._fetch = fetch
-        self._on_change = on_change
+        self._on_change, self._on_gone = on_change, on_gone
         self._on_known = on_known
         self._on_error = on_error
         self._clock = clock
@@ -205,15 +208,16 @@ class Health:
         watch = self._watches.get(target)
         return watch is not None and watch.up and watch.on_trial
 
-    def is_gone(self, target: Target) -> bool:
-        """Return whether an instance is quarantined because it does not answer."""
-        watch = self._watches.get(target)
-        return watch is not None and not watch.up and watch.gone
-
     def hasten(self, target: Target) -> None:
         """Probe an instance now, unless it is in quarantine: others saw it do nothing."""
         watch = self._watches.get(target)
         if watch is not None and watch.up:
+            watch.next_probe_s = self._clock()
+
+    def verify(self, target: Target) -> None:
+        """Probe an instance now, in quarantine too: it may be dead."""
+        watch = self._watches.get(target)
+        if watch is not None and not watch.gone:
             watch.next_probe_s = self._clock()
 
     def answered_s(self, target: Target) -> float | None:
@@ -327,6 +331,9 @@ class Health:
                 self._recover(watch)
         elif not watch.up:
             self._back_off(watch)
+            if fault in _CONNECT_FAULTS and not watch.gone:
+                watch.gone = True
+                self._on_gone(target)
         elif self._counts(fault):
             watch.probe_failures += 1
             self._judge(watch, fault, watch.probe_failures, reason)
@@ -376,6 +383,8 @@ class Health:
         watch.quarantined_s = now_s
         self._back_off(watch)
         self._on_change(watch.target, False, watch.reason)
+        if watch.gone:
+            self._on_gone(watch.target)
 
     def _can_spare_one(self, role: Role) -> bool:
         return (self._down[role] + 1) * 2 <= self._watched[role]

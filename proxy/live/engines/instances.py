@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -198,6 +199,8 @@ class Rank:
     asked: bool = True  # Whether its engine was asked what it is, if anybody asks.
     asleep: bool = False  # Whether it tells that it sleeps.
     still: bool = False  # Whether it makes no tokens while others do; see `ProgressVeto`.
+    # Whether it is `still` as a rank of its data-parallel group has died; see `DpGroups`.
+    doomed: bool = False
     # Whether it was `still`, and has given no token since it was opened again.
     on_trial: bool = False
     # Why it fits no prefiller that is up; empty if it fits one, or if that is not known.
@@ -215,9 +218,16 @@ class Rank:
         return known and not (self.asleep or self.still or self.unfit)
 
     @property
+    def may_return(self) -> bool:
+        """Whether it may be usable in a moment: nobody knows yet whether it ends with its group."""
+        return self.doomed and self.status is UP
+
+    @property
     def state(self) -> str:
-        """Its status in a word, for people: `still` if it is up and makes no tokens."""
-        return "still" if self.still and self.status is UP else self.status.value
+        """Its status in a word, for people: `still` if it is up and makes no tokens, `doomed` with its group."""
+        if self.status is not UP:
+            return self.status.value
+        return "doomed" if self.doomed else "still" if self.still else self.status.value
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -232,17 +242,24 @@ class Rank:
 class Instances:
     """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
 
+    Args:
+        dp_size: Ranks of a data-parallel group; None for what their pages tell.
+
     Attributes:
         engine_blocks: What the prefillers tell of their prefix caches; None if nobody listens.
         rank_blocks: What the ranks tell of theirs.
+        groups: The ranks that end together.
     """
 
     def __init__(
         self,
         engine_blocks: "EngineBlocks | None" = None,
         rank_blocks: "EngineBlocks | None" = None,
+        *,
+        dp_size: int | None = None,
     ) -> None:
         self.engine_blocks, self.rank_blocks = engine_blocks, rank_blocks
+        self.groups = DpGroups(self, dp_size)
         self.prefillers: list[Prefiller] = []  # By PrefillerId.
         self.ranks: list[Rank] = []  # By RankId.
         # Those that are found by their targets so far: the lists grow.
@@ -298,7 +315,7 @@ class Instances:
                 one.identity, one.utilisation, one.crowded = None, 0.0, False
                 one.kv_trial, one.first_tokens, one.without_kv = False, FirstTokenTrust(), ""
             else:
-                one.still = one.on_trial = False
+                one.still = one.on_trial = one.doomed = False
         return True
 
     def serving(self) -> list[RankId]:
@@ -316,7 +333,9 @@ class Instances:
     @property
     def ready(self) -> bool:
         """Whether a request could be served now: one instance of each role was probed and is up."""
-        return _any_up(self.prefillers) and _any_up(self.ranks)
+        return _any_up(self.prefillers) and (
+            _any_up(self.ranks) or any(rank.may_return for rank in self.ranks)
+        )
 
     @property
     def missing(self) -> set[Role]:
@@ -339,7 +358,8 @@ class Instances:
         ):
             missing.add(Role.PREFILL)
         if not any(
-            one.usable and (eligible is None or one.id in eligible.ranks) for one in self.ranks
+            (one.usable or one.may_return) and (eligible is None or one.id in eligible.ranks)
+            for one in self.ranks
         ):
             missing.add(Role.DECODE)
         return missing
@@ -350,6 +370,101 @@ def _any_up(engines: Sequence[Prefiller | Rank]) -> bool:
         if one.usable:
             return True
     return False
+
+
+# Data-parallel groups of decode ranks: those that share a barrier, and end together.
+#
+# A rank of a mixture of experts takes each step with the others of its group. vLLM ends all of them when one
+# has died, or they wait for it for ever. So a group is one domain of failure: once a rank of it is gone, the
+# others are **doomed**. They get nothing, what they have goes on in another group, and their own ends are told
+# from that of an engine that died of its prompt.
+#
+# Which ranks form a group is what the settings say (so many at a time, in their order), or what their pages of
+# metrics tell: the label `engine` is a rank's number in its group, so the ranks of servers that follow each
+# other and have the numbers 0 to n-1 are one. If the numbers do not come out in groups of equal size, nothing is
+# known, and each server is a domain of its own.
+
+
+class DpGroups:
+    """Knows the group of each rank.
+
+    Args:
+        size: Ranks of a group; None for what their pages tell.
+    """
+
+    def __init__(self, instances: "Instances", size: int | None) -> None:
+        self._instances = instances
+        self._size = size
+        self._numbers: dict[
+            Target, frozenset[str]
+        ] = {}  # In their groups, as each server tells them.
+        self._learned: dict[RankId, int] = {}  # The first rank of the group of each.
+
+    def told(self, target: "Target", numbers: frozenset[str]) -> None:
+        """Take in which ranks a decode server says it has, by their numbers in its group."""
+        if self._size is None and self._numbers.get(target) != numbers:
+            self._numbers[target] = numbers
+            self._learn()
+
+    def of(self, rank: Rank) -> int | None:
+        """Return what names the group of a rank; None if it is in none that is known."""
+        if self._size is None:
+            return self._learned.get(rank.id)
+        return None if self._size == 1 else rank.id // self._size
+
+    def mates(self, target: "Target") -> list[Rank]:
+        """Return the ranks that end with those of a server, as they are in their group."""
+        own = {self.of(one) for one in self._instances.of(target) if isinstance(one, Rank)} - {None}
+        return [
+            rank
+            for rank in self._instances.ranks
+            if rank.target != target and rank.status is not Status.REMOVED and self.of(rank) in own
+        ]
+
+    def ended(self, eligible: Eligible | None) -> bool:
+        """Return whether all ranks that can serve a request have ended with their groups; None for any."""
+        ranks = [
+            rank
+            for rank in self._instances.ranks
+            if rank.status is not Status.REMOVED and (eligible is None or rank.id in eligible.ranks)
+        ]
+        return bool(ranks) and all(
+            rank.status is Status.QUARANTINED and self.of(rank) is not None for rank in ranks
+        )
+
+    def _learn(self) -> None:
+        """Form the groups anew, if what the servers tell comes out even."""
+        servers: dict[Target, list[Rank]] = {}
+        for rank in self._instances.ranks:
+            if rank.status is not Status.REMOVED:
+                servers.setdefault(rank.target, []).append(rank)
+        groups: list[list[Target]] = []
+        seen: set[str] = set()
+        for target in servers:
+            numbers = self._numbers.get(target)
+            if numbers is None:
+                return  # One has yet to tell.
+            if not groups or numbers & seen:
+                groups.append([])
+                seen = set()
+            groups[-1].append(target)
+            seen |= numbers
+        sizes = {self._size_of(group) for group in groups}
+        learned: dict[RankId, int] = {}
+        if len(sizes) == 1 and None not in sizes:
+            for group in groups:
+                ranks = list(chain.from_iterable(servers[target] for target in group))
+                if len(group) > 1:
+                    learned |= dict.fromkeys((one.id for one in ranks), ranks[0].id)
+        if learned != self._learned:
+            self._learned = learned
+            fields = {"groups": len(set(learned.values())), "ranks": len(learned)}
+            _log.info("data-parallel groups of decode ranks", extra={"fields": fields})
+
+    def _size_of(self, group: "list[Target]") -> int | None:
+        """Return how many ranks a group has; None if their numbers are not all of 0 to n-1."""
+        numbers = set(chain.from_iterable(self._numbers[target] for target in group))
+        return len(numbers) if numbers == set(map(str, range(len(numbers)))) else None
 
 
 # Who is at fault when KV caches cannot be pulled: the prefiller, or the rank.

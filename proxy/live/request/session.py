@@ -654,15 +654,16 @@ class Session:
 
     def engine_died(self, engine: "Prefiller | Rank", sent_s: float, *, said: bool) -> bool:
         """Note that an engine died under the prompt; return whether another one may have it."""
-        died = EngineDied(
-            self.fingerprint,
-            self.record.request_id,
-            engine.target,
-            sent_s,
-            self.context.clock(),
-            said=said,
-        )
-        self.context.suspects.died(died)
+        if isinstance(engine, Prefiller) or not engine.doomed:  # Else it died with its group.
+            died = EngineDied(
+                self.fingerprint,
+                self.record.request_id,
+                engine.target,
+                sent_s,
+                self.context.clock(),
+                said=said,
+            )
+            self.context.suspects.died(died)
         return self._deaths() < MOST_DEATHS
 
     def _deaths(self) -> int:
@@ -764,7 +765,8 @@ def _judge(
         engine.endpoint.close_idle()
     fault, reason = failure.fault, failure.reason
     if rule.blame is Blame.ENGINE:
-        session.host.report(LegFailed(failure.blamed or engine.target, fault, reason))
+        blamed = failure.blamed or engine.target
+        session.host.report(LegFailed(blamed, fault, reason, failure.says_dead))
     elif rule.blame is Blame.PULL and pair is not None:
         prefiller, rank = pair
         session.host.report(PullFailed(session.number, prefiller.id, rank.id, fault, reason))

@@ -355,6 +355,7 @@ class LegFailed(Struct, frozen=True):
     target: Target
     fault: Fault
     reason: str
+    says_dead: bool = False  # Whether its server says that it has died.
 
 
 class LegSucceeded(Struct, frozen=True):

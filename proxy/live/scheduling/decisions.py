@@ -376,6 +376,9 @@ class DriverSettings:
     # How long requests wait for a role of which no instance is up. Less than that is an engine that
     # restarts; who comes meanwhile is refused at once.
     stranded_s: float = 10.0
+    group_return_s: float = (
+        0.0  # The same where all ranks have ended with their data-parallel groups.
+    )
 
 
 class Decisions:
@@ -423,7 +426,7 @@ class Decisions:
         self._clock = loop.time
         self._stalls = context.stalls
         self._looks = StreamLooks(sessions, loop.time, late_s=2 * SWEEP_S)
-        self._stranded = Stranded(scheduler, instances, after_s=settings.stranded_s)
+        self._stranded = Stranded(scheduler, instances, settings)
         self._sweeps = SweepTimer(sessions, self._sweep)
         self._ticks = TickTimer(loop, self._tick)
         self._apart = Apart(
@@ -589,11 +592,9 @@ class Decisions:
             self.veto.review()
 
     def _give_up_stranded(self, now_s: float) -> None:
-        for number in self._stranded.due(now_s):
+        for number, reason in self._stranded.due(now_s):
             session = self._sessions[number]
-            self.isolation.run_for(
-                session, "timer", session.give_up, "no engine of each role is up"
-            )
+            self.isolation.run_for(session, "timer", session.give_up, reason)
 
 
 # Which instances the scheduler may use, as it was told.
@@ -737,13 +738,15 @@ class Stranded:
     """Tells who has waited for long enough.
 
     Args:
-        after_s: How long they wait for a role of which no instance is up.
+        settings: How long they wait for a role of which no instance is up.
     """
 
-    def __init__(self, scheduler: "Scheduler", instances: "Instances", *, after_s: float) -> None:
+    def __init__(
+        self, scheduler: "Scheduler", instances: "Instances", settings: DriverSettings
+    ) -> None:
         self._scheduler = scheduler
         self._instances = instances
-        self._after_s = after_s
+        self._settings = settings
         # By the engines needed, and whether a prefiller is.
         self._unready_since_s: dict[tuple[Eligible | None, bool], float] = {}
 
@@ -751,8 +754,8 @@ class Stranded:
         """Forget what was seen before: nothing was checked meanwhile."""
         self._unready_since_s.clear()
 
-    def due(self, now_s: float) -> "Iterator[RequestId]":
-        """Yield the requests to refuse, each when the one before it is gone."""
+    def due(self, now_s: float) -> "Iterator[tuple[RequestId, str]]":
+        """Yield the requests to refuse and why, each when the one before it is gone."""
         if self._scheduler.intake.held:
             self._unready_since_s.clear()  # They wait for an administrator.
             return
@@ -762,11 +765,15 @@ class Stranded:
         before = self._unready_since_s
         self._unready_since_s = {kind: before.get(kind, now_s) for kind in unready}
         for kind, since_s in self._unready_since_s.items():
-            if now_s - since_s > self._after_s:
+            after_s, reason = self._settings.stranded_s, "no engine of each role is up"
+            if self._instances.groups.ended(kind[0]):
+                after_s, reason = self._settings.group_return_s, "the decode group has ended"
+            if now_s - since_s > after_s:
                 # In this order: who leaves the pool makes room for the queue.
                 for state in (LifecycleState.QUEUED, LifecycleState.POOLED):
                     waiting = [one for one in requests.values() if one.state is state]
-                    yield from [one.request for one in waiting if _kind(one) == kind]
+                    due = [one.request for one in waiting if _kind(one) == kind]
+                    yield from ((number, reason) for number in due)
 
     def _lacks(self, eligible: "Eligible | None", prefill: bool) -> bool:
         missing = self._instances.missing_for(eligible)

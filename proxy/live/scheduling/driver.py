@@ -97,15 +97,18 @@ class LostEngines:
     Args:
         call_soon: Calls back from the event loop, so that a session in the middle of a failure is
             notified after it.
+        group_ended: Told of each decode server that has died.
     """
 
     def __init__(
         self,
         sessions: "Mapping[RequestId, Session]",
         call_soon: Callable[[Callable[[], None]], object],
+        group_ended: "Callable[[Target], None]",
     ) -> None:
         self._sessions = sessions
         self._call_soon = call_soon
+        self._group_ended = group_ended
         # To be told of soon: many engines may go at once.
         self._gone: set[Target] = set()
         self._lost_kv = False
@@ -114,6 +117,12 @@ class LostEngines:
         if not self._gone:
             self._call_soon(self._leave)
         self._gone.add(target)
+        self.died(target)
+
+    def died(self, target: "Target") -> None:
+        """Note that an engine is dead, though its server may answer."""
+        if target.role is Role.DECODE:
+            self._group_ended(target)
 
     def kv_lost(self, prefiller: "Prefiller") -> None:
         """Note that the KV caches which a prefiller has handed out so far are no more."""
@@ -273,6 +282,10 @@ class Feedback:
     def _leg_failed(self, report: LegFailed) -> None:
         self._metrics.engines.leg_failed(report.target, report.fault)
         self._health.failed(report.target, report.fault, report.reason)
+        if report.says_dead:
+            self._lost.died(report.target)
+        elif report.fault is Fault.RESET and self._instances.groups.mates(report.target):
+            self._health.verify(report.target)  # If it is dead, so are others soon.
 
     def _pull_failed(self, report: PullFailed) -> None:
         prefiller = self._instances.prefillers[report.prefiller]
@@ -522,7 +535,9 @@ class Driver:
         # Tells the scheduler which instances are open now; see `Decisions.reopen`.
         self.reopen = self.decisions.reopen
         # Moves requests away from engines that do not answer.
-        self.lost = LostEngines(self.sessions, asyncio.get_running_loop().call_soon)
+        self.lost = LostEngines(
+            self.sessions, asyncio.get_running_loop().call_soon, self.veto.group_ended
+        )
         self._feedback = Feedback(
             self.table,
             instances,

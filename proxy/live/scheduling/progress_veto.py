@@ -10,7 +10,11 @@ a server that answers health checks shows it by its trial, whose request goes on
 trial that fails doubles the wait before the next one.
 
 No more than half of the ranks are left out so, together with those that are down: more have a common
-cause. If no rank is left that could be used, those that stand still are used.
+cause. A data-parallel group counts as one of them, since its ranks stand still together. If no rank is left
+that could be used, those that stand still are used.
+
+The ranks of a group of which one has died are left out in the same way, however many they are, for some
+seconds: until they have died too, or have shown that they have not.
 """
 
 import asyncio
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.lifecycle import DECODING, Request
 from balanceroute.proxy.core.steps import FLOOR_S, STEPS, UNKNOWN_S, RankProgress, Sighting
-from balanceroute.proxy.live.engines.instances import Instances, Rank, Status
+from balanceroute.proxy.live.engines.instances import Instances, Rank, Status, Target
 from balanceroute.proxy.live.request.decode_attempt import DecodeAttempt
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
+# How long the ends of the other ranks of a group are awaited. What they send until then proves nothing.
+_DOOMED_S = 3.0
 # Until it is asked again whether a health check has succeeded.
 _ASK_AGAIN_S = 0.25
 # A rank computes some prompts itself, in steps that may be as long as the prompt. By its time in a
@@ -181,9 +187,26 @@ class ProgressVeto:
             self._review(self._instances.ranks[number], veto)
         self._tell_standstill()
 
+    def group_ended(self, target: "Target") -> None:
+        """Leave out the ranks of a data-parallel group of which one has died."""
+        doomed = [
+            rank
+            for rank in self._instances.groups.mates(target)
+            if rank.status in _WATCHED and not rank.doomed
+        ]
+        for rank in doomed:
+            rank.doomed = True
+            self._close(rank, self._clock() + _DOOMED_S, wait_s=_DOOMED_S)
+        if doomed:
+            fields = {"url": target.url, "ranks": [rank.name for rank in doomed]}
+            _log.warning(
+                "a decode rank has died: the others of its data-parallel group are left out",
+                extra={"fields": fields},
+            )
+
     def spare(self) -> None:
-        """Use ranks that stand still if there are no others."""
-        if any(rank.usable for rank in self._instances.ranks):
+        """Use ranks that stand still if there are no others, nor any that may be back in a moment."""
+        if any(rank.usable or rank.may_return for rank in self._instances.ranks):
             return
         for rank in self._instances.ranks:
             if rank.still and rank.status is Status.UP:
@@ -196,7 +219,7 @@ class ProgressVeto:
     # Out.
 
     def _leave_out(self, rank: "Rank", silent_s: float, limit_s: float) -> None:
-        if rank.status is Status.UP and not self._can_spare_one():
+        if rank.status is Status.UP and not self._can_spare(rank):
             return
         fields = {
             "rank": rank.name,
@@ -204,7 +227,12 @@ class ProgressVeto:
             "limit_s": round(limit_s, 2),
             "requests": int(self._scheduler.ledger.bound[rank.id]),
         }
-        self._close(rank, self._clock(), allowed_s=limit_s)
+        now_s = self._clock()
+        self._leave(rank, now_s, allowed_s=limit_s)
+        # They wait for it: also those that have no stream, to which the next requests would go.
+        for mate in self._instances.groups.mates(rank.target):
+            if mate.usable and not self._ranks.steps(mate.id, now_s):
+                self._leave(mate, now_s, allowed_s=limit_s)
         _log.warning(
             "a decode rank makes no tokens while others do, and is left out",
             extra={"fields": fields},
@@ -235,24 +263,57 @@ class ProgressVeto:
                 self._leave_out(rank, max(overdue), limit_s)
                 stepping = self._ranks.stepping(now_s)
 
-    def _can_spare_one(self) -> bool:
-        serving = [one for one in self._instances.ranks if one.status in _SERVING]
-        down = sum(one.on_trial or not one.usable for one in serving)
-        return (down + 1) * 2 <= len(serving)
+    def _can_spare(self, rank: "Rank") -> bool:
+        domains: dict[
+            tuple[bool, int], bool
+        ] = {}  # Whether one of its ranks is down, by group or rank.
+        for one in self._instances.ranks:
+            if one.status in _SERVING:
+                domain = self._domain(one)
+                domains[domain] = domains.get(domain, False) or one.on_trial or not one.usable
+        of_group, _ = own = self._domain(rank)
+        if of_group and domains[own]:
+            return True
+        return (sum(domains.values()) + 1) * 2 <= len(domains)
 
-    def _close(self, rank: "Rank", now_s: float, *, allowed_s: float) -> None:
+    def _domain(self, rank: "Rank") -> tuple[bool, int]:
+        """Return what names all that stands still together."""
+        group = self._instances.groups.of(rank)
+        return (False, rank.id) if group is None else (True, group)
+
+    def _leave(self, rank: "Rank", now_s: float, *, allowed_s: float) -> None:
+        """Leave a rank out for as long as its next trial asks for, and count it."""
+        self.vetoes[rank.id] += 1
+        veto = self._close(rank, now_s, allowed_s=allowed_s)
+        veto.backoff_s = min(2 * veto.backoff_s, _BACKOFF_MAX_S)
+
+    def _close(
+        self,
+        rank: "Rank",
+        since_s: float,
+        *,
+        allowed_s: float = FLOOR_S,
+        wait_s: float | None = None,
+    ) -> _Veto:
+        """Close a rank.
+
+        Args:
+            rank: The rank.
+            since_s: What it does after this time shows that it is well.
+            allowed_s: How long the first token of its trial may take.
+            wait_s: Until it is tried; None for its back-off.
+        """
         veto = self._vetoes.get(rank.id)
         if veto is None:
-            veto = self._vetoes[rank.id] = _Veto(now_s)
-        veto.since_s, veto.ended_s, veto.allowed_s = now_s, None, allowed_s
+            veto = self._vetoes[rank.id] = _Veto(since_s)
+        veto.since_s, veto.ended_s, veto.allowed_s = since_s, None, allowed_s
         rank.still, rank.on_trial = True, False
         self._ranks.begin_anew(rank.id)
-        self.vetoes[rank.id] += 1
         self._health.hasten(rank.target)
-        self._wait(rank, veto, veto.backoff_s)
-        veto.backoff_s = min(2 * veto.backoff_s, _BACKOFF_MAX_S)
+        self._wait(rank, veto, veto.backoff_s if wait_s is None else wait_s)
         self._here = None  # What it has may go elsewhere.
         self._reopen([rank])
+        return veto
 
     # And in again.
 
@@ -278,7 +339,7 @@ class ProgressVeto:
     def _try(self, rank: "Rank", reason: str) -> None:
         veto = self._vetoes[rank.id]
         veto.stop()
-        rank.still, rank.on_trial = False, True
+        rank.still, rank.on_trial, rank.doomed = False, True, False
         fields = {"rank": rank.name, "reason": reason}
         _log.warning("a decode rank is tried again", extra={"fields": fields})
         self._reopen([rank])
@@ -303,13 +364,13 @@ class ProgressVeto:
                 fields = {"rank": rank.name, "next_trial_s": veto.backoff_s}
                 _log.warning("a decode rank failed its trial", extra={"fields": fields})
                 longer_s = max(veto.allowed_s, min(2 * veto.allowed_s, UNKNOWN_S))
-                self._close(rank, now_s, allowed_s=longer_s)
+                self._leave(rank, now_s, allowed_s=longer_s)
         elif veto.ended_s is not None and now_s - veto.ended_s > _BACKOFF_MAX_S:
             self._forget(rank, veto)
 
     def _forget(self, rank: "Rank", veto: _Veto) -> None:
         veto.stop()
-        rank.still = rank.on_trial = False
+        rank.still = rank.on_trial = rank.doomed = False
         del self._vetoes[rank.id]
 
     def _is_overdue(self, rank: "Rank", allowed_s: float, now_s: float) -> bool:

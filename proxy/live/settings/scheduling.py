@@ -17,6 +17,7 @@ from balanceroute.proxy.core.setting import (
     named,
     number,
     numbers,
+    seconds,
     switch,
     text,
     words,
@@ -91,6 +92,21 @@ class SchedulingSettings:
         True,
         "leave a decode rank out that makes no tokens for two seconds and four of its own gaps while "
         "others do; what it has goes on elsewhere as far as it can",
+    )
+    dp_size: int | None = integer(
+        None,
+        "decode ranks of a data-parallel group, in their order, of which all end if one does; 1 if each "
+        "stands alone",
+        1,
+        1024,
+        shown_default="what their metrics tell",
+        word="auto",
+    )
+    group_return_s: float = seconds(
+        0.0,
+        "how long requests wait for a data-parallel group that has ended, where no other rank is up",
+        0,
+        3600,
     )
     warm_up: bool = switch(
         True,

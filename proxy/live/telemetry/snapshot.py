@@ -34,7 +34,7 @@ class RankState:
     rank: int
     name: str
     open: bool
-    status: str  # up, still, quarantined, draining, removed.
+    status: str  # up, still, doomed, quarantined, draining, removed.
     kv_tokens: int
     bound: int
     started: int
@@ -46,6 +46,7 @@ class RankState:
     others: int = 0  # Slots of requests that are not this proxy's, as the engine tells.
     cached_blocks: int | None = None  # As of a prefiller.
     vetoes: int = 0  # Times it was left out, as it made no tokens while others did.
+    dp_group: int | None = None  # What names its data-parallel group; None if none is known.
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import MagicMock
 
@@ -32,6 +33,7 @@ from balanceroute.proxy.live.engines.instances import (
 )
 from balanceroute.proxy.live.scheduling.decisions import (
     SWEEP_S,
+    DriverSettings,
     OpenInstances,
     Stranded,
     SweepTimer,
@@ -223,6 +225,16 @@ def test_a_sweep_that_waits_can_be_called_off(loop: Loop) -> None:
 OTHERS = Eligible(frozenset(), frozenset())
 
 
+SETTINGS = DriverSettings(
+    expects_output=False,
+    uses_blocks=False,
+    progress_veto=True,
+    warm_up=True,
+    stranded_s=10.0,
+    group_return_s=3.0,
+)
+
+
 class Site:
     """A scheduler's requests, and engines that may be missing."""
 
@@ -230,7 +242,9 @@ class Site:
         self.requests: dict[RequestId, Request] = {}
         self.missing: set[Eligible | None] = set()
         self.intake = Intake()
-        self.stranded = Stranded(cast("Scheduler", self), cast("Instances", self), after_s=10.0)
+        self.groups = SimpleNamespace(ended=lambda eligible: eligible in self.ended)
+        self.ended: set[Eligible | None] = set()  # Whose data-parallel groups have ended.
+        self.stranded = Stranded(cast("Scheduler", self), cast("Instances", self), SETTINGS)
 
     def missing_for(self, eligible: Eligible | None) -> set[Role]:
         return {Role.DECODE} if eligible in self.missing else set()
@@ -241,7 +255,7 @@ class Site:
         self.requests[request.request] = request
 
     def due(self, now_s: float) -> list[int]:
-        return list(self.stranded.due(now_s))
+        return [number for number, _ in self.stranded.due(now_s)]
 
 
 def test_requests_wait_for_a_while_and_no_longer() -> None:
@@ -251,6 +265,16 @@ def test_requests_wait_for_a_while_and_no_longer() -> None:
     assert site.due(100.0) == []
     assert site.due(110.0) == []
     assert site.due(110.1) == [1]
+
+
+def test_requests_of_a_group_that_has_ended_wait_as_long_as_its_setting_says() -> None:
+    site = Site()
+    site.add(1, LifecycleState.POOLED)
+    site.missing.add(None)
+    site.ended.add(None)
+    assert site.due(100.0) == []
+    assert site.due(103.0) == []
+    assert list(site.stranded.due(103.1)) == [(1, "the decode group has ended")]
 
 
 def test_an_engine_that_comes_back_begins_the_wait_anew() -> None:
@@ -307,7 +331,7 @@ def test_each_is_named_when_the_one_before_is_gone() -> None:
     site.missing.add(None)
     site.due(100.0)
     due = site.stranded.due(111.0)
-    assert next(due) == 1
+    assert next(due) == (1, "no engine of each role is up")
     site.requests[RequestId(2)].state = LifecycleState.DECODING
     assert list(due) == []
 

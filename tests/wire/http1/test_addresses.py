@@ -259,6 +259,7 @@ def test_a_resolver_that_fails_quarantines_nobody(monkeypatch: pytest.MonkeyPatc
             fetch=lambda _: asyncio.sleep(0, 200),
             on_error=lambda what, error: pytest.fail(f"{what}: {error!r}"),
             on_change=lambda *_: None,
+            on_gone=lambda _: None,
             on_known=lambda _: None,
             clock=loop.time,
             rng=random.Random(0),
