@@ -241,6 +241,7 @@ def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         scripts/faults.py decoder-deaths --requests 2000 --resume exact
         scripts/faults.py decoder-deaths --requests 2000 --resume off
         scripts/faults.py decoder-deaths --requests 2000 --agents 1    # messages, responses and chats with tools and thoughts
+        scripts/faults.py decoder-deaths --requests 2000 --dp-size 2   # ranks end by twos
         scripts/faults.py decoder-deaths --freeze 3600 --resume exact
 
     Every answer is compared with that of one engine. A stream under which two engines die is not continued: it
@@ -261,6 +262,9 @@ def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         help="as agents ask, with tools and thoughts",
     )
     parser.add_argument("--resume", choices=[one.value for one in Resume], default="exact")
+    parser.add_argument(
+        "--dp-size", type=int, choices=(1, 2, 4), default=1, help="ranks that end together"
+    )
     parser.add_argument("--freeze", type=positive, metavar="S", help="for so many virtual seconds")
     arguments = parser.parse_args(words)
     if arguments.freeze is not None:
@@ -270,6 +274,7 @@ def decoder_deaths(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
         requests=arguments.requests,
         resume=arguments.resume,
         agents=arguments.agents,
+        dp_size=arguments.dp_size,
     )
     print(
         f"{found.killed} decode engines killed under {arguments.requests} greedy streams: "

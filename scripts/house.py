@@ -125,17 +125,17 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_550, 34),
     "proxy/wire": (7_000, 23),
-    "proxy/live": (32_900, 106),
+    "proxy/live": (33_150, 106),
     "proxy/lab": (15_600, 55),
-    "proxy/cli": (4_500, 21),
+    "proxy/cli": (4_550, 21),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (15_800, 44),
+    "scripts": (15_150, 42),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (108_350, 530),
+    "tests": (108_650, 531),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

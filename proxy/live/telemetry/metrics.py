@@ -152,6 +152,16 @@ _GAUGES: _Rows = (
         "Ranks that stand still, if none that has streams makes tokens; else 0.",
         "still_ranks",
     ),
+    (
+        "decode_groups",
+        "Data-parallel groups of decode ranks, as far as they are known.",
+        lambda state: len(_groups(state)),
+    ),
+    (
+        "decode_groups_down",
+        "Those of which no rank takes requests.",
+        lambda state: sum(not any(group) for group in _groups(state).values()),
+    ),
 )
 # Those that are absent where there is nothing to tell.
 _SKILL: _Rows = (
@@ -311,6 +321,15 @@ class StateCollector(Collector):
         )
         for name, documentation, count in self._process_counters:
             yield _family("counter", name, documentation, [{}], [count()])
+
+
+def _groups(state: Snapshot) -> dict[int, list[bool]]:
+    """Return by data-parallel group whether each of its ranks is open."""
+    groups: dict[int, list[bool]] = {}
+    for rank in state.ranks:
+        if rank.dp_group is not None and rank.status != Status.REMOVED.value:
+            groups.setdefault(rank.dp_group, []).append(rank.open)
+    return groups
 
 
 def _of_deployment(state: Snapshot) -> Iterator[Metric]:

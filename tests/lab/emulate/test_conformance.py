@@ -405,7 +405,7 @@ def test_a_large_number_of_metrics_is_written_as_go_does(tokens: int, text: str)
     assert f'vllm:prompt_tokens_total{{engine="0",model_name="m"}} {text}' in page.splitlines()
 
 
-@emulated()
+@emulated(dp_size=2)
 async def test_metrics_have_the_recorded_names_and_labels(lab: Lab) -> None:
     page = (await lab.get("decode/1", "/metrics")).body.decode()
     for line in (

@@ -133,7 +133,7 @@ ALWAYS = {
     *("header_limit", "target_limit_bytes", "header_timeout_s", "body_timeout_s"),
     *("keep_alive_timeout_s", "write_timeout_s", "write_buffer_bytes", "answer_limit_bytes"),
     *("log", "load_log", "otlp_traces_endpoint", "trace_share", "sse_keep_alive_s"),
-    *("progress_veto", "warm_up"),
+    *("progress_veto", "warm_up", "dp_size", "group_return_s"),
 }
 
 

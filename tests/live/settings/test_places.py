@@ -43,6 +43,7 @@ REPEATED = {
     "log_level": "as an administrator set it",
     "progress_veto": "the driver's, which is told it",
     "warm_up": "the driver's, which is told it",
+    "group_return_s": "the driver's, which is told it",
     "prefix_affinity": "of one policy made of these parameters",
 }
 

@@ -40,6 +40,8 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "learn_speeds": True,
     "progress_veto": False,
     "warm_up": False,
+    "dp_size": 2,
+    "group_return_s": 60.0,
     "prefill_choice": "least-conn",
     "local_prefill_tokens": 512,
     "prefill_waiting_limit": 3,

@@ -529,6 +529,7 @@ def test_units_end_the_names() -> None:
     )
     plain = {"rank_free_slots", "rank_open", "prefiller_probes", "prefiller_open", "draining"}
     plain |= {"rank_doubts", "prefiller_doubts", "rank_still", "decode_still_ranks"}
+    plain |= {"decode_groups", "decode_groups_down"}
     plain |= {"prefiller_direct_sequences", "pool_limit", "inflight_limit"}
     plain |= {"batch_limit", "queue_limit", "connection_limit"}
     plain |= {f"predictor_{name}" for name in ("active", "failed", "rows", "decile_rows")}

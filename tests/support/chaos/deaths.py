@@ -79,7 +79,7 @@ class Deaths:
 
 
 def kill_decoders(
-    seed: int, *, requests: int, resume: str = "exact", agents: float = 0.0
+    seed: int, *, requests: int, resume: str = "exact", agents: float = 0.0, dp_size: int = 1
 ) -> Deaths:
     """Send greedy streams through a proxy while decode engines die.
 
@@ -89,6 +89,7 @@ def kill_decoders(
         resume: The proxy's setting.
         agents: The share that is as agents ask: chats, messages and responses with tools, JSON schemas or
             penalties, of a model with thoughts. With 0 none has thoughts.
+        dp_size: Ranks that end together, a second behind the one that is killed.
     """
     engines = EmulationSettings(
         ranks=_RANKS,
@@ -98,8 +99,10 @@ def kill_decoders(
         merged_outputs=0.1,
         partial_utf8=0.1,
         reasoning_parser=agents > 0.0,
+        dp_size=dp_size,
     )
-    settings = WorldSettings(engines, {"batch": _BATCH_LIMIT, "resume": resume})
+    flags = {"batch": _BATCH_LIMIT, "resume": resume, "dp_size": dp_size}
+    settings = WorldSettings(engines, flags)
     return run(lambda loop: _kill_decoders(loop, settings, seed, requests, agents), seed=seed)
 
 
@@ -170,16 +173,21 @@ def _draw(rng: random.Random, number: int, agents: float) -> ClientRequest:
 
 
 async def _kill(world: World, rng: random.Random, found: Deaths) -> None:
-    """Kill one decode engine after the other; each starts again before the next one dies."""
+    """Kill one decode engine after the other; each starts again, with its group, before the next one dies."""
+    size, down_s = world.fleet.settings.dp_size, _DOWN_S
+    if size > 1:
+        down_s += world.fleet.settings.dp_death_s
     while True:
         await asyncio.sleep(rng.uniform(0.0, _PAUSE_S))
-        name = f"decode/{rng.randrange(_RANKS)}"
+        victim = rng.randrange(_RANKS)
+        name = f"decode/{victim}"
         on = {client_name(call.name) for call in world.fleet.engine(name).exchanges.values()}
         world.fleet.kill(name)
         found.killed += 1
         found.under.update(on)
-        await asyncio.sleep(_DOWN_S)
-        await world.fleet.restore(name)
+        await asyncio.sleep(down_s)
+        for rank in range(victim - victim % size, victim - victim % size + size):
+            await world.fleet.restore(f"decode/{rank}")
 
 
 async def _judge(request: ClientRequest, client: Client, oracle: TextOracle, found: Deaths) -> None:
