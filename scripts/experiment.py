@@ -62,7 +62,9 @@ def proxy_before(
     words = ["--port=0", "--admin-port=0", *flags]
     for role in ("prefill", "decode"):
         words += [f"--{role}", *urls[role]]
-    with running_proxy(words, engines=urls["prefill"] + urls["decode"], folder=folder) as proxy:
+    # Of several ranks behind one port a URL tells the rank, too.
+    engines = [url.partition("@")[0] for role in ("prefill", "decode") for url in urls[role]]
+    with running_proxy(words, engines=engines, folder=folder) as proxy:
         yield proxy
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from checks.fleet import CLIENT, EMPTY_CALL, Fleet, Proxy, until
+from checks.fleet import CLIENT, EMPTY_CALL, Checks, Fleet, Proxy, until
 from checks.legs import CHAT, IMAGE, chat
 from checks.packages import Result
 
@@ -560,7 +560,6 @@ REQUESTS = 200
 _AT_A_TIME = 4
 _WIRE_TOKENS = 40
 _OK = 200
-_SOURCE = "vllm:prompt_tokens_by_source_total"
 # Of what ranks have of prompts, they compute no more than the last token of each.
 _COMPUTED = 0.1
 _TRIALS = 7
@@ -571,8 +570,8 @@ _LONGER = 1.5
 _FLOOR_S = 0.015
 
 
-class AgentChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims.
+class AgentChecks(Checks):
+    """The APIs that agents speak.
 
     Args:
         fleet: What runs.
@@ -580,8 +579,7 @@ class AgentChecks:
     """
 
     def __init__(self, fleet: Fleet, *, long_words: int) -> None:
-        self._fleet = fleet
-        self._single = fleet.prefillers[0]
+        super().__init__(fleet)
         self._long_words = long_words
 
     def check_messages_are_those_of_one_engine(self) -> str:
@@ -613,7 +611,7 @@ class AgentChecks:
             for path, body in refused:
                 ours, theirs = (
                     CLIENT.post(f"{url}{path}", json=body, timeout=60.0)
-                    for url in (proxy.url, self._single.url)
+                    for url in (proxy.url, self._prefiller.url)
                 )
                 words = [one.json()["error"]["message"] for one in (ours, theirs)]
                 # The types of Anthropic's errors are vLLM's own until 0.33.
@@ -630,7 +628,7 @@ class AgentChecks:
                 limit = "max_output_tokens" if "input" in wire.body else "max_tokens"
                 members = {"model": "tiny", "temperature": 0, limit: _WIRE_TOKENS}
                 answers = []
-                for url in (proxy.url, self._single.url):
+                for url in (proxy.url, self._prefiller.url):
                     status, text = send(url, wire, members)
                     stream = status == _OK and wire.body.get("stream") is True
                     answers.append((status, told(text, stream=stream)))
@@ -641,7 +639,7 @@ class AgentChecks:
 
     def check_a_long_prompt_of_an_agent_holds_up_nobody(self) -> str:
         gaps: dict[str, list[float]] = {CHAT: [], MESSAGES: [], RESPONSES: []}
-        before = self._prompt_tokens()
+        before = self._counts()
         with self._fleet.proxy("agents-long") as proxy:
             for number in range(_TRIALS):
                 for path, found in gaps.items():
@@ -656,7 +654,7 @@ class AgentChecks:
     # How it is done.
 
     def _compare(self, path: str, draw: Callable[[random.Random, int], dict[str, Any]]) -> str:
-        before = self._prompt_tokens()
+        before = self._counts()
         rng = random.Random(path)
         bodies = [draw(rng, number) for number in range(REQUESTS)]
         name = f"agents-{path.rpartition('/')[2]}"
@@ -673,7 +671,7 @@ class AgentChecks:
         stream = bool(body.get("stream"))
         answers = []
         try:
-            for url in (proxy.url, self._single.url):
+            for url in (proxy.url, self._prefiller.url):
                 answer = CLIENT.post(f"{url}{path}", json=body, timeout=240.0)
                 assert answer.status_code == 200, f"{answer.status_code}: {answer.text[:300]}"
                 answers.append(told(answer.text, stream=stream))
@@ -693,7 +691,7 @@ class AgentChecks:
             AssertionError: They computed more than the last tokens of prompts.
         """
         had, computed = (
-            after - earlier for after, earlier in zip(self._prompt_tokens(), before, strict=True)
+            after - earlier for after, earlier in zip(self._counts(), before, strict=True)
         )
         share = computed / max(1.0, had + computed)
         assert share <= _COMPUTED, (
@@ -702,16 +700,10 @@ class AgentChecks:
         )
         return had
 
-    def _prompt_tokens(self) -> tuple[float, float]:
+    def _counts(self) -> tuple[float, float]:
         """Return the prompt tokens that decode ranks had from elsewhere, and those they computed."""
-        had = [
-            one.metric(_SOURCE, source=source)
-            for one in self._fleet.decoders
-            for source in ("external_kv_transfer", "local_cache_hit")
-        ]
-        return sum(had), sum(
-            one.metric(_SOURCE, source="local_compute") for one in self._fleet.decoders
-        )
+        had = self._prompt_tokens("external_kv_transfer", "local_cache_hit")
+        return had, self._prompt_tokens("local_compute")
 
     def _longest_gap(self, proxy: Proxy, path: str, number: int) -> float:
         """Return the longest time without an event of any stream while a long prompt is served."""

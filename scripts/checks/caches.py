@@ -3,8 +3,6 @@
 import asyncio
 import json
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +29,13 @@ from balanceroute.proxy.live.openai.shape import Api
 from checks.fleet import (
     BLOCK_TOKENS,
     SUCCESSES,
+    Checks,
     Engine,
     Fleet,
     Proxy,
     ask,
-    assert_equal,
-    essence,
     metric,
+    told_by,
     until,
 )
 from checks.legs import TraceChecks, completion
@@ -61,12 +59,8 @@ _ROUTES: dict[Api, Callable[[list[str]], dict[str, Any]]] = {
 }
 
 
-class KvChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._prefiller = fleet.prefillers[0]
+class KvChecks(Checks):
+    """Events of KV caches."""
 
     def check_events_tell_what_the_engine_finds(self) -> str:
         blocks, rng = EngineBlocks(BLOCK_TOKENS), random.Random(7)
@@ -198,9 +192,7 @@ def _is_whole(blocks: EngineBlocks, prompt: list[int]) -> bool:
 
 
 def _cached_blocks(proxy: Proxy) -> object:
-    state = proxy.state()["state"]
-    assert isinstance(state, dict)
-    return state["prefillers"][0]["cached_blocks"]
+    return proxy.state()["prefillers"][0]["cached_blocks"]
 
 
 # What must hold where decode ranks compute prompts: short ones, and a conversation's next turns.
@@ -211,7 +203,6 @@ _SHORT, _LONG = 8, 4
 _CONVERSATIONS, _LOCAL_TURNS = 6, 4
 # Of a conversation's first prompt, and of what a client adds in a turn.
 _FIRST_TOKENS, _FURTHER_TOKENS, _ANSWER_TOKENS = 300, 90, 24
-_SOURCE = "vllm:prompt_tokens_by_source_total"
 _LOCAL_HITS = "vllm:prefix_cache_hits_total"
 _STRAIGHT = "balanceroute_local_prefills_total"
 
@@ -225,12 +216,11 @@ class _Conversation:
     rank: str = ""
 
 
-class LocalityChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
+class LocalityChecks(Checks):
+    """Decode ranks that compute prompts."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._prefiller = fleet.prefillers[0]
+        super().__init__(fleet)
         self._rng = random.Random(16)
 
     def check_short_prompts_go_straight_to_a_rank(self) -> str:
@@ -241,7 +231,7 @@ class LocalityChecks:
                 assert line["prefiller"], line
             prompts = [self._ids(10 + 30 * number) for number in range(_SHORT)]
             prefilled = self._prefiller.metric(SUCCESSES)
-            pulled, computed = self._by_source("external_kv_transfer", "local_compute")
+            pulled, computed = map(self._prompt_tokens, ("external_kv_transfer", "local_compute"))
             ours = []
             for number, prompt in enumerate(prompts):
                 answer, line = self._ask(proxy, prompt, stream=bool(number % 2))
@@ -249,14 +239,13 @@ class LocalityChecks:
                 ours.append(answer)
             # What the proxy counts is what the engines did.
             wanted = computed + sum(map(len, prompts))
-            until(lambda: self._by_source("local_compute") == [wanted], "the ranks computed all")
-            assert self._by_source("external_kv_transfer") == [pulled], "a rank pulled"
+            until(lambda: self._prompt_tokens("local_compute") == wanted, "the ranks computed all")
+            assert self._prompt_tokens("external_kv_transfer") == pulled, "a rank pulled"
             assert self._prefiller.metric(SUCCESSES) == prefilled, "the prefiller worked"
             counted = metric(proxy.url, _STRAIGHT)
             assert counted == _SHORT, f"the proxy counts {counted:.0f}"
         for number, (prompt, answer) in enumerate(zip(prompts, ours, strict=True)):
-            path, body = completion(prompt, ignore_eos=True, stream=bool(number % 2))
-            assert_equal(essence(answer), essence(ask(self._prefiller.url, path, body)))
+            self._same(*completion(prompt, ignore_eos=True, stream=bool(number % 2)), answer)
         return f"{_SHORT} of {sum(map(len, prompts))} tokens, exact; {_LONG} longer ones did not"
 
     def check_a_conversation_returns_to_its_rank(self) -> str:
@@ -313,19 +302,11 @@ class LocalityChecks:
         """
         values = {"max_tokens": _ANSWER_TOKENS, "return_token_ids": True}
         answer, line = self._ask(proxy, talk.ids, session=talk.name, **values)
-        path, body = completion(list(talk.ids), ignore_eos=True, **values)
-        assert_equal(essence(answer), essence(ask(self._prefiller.url, path, body)))
+        self._same(*completion(list(talk.ids), ignore_eos=True, **values), answer)
         talk.ids += answer["choices"][0]["token_ids"]
         talk.rank = line["rank"]
         details = answer["usage"]["prompt_tokens_details"] or {}
         return int(details.get("cached_tokens") or 0), line
-
-    def _by_source(self, *sources: str) -> list[float]:
-        """Return the prompt tokens of all ranks that came from each source."""
-        return [
-            sum(one.metric(_SOURCE, source=source) for one in self._fleet.decoders)
-            for source in sources
-        ]
 
     def _is_counted(self, hits: dict[str, float]) -> bool:
         return self._hits() == hits
@@ -344,13 +325,9 @@ _ROUNDS = 5
 
 
 class DpChecks(TraceChecks):
-    """The checks, in the order in which they run. The name of a method is what it claims."""
+    """Ranks that share a barrier."""
 
     output_part = 4  # A step of these ranks takes ten times as long.
-
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet)
-        self._behind_one_port = fleet.prefillers[0]
 
     def check_br_h_serves_a_trace_slice_on_ranks_with_a_port_each(self) -> str:
         return self.check_a_trace_slice_is_served_without_an_error()
@@ -374,14 +351,14 @@ class DpChecks(TraceChecks):
             # The engine chooses; each rank hands out what it prefilled, at a port of its own.
             while min(prefills) < 2:
                 assert rounds < _ROUNDS, f"one rank prefilled nearly all: {prefills}"
-                prefills = self._compare(proxy, self._behind_one_port)
+                prefills = self._compare(proxy, self._prefiller)
                 rounds += 1
         served = _grown(decoded, [engine.metric(SUCCESSES) for engine in decoders])
         assert served == [rounds * _BURST // 2] * 2, served
         return f"{sum(served)} requests, by decode rank {served}, by prefill rank {prefills}"
 
     def check_ranks_behind_one_port_are_found_and_answer_as_one_engine(self) -> str:
-        server, prefiller = self._behind_one_port, self._fleet.decoders[0]
+        server, prefiller = self._prefiller, self._fleet.decoders[0]
         with self._fleet.proxy(
             "found",
             "--policy",
@@ -389,8 +366,7 @@ class DpChecks(TraceChecks):
             prefill=[prefiller.url],
             decode=[f"{server.url}@discover"],
         ) as proxy:
-            state: Any = proxy.state()
-            names = [rank["name"] for rank in state["state"]["ranks"]]
+            names = [rank["name"] for rank in proxy.state()["ranks"]]
             assert names == [f"{server.url}@{rank}" for rank in range(_RANKS)], names
             served = self._compare(proxy, prefiller)
         assert served == [_BURST // 2] * 2, served
@@ -399,7 +375,7 @@ class DpChecks(TraceChecks):
     # How it is done.
 
     def _by_rank(self) -> list[float]:
-        return [self._behind_one_port.metric(SUCCESSES, engine=str(rank)) for rank in range(_RANKS)]
+        return [self._prefiller.metric(SUCCESSES, engine=str(rank)) for rank in range(_RANKS)]
 
     def _compare(self, proxy: Proxy, single: Engine) -> list[int]:
         """Compare what some requests at once are answered with what an engine says to each alone.
@@ -410,10 +386,10 @@ class DpChecks(TraceChecks):
         requests = [completion(f"def rank_{i}(", stream=bool(i % 2)) for i in range(_BURST)]
         before = self._by_rank()
         with ThreadPoolExecutor(_BURST) as threads:
-            ours = list(threads.map(lambda request: essence(ask(proxy.url, *request)), requests))
+            ours = list(threads.map(lambda request: ask(proxy.url, *request), requests))
         finished = _grown(before, self._by_rank())
         for request, one in zip(requests, ours, strict=True):
-            assert_equal(one, essence(ask(single.url, *request)))
+            self._same(*request, one, of=single)
         return finished
 
 
@@ -429,22 +405,15 @@ _CLIENTS = 12
 _OTHERS = "balanceroute_rank_other_requests"
 
 
-class AuditChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+class AuditChecks(Checks):
+    """What is seen from outside."""
 
     def check_an_audit_tells_what_it_sees_and_what_it_cannot_know(self) -> str:
-        out = self._fleet.folder / "audit.json"
-        command = [sys.executable, "-m", "balanceroute.proxy", "audit", "--json", str(out)]
-        command += ["--prefill", *(engine.url for engine in self._fleet.prefillers)]
+        command = ["audit", "--prefill", *(engine.url for engine in self._fleet.prefillers)]
         command += ["--decode", *(engine.url for engine in self._fleet.decoders)]
         command += ["--minutes", str(_WATCHED_MINUTES), "--interval-s", "0.2"]
         with self._fleet.proxy("audited", "--policy", "jsq") as proxy, _busy(proxy, 150):
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr
-        told: dict[str, Any] = json.loads(out.read_text())
+            told = told_by(*command, into=self._fleet.folder / "audit.json")
         assert len(told["ranks"]) == len(self._fleet.decoders), told["ranks"]
         assert 0.0 < told["idle_fraction"] < 1.0, told
         assert told["output_tokens_per_s"] > 0.0, told

@@ -3,24 +3,24 @@
 import argparse
 import json
 import os
-import re
-import select
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 import venv
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support.soak.run import held_by_proxy
 
+from balanceroute.proxy.cli.up import emulate_command
+from balanceroute.topologies import read_topology
 from checks.agents import check_agents
+from checks.fleet import Proxy, before
 from checks.packages import FOUND_FAULTS, Result, outcomes
+from experiment import emulated
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -278,44 +278,11 @@ def _wrong_with_aiperf(done: subprocess.CompletedProcess[str], out: Path) -> str
     return None
 
 
-TOPOLOGY = "emulated-2p8d"
+ENGINES = read_topology("emulated-2p8d")
 MODEL = "emulated"
 KEY = "sk-for-the-check"
 GROUPS = ("openai", "frameworks", "agents", "curl", "schema", "aiperf")
-_READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
-_READY_S = 30.0
 _SCHEMA_EXAMPLES = 40
-
-
-@dataclass(frozen=True)
-class Proxy:
-    """A running proxy: its URL, and its admin listener's."""
-
-    url: str
-    admin_url: str
-
-    def page(self, path: str) -> object:
-        """Return a page of the admin listener."""
-        return json.loads(run("curl", "-sS", f"{self.admin_url}{path}").stdout)
-
-
-@contextmanager
-def proxy_up(*flags: str) -> Iterator[Proxy]:
-    """Run `balanceroute up` on free ports."""
-    command = [sys.executable, "-m", "balanceroute.proxy", "up", TOPOLOGY, "--port=0"]
-    command += ["--admin-port=0", "--log=none", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
-    assert process.stdout is not None
-    try:
-        readable = select.select([process.stdout], [], [], _READY_S)[0]
-        ready = _READY.fullmatch(process.stdout.readline().decode()) if readable else None
-        if ready is None:
-            raise SystemExit("the proxy did not start")
-        yield Proxy(*ready.groups())
-    finally:
-        process.terminate()
-        process.wait(_READY_S)
-        process.stdout.close()
 
 
 def check_openai(proxy: Proxy, strict: Proxy) -> Iterator[Result]:
@@ -336,16 +303,12 @@ def check_wires(proxy: Proxy) -> Iterator[Result]:
 
 def _prefiller(proxy: Proxy) -> str:
     """Return the URL of the first one."""
-    instances = proxy.page("/admin/instances")
-    assert isinstance(instances, dict)
-    return next(str(one["url"]) for one in instances["instances"] if one["role"] == "prefill")
+    return next(str(one["url"]) for one in proxy.instances() if one["role"] == "prefill")
 
 
 def check_nothing_is_held(proxy: Proxy) -> Result:
     """Look whether the clients left anything behind."""
-    state = proxy.page("/admin/state")
-    assert isinstance(state, dict)
-    held = held_by_proxy(state["state"])
+    held = held_by_proxy(proxy.state())
     return Result("all", "nothing is left behind", str(held) if held else None)
 
 
@@ -354,7 +317,7 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     The openai, anthropic, litellm and langchain packages, the requests of Claude Code and Codex, curl, NVIDIA's
     aiperf, and requests drawn from vLLM's own openapi.json. Makes virtual environments in build/clients on its first run (1.8 GB from the
-    package index), starts two proxies (`balanceroute up`), and prints a table of what works. Exits 1 if
+    package index), starts two proxies, each before engines of its own, and prints a table of what works. Exits 1 if
     anything does not.
     """
     parser.add_argument(
@@ -384,7 +347,13 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         keys.write_text(f"{KEY}\n")
         # Eight slots, one request on the way to them, and one that waits for that.
         strict_flags = ["--batch=1", "--pool-limit=1", "--queue-limit=1", f"--api-key-file={keys}"]
-        with proxy_up(*flags) as proxy, proxy_up(*strict_flags, *flags) as strict:
+        engines = emulate_command(ENGINES)
+        with (
+            emulated(engines[engines.index("emulate") + 1 :]) as urls,
+            emulated(engines[engines.index("emulate") + 1 :]) as others,
+            before(urls, flags, folder / "proxy") as proxy,
+            before(others, [*strict_flags, *flags], folder / "strict") as strict,
+        ):
             groups: dict[str, Iterable[Result]] = {
                 "openai": check_openai(proxy, strict),
                 "frameworks": check_frameworks(proxy.url, MODEL),

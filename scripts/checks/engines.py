@@ -12,7 +12,7 @@ from pathlib import Path
 from checks.agents import AgentChecks
 from checks.caches import AuditChecks, DpChecks, KvChecks, LocalityChecks
 from checks.clients import check_frameworks, check_schema
-from checks.fleet import VLLM, Fleet, Order, free_port, mooncake_fault, prepare, running
+from checks.fleet import VLLM, Checks, Fleet, Order, free_port, mooncake_fault, prepare, running
 from checks.ids import CutChecks, IdChecks, PairingChecks
 from checks.legs import LegChecks, PauseChecks, TokenChecks, TraceChecks
 from checks.packages import Result
@@ -21,11 +21,8 @@ _MODEL = "tiny"
 _EXAMPLES = 25
 
 
-class ClientChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+class ClientChecks(Checks):
+    """Client libraries, and requests that vLLM describes."""
 
     def check_client_libraries(self) -> str:
         with self._fleet.proxy("libraries") as proxy:
@@ -64,20 +61,6 @@ _AGENTS = (
     "--max-num-batched-tokens=512",
 )
 CONNECTORS = ("nixl", "mooncake", "nixl-dp", "nixl-agents")
-Group = (
-    LegChecks
-    | TraceChecks
-    | TokenChecks
-    | PauseChecks
-    | ClientChecks
-    | KvChecks
-    | CutChecks
-    | IdChecks
-    | LocalityChecks
-    | PairingChecks
-    | AuditChecks
-    | AgentChecks
-)
 
 
 def orders(connector: str, steps: Path) -> tuple[list[Order], list[str]]:
@@ -145,12 +128,12 @@ def check(connector: str, only: set[str], folder: Path) -> Iterator[tuple[str, s
         fleet = Fleet(
             engines[:1], engines[1:], connector.partition("-")[0], tuple(flags), folder, steps
         )
-        groups: list[Group] = [DpChecks(fleet), AuditChecks(fleet)]
+        groups: list[Checks] = [DpChecks(fleet), AuditChecks(fleet)]
         if connector == "nixl-agents":
             groups = [AgentChecks(fleet, long_words=900), CutChecks(fleet)]
         elif connector != "nixl-dp":
             # The last ones kill engines.
-            more: list[Group] = []
+            more: list[Checks] = []
             if connector == "nixl":
                 more = [KvChecks(fleet), ClientChecks(fleet), LocalityChecks(fleet)]
                 more += [PairingChecks(fleet, what[-1]), IdChecks(fleet)]

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
+
+from experiment import proxy_before
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -306,11 +307,8 @@ def free_port(count: int = 1) -> int:
             return port
 
 
-# A proxy in front of real engines, as the checks see it.
+# A proxy in front of engines, as the checks see it.
 
-_READY = re.compile(r"listening on (http://\S+), admin on (http://\S+)\n")
-# A start is half a second of one core; beside engines that compute it is many times that.
-_READY_S = 120.0
 # Requests that an engine has answered.
 SUCCESSES = "vllm:request_success_total"
 # KV caches that a NIXL prefiller handed out after their lease.
@@ -325,27 +323,30 @@ class Proxy:
     admin_url: str
     log: Path
 
-    def state(self) -> dict[str, object]:
-        """Return /admin/state."""
-        state: dict[str, object] = CLIENT.get(f"{self.admin_url}/admin/state", timeout=10.0).json()
+    def page(self, path: str) -> Any:
+        """Return a page of the admin listener."""
+        return CLIENT.get(f"{self.admin_url}{path}", timeout=10.0).json()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that /admin/state tells."""
+        state: dict[str, Any] = self.page("/admin/state")["state"]
         return state
 
     def instances(self) -> list[dict[str, Any]]:
         """Return /admin/instances."""
-        page = CLIENT.get(f"{self.admin_url}/admin/instances", timeout=10.0).json()
-        rows: list[dict[str, Any]] = page["instances"]
+        rows: list[dict[str, Any]] = self.page("/admin/instances")["instances"]
         return rows
 
     def bound(self, engine: Engine) -> int:
         """Return how many requests there are on a decode engine."""
-        state: Any = self.state()
-        (rank,) = [rank for rank in state["state"]["ranks"] if rank["name"] == engine.url]
+        (rank,) = [rank for rank in self.state()["ranks"] if rank["name"] == engine.url]
         return int(rank["bound"])
 
-    def order(self, path: str, **order: object) -> None:
-        """Give an administrator's order."""
-        answer = CLIENT.post(f"{self.admin_url}{path}", json=order, timeout=10.0)
-        assert answer.status_code == 200, answer.text
+    def order(self, path: str, **order: object) -> Any:
+        """Give an administrator's order; return what it is answered."""
+        answer = CLIENT.post(f"{self.admin_url}{path}", json=order, timeout=30.0)
+        assert answer.status_code == 200, f"{path}: {answer.status_code}: {answer.text[:300]}"
+        return answer.json()
 
     def line_of(self, request_id: str) -> dict[str, Any]:
         """Return what the log says of a request that has ended."""
@@ -382,25 +383,60 @@ class Fleet:
             prefill: The prefillers; none for all prefill engines.
             decode: The ranks; none for all decode engines.
         """
-        log = self.folder / f"{name}.jsonl"
-        command = [sys.executable, "-m", "balanceroute.proxy", "serve", "--port=0"]
-        command += ["--admin-port=0", f"--log={log}", f"--connector={self.connector}"]
-        command += ["--prefill", *(prefill or [engine.url for engine in self.prefillers])]
-        command += ["--decode", *(decode or [engine.url for engine in self.decoders])]
-        command += ["--batch", "16", *self.flags, *flags]  # The last word counts.
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
-        assert process.stdout is not None
-        try:
-            readable = select.select([process.stdout], [], [], _READY_S)[0]
-            ready = _READY.fullmatch(process.stdout.readline().decode()) if readable else None
-            if ready is None:
-                told = log.read_text()[-1000:] if log.exists() else "it has no log"
-                raise SystemExit(f"the proxy {name} did not start: {told}")
-            yield Proxy(ready[1], ready[2], log)
-        finally:
-            process.terminate()
-            process.wait(_READY_S)
-            process.stdout.close()
+        urls = {
+            "prefill": list(prefill) or [engine.url for engine in self.prefillers],
+            "decode": list(decode) or [engine.url for engine in self.decoders],
+        }
+        # The last word counts.
+        own = [f"--connector={self.connector}", "--batch", "16", *self.flags, *flags]
+        with before(urls, own, self.folder / f"proxy {name}") as proxy:
+            yield proxy
+
+
+@contextmanager
+def before(urls: dict[str, list[str]], flags: Sequence[str], folder: Path) -> Iterator[Proxy]:
+    """Run a proxy before engines; its log is in a folder of its own."""
+    folder.mkdir()
+    with proxy_before(urls, flags, folder) as process:
+        url, admin_url = (
+            f"http://{process.host}:{port}" for port in (process.port, process.admin_port)
+        )
+        yield Proxy(url, admin_url, process.log)
+
+
+class Checks:
+    """Checks of a fleet, in the order in which they run. The name of a method is what it claims."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._prefiller = fleet.prefillers[0]
+
+    def _same(
+        self, path: str, body: dict[str, Any], answer: Any, *, of: "Engine | None" = None
+    ) -> None:
+        """Compare an answer with that of one engine, the prefiller if none is named."""
+        assert_equal(essence(answer), essence(ask((of or self._prefiller).url, path, body)))
+
+    def _prompt_tokens(self, *sources: str) -> float:
+        """Return the prompt tokens of all decode engines that came from some sources."""
+        return sum(
+            one.metric("vllm:prompt_tokens_by_source_total", source=source)
+            for one in self._fleet.decoders
+            for source in sources
+        )
+
+    def _decoded(self) -> float:
+        """Return how many requests the decode engines have answered."""
+        return sum(engine.metric(SUCCESSES) for engine in self._fleet.decoders)
+
+
+def told_by(*words: str, into: Path, limit_s: float = 300.0) -> dict[str, Any]:
+    """Run a command of `balanceroute` and return what it writes by `--json`."""
+    command = [sys.executable, "-m", "balanceroute.proxy", *words, "--json", str(into)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
+    report: dict[str, Any] = json.loads(into.read_text())
+    return report
 
 
 def until(

@@ -14,6 +14,7 @@ from checks.fleet import (
     BLOCK_TOKENS,
     CLIENT,
     SUCCESSES,
+    Checks,
     Engine,
     Fleet,
     Order,
@@ -85,12 +86,8 @@ def _generate(ids: list[int], **sampling: Any) -> tuple[str, dict[str, Any]]:
     return GENERATE, body | {"stream_options": {"include_usage": True}}
 
 
-class CutChecks:
-    """What becomes of streams of agents. The name of a method is what it claims."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._prefiller = fleet.prefillers[0]
+class CutChecks(Checks):
+    """What becomes of streams of agents."""
 
     def check_streams_of_agents_outlive_a_killed_decode_engine(self) -> str:
         """Tools, schemas, penalties, messages, responses: what another engine begins again."""
@@ -159,7 +156,7 @@ class CutChecks:
 
 
 class IdChecks(CutChecks):
-    """The checks, in the order in which they run. The name of a method is what it claims."""
+    """First tokens of prefillers, and streams that go on elsewhere."""
 
     def check_streams_with_an_early_first_token_are_one_engines(self) -> str:
         asked = [one for number in range(_FIRST_TOKENS // 10) for one in _kinds(number)]
@@ -370,8 +367,8 @@ _SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _FAILURES = "balanceroute_kv_transfer_failures_total"
 
 
-class PairingChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims.
+class PairingChecks(Checks):
+    """Engines that do not fit.
 
     Args:
         fleet: All its engines fit.
@@ -379,7 +376,7 @@ class PairingChecks:
     """
 
     def __init__(self, fleet: Fleet, order: Order) -> None:
-        self._fleet = fleet
+        super().__init__(fleet)
         self._order = order
 
     def check_an_engine_with_another_kv_cache_is_never_paired(self) -> str:
@@ -419,9 +416,9 @@ class PairingChecks:
     def _served(self, proxy: Proxy) -> None:
         asked = [completion(f"class Pair{number}:", stream=True) for number in range(_REQUESTS)]
         with ThreadPoolExecutor(_PAIRED_AT_A_TIME) as threads:
-            ours = list(threads.map(lambda one: essence(ask(proxy.url, *one)), asked))
+            ours = list(threads.map(lambda one: ask(proxy.url, *one), asked))
         for one, answer in zip(asked, ours, strict=True):
-            assert_equal(answer, essence(ask(self._fleet.prefillers[0].url, *one)))
+            self._same(*one, answer)
 
 
 def _unfit(proxy: Proxy) -> dict[str, str]:

@@ -1,8 +1,5 @@
 """What must hold of prefill and decode legs: answers, token ids, pauses, step traces."""
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +14,7 @@ from checks.fleet import (
     CLIENT,
     LATE_PULLS,
     SUCCESSES,
+    Checks,
     Engine,
     Fleet,
     Proxy,
@@ -24,6 +22,7 @@ from checks.fleet import (
     ask,
     assert_equal,
     essence,
+    told_by,
     until,
 )
 
@@ -33,7 +32,8 @@ COMPLETIONS = "/v1/completions"
 _LONG = 1900
 # A prompt of token ids that ends where a block of the KV cache does.
 _FULL_BLOCKS = list(range(300, 300 + 2 * BLOCK_TOKENS))
-_SOURCE = "vllm:prompt_tokens_by_source_total"
+# Where decode engines have prompts from: what they pull, and what they compute.
+_SOURCES = ("external_kv_transfer", "local_compute")
 _TOOL = {
     "type": "function",
     "function": {
@@ -115,23 +115,18 @@ def requests() -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-class LegChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._prefiller = fleet.prefillers[0]
+class LegChecks(Checks):
+    """Answers, leases, and engines that die."""
 
     def check_answers_are_those_of_one_engine(self) -> str:
-        pulled, computed = self._prompt_tokens()
+        pulled, computed = map(self._prompt_tokens, _SOURCES)
         with self._fleet.proxy("same") as proxy:
             for name, (path, body) in requests().items():
                 try:
-                    ours = essence(ask(proxy.url, path, body))
-                    assert_equal(ours, essence(ask(self._prefiller.url, path, body)))
+                    self._same(path, body, ask(proxy.url, path, body))
                 except AssertionError as error:
                     raise AssertionError(f"{name}: {error}") from None
-        pulled_after, computed_after = self._prompt_tokens()
+        pulled_after, computed_after = map(self._prompt_tokens, _SOURCES)
         assert pulled_after > pulled
         # A rank computes the last token of a prompt again, to have something to sample from.
         share = (computed_after - computed) / (pulled_after - pulled)
@@ -241,13 +236,6 @@ class LegChecks:
 
     # How it is done.
 
-    def _prompt_tokens(self) -> tuple[float, float]:
-        """Return the prompt tokens that decode engines pulled, and those they computed."""
-        return (
-            sum(one.metric(_SOURCE, source="external_kv_transfer") for one in self._fleet.decoders),
-            sum(one.metric(_SOURCE, source="local_compute") for one in self._fleet.decoders),
-        )
-
     def _engine_holds(self, engine: Engine) -> bool:
         """Return whether an engine keeps KV caches for others.
 
@@ -318,8 +306,7 @@ def _long(proxy: Proxy, prompt: object, tokens: int = _LONG) -> Streaming:
 
 
 def _pooled(proxy: Proxy) -> int:
-    state: Any = proxy.state()
-    return int(state["state"]["pooled"])
+    return int(proxy.state()["pooled"])
 
 
 # What must hold when the engines are paused and their requests are aborted, through the proxy.
@@ -330,12 +317,6 @@ _LONG_PAUSED = {"stream": True, "max_tokens": 1_900, "ignore_eos": True}
 _LIMIT_S = 30.0
 
 
-def _order(proxy: Proxy, path: str) -> Any:
-    answer = CLIENT.post(f"{proxy.admin_url}{path}", json={}, timeout=_LIMIT_S)
-    assert answer.status_code == 200, f"{path}: {answer.status_code}: {answer.text[:300]}"
-    return answer.json()
-
-
 def _ready(proxy: Proxy) -> int:
     return CLIENT.get(f"{proxy.admin_url}/ready", timeout=_LIMIT_S).status_code
 
@@ -344,17 +325,17 @@ def _paused(engine: Engine) -> bool:
     return bool(CLIENT.get(f"{engine.url}/is_paused", timeout=_LIMIT_S).json()["is_paused"])
 
 
-class PauseChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
+class PauseChecks(Checks):
+    """Engines that are paused, and whose requests are aborted."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        super().__init__(fleet)
         self._engines = [*fleet.prefillers, *fleet.decoders]
 
     def check_aborted_streams_end_with_what_they_had(self) -> str:
         with self._fleet.proxy("aborted") as proxy:
             streams = self._streams(proxy)
-            done = _order(proxy, "/abort_requests")
+            done = proxy.order("/abort_requests")
             assert done["aborted"] == _STREAMS, done
             tokens = [self._aborted(stream) for stream in streams]
             path, body = completion("for line in file:")
@@ -364,7 +345,7 @@ class PauseChecks:
     def check_a_paused_fleet_holds_what_comes_until_it_resumes(self) -> str:
         with self._fleet.proxy("paused") as proxy:
             streams = self._streams(proxy)
-            _order(proxy, "/pause")
+            proxy.order("/pause")
             for stream in streams:
                 self._aborted(stream)
             assert all(map(_paused, self._engines))
@@ -372,7 +353,7 @@ class PauseChecks:
             held = Streaming(proxy.url, path, body | {"stream": True})
             time.sleep(2.0)
             assert not held.events, held.events
-            _order(proxy, "/resume")
+            proxy.order("/resume")
             held.join()
             assert held.error is None, held.error
             assert held.events
@@ -383,7 +364,7 @@ class PauseChecks:
         """Level 0 alone: a CPU has no memory to give back."""
         with self._fleet.proxy("asleep") as proxy:
             streams = self._streams(proxy)
-            done = _order(proxy, "/sleep?level=0")
+            done = proxy.order("/sleep?level=0")
             assert (done["status"], done["aborted"]) == ("sleeping", _STREAMS), done
             for stream in streams:
                 self._aborted(stream)
@@ -394,7 +375,7 @@ class PauseChecks:
             held = Streaming(proxy.url, path, body | {"stream": True})
             time.sleep(2.0)
             assert not held.events, held.events
-            woken = _order(proxy, "/wake_up?tags=scheduling")
+            woken = proxy.order("/wake_up?tags=scheduling")
             assert (woken["status"], woken["asleep"]) == ("awake", 0), woken
             held.join()
             assert held.error is None, held.error
@@ -471,12 +452,8 @@ def said_by(answer: Any) -> Any:
     return essence(answer)
 
 
-class TokenChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._prefiller = fleet.prefillers[0]
+class TokenChecks(Checks):
+    """Token ids in and out."""
 
     def check_token_ids_in_and_out_are_one_engines(self) -> str:
         before = self._decoded()
@@ -494,9 +471,6 @@ class TokenChecks:
         decoded = self._decoded() - before
         assert decoded > len(asked) // 2, f"ranks decoded {decoded} of {len(asked)}"
         return f"{len(asked)} requests, {decoded:.0f} of them decoded by ranks"
-
-    def _decoded(self) -> float:
-        return sum(engine.metric(SUCCESSES) for engine in self._fleet.decoders)
 
 
 # A slice of a real trace through real engines, and the proxy's picture of it against theirs.
@@ -526,8 +500,8 @@ def scaled(path: Path, output_part: int) -> None:
     )
 
 
-class TraceChecks:
-    """The checks, in the order in which they run. The name of a method is what it claims.
+class TraceChecks(Checks):
+    """A slice of a real trace.
 
     Attributes:
         output_part: What answers are divided by.
@@ -536,7 +510,7 @@ class TraceChecks:
     output_part = 1
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        super().__init__(fleet)
         self._loads = fleet.folder / "loads.jsonl"
 
     def check_a_trace_slice_is_served_without_an_error(self) -> str:
@@ -561,24 +535,16 @@ class TraceChecks:
     def _validated(self) -> dict[str, Any]:
         """Return what `balanceroute validate` says of the trace slice."""
         figures = self._fleet.folder / "validate.json"
-        command = [sys.executable, "-m", "balanceroute.proxy", "validate"]
-        command += ["--steps", str(self._fleet.steps), "--log", str(self._loads)]
-        command += ["--min-tokens", "50", "--json", str(figures)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
-        assert done.returncode == 0, done.stderr[-1000:]
-        report: dict[str, Any] = json.loads(figures.read_text())
-        return report
+        command = ["validate", "--steps", str(self._fleet.steps), "--log", str(self._loads)]
+        return told_by(*command, "--min-tokens", "50", into=figures)
 
     def _replay(self, proxy: Proxy) -> dict[str, float]:
         trace = self._fleet.folder / "slice.jsonl"
         scaled(trace, self.output_part)
-        out = self._fleet.folder / "replay.json"
-        command = [sys.executable, "-m", "balanceroute.proxy", "replay", "--target", proxy.url]
-        command += ["--trace", str(trace), "--concurrency", str(CONCURRENCY), "--json", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300.0, check=False)
-        assert done.returncode == 0, done.stderr[-1000:]
-        (result,) = json.loads(out.read_text())["results"]
-        figures: dict[str, float] = result
+        command = ["replay", "--target", proxy.url, "--trace", str(trace)]
+        command += ["--concurrency", str(CONCURRENCY)]
+        figures: dict[str, float]
+        (figures,) = told_by(*command, into=self._fleet.folder / "replay.json")["results"]
         assert figures["errors"] == 0, figures
         for prefiller in self._fleet.prefillers:
             late = prefiller.metric(LATE_PULLS)
