@@ -37,10 +37,10 @@ from tests.support.certificate import make_certificate
 from tests.support.virtual.datagrams import ThinLinkSettings, UdpRelay
 
 from balanceroute.proxy.core.errors import BalanceRouteError
-from balanceroute.proxy.lab.emulate.process import emulated_engines
 from balanceroute.proxy.wire.http1.client import Endpoint, fetch
 from balanceroute.proxy.wire.http3.client import Http3Endpoint, Trust
 from balanceroute.proxy.wire.messages import Caller, Headers
+from experiment import emulated
 
 HOST, PATH = "127.0.0.1", b"/v1/completions"
 # Of one protocol alone, or of the moment.
@@ -482,34 +482,16 @@ def http3(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     chosen = parser.parse_args(words)
     clients = _clients(parser, chosen.client, chosen.chromium)
     asked = draw(chosen.requests, random.Random(1))
-    program = [sys.executable, "-m", "balanceroute.proxy"]
-    engines = [
-        "emulate",
-        "--model",
-        "tiny",
-        "--prefillers",
-        "1",
-        "--ranks",
-        "1",
-        "--time-scale",
-        "50",
-        # However busy the machine is: what is compared is not the engines.
-        "--lease-s",
-        "36000",
-        "--json-ready",
-    ]
-    with (
-        tempfile.TemporaryDirectory() as name,
-        emulated_engines([*program, *engines]) as urls,
-    ):
+    # However busy the machine is, no lease runs out: what is compared is not the engines.
+    engines = "--model tiny --prefillers 1 --ranks 1 --time-scale 50 --lease-s 36000"
+    with tempfile.TemporaryDirectory() as name, emulated(engines.split()) as urls:
         cert, key = make_certificate(Path(name))
         flags = ["--http3", "--tls-cert", str(cert), "--tls-key", str(key), "--log", "none"]
         flags += ["--port", "0", "--no-admin", "--queue-limit", "10000"]
         for role in ("prefill", "decode"):
-            flags += [f"--{role}", *map(str, urls[role])]  # type: ignore[call-overload]
-        with subprocess.Popen(
-            [*program, "serve", *flags], stdout=subprocess.PIPE, text=True
-        ) as process:
+            flags += [f"--{role}", *urls[role]]
+        command = [sys.executable, "-m", "balanceroute.proxy", "serve", *flags]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 found = re.search(r"https://\S+:(\d+)", process.stdout.readline())

@@ -148,10 +148,6 @@ class OpenAi:
         assert answer.choices[0].text
         assert answer.usage.completion_tokens <= 8
 
-    def completion_of_token_ids(self) -> None:
-        answer = self._client.completions.create(model=OPENAI_MODEL, prompt=[5, 6, 7], max_tokens=4)
-        assert answer.usage.prompt_tokens == 3
-
     def stream_is_the_whole_answer_with_usage(self) -> None:
         values = {"max_tokens": 60, "temperature": 0}  # Two samples need not be the same.
         whole = self._chat("tell me", **values)
@@ -163,63 +159,11 @@ class OpenAi:
         assert not chunks[-1].choices
         assert all(chunk.usage is None for chunk in chunks[:-1])
 
-    def stream_without_usage(self) -> None:
-        chunks = list(self._chat("tell me", stream=True))
-        assert all(chunk.usage is None for chunk in chunks)
-        assert chunks[-1].choices[0].finish_reason in ("length", "stop")
-
     def completion_stream(self) -> None:
         stream = self._client.completions.create(
             model=OPENAI_MODEL, prompt="once", max_tokens=8, stream=True
         )
         assert "".join(chunk.choices[0].text for chunk in stream)
-
-    def n_2(self) -> None:
-        answer = self._chat("two of them", n=2, temperature=1.0)
-        first, second = answer.choices
-        assert first.message.content != second.message.content
-        seen = {0: "", 1: ""}
-        for chunk in self._chat("two of them", n=2, temperature=1.0, stream=True):
-            for choice in chunk.choices:
-                seen[choice.index] += choice.delta.content or ""
-        assert [seen[0], seen[1]] == [first.message.content, second.message.content]
-
-    def logprobs(self) -> None:
-        answer = self._chat("how sure", logprobs=True, top_logprobs=3)
-        entries = answer.choices[0].logprobs.content
-        assert len(entries) == answer.usage.completion_tokens
-        assert all(len(entry.top_logprobs) == 3 and entry.logprob <= 0 for entry in entries)
-        done = self._client.completions.create(
-            model=OPENAI_MODEL, prompt="a", max_tokens=4, logprobs=2
-        )
-        assert len(done.choices[0].logprobs.tokens) == done.usage.completion_tokens
-
-    def stop(self) -> None:
-        words = self._chat("stop early").choices[0].message.content.split()
-        answer = self._chat("stop early", stop=[words[5]])
-        assert answer.choices[0].finish_reason == "stop"
-        assert words[5] not in answer.choices[0].message.content
-
-    def tools_auto(self) -> None:
-        reasons = set()
-        for number in range(12):
-            answer = self._chat(f"weather {number}", tools=[WEATHER], max_tokens=100)
-            choice = answer.choices[0]
-            reasons.add(choice.finish_reason == "tool_calls")
-            if choice.finish_reason == "tool_calls":
-                call = choice.message.tool_calls[0]
-                assert call.function.name == "get_weather"
-                assert "city" in json.loads(call.function.arguments)
-            else:
-                assert choice.message.content
-        assert reasons == {True, False}, "the emulated model calls about every second time"
-
-    def tools_named(self) -> None:
-        chosen = {"type": "function", "function": {"name": "get_weather"}}
-        answer = self._chat("weather", tools=[WEATHER], tool_choice=chosen, max_tokens=100)
-        call = answer.choices[0].message.tool_calls[0]
-        assert call.function.name == "get_weather"
-        assert isinstance(json.loads(call.function.arguments)["days"], int)
 
     def tools_streamed(self) -> None:
         chosen = {"type": "function", "function": {"name": "get_weather"}}
@@ -305,10 +249,6 @@ class OpenAi:
             model=OPENAI_MODEL, input=["a", "b c"], encoding_format="float"
         )
         assert len(answer.data) == 2
-
-    def long_prompt(self) -> None:
-        answer = self._chat("word " * 20_000, max_tokens=2)
-        assert answer.usage.prompt_tokens > 20_000
 
     def request_id(self) -> None:
         create = self._client.chat.completions.with_raw_response.create
