@@ -3,14 +3,12 @@
 import argparse
 import json
 import random
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from math import floor, isnan, log2
+from math import floor, log2
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
@@ -18,23 +16,14 @@ from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from tests.support.arguments import positive
 
 from balanceroute.predictors import Predictor, RequestFeatures, files
-from balanceroute.predictors.evaluation import (
-    GAINS,
-    Cut,
-    PredictorJudgement,
-    Replay,
-    cut_in_time,
-    judge,
-)
+from balanceroute.predictors.evaluation import Replay, cut_in_time, judge
 from balanceroute.predictors.files import KINDS
 from balanceroute.predictors.past import past_requests
 from balanceroute.predictors.survival import LimitHabits
+from balanceroute.proxy.cli.judgement_report import as_json, gain_cell, number_cell
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import POLICIES, PolicySettings
 from balanceroute.proxy.core.projection import Form
@@ -281,13 +270,11 @@ def run(scenario: int, predictor: str, segment: int) -> dict[str, float]:
 
 def report(scenario: Scenario, figures: dict[str, list[dict[str, float]]]) -> None:
     """Print one scenario's table."""
-    table = Table(title=f"{scenario.name}, batch {BATCH}", title_justify="left")
-    table.add_column("BR-H with", no_wrap=True)
-    for heading in ("idle %", "x oracle", "x br-0", "tokens/s", "x br-0", "TPOT p95", "wait p99"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    print(f"\n{scenario.name}, batch {BATCH}\n")
+    names = ("idle %", "x oracle", "x br-0", "tokens/s", "x br-0", "TPOT p95", "wait p99")
+    print(table_head("BR-H with", *right(names)))
     for predictor, runs in figures.items():
-        table.add_row(
-            f"({predictor})" if predictor in POLICIES else predictor,
+        cells = (
             spread([100 * one["idle_fraction"] for one in runs], 1),
             _ratio(runs, figures.get("oracle"), "idle_fraction"),
             _ratio(runs, figures["br-0"], "idle_fraction"),
@@ -296,9 +283,9 @@ def report(scenario: Scenario, figures: dict[str, list[dict[str, float]]]) -> No
             spread([one["tpot_ms_p95"] for one in runs], 1),
             spread([one["pool_wait_s_p99"] for one in runs], 1),
         )
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
+        print(
+            table_row(f"({predictor})" if predictor in POLICIES else predictor, *cells), flush=True
+        )
 
 
 def _ratio(
@@ -340,28 +327,16 @@ def predictors(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if not chosen:
         parser.error(f"--only: of {'; '.join(one.name for one in SCENARIOS)}")
     everything: dict[str, dict[str, list[dict[str, float]]]] = {}
-    with (
-        ProcessPoolExecutor(arguments.jobs) as pool,
-        Progress(
-            console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-        ) as bar,
-    ):
-        task = bar.add_task(
-            "", total=sum(1 + len(SCENARIOS[i].predictors) for i in chosen) * SEGMENTS
-        )
+    with ProcessPoolExecutor(arguments.jobs) as pool:
         pending = {
             i: {
-                predictor: [pool.submit(run, i, predictor, segment) for segment in range(SEGMENTS)]
+                predictor: pool.map(partial(run, i, predictor), range(SEGMENTS))
                 for predictor in (*SCENARIOS[i].predictors, "br-0")
             }
             for i in chosen
         }
         for i, predictors in pending.items():
-            figures: dict[str, list[dict[str, float]]] = {}
-            for predictor, runs in predictors.items():
-                bar.update(task, description=f"{SCENARIOS[i].name}, {predictor}")
-                figures[predictor] = [one.result() for one in runs]
-                bar.advance(task, SEGMENTS)
+            figures = {predictor: list(runs) for predictor, runs in predictors.items()}
             report(SCENARIOS[i], figures)
             everything[SCENARIOS[i].name] = figures
     if arguments.json is not None:
@@ -369,85 +344,36 @@ def predictors(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
-TRACES = Path("traces/public")
-JUDGED = tuple(
-    TRACES / name
-    for name in (
-        "azure_2023_conv.csv.gz",
-        "azure_2023_code.csv.gz",
-        "mooncake_conversation.jsonl.gz",
-    )
-)
+JUDGED = (AZURE_CONV, AZURE_CODE, MOONCAKE)
 BASELINE = "survival"
+# Of a row behind trace and predictor: scores, and by how much they are better than the baseline's. Digits.
+SCORES = {"auc": 3, "brier": 4, "ece": 3, "mae": 2}
+GAINED = {"auc": 4, "brier": 4, "mae": 2}
 COLUMNS = (
-    "trace",
-    "predictor",
-    "AUC",
-    "Brier",
-    "calibration error",
-    "MAE tokens",
-    f"AUC better than {BASELINE} by",
-    f"Brier better than {BASELINE} by",
-    f"MAE better than {BASELINE} by",
+    *("trace", "predictor", "AUC:", "Brier:", "calibration error:", "MAE tokens:"),
+    *(f"{name} better than {BASELINE} by:" for name in ("AUC", "Brier", "MAE")),
 )
 
 
-def rows_of(
-    trace: Path, kinds: Sequence[str], *, requests: int | None, horizon_steps: int, frozen: bool
+def judged(
+    trace: Path, kinds: Sequence[str], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Train and judge the kinds on one trace; return a row for each, of JSON's types."""
-    cut = cut_in_time(past_requests(read_trace(trace)[:requests]), 0.5)
-    replay = Replay(cut.after, horizon_steps=horizon_steps, from_s=cut.at_s)
-    predictors, trained_s = {}, {}
-    for kind in kinds:
-        print(f"{trace.name}: {kind}", file=sys.stderr, flush=True)
-        begin_s = time.perf_counter()
-        predictors[kind] = files.train(kind, cut.before, horizon_steps=horizon_steps)
-        trained_s[kind] = time.perf_counter() - begin_s
-    judgements = judge(replay, predictors, baseline=BASELINE, learn=not frozen)
-    return [
-        {"trace": trace.name, "predictor": kind, "trained_s": round(trained_s[kind], 3)}
-        | figures(cut, judgement)
-        for kind, judgement in judgements.items()
-    ]
-
-
-def figures(cut: Cut, judgement: PredictorJudgement) -> dict[str, Any]:
-    """Return a judgement as JSON; what is undefined is null."""
-    told = asdict(judgement.scores) | {
-        f"{name}_better_by{suffix}": value
-        for name, gain in judgement.gains.items()
-        for suffix, value in (("", gain.value), ("_stderr", gain.error))
-    }
-    sizes = {"train_requests": len(cut.before), "judged_requests": len(cut.after)}
-    return sizes | {name: None if isnan(value) else value for name, value in told.items()}
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = [table_head(*COLUMNS[:2], *right(COLUMNS[2:]))]
-    for row in rows:
+    """Train the kinds on the first half of a trace and print how good they are; return rows of JSON's types."""
+    horizon: int = arguments.horizon
+    cut = cut_in_time(past_requests(read_trace(trace)[: arguments.requests]), 0.5)
+    replay = Replay(cut.after, horizon_steps=horizon, from_s=cut.at_s)
+    trained = {kind: files.train(kind, cut.before, horizon_steps=horizon) for kind in kinds}
+    judgements = judge(replay, trained, baseline=BASELINE, learn=not arguments.frozen)
+    for kind, judgement in judgements.items():
+        cells = [number_cell(getattr(judgement.scores, name), n) for name, n in SCORES.items()]
         gains = (
-            ""
-            if row["predictor"] == BASELINE
-            else shown_gain(row[f"{name}_better_by"], row[f"{name}_better_by_stderr"], digits)
-            for name, digits in zip(GAINS, (4, 4, 2), strict=True)
+            "" if kind == BASELINE else gain_cell(judgement.gains[name], n)
+            for name, n in GAINED.items()
         )
-        scores = (
-            "undefined" if row[name] is None else f"{row[name]:.{digits}f}"
-            for name, digits in (("auc", 3), ("brier", 4), ("ece", 3), ("mae", 2))
-        )
-        names = (f"`{row['trace']}`", f"`{row['predictor']}`")
-        lines.append(table_row(*names, *scores, *gains))
-    return "\n".join(lines)
-
-
-def shown_gain(value: float | None, error: float | None, digits: int) -> str:
-    """Return by how much a score is better, with its standard error."""
-    if value is None:
-        return "undefined"
-    spread = "" if error is None else f" ±{error:.{digits}f}"
-    return f"{value:+.{digits}f}{spread}".replace("-", "−")
+        print(table_row(f"`{trace.name}`", f"`{kind}`", *cells, *gains), flush=True)
+    sizes = {"train_requests": len(cut.before), "judged_requests": len(cut.after)}
+    rows = as_json(replay.rows, judgements, baseline=BASELINE)
+    return [{"trace": trace.name} | sizes | row for row in rows]
 
 
 def predictor_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -466,16 +392,8 @@ def predictor_table(parser: argparse.ArgumentParser, words: Sequence[str]) -> in
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args(words)
     kinds = [BASELINE, *(kind for kind in arguments.kinds if kind != BASELINE)]
-    rows: list[dict[str, Any]] = []
-    for trace in arguments.trace or JUDGED:
-        rows += rows_of(
-            trace,
-            kinds,
-            requests=arguments.requests,
-            horizon_steps=arguments.horizon,
-            frozen=arguments.frozen,
-        )
-    print(markdown(rows))
+    print(table_head(*COLUMNS))
+    rows = [row for trace in arguments.trace or JUDGED for row in judged(trace, kinds, arguments)]
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", "utf-8")
     return 0
