@@ -13,9 +13,6 @@ from typing import Any, cast
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from tests.support.arguments import positive
 
 from balanceroute.proxy.cli import emulate
@@ -33,13 +30,32 @@ from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.settings import Given, given_by_flags
 from balanceroute.topologies import read_topology
 from balanceroute.traces import TraceRequest, read_trace, write_native
-from experiment import MOONCAKE, ROOT, proxy_before, right, table_head, table_row
+from experiment import MOONCAKE, proxy_before, right, table_head, table_row
 
 # What is compared: heading, figure of the simulator, unit, digits.
 FIGURES = (
     ("idle %", "idle_fraction", 100.0, 1),
     ("output tokens/s", "output_tokens_per_s", 1.0, 0),
     ("TTFT p99 s", "ttft_s_p99", 1.0, 1),
+)
+# What else is told: label, figure, unit (None: real milliseconds), digits.
+PARTICULARS: tuple[tuple[str, str, float | None, int], ...] = (
+    ("output tokens/s, by the client's clock", "output_tokens_per_s", 1.0, 0),
+    ("TTFT ms, p50", "ttft_ms_p50", 1.0, 0),
+    ("TTFT ms, p99", "ttft_ms_p99", 1.0, 0),
+    ("second token ms, p50", "ttst_ms_p50", 1.0, 0),
+    ("second token ms, p99", "ttst_ms_p99", 1.0, 0),
+    ("TPOT ms, p50", "tpot_ms_p50", 1.0, 1),
+    ("TPOT ms, p95", "tpot_ms_p95", 1.0, 1),
+    ("imbalance tokens", "mean_imbalance_tokens", 1.0, 0),
+    ("decode steps", "steps", 1.0, 0),
+    ("requests finished", "requests", 1.0, 0),
+    ("requests failed", "errors", 1.0, 0),
+    ("barrier late, real ms, mean", "mean_late_s", 1e3, 1),
+    ("barrier late, real ms, at most", "late_s", 1e3, 0),
+    ("requests sent late, real ms, p99", "send_late_ms_p99", None, 1),
+    ("proxy's timers late, real ms, mean", "loop_lag_ms", 1.0, 1),
+    ("KV leases lapsed", "lease_lapses", 1.0, 0),
 )
 # Runs like these are chaotic: a moment's difference moves everything that comes after it. So each
 # simulated run has prefills longer by this than the one before, and the prediction is their mean.
@@ -232,57 +248,39 @@ def deviation(result: PolicyResult, base: PolicyResult, name: str) -> float:
     return result.mean[name] / base.mean[name] - 1 if base.mean[name] else inf
 
 
-def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) -> Table:
+def comparison(live: Sequence[PolicyResult], simulated: Sequence[PolicyResult]) -> str:
     """Return what was measured beside what was predicted, a policy a row."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    for heading, *_ in FIGURES:
-        for column in (f"{heading}\nlive", "\nsimulated", "\ndeviation"):
-            table.add_column(column, justify="right", no_wrap=True)
+    names = [
+        f"{one}" for heading, *_ in FIGURES for one in (f"{heading} live", "simulated", "deviation")
+    ]
+    lines = [table_head("policy", *right(names))]
     for measured, predicted in zip(live, simulated, strict=True):
         cells = []
         for _, name, unit, digits in FIGURES:
             mean, spread = unit * predicted.mean[name], unit * predicted.stderr[name]
+            off = f"{100 * deviation(measured, predicted, name):+.1f} %"
             cells += [
-                f"{unit * measured.mean[name]:,.{digits}f}",
-                f"{mean:,.{digits}f} ±{spread:,.{digits}f}",
-                f"{100 * deviation(measured, predicted, name):+.1f} %",
+                cell(unit * measured.mean[name], None, digits),
+                cell(mean, spread, digits),
+                off,
             ]
-        table.add_row(measured.policy, *cells)
-    return table
+        lines.append(table_row(measured.policy, *cells))
+    return "\n".join(lines)
 
 
-def particulars(lives: Mapping[str, Live], time_scale: float) -> Table:
+def particulars(lives: Mapping[str, Live], time_scale: float) -> str:
     """Return what else was measured, and how well the machine kept up, a policy a column."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("live", no_wrap=True)
-    for policy in lives:
-        table.add_column(policy, justify="right", no_wrap=True)
-    rows = (
-        ("output tokens/s, by the client's clock", "output_tokens_per_s", 1.0, 0),
-        ("TTFT ms, p50", "ttft_ms_p50", 1.0, 0),
-        ("TTFT ms, p99", "ttft_ms_p99", 1.0, 0),
-        ("second token ms, p50", "ttst_ms_p50", 1.0, 0),
-        ("second token ms, p99", "ttst_ms_p99", 1.0, 0),
-        ("TPOT ms, p50", "tpot_ms_p50", 1.0, 1),
-        ("TPOT ms, p95", "tpot_ms_p95", 1.0, 1),
-        ("imbalance tokens", "mean_imbalance_tokens", 1.0, 0),
-        ("decode steps", "steps", 1.0, 0),
-        ("requests finished", "requests", 1.0, 0),
-        ("requests failed", "errors", 1.0, 0),
-        ("barrier late, real ms, mean", "mean_late_s", 1e3, 1),
-        ("barrier late, real ms, at most", "late_s", 1e3, 0),
-        ("requests sent late, real ms, p99", "send_late_ms_p99", 1 / time_scale, 1),
-    )
-    for label, name, unit, digits in rows:
-        values = [live.figures[name] for live in lives.values()]
-        table.add_row(
-            label, *("-" if value is None else f"{unit * value:,.{digits}f}" for value in values)
-        )
-    lags = [f"{live.loop_lag_ms:,.1f}" for live in lives.values()]
-    table.add_row("proxy's timers late, real ms, mean", *lags)
-    table.add_row("KV leases lapsed", *(f"{live.lease_lapses:,}" for live in lives.values()))
-    return table
+    figures = {
+        policy: live.figures | {"loop_lag_ms": live.loop_lag_ms, "lease_lapses": live.lease_lapses}
+        for policy, live in lives.items()
+    }
+    lines = [table_head("live", *right(list(lives)))]
+    for label, name, unit, digits in PARTICULARS:
+        scale = unit or 1 / time_scale
+        values = [one[name] for one in figures.values()]
+        shown = ("-" if value is None else f"{scale * value:,.{digits}f}" for value in values)
+        lines.append(table_row(label, *shown))
+    return "\n".join(lines)
 
 
 def conclusions(
@@ -384,32 +382,24 @@ def demo(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     both beside each other and writes pictures. Exits 1 if a request failed.
     """
     setup, policies = read_flags(parser, words)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
     lives: dict[str, Live] = {}
     simulated: list[PolicyResult] = []
     for policy in policies:
-        console.print(f"{policy}: live ..", highlight=False)
+        print(f"{policy}: live ..", flush=True)
         lives[policy] = run_live(setup, policy)
-        console.print(f"{policy}: simulated ..", highlight=False)
+        print(f"{policy}: simulated ..", flush=True)
         simulated.append(predict(setup, policy))
     live = [one.result(policy) for policy, one in lives.items()]
     write_report(setup, live, simulated, lives)
     pictures = write_prediction_plots(live, simulated, setup.out, title=title_of(setup))
-    console.print(f"\n{title_of(setup)}", highlight=False, soft_wrap=True)
-    console.print(comparison(live, simulated))
-    console.print(
-        "Live: as the engines themselves report it. "
-        f"Simulated: mean of {setup.simulations} runs ± how far single ones spread (one standard "
-        "deviation). Both from a tenth of the requests finished to the last one sent.",
-        highlight=False,
+    print(f"\n{title_of(setup)}\n\n{comparison(live, simulated)}\n")
+    print(
+        f"Live: as the engines themselves report it. Simulated: mean of {setup.simulations} runs ± how far "
+        "single ones spread (one standard deviation). Both from a tenth of the requests finished to the last "
+        f"one sent.\n\n{particulars(lives, setup.time_scale)}\n"
     )
-    console.print(particulars(lives, setup.time_scale))
-    for line in conclusions(live, lives, setup.time_scale):
-        console.print(line, highlight=False, soft_wrap=True)
-    written = ", ".join(str(path) for path in (setup.out / "demo.json", *pictures))
-    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+    print(*conclusions(live, lives, setup.time_scale), sep="\n")
+    print(f"Written: {', '.join(str(path) for path in (setup.out / 'demo.json', *pictures))}")
     return 1 if any(one.failed for one in lives.values()) else 0
 
 
@@ -434,15 +424,9 @@ EARLY = ("--policy", "br-h", "--first-token", "prefill")
 
 def demo_rows(out: Path, *flags: str) -> list[dict[str, Any]]:
     """Run the demo; return its rows."""
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "reproduce"),
-        "demo",
-        "--out",
-        str(out),
-        *flags,
-    ]
-    subprocess.run([*command, "--skip", str(SKIP), "--trace", str(MOONCAKE)], check=True)
+    words = ["--out", str(out), *flags, "--skip", str(SKIP), "--trace", str(MOONCAKE)]
+    if demo(argparse.ArgumentParser(), words):
+        raise SystemExit("requests failed")
     rows: list[dict[str, Any]] = json.loads((out / "demo.json").read_text())["results"]
     return rows
 
