@@ -202,7 +202,7 @@ def test_the_proxy_bench_measures_and_checks_every_event(
         lambda *, quick, stalled: [module.Load("streams", streams, "events", "transit_us")] * quick,
     )
     assert run_script(f"bench proxy --quick {shlex.join(flags)}") == 0
-    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "| streams" in line]
     cells = {row[2].strip(): [cell.strip() for cell in row[3:-1]] for row in rows}
     assert set(cells) == {"balanceroute", "direct", other}
     for name, (proxy, ratio, engine, client, *_, share, rss, errors) in cells.items():

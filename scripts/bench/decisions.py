@@ -17,8 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from tests.support.arguments import positive
 
 from balanceroute.predictors import PastRequest, Savable, Survival, save
@@ -48,10 +46,9 @@ from balanceroute.proxy.core.scheduler import Intake, Scheduler
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.proxy.live.process_edge import settle_memory
 from balanceroute.traces import TraceRequest, read_trace
-from experiment import MOONCAKE, PUBLIC, table_head, table_row
+from experiment import MOONCAKE, SERVEGEN, right, table_head, table_row
 
-TRACE = PUBLIC / "mooncake_conversation.jsonl.gz"
-LONG_TRACE = PUBLIC / "servegen_reasoning.jsonl.gz"
+TRACE, LONG_TRACE = MOONCAKE, SERVEGEN
 # So much that the batch limit decides: every rank with a slot is looked at, and takes a request.
 SLOT_KV_TOKENS = 40_000
 # Ranks, batch limit, pool, and the p99 that the total may cost, in ms.
@@ -237,9 +234,8 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="loads with this in their name")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args(words)
-    table = Table(title=f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99")
-    for heading in ("G", "B", "pool", "load", *STAGES, "p99 goal"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    print(f"br-h, survival, H = {arguments.horizon}: ms per decode step, p50 / p99\n")
+    print(table_head(*right(("G", "B", "pool")), "load", *right((*STAGES, "p99 goal"))))
     rows = []
     settle_memory()
     loads = {STEADY: SHAPES, IN_BURSTS: BURST_SHAPES, LONG: LONG_SHAPES}
@@ -268,12 +264,8 @@ def dispatch(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         }
         shape = {"ranks": ranks, "batch": batch, "pool": pool, "load": load, "goal_ms": goal}
         rows.append(shape | figures)
-        table.add_row(
-            *(str(value) for value in (ranks, batch, pool, load)),
-            *(f"{figures[stage][0]:.2f} / {figures[stage][1]:.2f}" for stage in STAGES),
-            f"{goal} ms",
-        )
-    Console(width=170).print(table)
+        times = (f"{figures[stage][0]:.2f} / {figures[stage][1]:.2f}" for stage in STAGES)
+        print(table_row(ranks, batch, pool, load, *times, f"{goal} ms"), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
@@ -371,7 +363,7 @@ def told(instances: int, blocks: int, prompt: NDArray[np.int64]) -> tuple[Engine
             if number == 0:
                 tokens[:known] = prompt[:known]
             names, ids = rng.integers(1, 1 << 62, _BATCH).tolist(), tokens.tolist()
-            _, seconds = median_ms(partial(index.stored, prefiller, names, None, ids))
+            _, seconds = watched(partial(index.stored, prefiller, names, None, ids))
             spent += seconds
     return index, spent / instances / blocks
 
@@ -386,9 +378,9 @@ def print_told(instances: int, blocks: int) -> None:
     times: dict[str, list[float]] = {"hash ids": [], "look up": []}
     found = 0
     for _ in range(200):
-        hashes, at = median_ms(partial(token_hashes, prompt, INDEX_BLOCK_TOKENS))
+        hashes, at = watched(partial(token_hashes, prompt, INDEX_BLOCK_TOKENS))
         times["hash ids"].append(at)
-        found, at = median_ms(partial(longest, index, instances, hashes))
+        found, at = watched(partial(longest, index, instances, hashes))
         times["look up"].append(at)
     print(f"longest prefix told: {INDEX_BLOCK_TOKENS * found:,} tokens")
     print_times(times)
@@ -424,11 +416,11 @@ def prefix_index(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     candidates = [PrefillerId(instance) for instance in range(arguments.instances)]
     times: dict[str, list[float]] = {"hash keys": [], "look up": [], "note": []}
     for _ in range(200):
-        keys, at = median_ms(lambda: block_keys(prompt).tolist())
+        keys, at = watched(lambda: block_keys(prompt).tolist())
         times["hash keys"].append(at)
-        _, at = median_ms(partial(look_up, memory, candidates, keys))
+        _, at = watched(partial(look_up, memory, candidates, keys))
         times["look up"].append(at)
-        _, at = median_ms(lambda: memory.add(request, candidates[0]))
+        _, at = watched(lambda: memory.add(request, candidates[0]))
         times["note"].append(at)
     found = memory.expect(request, candidates)
     print(f"{arguments.instances} instances x {arguments.blocks:,} blocks: {used:,.0f} MiB")
@@ -444,7 +436,7 @@ def look_up(memory: PrefixMemory, candidates: list[PrefillerId], keys: list[int]
         memory._indices[prefiller].leading(keys)
 
 
-def median_ms(work: Callable[[], Result]) -> tuple[Result, float]:
+def watched(work: Callable[[], Result]) -> tuple[Result, float]:
     """Return what some work returns, and its seconds."""
     begin = time.perf_counter()
     result = work()
@@ -530,18 +522,15 @@ def predictors(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
                 for what, operation in operations(predictor, active, path).items()
             }
             sizes[name] = sum(file.stat().st_size for file in path.parent.glob(f"{name}.*"))
-    table = Table(title=f"µs, median (10th to 90th percentile); {ACTIVE:,} requests active")
-    table.add_column("predictor", no_wrap=True)
+    print(f"µs, median (10th to 90th percentile); {ACTIVE:,} requests active\n")
     headings = ("refresh of all", "one at admission", "begin", "observe", "save", "load", "KiB")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    print(table_head("predictor", *right(headings)))
     for name, figures in rows.items():
         cells = (
             f"{median:,.0f} ({low:,.0f} to {high:,.0f})" if median >= 10
             else f"{median:.1f} ({low:.1f} to {high:.1f})"
             for low, median, high in figures.values()
         )  # fmt: skip
-        table.add_row(name, *cells, f"{sizes[name] / 1024:,.0f}")
-    Console(width=180).print(table)
+        print(table_row(name, *cells, f"{sizes[name] / 1024:,.0f}"))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -17,9 +17,6 @@ from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from tests.support.arguments import positive
 
 from bench.targets import (
@@ -40,6 +37,7 @@ from bench.targets import (
     targets,
     variants,
 )
+from experiment import right, table_head, table_row
 
 _CLIENT_S = 300.0
 
@@ -119,37 +117,28 @@ def measure(load: Load, target: Target, engine: Engine) -> dict[str, Any]:
 
 Rows = list[dict[str, Any]]
 _HEADINGS = (
-    *("proxy\nCPU µs", "balanceroute /\nthis", "engine\nCPU µs", "client\nCPU µs"),
-    *("p50 ms", "p99 ms", "balanceroute /\nthis", "events/s", "of direct", "RSS MB", "errors"),
+    *("proxy CPU µs", "balanceroute / this", "engine CPU µs", "client CPU µs", "p50 ms", "p99 ms"),
+    *("balanceroute / this", "events/s", "of direct", "RSS MB", "errors"),
 )
 
 
 def report(rows: Rows, plan: list[Load], *, policy: str, ranks: int, slots: int) -> None:
     """Print the table."""
-    table = Table(
-        title=f"balanceroute ({policy}, Python {platform.python_version()}) and others, the same "
-        f"engine, in turns; {ranks} decode {'rank' if ranks == 1 else 'ranks'} of {slots:,} slots",
-        caption="Medians of the turns; ratios are taken within a turn: median (least to most). CPU "
-        "time is of one event, or of one request. p50 and p99 are an event's transit from engine to "
-        "client under load of streams, else the time to the (first) answer. Of direct: events per "
-        "second, to those that the client takes from the engine itself.",
-        title_justify="left",
-        caption_justify="left",
+    print(
+        f"balanceroute ({policy}, Python {platform.python_version()}) and others, the same engine, in turns; "
+        f"{ranks} decode {'rank' if ranks == 1 else 'ranks'} of {slots:,} slots\n"
     )
-    table.add_column("load", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    print(table_head("load", "", *right(_HEADINGS)))
     for load in plan:
         of_load = [row for row in rows if row["load"] == load.name]
-        names = list(dict.fromkeys(row["target"] for row in of_load if row["turn"] == 0))
-        for name in names:
-            cells = _cells(of_load, load, name)
-            first = load.name if name == names[0] else ""
-            table.add_row(first, name, *cells, end_section=name == names[-1])
-    console = Console()
-    console.width = max(console.width, 220)
-    console.print(table)
+        for name in dict.fromkeys(row["target"] for row in of_load if row["turn"] == 0):
+            print(table_row(load.name, name, *_cells(of_load, load, name)))
+    print(
+        "\nMedians of the turns; ratios are taken within a turn: median (least to most). CPU time is of one "
+        "event, or of one request. p50 and p99 are an event's transit from engine to client under load of "
+        "streams, else the time to the (first) answer. Of direct: events per second, to those that the client "
+        "takes from the engine itself."
+    )
 
 
 def _cells(rows: Rows, load: Load, name: str) -> list[str]:
@@ -327,16 +316,12 @@ def _run(
 ) -> list[dict[str, Any]]:
     """Send every load to every target, in turns; return the figures."""
     rows: list[dict[str, Any]] = []
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=repeats * len(plan) * len(all_targets))
-        for turn in range(repeats):
-            for load in plan:
-                shift = turn % len(all_targets)
-                for target in all_targets[shift:] + all_targets[:shift]:
-                    bar.update(task, description=f"{load.name}, {target.name}")
-                    rows.append({"turn": turn} | measure(load, target, behind))
-                    bar.advance(task)
+    for turn in range(repeats):
+        for load in plan:
+            shift = turn % len(all_targets)
+            for target in all_targets[shift:] + all_targets[:shift]:
+                print(f"turn {turn}: {load.name}, {target.name}", file=sys.stderr, flush=True)
+                rows.append({"turn": turn} | measure(load, target, behind))
     return rows
 
 

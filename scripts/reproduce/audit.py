@@ -17,14 +17,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 import httpx
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from tests.support.arguments import positive
 
 from balanceroute.proxy.core.policies import POLICIES
 from bench.targets import KNOWN, ended, free_port, installed, wait_until_it_answers
-from experiment import emulated, proxy_before
+from experiment import emulated, proxy_before, right, table_head, table_row
 
 OTHER = KNOWN["vllm-router"]
 OURS = "br-h"
@@ -103,8 +100,6 @@ def audit(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("build/audit"))
     arguments = parser.parse_args(words)
     routers = arguments.router.split(",")
-    if arguments.loads < 1:
-        parser.error(f"--loads is {arguments.loads}, must be at least 1")
     for name in routers:
         if name != OTHER.name and name not in POLICIES:
             parser.error(f"--router: {name} is neither {OTHER.name} nor a policy")
@@ -113,7 +108,7 @@ def audit(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
         trace = _trace(arguments.out / str(load), load)
         for name, of_loads in found.items():
             of_loads.append(_audited(name, trace, arguments.minutes))
-    Console(width=110).print(_table(found))
+    print(_table(found))
 
 
 def _trace(folder: Path, seed: int) -> Path:
@@ -217,26 +212,22 @@ def _count(engine: str) -> Counted:
     return Counted(stats["idle_tokens"], stats["capacity_tokens"], stats["output_tokens"], at_s)
 
 
-def _table(found: dict[str, list[Found]]) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("router", "idle by the audit", "by the engines", "tokens/s by both"):
-        table.add_column(heading, justify="left" if heading == "router" else "right")
-    table.add_column("BR-H's gain predicted", justify="right")
-    table.add_column("measured", justify="right")
-    table.add_column("difference", justify="right")
+def _table(found: dict[str, list[Found]]) -> str:
+    names = ("idle by the audit", "by the engines", "tokens/s by both")
+    lines = [
+        table_head("router", *right([*names, "BR-H's gain predicted", "measured", "difference"]))
+    ]
     for name, of_loads in found.items():
-        audited, emitted = (
-            fmean(one.audit["output_tokens_per_s"] for one in of_loads),
-            fmean(one.tokens_per_s for one in of_loads),
-        )
-        table.add_row(
-            name,
-            f"{100 * fmean(one.audit['idle_fraction'] for one in of_loads):.1f} %",
-            f"{100 * fmean(one.idle for one in of_loads):.1f} %",
-            f"{audited:,.0f} / {emitted:,.0f}",
-            *(_gains(of_loads, found[OURS]) if name != OURS else ()),
-        )
-    return table
+        idle = [
+            fmean(one.audit["idle_fraction"] for one in of_loads),
+            fmean(one.idle for one in of_loads),
+        ]
+        audited = fmean(one.audit["output_tokens_per_s"] for one in of_loads)
+        emitted = fmean(one.tokens_per_s for one in of_loads)
+        gains = ["", "", ""] if name == OURS else _gains(of_loads, found[OURS])
+        shares = (f"{100 * share:.1f} %" for share in idle)
+        lines.append(table_row(name, *shares, f"{audited:,.0f} / {emitted:,.0f}", *gains))
+    return "\n".join(lines)
 
 
 def _gains(before: list[Found], after: list[Found]) -> list[str]:

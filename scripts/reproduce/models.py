@@ -15,8 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
 from tests.support.soak.proxy_process import running_proxy
 
 from balanceroute.proxy.lab.model_choice.environment import paper_scenario
@@ -24,7 +22,7 @@ from balanceroute.proxy.lab.pictures import INK, SOFT, empty_figure, write_pictu
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.messages import Headers, WireError, first_value
 from balanceroute.proxy.wire.sse import EventScanner
-from experiment import emulated
+from experiment import emulated, right, table_head, table_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,28 +146,24 @@ def topology(fleets: dict[str, dict[str, list[str]]], weights: Path | None) -> s
     """Return the file of the proxy."""
     lines = ['name = "models"', "[proxy]", f"batch = {BATCH}"]
     for name, urls in fleets.items():
-        prefill = json.dumps(urls["prefill"]).replace('"http', '{ url = "http')
-        decode = json.dumps(urls["decode"]).replace('"http', '{ url = "http')
         lines += ["[[model]]", f'name = "{name}"']
-        lines += [f"prefill = {_closed(prefill)}", f"decode = {_closed(decode)}"]
+        for role, of_role in urls.items():
+            tables = ", ".join(f'{{ url = "{url}" }}' for url in of_role)
+            lines.append(f"{role} = [{tables}]")
     rows = zip(SCENARIO.tasks, SCENARIO.scores, strict=True)
     tasks = ", ".join(f"{task} = {list(scores)}" for task, scores in rows)
-    choosers = {
-        "always small": 'chooser = "static"\nstatic = "small"',
-        "always large": 'chooser = "static"',
-        "always medium": 'chooser = "static"\nstatic = "medium"',
-        "greedy": 'chooser = "greedy"',
-    }
-    if weights is not None:
-        choosers["ddqn"] = f'chooser = "ddqn"\nweights = {json.dumps(str(weights.absolute()))}'
-    for name, chooser in choosers.items():
-        lines += [f"[alias.{_alias(name)}]", f"groups = {json.dumps(list(STEPS))}", chooser]
+    for name in RUNS:
+        kind, _, model = name.partition(" ")
+        chooser = [f'chooser = "{"static" if model else kind}"']
+        if model:
+            chooser.append(f'static = "{model}"')
+        elif kind == "ddqn":
+            if weights is None:
+                continue
+            chooser.append(f"weights = {json.dumps(str(weights.absolute()))}")
+        lines += [f"[alias.{_alias(name)}]", f"groups = {json.dumps(list(STEPS))}", *chooser]
         lines += [f"tpot_ms = {TPOT_MS}", f"tasks = {{ {tasks} }}"]
     return "\n".join([*lines, ""])
-
-
-def _closed(urls: str) -> str:
-    return urls.replace('",', '" },').replace('"]', '" }]')
 
 
 def _alias(name: str) -> str:
@@ -297,25 +291,18 @@ def draw(runs: dict[str, list[Answer]], seconds: float) -> "Figure":
     return figure
 
 
-def table(runs: dict[str, list[Answer]]) -> Table:
+def table(runs: dict[str, list[Answer]]) -> str:
     """Return the figures of each choice."""
-    found = Table(title="Answers of three models behind one alias")
-    for heading in ("choice", "sent", "failed", "in time %", "score", "small %"):
-        found.add_column(heading, justify="left" if heading == "choice" else "right")
-    found.add_column("medium %", justify="right")
-    found.add_column("large %", justify="right")
+    names = ("sent", "failed", "in time %", "score", *(f"{model} %" for model in STEPS))
+    lines = [table_head("choice", *right(names))]
     for name, answers in runs.items():
         served = [one for one in answers if one.model]
         models = Counter(one.model for one in served)
-        found.add_row(
-            name,
-            str(len(answers)),
-            str(failures(answers)),
-            f"{100 * fmean(one.kept for one in served):.1f}",
-            f"{fmean(one.score for one in served):.3f}",
-            *(f"{100 * models[model] / len(served):.0f}" for model in STEPS),
-        )
-    return found
+        kept = f"{100 * fmean(one.kept for one in served):.1f}"
+        score = f"{fmean(one.score for one in served):.3f}"
+        shares = (f"{100 * models[model] / len(served):.0f}" for model in STEPS)
+        lines.append(table_row(name, len(answers), failures(answers), kept, score, *shares))
+    return "\n".join(lines)
 
 
 def failures(answers: Sequence[Answer]) -> int:
@@ -344,7 +331,7 @@ def model_alias(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     weights = train(arguments.out) if arguments.train else arguments.weights
     runs = live(arguments.out, arguments.seconds, weights)
-    Console().print(table(runs))
+    print(table(runs))
     files = write_pictures({"alias": lambda: draw(runs, arguments.seconds)}, arguments.out)
     print(*files, sep="\n")
     return 1 if any(map(failures, runs.values())) else 0
