@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
@@ -13,6 +13,7 @@ from tests.support.soak.proxy_process import ProxyProcess, running_proxy
 
 from balanceroute.proxy.__main__ import main as balanceroute
 from balanceroute.proxy.lab.emulate.process import emulated_engines
+from balanceroute.proxy.lab.sim.report import figure
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace
 
@@ -44,6 +45,28 @@ def simulated(command: str, path: Path) -> dict[str, Any]:
         sys.exit(f"failed: {command}")
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
+
+
+Figure = Callable[[dict[str, Any]], str]
+"""What a table shows of a row of a report."""
+Columns = Sequence[tuple[str, Figure]]
+"""The headings of a table, and what stands below each."""
+
+
+def measured(name: str, digits: int, scale: float = 1.0) -> Figure:
+    """Return what shows a figure with its standard error, if it has one."""
+    return lambda row: figure(scale * row[name], scale * (row["stderr"][name] or 0.0), digits)
+
+
+def tabulated(
+    labels: Sequence[str],
+    columns: Columns,
+    rows: Iterable[tuple[Sequence[object], dict[str, Any]]],
+) -> str:
+    """Return a table: what each row is called, and its figures."""
+    lines = [table_head(*labels, *right([heading for heading, _ in columns]))]
+    lines += [table_row(*names, *(show(row) for _, show in columns)) for names, row in rows]
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -30,9 +30,8 @@ from balanceroute.proxy.core.prefill import (
     PrefillRequest,
 )
 from balanceroute.proxy.lab.sim.engines import EventLoop, PrefillModel, PrefixCache
-from balanceroute.proxy.lab.sim.report import figure
 from balanceroute.traces import TraceRequest, write_native
-from experiment import right, simulated, table_head, table_row
+from experiment import measured, right, simulated, table_head, table_row, tabulated
 from reproduce.turns import (
     BLOCK_TOKENS,
     CONVERSATIONS,
@@ -57,14 +56,13 @@ RULES = {
 }
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 REQUESTS = 12_000
-# Heading, figure, digits, scale.
 COLUMNS = (
-    ("latency s, mean", "latency_s_mean", 2, 1),
-    ("TTFT p50 s", "ttft_s_p50", 2, 1),
-    ("TTFT p95 s", "ttft_s_p95", 2, 1),
-    ("TPOT p50 ms", "tpot_ms_p50", 1, 1),
-    ("TPOT p95 ms", "tpot_ms_p95", 1, 1),
-    ("output tokens/s", "output_tokens_per_s", 0, 1),
+    ("latency s, mean", measured("latency_s_mean", 2)),
+    ("TTFT p50 s", measured("ttft_s_p50", 2)),
+    ("TTFT p95 s", measured("ttft_s_p95", 2)),
+    ("TPOT p50 ms", measured("tpot_ms_p50", 1)),
+    ("TPOT p95 ms", measured("tpot_ms_p95", 1)),
+    ("output tokens/s", measured("output_tokens_per_s", 0)),
 )
 
 
@@ -97,19 +95,15 @@ def local_prefill(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--load", type=float, default=0.9, metavar="U")
     arguments = parser.parse_args(words)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    lines = [table_head("short:", "ranks compute", *right([heading for heading, *_ in COLUMNS]))]
+    rows = []
     for share in SHARES:
         trace = arguments.out / f"short_{share:g}.jsonl"
         write_native(trace, mixed(share, arguments.load))
         for rule, options in RULES.items():
             path = arguments.out / f"short_{share:g}_{rule.replace(' ', '_')}.json"
             (row,) = simulated(f"--trace {trace} {COMMAND} {options}".strip(), path)["results"]
-            cells = [
-                figure(scale * row[name], scale * row["stderr"][name], digits)
-                for _, name, digits, scale in COLUMNS
-            ]
-            lines.append(table_row(f"{share:.0%}", rule, *cells))
-    table = "\n".join(lines)
+            rows.append(((f"{share:.0%}", rule), row))
+    table = tabulated(("short:", "ranks compute"), COLUMNS, rows)
     (arguments.out / "table.md").write_text(f"{table}\n", encoding="utf-8")
     print(table)
     return 0
@@ -505,7 +499,7 @@ class Times:
     tpot: float
 
 
-def measure(pool: str, rule: str, clients: int, seed: int) -> Times:
+def times_of(pool: str, rule: str, clients: int, seed: int) -> Times:
     """Return the times of one run."""
     served = World(POOLS[pool], rule, clients, seed).run()
     ttft = [(one.first_ns - one.sent_ns) / MS for one in served]
@@ -553,7 +547,7 @@ def gains(claim: Claim, seeds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {figure: [] for figure in FIGURES}
     for seed in range(seeds):
         before, after = (
-            measure(claim.pool, rule, claim.clients, seed) for rule in ("least-conn", claim.rule)
+            times_of(claim.pool, rule, claim.clients, seed) for rule in ("least-conn", claim.rule)
         )
         for name in FIGURES:
             old, new = getattr(before, name), getattr(after, name)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.lab.sim.report import figure
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace, write_native
-from experiment import right, simulated, table_head, table_row
+from experiment import measured, simulated, table_head, table_row, tabulated
 from reproduce.turns import (
     CONVERSATIONS,
     PREFILL_BASE_MS,
@@ -291,40 +290,28 @@ FAMILIES = {
     for family in ("prefixes", "turns")
 }
 
-# Heading, figure, digits, scale.
 PREFIX_COLUMNS = (
-    ("hits %", "prefix_hit_fraction", 1, 100),
-    ("computed M tokens", "prefill_tokens", 1, 1e-6),
-    ("busiest / mean", "prefiller_peak", 2, 1),
-    ("TTFT p50 s", "ttft_s_p50", 2, 1),
-    ("TTFT p99 s", "ttft_s_p99", 2, 1),
-    ("idle %", "idle_fraction", 1, 100),
+    ("hits %", measured("prefix_hit_fraction", 1, 100)),
+    ("computed M tokens", measured("prefill_tokens", 1, 1e-6)),
+    ("busiest / mean", measured("prefiller_peak", 2)),
+    ("TTFT p50 s", measured("ttft_s_p50", 2)),
+    ("TTFT p99 s", measured("ttft_s_p99", 2)),
+    ("idle %", measured("idle_fraction", 1, 100)),
 )
 COLUMNS = (
-    ("imbalance tokens", "mean_imbalance_tokens", 0, 1),
-    ("idle %", "idle_fraction", 1, 100),
-    ("output tokens/s", "output_tokens_per_s", 0, 1),
-    ("TPOT p95 ms", "tpot_ms_p95", 1, 1),
-    ("wait p50 s", "pool_wait_s_p50", 2, 1),
-    ("wait p99 s", "pool_wait_s_p99", 2, 1),
-    ("wait max s", "pool_wait_s_max", 1, 1),
+    ("imbalance tokens", measured("mean_imbalance_tokens", 0)),
+    ("idle %", measured("idle_fraction", 1, 100)),
+    ("output tokens/s", measured("output_tokens_per_s", 0)),
+    ("TPOT p95 ms", measured("tpot_ms_p95", 1)),
+    ("wait p50 s", measured("pool_wait_s_p50", 2)),
+    ("wait p99 s", measured("pool_wait_s_p99", 2)),
+    ("wait max s", measured("pool_wait_s_max", 1)),
 )
 
 
-def markdown(
-    rows: Sequence[dict[str, Any]],
-    columns: Sequence[tuple[str, str, int, float]] = COLUMNS,
-    label: str = "policy",
-) -> str:
-    """Return rows of reports as a Markdown table, each mean with its standard error."""
-    lines = [table_head(label, *right([heading for heading, *_ in columns]))]
-    for row in rows:
-        cells = [
-            figure(scale * row[name], scale * (row["stderr"][name] or 0.0), digits)
-            for _, name, digits, scale in columns
-        ]
-        lines.append(table_row(f"`{row[label]}`", *cells))
-    return "\n".join(lines)
+def by_policy(rows: Iterable[dict[str, Any]]) -> str:
+    """Return rows of reports as a table."""
+    return tabulated(("policy",), COLUMNS, (((f"`{row['policy']}`",), row) for row in rows))
 
 
 def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -334,7 +321,7 @@ def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         counts = [report["config"]["segments"] for report in reports]
         segments = sum(counts)
         row: dict[str, Any] = {"policy": same[0]["policy"], "stderr": {}}
-        for _, name, _, _ in COLUMNS:
+        for name in same[0]["stderr"]:
             row[name] = sum(n * one[name] for n, one in zip(counts, same, strict=True)) / segments
             squares = sum(
                 n * (n - 1) * one["stderr"][name] ** 2 + n * (one[name] - row[name]) ** 2
@@ -348,7 +335,7 @@ def pooled(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def choice_label(config: Mapping[str, Any]) -> str:
     """Return what a row of prefill choices is called."""
     one = config["prefill_servers"] == 1
-    return "one fast prefiller" if one else str(config["prefill_choice"])
+    return f"`{'one fast prefiller' if one else config['prefill_choice']}`"
 
 
 def repaired(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
@@ -430,20 +417,19 @@ def simulations(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         command = EXPERIMENTS[name].replace(DERIVED, str(arguments.out / "derived"))
         report = reports[name] = simulated(command, arguments.out / f"{name}.json")
         sections.append(
-            f"## {name}\n\n    balanceroute simulate {command}\n\n{markdown(report['results'])}\n"
+            f"## {name}\n\n    balanceroute simulate {command}\n\n{by_policy(report['results'])}\n"
         )
     for name, members in POOLS.items():
         if reports.keys() >= set(members):
-            table = markdown(pooled([reports[member] for member in members])["results"])
+            table = by_policy(pooled([reports[member] for member in members])["results"])
             sections.append(f"## {name}: {', '.join(members)}\n\n{table}\n")
     for name, members in TABLES.items():
         if reports.keys() >= set(members):
-            rows = [
-                reports[member]["results"][0]
-                | {"prefill choice": choice_label(reports[member]["config"])}
+            rows = (
+                ((choice_label(reports[member]["config"]),), reports[member]["results"][0])
                 for member in members
-            ]
-            table = markdown(rows, PREFIX_COLUMNS, "prefill choice")
+            )
+            table = tabulated(("prefill choice",), PREFIX_COLUMNS, rows)
             sections.append(f"## {name}\n\n{table}\n")
     (arguments.out / "tables.md").write_text("\n".join(sections), encoding="utf-8")
     return 0

@@ -20,7 +20,7 @@ from balanceroute.proxy.core.ranks import Assignment, lowest
 from balanceroute.proxy.core.waiting import Pool, PoolEntry
 from balanceroute.proxy.lab.sim.workload import playable
 from balanceroute.traces import TraceRequest, read_trace, write_native
-from experiment import right, simulated, table_head, table_row
+from experiment import Columns, Figure, simulated, tabulated
 
 BLOCK_TOKENS = 512
 PREFILL_BASE_MS, PREFILL_TOKEN_US = 20, 50
@@ -167,7 +167,7 @@ class Table:
     loads: tuple[float, ...]  # Those of the table.
     requests: int  # Of the trace.
     shared_blocks: int  # Blocks that a first turn may share.
-    headings: tuple[str, ...]  # Of its columns.
+    columns: Columns  # Its figures.
     kept_tokens: int = 0  # What all ranks keep together; 0 where they pull nothing.
 
 
@@ -180,9 +180,49 @@ AFFINITY = {
     "BR-H": "--policy br-h",
     "BR-H, price 1": "--policy br-h --prefix-affinity 1",
 }
+
+
+def of_turns(turn: str, name: str) -> Figure:
+    """Return what shows a time of first or of later turns."""
+    return lambda row: f"{row[turn][name]:.2f}"
+
+
+def plain(name: str, digits: int, scale: float = 1.0) -> Figure:
+    """Return what shows a figure alone."""
+    return lambda row: f"{scale * row[name]:,.{digits}f}"
+
+
+def over_base(name: str) -> Figure:
+    """Return what shows a figure over that of the same policy's balance alone."""
+    return lambda row: f"{row[name] / row['base'][name]:.2f}"
+
+
+PREFILL_COLUMNS = (
+    ("later turns TTFT s, p50", of_turns(LATER, "ttft_s_p50")),
+    ("p95", of_turns(LATER, "ttft_s_p95")),
+    ("first turns TTFT s, p50", of_turns(FIRST, "ttft_s_p50")),
+    ("p95", of_turns(FIRST, "ttft_s_p95")),
+    ("latency s, mean", plain("latency_s_mean", 2)),
+    ("TPOT ms, p50 / p95", lambda row: f"{row['tpot_ms_p50']:.1f} / {row['tpot_ms_p95']:.1f}"),
+    ("idle %", plain("idle_fraction", 1, 100.0)),
+    ("by ranks %", lambda row: f"{100 * row['local_prefills'] / row['requests']:.0f}"),
+)
 AFFINITY_COLUMNS = (
-    *("pulled %", "x", "idle %", "output tokens/s", "change %", "later turns TTFT s, p50", "p95"),
-    *("TPOT ms, p95", "wait s, max", "hottest rank"),
+    ("pulled %", plain("pulled_fraction", 1, 100.0)),
+    ("x", over_base("pulled_fraction")),
+    ("idle %", plain("idle_fraction", 1, 100.0)),
+    ("output tokens/s", plain("output_tokens_per_s", 0)),
+    (
+        "change %",
+        lambda row: (
+            f"{100 * (row['output_tokens_per_s'] / row['base']['output_tokens_per_s'] - 1):+.2f}"
+        ),
+    ),
+    ("later turns TTFT s, p50", of_turns(LATER, "ttft_s_p50")),
+    ("p95", of_turns(LATER, "ttft_s_p95")),
+    ("TPOT ms, p95", plain("tpot_ms_p95", 1)),
+    ("wait s, max", plain("pool_wait_s_max", 0)),
+    ("hottest rank", plain("hottest_rank", 2)),
 )
 RANKS_8 = f"--ranks 8 --batch 16 --prefill-servers 8 --prefill-us-per-token 5 {CACHED}"
 TABLES = {
@@ -201,10 +241,7 @@ TABLES = {
         (0.6, 0.8, 1.0),
         5_000,
         1,
-        (
-            *("later turns TTFT s, p50", "p95", "first turns TTFT s, p50", "p95"),
-            *("latency s, mean", "TPOT ms, p50 / p95", "idle %", "by ranks %"),
-        ),
+        PREFILL_COLUMNS,
     ),
     # Balance alone makes 1,740 tokens/s of a backlog, and the trace brings 1,146.
     "mooncake": Table(
@@ -266,37 +303,6 @@ def least_pulled(requests: Sequence[TraceRequest], cache_tokens: int | None = No
     return pulled / sent
 
 
-def prefill_cells(row: dict[str, Any]) -> list[str]:
-    """Return one row's figures, where ranks compute."""
-    groups = {group["tenant"]: group for group in row["groups"]}
-    times = [groups[turn][name] for turn in (LATER, FIRST) for name in ("ttft_s_p50", "ttft_s_p95")]
-    return [
-        *(f"{time:.2f}" for time in times),
-        f"{row['latency_s_mean']:.2f}",
-        f"{row['tpot_ms_p50']:.1f} / {row['tpot_ms_p95']:.1f}",
-        f"{100 * row['idle_fraction']:.1f}",
-        f"{100 * row['local_prefills'] / row['requests']:.0f}",
-    ]
-
-
-def affinity_cells(row: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """Return one row's figures, where ranks pull; `base` is the row of the same policy's balance alone."""
-    (later,) = (group for group in row["groups"] if group["tenant"] == LATER)
-    output = row["output_tokens_per_s"]
-    return [
-        f"{100 * row['pulled_fraction']:.1f}",
-        f"{row['pulled_fraction'] / base['pulled_fraction']:.2f}",
-        f"{100 * row['idle_fraction']:.1f}",
-        f"{output:,.0f}",
-        f"{100 * (output / base['output_tokens_per_s'] - 1):+.2f}",
-        f"{later['ttft_s_p50']:.2f}",
-        f"{later['ttft_s_p95']:.2f}",
-        f"{row['tpot_ms_p95']:.1f}",
-        f"{row['pool_wait_s_max']:.0f}",
-        f"{row['hottest_rank']:.2f}",
-    ]
-
-
 def turns(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Print what it brings that a conversation's next turn returns to the rank that has its beginning.
 
@@ -330,7 +336,7 @@ def turns(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     trace = arguments.out / f"{arguments.table}.jsonl"
     write_native(trace, labelled(read[:count], table.shared_blocks))
-    lines = [table_head("load:", "rule", *right(table.headings))]
+    rows: list[tuple[tuple[str, str], dict[str, Any]]] = []
     loads = table.loads if arguments.load is None else (arguments.load,)
     for load in loads:
         common = f"--trace {trace} --rate {round(load * table.rate, 3)} {table.command}"
@@ -346,18 +352,14 @@ def turns(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             (row,) = report["results"]
             if not base or rule == "BR-H":
                 base = row
-            if arguments.table == "prefill":
-                figures = prefill_cells(row)
-            else:
-                figures = affinity_cells(row, base)
-            lines.append(table_row(f"{load:g}", rule, *figures))
+            of_turn = {group["tenant"]: group for group in row["groups"]}
+            rows.append(((f"{load:g}", rule), row | of_turn | {"base": base}))
+    text = tabulated(("load:", "rule"), table.columns, rows)
     if table.kept_tokens:
         least = [least_pulled(read[:count], size) for size in (None, table.kept_tokens)]
-        lines += [
-            "",
-            "No rule pulls less than {:.1%}, or {:.1%} of ranks that keep so much.".format(*least),
-        ]
-    text = "\n".join(lines)
+        text += "\n\nNo rule pulls less than {:.1%}, or {:.1%} of ranks that keep so much.".format(
+            *least
+        )
     (arguments.out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     print(text)
     return 0
