@@ -6,6 +6,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
 
 import numpy as np
 from tests.support.arguments import positive
@@ -47,24 +50,108 @@ from experiment import UNLIMITED, S, table_head, table_row
 
 MS = 1_000_000
 WORKERS = 2
-STEP_NS, SEQUENCE_NS, BEYOND_NS, PREFILL_NS = 47 * MS, 900_000, 4 * MS, 50 * MS
-KNEE = 48
+PROMPT_TOKENS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How long an engine's steps take that computes prompts and answers in one batch, and what it holds."""
+
+    base_ns: int  # Time of any step.
+    sequence_ns: int  # Time of a sequence in it.
+    beyond_ns: int  # Further time of each sequence above `knee`.
+    knee: int  # See `beyond_ns`.
+    prompt_ns: int  # Time of a prompt token.
+    prompt_tokens: int  # Prompts that are computed in one step.
+    batch: int = UNLIMITED  # Sequences that run at a time.
+    kv_tokens: int = UNLIMITED  # KV tokens that fit.
+
+
+@dataclass(slots=True, kw_only=True)
+class Answered:
+    """One request."""
+
+    prompt: int
+    answer: int
+    first_ns: int | None = None  # When its first token came; None before, or if it never did.
+    ended_ns: int | None = None  # When its last one came.
+
+
+R = TypeVar("R", bound=Answered)
+
+
+@dataclass(slots=True)
+class Engine(Generic[R]):
+    """What waits and runs on one engine."""
+
+    machine: Machine
+    waiting: deque[R] = field(default_factory=deque)
+    # The step in which each ends, a tie-breaker, and the request.
+    running: list[tuple[int, int, R]] = field(default_factory=list)
+    # Those of them whose prompts are computed in this step.
+    entering: list[R] = field(default_factory=list)
+    kv_tokens: int = 0  # In use.
+    reserved: int = 0  # What the running ones will use at their ends; none is preempted.
+    steps: int = 0  # Steps made.
+    stepping: bool = False
+
+    def begin_step(self, order: "count[int]") -> int:
+        """Let in who fits and return how long the step takes, in ns."""
+        machine, tokens = self.machine, 0
+        while self.waiting and len(self.running) < machine.batch:
+            one = self.waiting[0]
+            need = one.prompt + one.answer
+            if (
+                self.reserved + need > machine.kv_tokens
+                or tokens + one.prompt > machine.prompt_tokens
+            ):
+                break
+            self.entering.append(self.waiting.popleft())
+            heappush(self.running, (self.steps + one.answer, next(order), one))
+            self.reserved += need
+            tokens += one.prompt
+        self.stepping = True
+        self.kv_tokens += tokens
+        batch = len(self.running)
+        beyond_ns = machine.beyond_ns * max(0, batch - machine.knee)
+        return (
+            machine.base_ns + machine.sequence_ns * batch + beyond_ns + machine.prompt_ns * tokens
+        )
+
+    def end_step(self, now_ns: int) -> tuple[list[R], list[R]]:
+        """Give each sequence a token; return those that had their first one, and their last one."""
+        self.stepping = False
+        self.steps += 1
+        self.kv_tokens += len(self.running)
+        entered, self.entering = self.entering, []
+        for one in entered:
+            one.first_ns = now_ns
+        ended = []
+        while self.running and self.running[0][0] <= self.steps:
+            one = heappop(self.running)[2]
+            one.ended_ns = now_ns
+            self.kv_tokens -= one.prompt + one.answer
+            self.reserved -= one.prompt + one.answer
+            ended.append(one)
+        return entered, ended
+
+
+# A prompt takes 50 ms, and a step computes one.
+OVERLOADED = Machine(47 * MS, 900_000, 4 * MS, 48, 500_000, PROMPT_TOKENS)
 PAYING, FREE = "paying", "free"
 WEIGHTS = {PAYING: 2.0, FREE: 1.0}
 
 
-@dataclass(slots=True)
-class Served:
+@dataclass(slots=True, kw_only=True)
+class Served(Answered):
     """One request as its client sees it."""
 
+    number: RequestId
     ticket: Ticket
     arrived_ns: int
-    output_tokens: int  # What it will be answered.
     # When its first token was expected, after its arrival; None if that is unknown.
     expected_ns: float | None = None
     began: bool = False  # Whether it started.
-    first_ns: int | None = None  # When its first token came; None before, or if it never did.
-    ended_ns: int | None = None  # When its last one came.
     expired_ns: int | None = None  # When it was given up.
     refused: bool = False  # Whether it was not let in.
 
@@ -73,15 +160,6 @@ class Served:
         """Whether its first token came by its deadline."""
         due_ns = self.ticket.deadline_ns
         return self.first_ns is not None and (due_ns is None or self.first_ns <= due_ns)
-
-
-@dataclass(slots=True)
-class Engine:
-    """One worker: what waits for its prefill, and the tokens left of what runs."""
-
-    waiting: deque[RequestId] = field(default_factory=deque)
-    left: dict[RequestId, int] = field(default_factory=dict)
-    stepping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +208,8 @@ class World:
                 first_tokens=self.first_tokens,
             ),
         )
-        self.engines = [Engine() for _ in range(setup.workers)]
+        self.engines = [Engine[Served](OVERLOADED) for _ in range(setup.workers)]
+        self.order = count()
         self.changed = False
         self.woken_ns = -1
 
@@ -138,7 +217,13 @@ class World:
         """Offer a request."""
         now_ns = self.loop.now_ns
         number = RequestId(len(self.requests))
-        self.requests[number] = Served(ticket, now_ns, output_tokens)
+        self.requests[number] = Served(
+            prompt=PROMPT_TOKENS,
+            answer=output_tokens,
+            number=number,
+            ticket=ticket,
+            arrived_ns=now_ns,
+        )
         scheduler = self.scheduler
         load = scheduler.intake.load(
             ticket, scheduler.prefill_queue, scheduler.waiting, len(scheduler.requests)
@@ -165,7 +250,7 @@ class World:
                 self.admission.began(self.requests[number].ticket, now_ns)
                 return self.scheduler.handle(PrefillDone(number, tokens), now_ns=now_ns)
             case Admit(number, rank):
-                self.engines[rank].waiting.append(number)
+                self.engines[rank].waiting.append(self.requests[number])
             case Expire(number):
                 one = self.requests[number]
                 one.expired_ns = now_ns
@@ -190,43 +275,23 @@ class World:
             self.woken_ns = max(end_ns, self.loop.now_ns)
             self.loop.call_at(self.woken_ns, self.wake)
         for engine in self.engines:
-            if not engine.stepping and (engine.waiting or engine.left):
-                self.begin_step(engine)
+            if not engine.stepping and (engine.waiting or engine.running):
+                end_ns = self.loop.now_ns + engine.begin_step(self.order)
+                self.loop.call_at(end_ns, partial(self.end_step, engine))
 
     def wake(self) -> None:
         self.changed = True
 
-    def begin_step(self, engine: Engine) -> None:
-        """Compute one prompt, if one waits, and a token of each sequence."""
-        engine.stepping = True
-        first = engine.waiting.popleft() if engine.waiting else None
-        if first is not None:
-            engine.left[first] = self.requests[first].output_tokens
-        batch = len(engine.left)
-        duration = STEP_NS + SEQUENCE_NS * batch + BEYOND_NS * max(0, batch - KNEE)
-        duration += PREFILL_NS if first is not None else 0
-        self.loop.call_at(self.loop.now_ns + duration, partial(self.end_step, engine, first))
-
-    def end_step(self, engine: Engine, first: RequestId | None) -> None:
-        """Send the tokens of a step."""
+    def end_step(self, engine: Engine[Served]) -> None:
+        """Send the tokens of a step, and end the requests that were answered in full."""
         now_ns = self.loop.now_ns
-        engine.stepping = False
-        self.tokens[now_ns // S] += len(engine.left)
-        if first is not None:
-            self.requests[first].first_ns = now_ns
-            self.feed(DecodeStarted(first))
-        for number in list(engine.left):
-            engine.left[number] -= 1
-            if engine.left[number] == 0:
-                del engine.left[number]
-                self.finish(number)
-
-    def finish(self, number: RequestId) -> None:
-        """End a request that was answered in full."""
-        one, now_ns = self.requests[number], self.loop.now_ns
-        one.ended_ns = now_ns
-        self.feed(RequestFinished(number))
-        self.admission.ended(one.ticket, Ending(True, None, one.output_tokens), now_ns)
+        self.tokens[now_ns // S] += len(engine.running)
+        entered, ended = engine.end_step(now_ns)
+        for one in entered:
+            self.feed(DecodeStarted(one.number))
+        for one in ended:
+            self.feed(RequestFinished(one.number))
+            self.admission.ended(one.ticket, Ending(True, None, one.answer), now_ns)
 
     def run(self) -> None:
         self.loop.run(self.settle)
@@ -246,7 +311,7 @@ class Figures:
 def stream(world: World, tenant: str, rate: float, span_s: tuple[float, float], seed: str) -> None:
     """Schedule Poisson arrivals of a tenant."""
     draw, time_s = random.Random(f"{seed}/{tenant}"), span_s[0]
-    ticket = Ticket(100, tenant=tenant, weight=WEIGHTS[tenant])
+    ticket = Ticket(PROMPT_TOKENS, tenant=tenant, weight=WEIGHTS[tenant])
     while (time_s := time_s + draw.expovariate(rate)) < span_s[1]:
         # Answers of one length would end in waves.
         world.loop.call_at(round(time_s * S), partial(world.arrive, ticket, draw.randint(64, 192)))
@@ -378,7 +443,7 @@ def hurried(setup: Setup, rate: float, seed: int) -> World:
         kind = draw.choices(CLASSES, [kind.share for kind in CLASSES])[0]
         arrived_ns = round(time_s * S)
         ticket = Ticket(
-            100,
+            PROMPT_TOKENS,
             # One tenant for the queue: the order is what is compared.
             tenant=PAYING,
             model=kind.name,

@@ -3,11 +3,9 @@
 import argparse
 import heapq
 import random
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +30,7 @@ from balanceroute.proxy.core.prefill import (
 from balanceroute.proxy.lab.sim.engines import EventLoop, PrefillModel, PrefixCache
 from balanceroute.traces import TraceRequest, write_native
 from experiment import measured, right, simulated, table_head, table_row, tabulated
+from reproduce.overload import MS, Answered, Engine, Machine
 from reproduce.turns import (
     BLOCK_TOKENS,
     CONVERSATIONS,
@@ -317,130 +316,56 @@ def prefill_tail(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
-MS = 1_000_000
 SCRAPE_NS = 3_000 * MS
 # From an answer's end until its client's next request has come, at most.
 PAUSE_NS = 100 * MS
 # Prompts and answers like those of ShareGPT: median, deviation of the logarithm, most tokens.
 PROMPT, ANSWER = (120, 1.0, 2_000), (160, 0.8, 1_000)
-# Prompts that are computed in one step.
-PROMPT_TOKENS = 2_048
 # Requests of each client, the first of which are not measured; and how many there are at least.
 ROUNDS, WARM_UP, LEAST = 10, 0.3, 1_200
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """How long an engine's steps take, and what it holds."""
-
-    base_ns: int  # Time of any step.
-    sequence_ns: int  # Time of a sequence in it.
-    beyond_ns: int  # Further time of each sequence above `knee`.
-    knee: int  # See `beyond_ns`.
-    prompt_ns: int  # Time of a prompt token.
-    batch: int  # Sequences that run at a time.
-    kv_tokens: int  # KV tokens that fit.
-    background: int = 0  # Clients that send to this engine alone.
+# What an engine is, and how many clients send to it alone.
+Member = tuple[Machine, int]
+ONE_GPU = Machine(20 * MS, 250_000, 450_000, 30, 60_000, 2_048, 256, 100_000)
+FOUR_GPUS = Machine(12 * MS, 250_000, 400_000, 30, 30_000, 2_048, 250, 600_000)
+POOLS: dict[str, Sequence[Member]] = {
+    "1 + 4 GPUs": ((ONE_GPU, 0), (FOUR_GPUS, 0)),
+    "5 x 1 GPU": (*((ONE_GPU, 50),) * 2, *((ONE_GPU, 0),) * 3),
+}
 
 
-ONE_GPU = Machine(20 * MS, 250_000, 450_000, 30, 60_000, 256, 100_000)
-FOUR_GPUS = Machine(12 * MS, 250_000, 400_000, 30, 30_000, 250, 600_000)
-BUSY = replace(ONE_GPU, background=50)
-POOLS = {"1 + 4 GPUs": (ONE_GPU, FOUR_GPUS), "5 x 1 GPU": (BUSY, BUSY, ONE_GPU, ONE_GPU, ONE_GPU)}
-
-
-@dataclass(slots=True)
-class Answered:
+@dataclass(slots=True, kw_only=True)
+class Asked(Answered):
     """One request. `client` is False for those that others send, which do not count."""
 
     client: bool
     engine: int
     sent_ns: int
-    prompt: int
-    answer: int
-    first_ns: int = 0
-    ended_ns: int = 0
-
-
-@dataclass(slots=True)
-class Engine:
-    """What waits and runs on one engine."""
-
-    machine: Machine
-    waiting: deque[Answered] = field(default_factory=deque)
-    # The step in which each ends, a tie-breaker, and the request.
-    running: list[tuple[int, int, Answered]] = field(default_factory=list)
-    # Those of them whose prompts are computed in this step.
-    entering: list[Answered] = field(default_factory=list)
-    kv_tokens: int = 0  # In use.
-    reserved: int = 0  # What the running ones will use at their ends; none is preempted.
-    steps: int = 0  # Steps made.
-    stepping: bool = False
-
-    @property
-    def load(self) -> EngineLoad:
-        """What a scrape tells."""
-        usage = self.kv_tokens / self.machine.kv_tokens
-        return EngineLoad(len(self.waiting), len(self.running), usage)
-
-    def begin_step(self, order: "count[int]") -> int:
-        """Let in who fits and return how long the step takes, in ns."""
-        machine, tokens = self.machine, 0
-        while self.waiting and len(self.running) < machine.batch:
-            one = self.waiting[0]
-            need = one.prompt + one.answer
-            if self.reserved + need > machine.kv_tokens or tokens + one.prompt > PROMPT_TOKENS:
-                break
-            self.entering.append(self.waiting.popleft())
-            heappush(self.running, (self.steps + one.answer, next(order), one))
-            self.reserved += need
-            tokens += one.prompt
-        self.kv_tokens += tokens
-        batch = len(self.running)
-        beyond_ns = machine.beyond_ns * max(0, batch - machine.knee)
-        return (
-            machine.base_ns + machine.sequence_ns * batch + beyond_ns + machine.prompt_ns * tokens
-        )
-
-    def end_step(self, now_ns: int) -> list[Answered]:
-        """Give each sequence a token; return those that had their last one."""
-        self.stepping = False
-        self.steps += 1
-        self.kv_tokens += len(self.running)
-        for one in self.entering:
-            one.first_ns = now_ns
-        self.entering.clear()
-        ended = []
-        while self.running and self.running[0][0] <= self.steps:
-            one = heappop(self.running)[2]
-            one.ended_ns = now_ns
-            self.kv_tokens -= one.prompt + one.answer
-            self.reserved -= one.prompt + one.answer
-            ended.append(one)
-        return ended
 
 
 class World:
     """A pool, the clients before it, and the choice between them; a `PrefillView` of the pool."""
 
-    def __init__(self, machines: Sequence[Machine], rule: str, clients: int, seed: int) -> None:
+    def __init__(self, members: Sequence[Member], rule: str, clients: int, seed: int) -> None:
         self.loop = EventLoop()
-        self.engines = [Engine(machine) for machine in machines]
-        self.served: list[Answered] = []
-        self.prefills = [0] * len(machines)
-        self.direct = self.held_tokens = [0] * len(machines)
+        self.engines = [Engine[Asked](machine) for machine, _ in members]
+        self.served: list[Asked] = []
+        self.prefills = [0] * len(members)
+        self.direct = self.held_tokens = [0] * len(members)
         self._choice = PREFILL_CHOICES[rule](PrefillInputs(random.Random(seed)))
         self._lengths = random.Random(f"lengths/{seed}")
-        self._members = [PrefillerId(number) for number in range(len(machines))]
+        self._members = [PrefillerId(number) for number in range(len(members))]
+        self._background = [clients for _, clients in members]
         self._clients = clients
         self._left = max(LEAST, ROUNDS * clients)
         self._order = count()
 
-    def run(self) -> list[Answered]:
+    def run(self) -> list[Asked]:
         """Return the requests that count, in the order of their ends."""
         sends: list[int | None] = [None] * self._clients
-        for number, engine in enumerate(self.engines):
-            sends += [number] * engine.machine.background
+        for number, clients in enumerate(self._background):
+            sends += [number] * clients
         for place in sends:
             at_ns = round(self._lengths.uniform(0, SCRAPE_NS))
             self.loop.call_at(at_ns, partial(self._send, place))
@@ -462,13 +387,17 @@ class World:
             min(most, max(1, round(median * self._lengths.lognormvariate(0.0, deviation))))
             for median, deviation, most in (PROMPT, ANSWER)
         )
-        one = Answered(client, place, self.loop.now_ns, prompt, answer)
+        one = Asked(
+            client=client, engine=place, sent_ns=self.loop.now_ns, prompt=prompt, answer=answer
+        )
         self.engines[place].waiting.append(one)
 
     def _scrape(self) -> None:
         if self._choice.observer is not None:
             for member, engine in zip(self._members, self.engines, strict=True):
-                event = PrefillerScraped(member, engine.load)
+                usage = engine.kv_tokens / engine.machine.kv_tokens
+                load = EngineLoad(len(engine.waiting), len(engine.running), usage)
+                event = PrefillerScraped(member, load)
                 self._choice.observer(event, [], self.loop.now_ns)
         if self._left:
             self.loop.call_at(self.loop.now_ns + SCRAPE_NS, self._scrape)
@@ -476,12 +405,11 @@ class World:
     def _settle(self) -> None:
         for engine in self.engines:
             if not engine.stepping and (engine.waiting or engine.running):
-                engine.stepping = True
                 end_ns = self.loop.now_ns + engine.begin_step(self._order)
                 self.loop.call_at(end_ns, partial(self._end_step, engine))
 
-    def _end_step(self, engine: Engine) -> None:
-        for one in engine.end_step(self.loop.now_ns):
+    def _end_step(self, engine: Engine[Asked]) -> None:
+        for one in engine.end_step(self.loop.now_ns)[1]:
             if one.client:
                 self.prefills[one.engine] -= 1
                 self.served.append(one)
@@ -502,9 +430,12 @@ class Times:
 def times_of(pool: str, rule: str, clients: int, seed: int) -> Times:
     """Return the times of one run."""
     served = World(POOLS[pool], rule, clients, seed).run()
-    ttft = [(one.first_ns - one.sent_ns) / MS for one in served]
+    times = [(one, one.first_ns or 0, one.ended_ns or 0) for one in served]
+    ttft = [(first_ns - one.sent_ns) / MS for one, first_ns, _ in times]
     tpot = [
-        (one.ended_ns - one.first_ns) / MS / (one.answer - 1) for one in served if one.answer > 1
+        (ended_ns - first_ns) / MS / (one.answer - 1)
+        for one, first_ns, ended_ns in times
+        if one.answer > 1
     ]
     return Times(float(np.mean(ttft)), float(np.percentile(ttft, 99)), float(np.mean(tpot)))
 
