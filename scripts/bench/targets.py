@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 from socket import create_server
 from threading import Thread
 from typing import Any
+
+from checks.fleet import environment
 
 Process = subprocess.Popen[Any]
 _TICK_S = 0.01  # Of the kernel's CPU times.
@@ -406,12 +407,4 @@ def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
 
 def installed(one: Router) -> Path:
     """Return a router's program, installed if it is not there."""
-    home = _VENV / one.name
-    program = home / "bin" / one.name
-    if not program.exists():
-        print(f"installing {one.package} into {home}", file=sys.stderr)
-        venv.create(home, with_pip=True)
-        pip = home / "bin" / "pip"
-        quiet = ["-q", "--disable-pip-version-check"]
-        subprocess.run([pip, "install", *quiet, one.package], check=True)
-    return program
+    return environment(_VENV / one.name, one.package).with_name(one.name)

@@ -7,9 +7,7 @@ import shlex
 import subprocess
 import tempfile
 import time
-import venv
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from tests.support.soak.run import held_by_proxy
 from balanceroute.proxy.cli.up import emulate_command
 from balanceroute.topologies import read_topology
 from checks.agents import check_agents
-from checks.fleet import Proxy, before
+from checks.fleet import Proxy, before, environment
 from checks.packages import FOUND_FAULTS, Result, outcomes
 from experiment import emulated
 
@@ -28,44 +26,23 @@ HERE = Path(__file__).parent
 _ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
 CHECK_S = 600.0
 _TOO_LONG = 124
-_INSTALL_S = 1200.0
 
 
-@dataclass(frozen=True)
-class Kit:
-    """Client libraries that go together."""
-
-    name: str  # Of the environment, in build/clients.
-    packages: tuple[str, ...]  # From the package index.
-
-    @property
-    def python(self) -> Path:
-        """The environment's Python."""
-        return ROOT / "build" / "clients" / self.name / "bin" / "python"
-
-    def install(self) -> None:
-        """Make the environment, as far as it is not there."""
-        done = self.python.parents[1] / ".complete"
-        wanted = " ".join(self.packages)
-        if done.exists() and done.read_text() == wanted:
-            return
-        print(f"installing {wanted} into {self.python.parents[1]}", flush=True)
-        venv.create(self.python.parents[1], with_pip=True)
-        pip = (self.python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
-        made = run(*pip, *self.packages, limit_s=_INSTALL_S)
-        if made.returncode:
-            raise SystemExit(made.stderr)
-        done.write_text(wanted)
+# Client libraries that go together, by the environment that they are in.
+KITS = {
+    "openai": ("openai",),
+    "aiperf": ("aiperf",),
+    "schemathesis": ("schemathesis",),
+    "anthropic": ("anthropic",),
+    "litellm": ("litellm", "mcp"),  # The latter for tools.
+    "langchain": ("langchain-openai", "langchain-anthropic"),
+}
+FRAMEWORKS = ("anthropic", "litellm", "langchain")
 
 
-OPENAI = Kit("openai", ("openai",))
-LOAD_TOOL = Kit("aiperf", ("aiperf",))
-SCHEMA = Kit("schemathesis", ("schemathesis",))
-FRAMEWORKS = (
-    Kit("anthropic", ("anthropic",)),
-    Kit("litellm", ("litellm", "mcp")),  # The latter for tools.
-    Kit("langchain", ("langchain-openai", "langchain-anthropic")),
-)
+def python_of(kit: str) -> Path:
+    """Return the Python that has one of `KITS`."""
+    return environment(ROOT / "build" / "clients" / kit, *KITS[kit])
 
 
 def run(*command: object, limit_s: float = CHECK_S) -> subprocess.CompletedProcess[str]:
@@ -83,33 +60,28 @@ def run(*command: object, limit_s: float = CHECK_S) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(words, _TOO_LONG, text, reason)
 
 
-def check_script(
-    kit: Kit, name: str, *arguments: str, script: str = "packages.py"
-) -> Iterator[Result]:
-    """Run one of the scripts beside this one; see `packages.py` for what it prints."""
-    done = run(kit.python, "-P", HERE / script, *arguments)
+def check_script(kit: str, script: str, *arguments: str) -> Iterator[Result]:
+    """Run one of the scripts beside this one with a kit; see `packages.py` for what it prints."""
+    done = run(python_of(kit), "-P", HERE / script, *arguments)
     version, *lines = done.stdout.splitlines() or ["?"]
     for line in lines:
         check, fault = json.loads(line)
-        yield Result(f"{name} {version}", check, fault)
+        yield Result(f"{kit} {version}", check, fault)
     # Any other status is that of a script that broke.
     if not lines or done.returncode not in (0, FOUND_FAULTS):
-        yield Result(f"{name} {version}", "runs", f"{done.returncode}: {done.stderr[-500:]}")
+        yield Result(f"{kit} {version}", "runs", f"{done.returncode}: {done.stderr[-500:]}")
 
 
 def check_frameworks(url: str, model: str, *left_out: str) -> Iterator[Result]:
     """Run the packages that applications are built on, without checks whose names begin so."""
     for kit in FRAMEWORKS:
-        kit.install()
-        yield from check_script(kit, kit.name, kit.name, url, model, *left_out)
+        yield from check_script(kit, "packages.py", kit, url, model, *left_out)
 
 
 def check_schema(url: str, model: str, engine_url: str, examples: int) -> Iterator[Result]:
     """Compare the proxy with one of its engines, on requests that vLLM's schema describes."""
-    SCHEMA.install()
-    yield from check_script(
-        SCHEMA, "schema", url, model, engine_url, str(examples), script="schema.py"
-    )
+    words = (url, model, engine_url, str(examples))
+    yield from check_script("schemathesis", "schema.py", *words)
 
 
 def report(results: Sequence[Result]) -> int:
@@ -243,8 +215,7 @@ PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pret
 
 def check_aiperf(url: str, folder: Path) -> Iterator[Result]:
     """Run it, unchanged."""
-    LOAD_TOOL.install()
-    python = LOAD_TOOL.python
+    python = python_of("aiperf")
     lookup = "import importlib.metadata; print('aiperf', importlib.metadata.version('aiperf'))"
     version = run(python, "-c", lookup).stdout.strip()
     made = run(python, "-c", _TOKENISER, folder / "tokeniser")
@@ -287,8 +258,8 @@ _SCHEMA_EXAMPLES = 40
 
 def check_openai(proxy: Proxy, strict: Proxy) -> Iterator[Result]:
     """Run the openai package against both."""
-    OPENAI.install()
-    yield from check_script(OPENAI, "openai", "openai", proxy.url, proxy.admin_url, strict.url, KEY)
+    words = (proxy.url, proxy.admin_url, strict.url, KEY)
+    yield from check_script("openai", "packages.py", "openai", *words)
 
 
 def check_against_an_engine(proxy: Proxy) -> Iterator[Result]:

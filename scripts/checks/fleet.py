@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +55,17 @@ torchaudio==9999; sys_platform == 'never'
 torchcodec==9999; sys_platform == 'never'
 """
 _METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
+
+
+def environment(home: Path, *packages: str) -> Path:
+    """Return the Python of a virtual environment with packages of the index; make it if it is not there."""
+    python, done, wanted = home / "bin" / "python", home / ".complete", " ".join(packages)
+    if not done.exists() or done.read_text() != wanted:
+        print(f"installing {wanted} into {home}", file=sys.stderr, flush=True)
+        venv.create(home, with_pip=True)
+        _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages)
+        done.write_text(wanted)
+    return python
 
 
 def prepare() -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,11 @@ class Result:
     fault: str | None
 
 
-def report(version: str, checks: object, *left_out: str) -> int:
+def report(version: str, found: Iterable[tuple[str, str | None]]) -> int:
     """Print the name of each check and what went wrong, or null; return `FOUND_FAULTS` if anything did."""
     print(version, flush=True)
     failures = 0
-    for name, fault in outcomes(checks, *left_out):
+    for name, fault in found:
         failures += fault is not None
         print(json.dumps([name, fault]), flush=True)
     return FOUND_FAULTS if failures else 0
@@ -714,4 +714,4 @@ if __name__ == "__main__":
     checks, distribution = LIBRARIES[name]
     given = len(words) if name == "openai" else 2
     version = importlib.metadata.version(distribution)
-    sys.exit(report(version, checks(*words[:given]), *words[given:]))
+    sys.exit(report(version, outcomes(checks(*words[:given]), *words[given:])))

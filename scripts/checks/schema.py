@@ -21,7 +21,7 @@ import schemathesis  # type: ignore[import-not-found]
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 
-from checks.packages import FOUND_FAULTS
+from checks.packages import report
 
 _SCHEMA = Path(__file__).with_name("vllm_openapi.json.gz")
 _EXAMPLES = 40
@@ -116,24 +116,21 @@ def main() -> int:
     """Compare; print a line for each operation, as the other checks do."""
     base_url, model, engine_url, *rest = sys.argv[1:]
     examples = int(rest[0]) if rest else _EXAMPLES
-    print(importlib.metadata.version("schemathesis"), flush=True)
     with gzip.open(_SCHEMA) as file:
         schema = schemathesis.openapi.from_dict(json.load(file))
-    failed = 0
-    for result in schema.get_all_operations():
-        operation = result.ok()
-        if operation.path in NOT_SERVED:
-            continue
+    operations = (result.ok() for result in schema.get_all_operations())
+    served = (one for one in operations if one.path not in NOT_SERVED)
+
+    def outcome(operation: Any) -> tuple[str, str | None]:
         comparison = Comparison(base_url, model, engine_url)
-        _draw(operation, examples, lambda case: comparison.compare(tame(case, model)))  # noqa: B023
+        _draw(operation, examples, lambda case: comparison.compare(tame(case, model)))
         faults = comparison.faults
-        failed += bool(faults)
         seen = ", ".join(f"{n} x {status}" for status, n in sorted(comparison.statuses.items()))
         excused = "".join(f"; {n} differ: {why}" for why, n in comparison.excused.items())
-        name = f"{operation.label}: {seen}{excused}"
         fault = f"{len(faults)} differ: {faults[0]}" if faults else None
-        print(json.dumps([name, fault]), flush=True)
-    return FOUND_FAULTS if failed else 0
+        return f"{operation.label}: {seen}{excused}", fault
+
+    return report(importlib.metadata.version("schemathesis"), map(outcome, served))
 
 
 def _draw(operation: Any, examples: int, take: Callable[[Any], None]) -> None:
