@@ -14,6 +14,7 @@ PARTS = {
     "Use": ("serving", "failures", "models", "http3"),
     "Operate": (
         "fleet",
+        "behind_a_gateway",
         "administration",
         "operations",
         "tenants",

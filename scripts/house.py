@@ -89,6 +89,10 @@ MAY_IMPORT = {
         *("proxy.live.control", "proxy.live.engines", "proxy.live.security"),
         "proxy.live.settings",
     },
+    "proxy.live.unit_metrics": {
+        *("proxy.core", "proxy.live.engines", "proxy.live.frontend"),
+        *("proxy.live.scheduling", "proxy.live.telemetry"),
+    },
     "proxy.live": {"proxy.core", "proxy.live", "proxy.settings", "proxy.wire", "predictors"},
     "proxy.lab.sim": {
         *("proxy.core", "proxy.lab.pictures", "proxy.lab.service_levels"),
@@ -124,8 +128,8 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_550, 34),
-    "proxy/wire": (7_000, 23),
-    "proxy/live": (33_150, 106),
+    "proxy/wire": (7_100, 27),
+    "proxy/live": (34_050, 109),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (4_550, 21),
     "predictors": (3_750, 11),
@@ -135,7 +139,7 @@ BUDGET = {
     "scripts": (15_150, 42),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (108_650, 531),
+    "tests": (108_750, 531),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

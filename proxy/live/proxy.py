@@ -557,6 +557,7 @@ class Proxy:
             random_bits=self._environment.rng.getrandbits,
         )
         self.gateway, self.server = public.gateway, public.server
+        self.gateway.page_of_unit = self._page_of_unit()
         if public.http3 is not None:
             self.metrics.follow_handshakes(public.http3.handshakes)
         await public.start(self._environment.public_sockets)
@@ -565,6 +566,21 @@ class Proxy:
         self._use_tenants(config.credentials)
         if config.listening.admin:
             await self._listen_for_administrators()
+
+    def _page_of_unit(self) -> "Callable[[], bytes] | None":
+        """Return what makes the page for endpoint pickers; None, and nothing of it is imported, without one."""
+        names = self.config.gateway.picker_names
+        if not names:
+            return None
+        from balanceroute.proxy.live.unit_metrics import KEPT_S, UnitMetrics  # noqa: PLC0415
+
+        unit = UnitMetrics(
+            names,
+            self._groups,
+            gauges=lambda name: self.deployments[name].scraper.gauges(),
+            unix_s=self._environment.unix_s,
+        )
+        return MetricsPage(unit.render, asyncio.get_running_loop().time, KEPT_S)
 
     async def _listen_for_administrators(self) -> None:
         orders = EngineOrders(lambda: {name: one.roster for name, one in self.deployments.items()})

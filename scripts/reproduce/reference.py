@@ -120,6 +120,7 @@ what the proxy exports: `GET /metrics` of both listeners, of the public one unle
   engine has answered (32 at most). `name` and `url` are those of engines: a rank's `name` is `http://host:port@rank` where
   one server has several. 1,024 engines of each role have series of their own. Everything else is `other`.
 * A removed engine keeps its counters until the proxy restarts.
+* On the public listener what [endpoint pickers](../behind_a_gateway.md) read stands before it with `--picker-metrics`.
 * With [several groups](../models.md#groups) of engines, what is of one of them has the label `group` too, which the table
   leaves out.
 """,

@@ -5,7 +5,7 @@ wanted are looked at, and a value that cannot be true refuses the page as a whol
 """
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from balanceroute.proxy.core.errors import BalanceRouteError
@@ -20,6 +20,7 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 # vLLM renamed the metric; both are a fraction of 1, whatever "perc" promises.
 _KV_CACHE_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _WAITING, _RUNNING = b"vllm:num_requests_waiting", b"vllm:num_requests_running"
+_LORA, _MOST_ADAPTERS = b"vllm:lora_requests_info", "max_lora"
 _SLEEP_STATE, _AWAKE = b"vllm:engine_sleep_state", "awake"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _PROMPT_TOKENS = b"vllm:prompt_tokens_total"
@@ -63,6 +64,9 @@ class EngineGauges:
     kv_tokens: int | None = None
     loads: Mapping[str, EngineLoad] = field(default_factory=dict)  # How busy each of `engines` is.
     asleep: bool = False  # Whether one of them sleeps; False if the page does not say.
+    block_tokens: int | None = None  # Tokens of its KV blocks; None if the page does not say.
+    # Adapters that an engine may have in a batch; None if the page does not say.
+    max_adapters: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,18 +125,23 @@ def parse_engine_gauges(page: bytes) -> EngineGauges:
         raise MetricsPageError(f"{_KV_CACHE_USAGE[0].decode()} is missing")
     waiting = dict(_samples(page, _WAITING, largest=_MAX_COUNT))
     running = dict(_samples(page, _RUNNING, largest=_MAX_COUNT))
+    caches = list(_cache_configs(page))
     return EngineGauges(
         kv_cache_usage=max(value for _, value in usages),
         late_pulls=_late_pulls(page),
         engines=frozenset(engine for engine, _ in usages),
         waiting=_mean(waiting),
         running=_mean(running),
-        kv_tokens=_kv_tokens(page),
+        kv_tokens=min(filter(None, map(kv_tokens_of, caches)), default=None),
         loads={
             engine: EngineLoad(waiting.get(engine, 0.0), running.get(engine, 0.0), usage)
             for engine, usage in usages
         },
         asleep=_sleeps(page),
+        block_tokens=min(_counts(caches, _BLOCK_TOKENS), default=None),
+        max_adapters=min(
+            _counts(_info(page, _LORA, {_MOST_ADAPTERS}), _MOST_ADAPTERS), default=None
+        ),
     )
 
 
@@ -180,18 +189,25 @@ def cache_configs(page: bytes) -> list[dict[str, str]]:
 
 
 def _cache_configs(page: bytes) -> Iterator[dict[str, str]]:
-    for line in _lines(page, _CACHE_CONFIG.encode()):
+    yield from _info(page, _CACHE_CONFIG.encode(), _CACHE_LABELS)
+
+
+def _info(page: bytes, name: bytes, wanted: Set[str]) -> Iterator[dict[str, str]]:
+    """Yield some labels of every sample of a metric that says something by its labels."""
+    for line in _lines(page, name):
         try:
-            labels, _ = _labels(line, _CACHE_LABELS)
+            labels, _ = _labels(line, wanted)
         except ValueError:
             continue  # It has dozens of labels, and little depends on it.
         yield labels
 
 
-def _kv_tokens(page: bytes) -> int | None:
-    """Return what the smallest engine holds."""
-    sizes = map(kv_tokens_of, _cache_configs(page))
-    return min((size for size in sizes if size is not None), default=None)
+def _counts(samples: Iterable[Mapping[str, str]], label: str) -> Iterator[int]:
+    """Yield the values of a label that are counts of something."""
+    for labels in samples:
+        value = labels.get(label, "")
+        if _COUNT.fullmatch(value) and int(value):
+            yield int(value)
 
 
 def _samples(page: bytes, name: bytes, *, largest: float) -> Iterator[tuple[str, float]]:

@@ -32,12 +32,14 @@ from balanceroute.proxy.live.frontend.request_head import (
     JSON_LINE,
     KEY_IS_GONE,
     NOT_FOUND,
+    UNAUTHORISED,
     BadHintError,
     Clients,
     KnownHead,
     client_request_id,
     engine_lines,
     expected_output_tokens,
+    given_keys,
     key_headers,
     know,
     named_in_body,
@@ -61,7 +63,10 @@ from balanceroute.proxy.live.openai.legs import engine_body, refuse_if_too_long
 from balanceroute.proxy.live.openai.routes import (
     GENERATION,
     JSON,
+    LIVE,
+    METRICS,
     OWN,
+    READY,
     Media,
     Route,
     exact_path,
@@ -278,6 +283,8 @@ class Gateway:
         self._groups = groups
         self._aliases = make_aliases(config.aliases, groups, groups.context.clock)
         self._page_of_metrics = page_of_metrics
+        # What pickers read, which needs no key; None where the settings want none.
+        self.page_of_unit: Callable[[], bytes] | None = None
         self._engine_key = config.credentials.engine_key
         self._pass_authorization = config.pass_authorization
         self._public_metrics = config.listening.public_metrics
@@ -312,7 +319,7 @@ class Gateway:
         if route is None and head.path.startswith(METASERVER_PATH):
             return self._hand_offs.admit(head)
         if known.rejection is not None:
-            return known.rejection
+            return None if self._for_picker(head, known) else known.rejection
         assert route is not None, "it would be rejected"
         assert tenant is not None, "it would be rejected"
         if route.handling is OWN:
@@ -343,6 +350,15 @@ class Gateway:
             keep_key = self._pass_authorization and self._engine_key is None
             known = head.learned.facts = know(head, self._clients, keep_key=keep_key)
         return known
+
+    def _for_picker(self, head: "RequestHead | HttpRequest", known: KnownHead) -> bool:
+        """Return whether a request without a key is for what pickers read, which needs none."""
+        return (
+            self.page_of_unit is not None
+            and known.rejection is UNAUTHORISED
+            and exact_path(head.path) == METRICS
+            and not given_keys(head.headers)
+        )
 
     def _serve(
         self,
@@ -636,6 +652,11 @@ class Gateway:
         tenant = self._tenant_of(request.headers)
         return model_page(request.path, self._groups, self._aliases, tenant)
 
+    def _metrics_for(self, request: "HttpRequest") -> bytes:
+        unit = b"" if self.page_of_unit is None else self.page_of_unit()
+        with_all = self._public_metrics and self._clients.find(request.headers) is not None
+        return unit + self._page_of_metrics() if with_all else unit
+
     def _answer_itself(self, request: "HttpRequest", reply: "Reply") -> None:
         request_id = (b"x-request-id", self._groups.context.unique().encode())
         json_headers = [*JSON_HEADERS, request_id]
@@ -646,9 +667,9 @@ class Gateway:
             else:
                 reply.send(200, json_headers, page)
             return
-        if request.path in (b"/health", b"/ping"):
+        if request.path in LIVE:
             reply.send(200, [request_id], b"")
-        elif request.path == b"/ready":
+        elif request.path in READY:
             if self._groups.ready:
                 reply.send(200, [request_id], b"")
             else:
@@ -659,8 +680,8 @@ class Gateway:
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":
             reply.send(200, json_headers, b'{"server_load":%d}' % self._groups.load)
-        elif self._public_metrics:
+        elif self._public_metrics or self.page_of_unit is not None:
             headers = [(b"content-type", CONTENT_TYPE.encode()), request_id]
-            reply.send(200, headers, self._page_of_metrics())
+            reply.send(200, headers, self._metrics_for(request))
         else:
             self._reject(request, reply, NOT_FOUND)

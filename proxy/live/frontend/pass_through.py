@@ -439,7 +439,13 @@ class PassThrough:
 
     @property
     def in_flight(self) -> int:
-        return len(self._running) + len(self._waiting)
+        """Requests not answered yet."""
+        return len(self._running) + self.waiting
+
+    @property
+    def waiting(self) -> int:
+        """Those of them that no engine was given yet."""
+        return len(self._waiting)
 
     def __call__(
         self,

@@ -416,7 +416,7 @@ def _is_short(body: "RequestBody", name: str) -> bool:
 # Most clients repeat a head with every request of a connection, except for the length of the
 # body. What is kept says nothing of that length, and nothing of limits or loads, which change.
 
-_UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
+UNAUTHORISED = Rejection(401, "Unauthorized", ((b"www-authenticate", b"Bearer"),))
 # Headers that few requests have, and that are read for each of these.
 _RARE = frozenset(
     {
@@ -472,7 +472,7 @@ def _refuse(
     if head.method not in route.methods:
         return Rejection(405, "Method Not Allowed", ((b"allow", route.allow),))
     if tenant is None:
-        return _UNAUTHORISED
+        return UNAUTHORISED
     unreadable = unreadable_deadline(head.headers)
     if unreadable is not None:
         return Rejection(400, unreadable, param=unreadable.split(" ", 1)[0])

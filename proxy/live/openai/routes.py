@@ -112,7 +112,7 @@ ROUTES: tuple[Route, ...] = (
         for path in ("/v1/audio/transcriptions", "/v1/audio/translations")
     ),
     *(Route(path, _GET, Handling.SINGLE_ENGINE) for path in ("/v1/models", "/tokenizer_info")),
-    *_own("/health", "/ready", "/version"),
+    *_own("/health", "/liveness", "/ready", "/readiness", "/version"),
     # It names engines, models and loads.
     *_own("/metrics", keyed=True),
     Route("/ping", (*_GET, b"POST"), Handling.OWN, keyed=False),
@@ -137,6 +137,10 @@ ROUTES: tuple[Route, ...] = (
     ),
 )
 """All routes, in the order of docs/appendix/routes.md."""
+
+LIVE = (b"/health", b"/liveness", b"/ping")
+READY = (b"/ready", b"/readiness")
+METRICS = b"/metrics"
 
 _EXACT = {route.path.encode(): route for route in ROUTES if "{id}" not in route.path}
 # The longest first: it is the closest match.

@@ -55,7 +55,7 @@ class OthersOnRanks:
 
     def scraped(self, target: Target, gauges: EngineGauges) -> None:
         for rank in self._ranks_of(target):
-            load = _load_of(rank, gauges)
+            load = load_of(rank, gauges)
             if load is None:
                 continue
             reported = round(load.running + load.waiting)
@@ -111,7 +111,7 @@ class OthersOnRanks:
         return [rank for rank in self._instances.of(target) if isinstance(rank, Rank)]
 
 
-def _load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
+def load_of(rank: Rank, gauges: EngineGauges) -> EngineLoad | None:
     """Return what a page tells of a rank; None if it does not tell the ranks apart."""
     if rank.header is not None:
         return gauges.loads.get(rank.header.decode())

@@ -7,6 +7,15 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
 _MODEL = re.compile(r"[!-~]{1,256}")
+_METRIC = re.compile(r"(?!balanceroute_|process_)[a-zA-Z_:][a-zA-Z0-9_:]{0,127}")
+PICKER_METRICS = {
+    "waiting": "vllm:num_requests_waiting",
+    "running": "vllm:num_requests_running",
+    "kv-usage": "vllm:kv_cache_usage_perc",
+    "cache": "vllm:cache_config_info",
+    "lora": "vllm:lora_requests_info",
+}
+"""What endpoint pickers read of a model server, by what it is, with vLLM's names."""
 
 
 def decode_address(word: str) -> tuple[EngineUrl, bool]:
@@ -58,6 +67,23 @@ def model_name(word: str) -> str:
     if not _MODEL.fullmatch(word):
         raise ConfigError(f"is {shown(word)}, must be 1 to 256 visible ASCII characters")
     return word
+
+
+def picker_metrics(word: str) -> tuple[tuple[str, str], ...]:
+    """Read `vllm` for all of `PICKER_METRICS`, or `WHAT=NAME` for one of them.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    what, _, name = word.partition("=")
+    if word == "vllm":
+        return tuple(PICKER_METRICS.items())
+    if what not in PICKER_METRICS or not _METRIC.fullmatch(name):
+        raise ConfigError(
+            f"is {shown(word)}, must be vllm or WHAT=NAME, with WHAT of {', '.join(PICKER_METRICS)} "
+            "and NAME of a metric that is not the proxy's own"
+        )
+    return ((what, name),)
 
 
 def web_origin(word: str) -> str:

@@ -34,6 +34,7 @@ from balanceroute.proxy.live.settings.declared import (
     AdmissionSettings,
     DiscoverySettings,
     EngineSettings,
+    GatewaySettings,
     Http3Settings,
     ListeningSettings,
     LogSettings,
@@ -70,6 +71,7 @@ class ProxyConfig:
     discovery: DiscoverySettings
     listening: ListeningSettings
     http3: Http3Settings
+    gateway: GatewaySettings
     admission: AdmissionSettings
     scheduling: SchedulingSettings
     scheduler: SchedulerConfig  # The limits of its queues; see `scheduler_config` for the whole.
@@ -229,7 +231,13 @@ _OF_ALL = frozenset(
     {
         *chain.from_iterable(
             (one.name for one in settings_of(section))
-            for section in (ListeningSettings, Http3Settings, *_SHOWN["limits"], LogSettings)
+            for section in (
+                ListeningSettings,
+                Http3Settings,
+                GatewaySettings,
+                *_SHOWN["limits"],
+                LogSettings,
+            )
         ),
         *("tenants", "client_priority", "client_deadline"),
         *("engine_key_file", "drain_timeout_s", "roster_state"),

@@ -50,6 +50,7 @@ from balanceroute.proxy.live.settings.declared import (
     DiscoverySettings,
     EngineAddresses,
     EngineSettings,
+    GatewaySettings,
     Http3Settings,
     ListeningSettings,
     LogSettings,
@@ -167,6 +168,7 @@ def _configured(
         discovery=discovery,
         listening=listening,
         http3=_http3(given, listening),
+        gateway=_gateway(given),
         admission=given.read(AdmissionSettings),
         scheduling=scheduling,
         scheduler=given.read(SchedulerConfig, ranks=1, batch_limit=scheduling.batch),
@@ -331,6 +333,15 @@ def _check_certificate(given: Given, listening: ListeningSettings) -> None:
         raise ConfigError(f"{given.where('tls_cert')}: needs --tls-key too")
     elif key is not None:
         raise ConfigError(f"{given.where('tls_key')}: needs --tls-cert too")
+
+
+def _gateway(given: Given) -> GatewaySettings:
+    gateway = given.read(GatewaySettings)
+    names = list(gateway.picker_names.values())
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{given.where('picker_metrics')} names {name!r} twice")
+    return gateway
 
 
 def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:

@@ -45,6 +45,7 @@ from balanceroute.proxy.live.settings.checks import (
     host_name,
     model_name,
     own_address,
+    picker_metrics,
     web_origin,
 )
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
@@ -349,6 +350,25 @@ class ListeningSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """What a gateway above several such proxies is told."""
+
+    picker_metrics: tuple[tuple[tuple[str, str], ...], ...] = texts(
+        "on the clients' port /metrics begins with the whole unit as one model server, for endpoint pickers, "
+        "and that part of it needs no API key: vllm for vLLM's names, WHAT=NAME for another name of waiting, "
+        "running, kv-usage, cache or lora",
+        picker_metrics,
+        metavar="vllm|WHAT=NAME",
+        at_top=False,
+    )
+
+    @property
+    def picker_names(self) -> dict[str, str]:
+        """The name of each of `PICKER_METRICS` that is exported."""
+        return {what: name for items in self.picker_metrics for what, name in items}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimits:
     """How long things may take, from the queue to the end."""
 
@@ -406,7 +426,7 @@ class LogSettings:
 HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
     "discovery": (DiscoverySettings,),
-    "listening": (ListeningSettings, Http3Settings),
+    "listening": (ListeningSettings, Http3Settings, GatewaySettings),
     "admission": (AdmissionSettings, AimdOptions),
     "scheduling": (SchedulingSettings, SchedulerConfig, LegRules, ScoreLimits),
     "policies": (PolicySettings,),

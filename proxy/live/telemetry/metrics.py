@@ -500,18 +500,25 @@ class Metrics:
 
 
 class MetricsPage:
-    """Called for the page, it renders at most once a second: that takes milliseconds of the loop."""
+    """Called for the page, it renders at most once a second: that takes milliseconds of the loop.
 
-    def __init__(self, render: Callable[[], bytes], clock: Callable[[], float]) -> None:
-        self._render = render
-        self._clock = clock
+    Args:
+        render: Returns the page.
+        clock: The loop's time.
+        kept_s: How old a page may be.
+    """
+
+    def __init__(
+        self, render: Callable[[], bytes], clock: Callable[[], float], kept_s: float = _KEPT_S
+    ) -> None:
+        self._render, self._clock, self._kept_s = render, clock, kept_s
         self._page = b""
         self._until_s = float("-inf")
 
     def __call__(self) -> bytes:
-        """Return a page that is at most a second old."""
+        """Return a page that is not older."""
         now_s = self._clock()
         if now_s >= self._until_s:
             self._page = self._render()
-            self._until_s = now_s + _KEPT_S
+            self._until_s = now_s + self._kept_s
         return self._page

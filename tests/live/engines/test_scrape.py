@@ -56,6 +56,7 @@ def test_a_page_of_vllm_is_understood() -> None:
         running=4.0,
         kv_tokens=16_384,
         loads={"0": EngineLoad(1.0, 4.0, 0.0273972602739726)},
+        block_tokens=32,
     )
 
 
@@ -306,6 +307,23 @@ def test_the_memory_of_an_engine_is_read_where_it_tells(
     lines = [f"vllm:cache_config_info{{{one}}} 1.0" for one in labels]
     page = "\n".join([f"{USAGE} 0.1", *lines, ""])
     assert parse_engine_gauges(page.encode()).kv_tokens == tokens
+
+
+def test_the_blocks_and_the_adapters_of_an_engine_are_read_where_it_tells() -> None:
+    cache = 'vllm:cache_config_info{block_size="%s",engine="0"} 1.0'
+    lora = 'vllm:lora_requests_info{max_lora="%s",running_lora_adapters="a, b"} 1.7e9'
+    for block, adapters, expected in (
+        ("16", "4", (16, 4)),
+        ("None", "-1", (None, None)),
+        ("0", "0", (None, None)),
+        ("9" * 65, "9" * 65, (None, None)),
+    ):
+        page = "\n".join([f"{USAGE} 0.1", cache % block, lora % adapters, ""])
+        gauges = parse_engine_gauges(page.encode())
+        assert (gauges.block_tokens, gauges.max_adapters) == expected
+    page = "\n".join([f"{USAGE} 0.1", cache % 64, cache % 16, lora % 8, lora % 2, ""])
+    gauges = parse_engine_gauges(page.encode())
+    assert (gauges.block_tokens, gauges.max_adapters) == (16, 2)
 
 
 def test_a_failed_scrape_makes_an_instance_look_full() -> None:

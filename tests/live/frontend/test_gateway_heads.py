@@ -342,3 +342,17 @@ def test_a_request_that_offers_an_upgrade_is_served_without_it(play: "Play") -> 
         )
 
     play(scenario)
+
+
+def test_probes_have_the_names_of_other_routers_too(play: "Play", tmp_path: Path) -> None:
+    async def scenario(site: "Site") -> None:
+        for ready in (True, False):
+            site.world.plane.deployment.driver.draining = not ready
+            for get in (site.get, site.admin):
+                assert (await get("/liveness")).status == 200
+                for path in ("/ready", "/readiness"):
+                    answer = await get(path)
+                    assert answer.status == (200 if ready else 503), path
+                    assert ready or b"not ready" in answer.body
+
+    play(scenario, flags={"api_key_file": keys(tmp_path, "keys", "right")})

@@ -49,6 +49,24 @@ from balanceroute.proxy.core.errors import ConfigError
         ({"host": "a/b"}, "--host", "is 'a/b': it has a host that is neither"),
         ({"host": 7}, "--host", "is 7, must be a text"),
         ({"cors_origin": "chat.example"}, "--cors-origin", "is 'chat.example', must be *, or http"),
+        (
+            {"picker_metrics": ["sglang"]},
+            "--picker-metrics",
+            "is 'sglang', must be vllm or WHAT=NAME",
+        ),
+        (
+            {"picker_metrics": ["queue=a"]},
+            "--picker-metrics",
+            "with WHAT of waiting, running, kv-us",
+        ),
+        ({"picker_metrics": ["lora="]}, "--picker-metrics", "is 'lora=', must be vllm or"),
+        ({"picker_metrics": ["lora=a b"]}, "--picker-metrics", "is 'lora=a b', must be"),
+        (
+            {"picker_metrics": ["waiting=balanceroute_queue"]},
+            "--picker-metrics",
+            "NAME of a metric that is not the proxy's own",
+        ),
+        ({"picker_metrics": ["waiting=a", "running=a"]}, "--picker-metrics", "names 'a' twice"),
         ({"cors_origin": "http://a/"}, "--cors-origin", "is 'http://a/', must be *, or http"),
         (
             {"first_token": "prefill", "connector": "mooncake-hybrid"},
