@@ -5,6 +5,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import tomllib
@@ -27,6 +28,8 @@ KUBERNETES = "1.31"
 SECRETS = ("proxy.adminTokenSecret=adm", "proxy.apiKeySecret=keys", "proxy.tlsSecret=tls")
 SEVERAL_NODES = ("-f", str(CHART / "values-several-nodes.yaml"))
 
+SELECTING = {"Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "InferencePool"}
+CUSTOM = ("monitoring.coreos.com", "leaderworkerset.x-k8s.io", "inference.networking.k8s.io")
 Object = dict[str, Any]
 needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed")
 needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")
@@ -94,7 +97,7 @@ def check_schemas(objects: list[Object]) -> None:
     except ModuleNotFoundError:
         return
     for one in objects:
-        if not one["apiVersion"].startswith(("monitoring.coreos.com", "leaderworkerset.x-k8s.io")):
+        if not one["apiVersion"].startswith(CUSTOM):
             schemas.validate(one, KUBERNETES, strict=True)
 
 
@@ -114,6 +117,7 @@ def test_the_chart_has_no_lint() -> None:
         [],
         [*SEVERAL_NODES],
         sets("monitoring.enabled=true", *SECRETS),
+        sets("proxy.inferencePool.name=chat", "monitoring.enabled=true"),
         sets(
             "proxy.state.enabled=true", "networkPolicy.enabled=false", "engines.rdma.enabled=false"
         ),
@@ -134,7 +138,7 @@ def test_every_object_is_of_its_schema_and_selectors_find_their_pods(options: li
             pods += [group[f"{one}Template"]["metadata"]["labels"] for one in ("leader", "worker")]
     for one in objects:
         selector = one.get("spec", {}).get("podSelector") or one.get("spec", {}).get("selector")
-        if one["kind"] in {"Service", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor"}:
+        if one["kind"] in SELECTING:
             wanted = selector.get("matchLabels", selector)
             assert any(wanted.items() <= labels.items() for labels in pods), one["metadata"]
 
@@ -346,6 +350,75 @@ def test_what_operators_add_reaches_the_pods(tmp_path: Path) -> None:
     assert engine["topologySpreadConstraints"][0]["maxSkew"] == 1
     token = {one["name"]: one for one in engine["containers"][0]["env"]}["HF_TOKEN"]
     assert token["valueFrom"]["secretKeyRef"]["key"] == "token"
+
+
+def check_pool(pool: Object, *, picker: str) -> None:
+    """Check a pool as v1 of its CRD does, in the release 1.6.0 of the extension."""
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    spec = pool["spec"]
+    assert spec.keys() - {"endpointPickerRef", "appProtocol"} == {"selector", "targetPorts"}
+    assert spec["selector"].keys() == {"matchLabels"}
+    # Each port would be an endpoint of its own.
+    assert spec["targetPorts"] == [{"number": 8000}]
+    reference = spec.get("endpointPickerRef")
+    # The port is needed as the reference is to a Service.
+    expected = {"name": picker, "port": {"number": 9002}, "failureMode": "FailOpen"}
+    assert reference == (expected if picker else None)
+
+
+@needs_helm
+def test_the_proxies_of_several_releases_are_one_pool(tmp_path: Path) -> None:
+    of_pool = ("proxy.inferencePool.name=chat", "proxy.httpRoute.parentRefs[0].name=public")
+    first = render(*sets(*of_pool, "proxy.inferencePool.endpointPicker.name=epp"))
+    second = render(*sets(*of_pool, "proxy.inferencePool.create=false"), name="m2")
+    pool = find(first, "InferencePool", "chat")
+    check_pool(pool, picker="epp")
+    assert not [one for one in second if one["kind"] == "InferencePool"]
+    check_pool(find(render(*sets(of_pool[0])), "InferencePool", "chat"), picker="")
+    wanted = pool["spec"]["selector"]["matchLabels"].items()
+    selected = [
+        one["metadata"]["name"]
+        for one in [*first, *second, *render(name="m3")]
+        if one["kind"] in {"Deployment", "StatefulSet"}
+        and wanted <= one["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert selected == ["m1", "m2"]  # Neither engines, nor a release of no pool.
+    (rule,) = find(first, "HTTPRoute", "m1")["spec"]["rules"]
+    group = {"group": "inference.networking.k8s.io", "kind": "InferencePool"}
+    assert rule["backendRefs"] == [group | {"name": "chat"}]
+    config = settings(first, tmp_path)
+    assert config.gateway.picker_names["waiting"] == "vllm:num_requests_waiting"
+    port = container(find(first, "Deployment", "m1")["spec"])["ports"][0]["containerPort"]
+    assert pool["spec"]["targetPorts"] == [{"number": port}]
+    assert not settings(render(), tmp_path).gateway.picker_names
+
+
+@needs_kubectl
+def test_the_component_makes_a_pool_of_the_proxy(tmp_path: Path) -> None:
+    assert KUBECTL is not None
+    shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
+    path = tmp_path / "kubernetes" / "kustomization.yaml"
+    path.write_text(path.read_text().replace("# components:", "components:"))
+    words = [KUBECTL, "kustomize", str(path.parent)]
+    done = subprocess.run(words, capture_output=True, check=True, text=True)
+    objects = list(yaml.safe_load_all(done.stdout))
+    check_schemas(objects)
+    pool = find(objects, "InferencePool", "deepseek-v3")
+    check_pool(pool, picker="deepseek-v3-epp")
+    pods = {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
+        for one in objects
+        if "template" in one.get("spec", {})
+    }
+    wanted = pool["spec"]["selector"]["matchLabels"].items()
+    assert [name for name, labels in pods.items() if wanted <= labels.items()] == ["balanceroute"]
+    proxy = container(find(objects, "Deployment", "balanceroute")["spec"])
+    assert proxy["args"][-1] == "--picker-metrics=vllm"
+    (monitored,) = find(objects, "PodMonitor", "balanceroute")["spec"]["podMetricsEndpoints"]
+    (relabeling,) = monitored["metricRelabelings"]
+    for container_name, dropped in (("proxy", True), ("vllm", False)):
+        joined = f"{container_name};vllm:num_requests_running"
+        assert bool(re.fullmatch(relabeling["regex"], joined)) == dropped
 
 
 @needs_helm

@@ -34,6 +34,9 @@
 {{- end -}}
 {{- $settings = merge $settings (dict "http3" true) -}}
 {{- end -}}
+{{- if $proxy.inferencePool.name -}}
+{{- $settings = merge $settings (dict "picker_metrics" (list "vllm")) -}}
+{{- end -}}
 name = {{ include "balanceroute.name" . | toJson }}
 model = {{ .Values.models | toJson }}
 connector = {{ .Values.connector | toJson }}
