@@ -93,6 +93,10 @@ MAY_IMPORT = {
         *("proxy.core", "proxy.live.engines", "proxy.live.frontend"),
         *("proxy.live.scheduling", "proxy.live.telemetry"),
     },
+    "proxy.live.leader": {
+        *("proxy.core", "proxy.wire"),
+        *("proxy.live.discovery", "proxy.live.prediction", "proxy.live.scheduling"),
+    },
     "proxy.live": {"proxy.core", "proxy.live", "proxy.settings", "proxy.wire", "predictors"},
     "proxy.lab.sim": {
         *("proxy.core", "proxy.lab.pictures", "proxy.lab.service_levels"),
@@ -128,18 +132,18 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_550, 34),
-    "proxy/wire": (7_100, 27),
-    "proxy/live": (34_050, 109),
+    "proxy/wire": (7_000, 23),
+    "proxy/live": (34_600, 111),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (4_550, 21),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (15_150, 42),
+    "scripts": (14_800, 42),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (108_750, 531),
+    "tests": (110_100, 538),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -72,6 +72,9 @@ class SchedulerConfig:
     # Whether it is as much as leases allow, rather than as little as balance needs: for clients who
     # get their first token before the pool.
     deep_pool: bool = False
+    # Whether no other scheduler sends to the ranks now: what it did not send itself is another's of before,
+    # and is given no room to grow.
+    leads: bool = False
     # As `prefiller_kv_tokens`, for a deep pool while it is not known how fast it empties: what fits
     # there, as engines tell; None if none does.
     prefiller_memory_tokens: int | None = None

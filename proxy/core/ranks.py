@@ -445,7 +445,7 @@ class Policy(Protocol):
 #   pass over as requests end.
 # - Two that fill the same free slots see each other only at the next reading, so each takes half of
 #   them at a time.
-# - One slot is always its own. If not, a newcomer would have none for as long as the rank is full, and
+# - One slot is always its own, unless it leads. If not, a newcomer would have none for as long as the rank is full, and
 #   nobody would see that it wants one.
 #
 # A scheduler that is alone has no limit but the batch.
@@ -465,17 +465,19 @@ class ForeignRequests:
         # int64[G], the slots that this scheduler's requests may have.
         self.limits: NDArray[np.int64] = np.full(ranks, _NO_LIMIT)
 
-    def update(self, event: OthersOnRank, *, batch: int, own: int) -> None:
+    def update(self, event: OthersOnRank, *, batch: int, own: int, leads: bool) -> None:
         """Take in what is known of a rank.
 
         Args:
             event: The rank and what is on it.
             batch: Slots of the rank.
             own: Those of this scheduler's requests.
+            leads: See `SchedulerConfig`.
         """
         rank = event.rank
         self.slots[rank], self.kv_tokens[rank] = event.slots, event.kv_tokens
-        self.limits[rank] = own_limit(batch, event.slots, own) if event.slots else _NO_LIMIT
+        limit = max(0, batch - event.slots) if leads else own_limit(batch, event.slots, own)
+        self.limits[rank] = limit if event.slots else _NO_LIMIT
 
     def grow(self, ranks: int) -> None:
         """Follow a larger number of ranks; the new ones have none."""
@@ -576,7 +578,8 @@ class Ranks:
             self.foreign = ForeignRequests(len(self.is_open))
         limits = config.rank_batch_limits
         batch = config.batch_limit if limits is None else limits[rank]
-        self.foreign.update(event, batch=batch, own=int(ledger.bound[rank]))
+        own = int(ledger.bound[rank])
+        self.foreign.update(event, batch=batch, own=own, leads=config.leads)
         if not self.foreign.slots.any():
             self.foreign = None
 

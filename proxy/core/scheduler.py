@@ -107,6 +107,8 @@ class Intake:
         memory: What the ranks have of earlier prompts; None if no part asks.
         follows_time: Whether `advance` is to be called.
         held: Whether nothing may start; see `hold`.
+        barred: Whether nothing may start as another process may decide; whoever says so also sees that no
+            tick comes.
         queues_all: Whether requests that need no prefiller may be in the queue, too.
     """
 
@@ -126,7 +128,7 @@ class Intake:
         self.local_prefill = local_prefill
         self.memory = memory if local_prefill is None else local_prefill.memory
         self.follows_time = budget is not None or first_tokens is not None
-        self.held = False
+        self.held = self.barred = False
         # What is to be expected of a wait is measured in the queue.
         self.queues_all = self.follows_time
 
@@ -160,7 +162,7 @@ class Intake:
 
     def let(self, starts: Iterable[_Start]) -> Iterable[_Start]:
         """Return those of the starts that could be which may be."""
-        return () if self.held else starts
+        return () if self.held or self.barred else starts
 
     def next_ns(self, waiting: int) -> int | None:
         """Return when a tick may let one of the waiting requests start; None for never."""

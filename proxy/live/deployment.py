@@ -269,6 +269,7 @@ class Deployment:
             clock=clock,
             rng=environment.rng,
         )
+        self._others: OthersOnRanks  # What others have on the ranks.
         self.scraper = self._make_scraper(clock)
         self.model_routes = ModelRoutes(self.instances)
         self.models = ModelList(self.instances)  # The models of its engines.
@@ -396,6 +397,13 @@ class Deployment:
             await self._keeper.close()
             self._keeper = None
 
+    async def read_loads(self) -> None:
+        """Have the scheduler know what others have on the ranks now: another process decided until now."""
+        self._others.forget()
+        await asyncio.gather(
+            *(self.scraper.again(one) for one in self.roster.targets() if one.role is Role.DECODE)
+        )
+
     def quarantines(self) -> dict[Target, Quarantine]:
         return self.health.quarantines(self._environment.unix_s())
 
@@ -510,6 +518,7 @@ class Deployment:
                 progress_veto=config.scheduling.progress_veto,
                 warm_up=config.scheduling.warm_up,
                 group_return_s=config.scheduling.group_return_s,
+                forbids=environment.forbids,
             ),
             rng=environment.rng,
         )
@@ -548,6 +557,7 @@ class Deployment:
             config,
             rank_kv_tokens=memory.tokens,
             prefiller_memory_tokens=memory.prefiller_tokens,
+            leads=self._environment.forbids is not None,
         )
 
     def _make_policy(self) -> Policy:
@@ -568,7 +578,7 @@ class Deployment:
         return self._environment.policy(policy)
 
     def _make_scraper(self, clock: Callable[[], float]) -> Scraper:
-        others = OthersOnRanks(
+        others = self._others = OthersOnRanks(
             self.instances,
             lambda rank: int(self.driver.scheduler.ledger.bound[rank]),
             lambda event: self.driver.feed(event),  # noqa: PLW0108 - it is not there yet.

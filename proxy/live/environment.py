@@ -69,6 +69,11 @@ class Environment:
     # Moves the ordinary events of streams; None if nobody else does, as in virtual time, which has
     # no descriptors.
     pump: Pump | None = None
+    # Returns why nothing may be given to an engine now, as another process leads; empty if it may. None if
+    # this process is alone.
+    forbids: Callable[[], str] | None = None
+    # What the process that this one takes over from has said of the leadership; None if nothing.
+    led: Mapping[str, object] | None = None
     # Bounds the pages of engines that are being read, of all groups together.
     pages: ResponseRoom = field(default_factory=lambda: ResponseRoom(PAGES_BYTES))
 

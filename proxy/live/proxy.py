@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -32,7 +33,11 @@ from balanceroute.proxy.live.listeners import AdminListener, PublicListener
 from balanceroute.proxy.live.request.shared import Death, Suspects
 from balanceroute.proxy.live.scheduling.forecast import Forecast
 from balanceroute.proxy.live.settings.effects import without_effect
-from balanceroute.proxy.live.telemetry.component_metrics import DecisionFailures, TraceMetrics
+from balanceroute.proxy.live.telemetry.component_metrics import (
+    DecisionFailures,
+    HandshakeMetrics,
+    TraceMetrics,
+)
 from balanceroute.proxy.live.telemetry.metrics import Metrics, MetricsPage
 from balanceroute.proxy.live.telemetry.process_log import redact_too, set_log_level
 from balanceroute.proxy.live.telemetry.record import RecentRequests
@@ -40,6 +45,7 @@ from balanceroute.proxy.live.telemetry.record import RecentRequests
 if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
+    from balanceroute.proxy.live.leader.leadership import Leadership
     from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
@@ -176,6 +182,7 @@ class Proxy:
         if config.listening.admin:
             self._recent = RecentRequests(environment.log)
             environment = replace(environment, log=self._recent)
+        environment = self._elect(environment)
         self._environment = environment
         self.failures = DecisionFailures(self.metrics.decisions, asyncio.get_running_loop().time)
         self.metrics.aliases.worth = {one.name: one.worth for one in config.aliases}
@@ -205,6 +212,18 @@ class Proxy:
         self.pages: Admin | None = None
         self.page_of_metrics = MetricsPage(self.metrics.render, asyncio.get_running_loop().time)
 
+    def _elect(self, environment: Environment) -> Environment:
+        """Have it said whether this process may decide, if there are others that may."""
+        self.leadership = _leadership(
+            self.config,
+            environment,
+            lambda: self.deployments.values(),  # noqa: PLW0108 - they are not there yet.
+        )
+        if self.leadership is None:
+            return environment
+        self.metrics.collect_from(self.leadership.metrics)
+        return replace(environment, forbids=self.leadership.forbids)
+
     @property
     def deployment(self) -> Deployment:
         """The first deployment, which is the only one unless there are groups."""
@@ -232,6 +251,8 @@ class Proxy:
             self._own_tasks.append(self._task("traces", self._traces.run))
         if (store := self._environment.orders) is not None:
             self._own_tasks.append(self._task("orders", partial(keep_trying, store)))
+        if self.leadership is not None:
+            self._own_tasks.append(self._task("leader", self.leadership.run))
 
     def _tell_idle(self) -> None:
         """Warn of settings that do nothing, of which the log does not tell yet."""
@@ -311,6 +332,8 @@ class Proxy:
         drivers = [one.driver for one in self.deployments.values()]
         for driver in drivers:
             driver.draining = True
+        if self.leadership is not None:
+            await self.leadership.retire()
         if not self.called_back:
             self.server.stop_accepting()
         # Else decode ranks call back here until the last request has ended.
@@ -355,6 +378,8 @@ class Proxy:
             await deployment.hand_over()
         if (store := self._environment.orders) is not None:
             store.hand_over()
+        if self.leadership is not None:
+            self.leadership.resign()
         if self.admin is not None:
             self.admin.stop_accepting()
         self.server.hand_over(idle_s=_IDLE_S)
@@ -374,6 +399,8 @@ class Proxy:
             self._over.set_result(None)
         if self.pages is not None:
             self.pages.close()
+        if self.leadership is not None:
+            self.leadership.close()
         for deployment in self.deployments.values():
             await deployment.close()
         if self.admin is not None:
@@ -559,7 +586,7 @@ class Proxy:
         self.gateway, self.server = public.gateway, public.server
         self.gateway.page_of_unit = self._page_of_unit()
         if public.http3 is not None:
-            self.metrics.follow_handshakes(public.http3.handshakes)
+            self.metrics.collect_from(HandshakeMetrics(public.http3.handshakes))
         await public.start(self._environment.public_sockets)
         for deployment in self.deployments.values():
             self._connect_back(deployment)
@@ -629,4 +656,54 @@ def _trace_export(
         metrics,
         in_thread=environment.in_thread,
         rng=environment.rng,
+    )
+
+
+def _leadership(
+    config: "ProxyConfig", environment: Environment, sites: "Callable[[], Iterable[Deployment]]"
+) -> "Leadership | None":
+    """Return what says whether this process leads; None, and nothing of it is imported, if it is alone."""
+    settings = config.leader
+    if not settings.has_replicas:
+        return None
+    from balanceroute.proxy.live.leader.leadership import Leadership, Office  # noqa: PLC0415
+
+    led, clock = environment.led or {}, environment.uptime_s
+    # Whoever starts anew under a host's name is another one.
+    name = str(led.get("name") or f"{gethostname()}_{environment.rng.getrandbits(64):016x}")
+    office: Office
+    if settings.leader_lock is not None:
+        from balanceroute.proxy.live.leader.lock_file import LockFile  # noqa: PLC0415
+
+        descriptor = led.get("descriptor")
+        office = LockFile(
+            settings.leader_lock,
+            name=name,
+            duration_s=settings.leader_lease_s,
+            clock=clock,
+            in_thread=environment.in_thread,
+            descriptor=descriptor if isinstance(descriptor, int) else None,
+        )
+    else:
+        from balanceroute.proxy.live.discovery.sources import api_client  # noqa: PLC0415
+        from balanceroute.proxy.live.leader.kubernetes_lease import KubernetesLease  # noqa: PLC0415
+
+        namespace, _, lease = settings.leader_lease.rpartition("/")
+        office = KubernetesLease(
+            api_client(config.discovery),
+            lease,
+            namespace or None,
+            name=name,
+            duration_s=settings.leader_lease_s,
+            clock=clock,
+            unix_s=environment.unix_s,
+            rng=environment.rng,
+        )
+    office.kin = bool(led)
+    return Leadership(
+        office,
+        duration_s=settings.leader_lease_s,
+        clock=clock,
+        rng=environment.rng,
+        sites=sites,
     )

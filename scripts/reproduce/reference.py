@@ -17,10 +17,11 @@ from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
+from balanceroute.proxy.live.leader.leadership import LeaderMetrics, Standing
 from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
 from balanceroute.proxy.live.request.failures import RULES
 from balanceroute.proxy.live.settings.declared import HEADINGS
-from balanceroute.proxy.live.telemetry.component_metrics import Handshakes
+from balanceroute.proxy.live.telemetry.component_metrics import HandshakeMetrics, Handshakes
 from balanceroute.proxy.live.telemetry.metrics import Metrics
 from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
 from balanceroute.proxy.live.telemetry.request_metrics import AliasWorth
@@ -173,7 +174,8 @@ STATE = Snapshot(
 def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
     metrics = Metrics(lambda: [STATE], traces=True, process=False)
-    metrics.follow_handshakes(lambda: Handshakes(0, 0, {"crowd": 0}))
+    metrics.collect_from(HandshakeMetrics(lambda: Handshakes(0, 0, {"crowd": 0})))
+    metrics.collect_from(LeaderMetrics(lambda: Standing(False, "", "", 0, 0, 0, 0.0)))
     metrics.tenants.names = {"t"}
     metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}
     record = RequestRecord(

@@ -76,3 +76,13 @@ def test_an_unknown_rank_is_refused() -> None:
     config = SchedulerConfig(2, 1)
     with pytest.raises(LifecycleError, match="rank 2 is unknown"):
         Ranks(config).shared(OthersOnRank(RankId(2), 1, 0), Ledger(2), config)
+
+
+def test_who_leads_takes_what_is_free_and_no_more() -> None:
+    config = SchedulerConfig(2, 9, rank_batch_limits=(9, 4), leads=True)
+    ledger, ranks = Ledger(2), Ranks(config)
+    ledger.bind(RequestId(0), RankId(0), 100)
+    for others, free in ((2, [6, 2]), (4, [4, 0]), (9, [0, 0]), (20, [0, 0]), (0, [8, 4])):
+        for rank in (0, 1):
+            ranks.shared(OthersOnRank(RankId(rank), others, 0), ledger, config)
+        assert ranks.free_slots(ledger, 0).tolist() == free

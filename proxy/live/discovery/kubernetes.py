@@ -277,7 +277,79 @@ class LineStream:
         self._more.set()
 
 
+# Requests to the API server, in the name of the account of this pod.
+
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class ApiClient:
+    """Asks the API server.
+
+    What the account's folder has is read each time: tokens and certificates are replaced before they
+    expire. A local proxy of kubectl needs none.
+
+    Args:
+        connect: Makes the connections to the server. Raises ConfigError.
+        account: The folder of the service account.
+    """
+
+    def __init__(self, connect: "Callable[[], Endpoint]", account: Path) -> None:
+        self._connect, self._account = connect, account
+        self._endpoint: Endpoint | None = None
+        self._authority = b""  # Whom it trusts.
+
+    @property
+    def namespace(self) -> str:
+        """The account's. Raises OSError or UnicodeDecodeError."""
+        return self._read("namespace")
+
+    def request(
+        self, method: bytes, target: str, body: bytes = b""
+    ) -> "tuple[Endpoint, bytes, bytes, Headers, bytes]":
+        """Return whom to ask, and what; all but who takes the answer.
+
+        Raises:
+            OSError: The account's folder cannot be read; UnicodeDecodeError likewise.
+            ConfigError: Its certificates cannot be used.
+        """
+        try:
+            authority = (self._account / "ca.crt").read_bytes()
+        except FileNotFoundError:
+            authority = b""
+        if self._endpoint is None or authority != self._authority:
+            endpoint = self._connect()
+            self.close()
+            self._endpoint, self._authority = endpoint, authority
+        headers = [
+            (b"user-agent", f"balanceroute/{__version__}".encode()),
+            (b"accept", b"application/json"),
+            (b"accept-encoding", b"identity"),
+        ]
+        if body:
+            headers.append((b"content-type", b"application/json"))
+        if self._endpoint.name.startswith("https://"):
+            headers.append((b"authorization", f"Bearer {self._read('token')}".encode()))
+        return self._endpoint, method, target.encode(), headers, body
+
+    def close(self) -> None:
+        """Close its connections."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.close()
+
+    def _read(self, name: str) -> str:
+        return (self._account / name).read_text(encoding="utf-8").strip()
+
+
+def why_refused(status: int, body: bytes) -> str:
+    """Return what an answer of the API server says that is no success."""
+    try:
+        message = str(json.loads(body)["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = ""
+    return f"status {status}{message and ': '}{message}"
+
+
 _PAGE_ITEMS = 500
 _PAGE_BYTES = 32 << 20
 _LIST_S = 30.0
@@ -295,8 +367,7 @@ class KubernetesSlices:
     Args:
         selector: Of labels.
         role: What the engines do; None for what the slices' label says.
-        connect: Makes the connections to the API server. Raises ConfigError.
-        account: The folder of the service account.
+        api: Asks the API server.
         rng: Spreads the watches and the tries after an error.
     """
 
@@ -306,15 +377,12 @@ class KubernetesSlices:
         namespace: str | None,
         role: "Role | None",
         *,
-        connect: "Callable[[], Endpoint]",
-        account: Path,
+        api: ApiClient,
         rng: random.Random,
     ) -> None:
         self._selector, self._namespace = selector, namespace
         self._slices = Slices(role)
-        self._connect, self._account, self._rng = connect, account, rng
-        self._endpoint: Endpoint | None = None
-        self._authority = b""  # Whom it trusts.
+        self._api, self._rng = api, rng
         self._backoff_s = _BACKOFF_S[0]
 
     async def run(self, tell: "Callable[[View], None]") -> None:
@@ -338,8 +406,7 @@ class KubernetesSlices:
                         self._slices.version = ""
                     await self._wait()
         finally:
-            if self._endpoint is not None:
-                self._endpoint.close()
+            self._api.close()
 
     async def _wait(self) -> None:
         await asyncio.sleep(self._backoff_s * self._rng.uniform(0.5, 1.0))
@@ -404,43 +471,16 @@ class KubernetesSlices:
         return True
 
     def _request(self, **query: object) -> "tuple[Endpoint, bytes, bytes, Headers, bytes]":
-        """Return whom to ask, and what; all but the body's handler.
-
-        What the account's folder has is read each time: tokens and certificates are replaced before they
-        expire. A local proxy of kubectl needs none.
-        """
-        try:
-            authority = (self._account / "ca.crt").read_bytes()
-        except FileNotFoundError:
-            authority = b""
-        if self._endpoint is None or authority != self._authority:
-            endpoint = self._connect()
-            if self._endpoint is not None:
-                self._endpoint.close()
-            self._endpoint, self._authority = endpoint, authority
-        headers = [
-            (b"user-agent", f"balanceroute/{__version__}".encode()),
-            (b"accept", b"application/json"),
-            (b"accept-encoding", b"identity"),
-        ]
-        if self._endpoint.name.startswith("https://"):
-            headers.append((b"authorization", f"Bearer {self._read('token')}".encode()))
-        namespace = self._namespace or self._read("namespace")
-        path = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
-        target = f"{path}?{urlencode({'labelSelector': self._selector, **query})}".encode()
-        return self._endpoint, b"GET", target, headers, b""
-
-    def _read(self, name: str) -> str:
-        return (self._account / name).read_text(encoding="utf-8").strip()
+        """Return whom to ask, and what; see `ApiClient.request`."""
+        namespace = quote(self._namespace or self._api.namespace)
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        return self._api.request(
+            b"GET", f"{path}?{urlencode({'labelSelector': self._selector, **query})}"
+        )
 
 
 def _check(status: int, body: bytes) -> None:
     """Raise an error unless the answer is 200."""
-    if status == 200:
-        return
-    try:
-        message = str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = ""
-    text = f"status {status}{message and ': '}{message}"
-    raise ExpiredError(text) if status == _GONE else WatchError(text)
+    if status != 200:
+        kind = ExpiredError if status == _GONE else WatchError
+        raise kind(why_refused(status, body))

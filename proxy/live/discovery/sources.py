@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.discovery.kubernetes import ACCOUNT, KubernetesSlices
+from balanceroute.proxy.live.discovery.kubernetes import ACCOUNT, ApiClient, KubernetesSlices
 from balanceroute.proxy.live.discovery.reconciler import DiscoverySource, Found, Reconciler, View
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
@@ -230,6 +230,13 @@ def _make(
         url = EngineUrl.parse(f"http://{source.place}")
         return DnsName(source.role, url.host, url.port, interval_s=settings.discover_interval_s)
     selector, _, namespace = source.place.partition("@")
+    return KubernetesSlices(
+        selector, namespace or None, source.role, api=api_client(settings), rng=rng
+    )
+
+
+def api_client(settings: "DiscoverySettings") -> ApiClient:
+    """Return who asks the API server of Kubernetes, as the settings say."""
     account = settings.kubernetes_account or ACCOUNT
 
     def connect() -> Endpoint:
@@ -239,6 +246,4 @@ def _make(
             tls = engine_context(account / "ca.crt", insecure=False)
         return Endpoint(url.host, url.port, ssl=tls)
 
-    return KubernetesSlices(
-        selector, namespace or None, source.role, connect=connect, account=account, rng=rng
-    )
+    return ApiClient(connect, account)

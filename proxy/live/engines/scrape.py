@@ -18,7 +18,7 @@ Times are float seconds of the clock given.
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from operator import attrgetter
 
@@ -152,6 +152,13 @@ class Scraper:
             watch.scraping = True
         self._report()
         return [watch.target for watch in due]
+
+    async def again(self, target: Target) -> None:
+        """Scrape an instance now, and take nothing of a scrape that began earlier."""
+        watch = self._watches.get(target)
+        if watch is not None:
+            self._watches[target] = replace(watch, scraping=True)
+            await self._scrape(target)
 
     async def _scrape(self, target: Target) -> None:
         watch = self._watches.get(target)

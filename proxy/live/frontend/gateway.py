@@ -14,6 +14,7 @@ from urllib.parse import unquote_to_bytes
 from msgspec import structs
 
 from balanceroute import __version__
+from balanceroute.proxy.core.admission import Refusal
 from balanceroute.proxy.live.connectors import METASERVER_PATH
 from balanceroute.proxy.live.frontend.groups import (
     MODEL_HEADER,
@@ -293,6 +294,7 @@ class Gateway:
         self._unix_s = unix_s
         self._tracer = tracer
         self._clock, self._unique = groups.context.clock, groups.context.unique
+        self._forbids = groups.first.intake.forbids  # See `DriverSettings`.
         self.refusals = Refusals(
             groups.context,
             metrics=metrics,
@@ -325,6 +327,8 @@ class Gateway:
         if route.handling is OWN:
             return None
         # Not at the cost of reading a body that is refused in any case.
+        if self._forbids is not None and (reason := self._forbids()):
+            return Rejection(503, reason, ((b"retry-after", b"1"),))
         return self._groups.first.tenancy.refuse_early(tenant.name)
 
     def __call__(self, request: "HttpRequest", reply: "Reply") -> None:
@@ -445,6 +449,8 @@ class Gateway:
         request = structs.replace(request, body=body)
 
         refusal = group.tenancy.refuse_alone(record.tenant)
+        if self._forbids is not None and (reason := self._forbids()):
+            refusal = Refusal(503, reason, 1)
         if refusal is not None:
             self.refusals.limit(reply, record, refusal)
             return
@@ -673,9 +679,9 @@ class Gateway:
             if self._groups.ready:
                 reply.send(200, [request_id], b"")
             else:
-                reply.send(
-                    503, [*json_headers, (b"retry-after", b"1")], error_body(503, "not ready")
-                )
+                reason = "" if self._forbids is None else self._forbids()
+                body = error_body(503, reason or "not ready")
+                reply.send(503, [*json_headers, (b"retry-after", b"1")], body)
         elif request.path == b"/version":
             reply.send(200, json_headers, b'{"version":"%b"}' % __version__.encode())
         elif request.path == b"/load":

@@ -376,9 +376,9 @@ class DriverSettings:
     # How long requests wait for a role of which no instance is up. Less than that is an engine that
     # restarts; who comes meanwhile is refused at once.
     stranded_s: float = 10.0
-    group_return_s: float = (
-        0.0  # The same where all ranks have ended with their data-parallel groups.
-    )
+    group_return_s: float = 0.0  # The same for data-parallel groups that have ended.
+    # Returns why nothing may be given to an engine now; empty if it may. None if nobody forbids it.
+    forbids: Callable[[], str] | None = None
 
 
 class Decisions:
@@ -421,7 +421,7 @@ class Decisions:
         self._instances = instances
         self._metrics, self._predictors = observers.metrics, observers.predictors
         self._stages = observers.stages
-        self._settle_s = settings.settle_s
+        self._settle_s, self._forbids = settings.settle_s, settings.forbids
         self._began = began
         self._clock = loop.time
         self._stalls = context.stalls
@@ -463,6 +463,14 @@ class Decisions:
         """See that a decision comes at once."""
         self._ticks.wake(0.0)
 
+    def bar(self, *, barred: bool) -> None:
+        """Let what waits wait from now on, or go on: another process may decide at present."""
+        intake = self._scheduler.intake
+        if intake.barred != barred:
+            intake.barred = barred
+            if not barred:
+                self.wake()
+
     def look_after(self) -> None:
         """Decide if a deadline or an earlier failure asks for it; follow the ranks in any case."""
         deadline_ns = self._scheduler.next_deadline_ns()
@@ -497,6 +505,9 @@ class Decisions:
 
     def _tick(self) -> None:
         self._ticks.cancel()
+        if self._scheduler.intake.barred:
+            self.isolation.run("follow", self.follow)
+            return
         decides = self._scheduler.pool.slots > 0
         failures = self.isolation.failures
         failed_before = failures.rounds_failed
@@ -532,6 +543,10 @@ class Decisions:
             self._performing = False
 
     def _start(self, session: "Session", action: StartPrefill | Admit) -> None:
+        """Give a request to an engine, unless that is forbidden by now."""
+        if self._forbids is not None and (reason := self._forbids()):
+            session.give_up(reason)
+            return
         self._began(session)
         if type(action) is StartPrefill:
             start_prefill(session, self._instances.prefillers[action.prefiller])

@@ -22,6 +22,7 @@ from balanceroute.proxy.core.events import (
     RequestId,
     Ticket,
 )
+from balanceroute.proxy.core.lifecycle import LifecycleState
 from balanceroute.proxy.core.prediction import mean_output_tokens
 from balanceroute.proxy.core.scheduler import Scheduler, placed
 from balanceroute.proxy.live.engines.engine_url import Fault
@@ -521,6 +522,7 @@ class Driver:
         self.scheduler, self.instances, self.context = scheduler, instances, context
         predictors = observers.predictors
         self.draining, self.uses_keys = False, predictors.uses_keys
+        self.forbids = settings.forbids  # See `DriverSettings`.
         self._predictors, self._admission, self._settings = predictors, admission, settings
         self.table = SessionTable(rng)  # All live requests, and their names.
         self.sessions = self.table.live  # Those of the table.
@@ -578,6 +580,8 @@ class Driver:
         """Return why a request that comes now cannot be taken, or None."""
         if self.draining:
             return Refusal(503, "the proxy is shutting down", 1)
+        if self.forbids is not None and (reason := self.forbids()):
+            return Refusal(503, reason, 1)
         scheduler = self.scheduler
         # Held, it waits: an administrator has engines sleep, and wakes them up.
         if not (self.instances.ready or scheduler.intake.held) and not (
@@ -673,7 +677,8 @@ class Driver:
     @property
     def ready(self) -> bool:
         """Whether a request would be taken now, and decided about as it should be."""
-        return self.instances.ready and not self.draining and not self.isolation.failures.persist
+        forbidden = self.draining or (self.forbids is not None and bool(self.forbids()))
+        return self.instances.ready and not forbidden and not self.isolation.failures.persist
 
     @property
     def idle(self) -> bool:
@@ -688,6 +693,24 @@ class Driver:
         """Let nothing start before its prefill, or let it start again."""
         self.scheduler.intake.hold(held=held)
         self.decisions.wake()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a request is there of which no rank's metrics tell, as they tell of those it runs."""
+        return any(
+            not (request.state is LifecycleState.DECODING and request.started)
+            for request in self.scheduler.requests.values()
+        )
+
+    def end_waiting(self, reason: str) -> None:
+        """End what is on no engine: somebody else may serve it."""
+        # In this order: who leaves the pool makes room for the queue.
+        for state in (LifecycleState.QUEUED, LifecycleState.POOLED):
+            requests = self.scheduler.requests.values()
+            for number in [one.request for one in requests if one.state is state]:
+                session = self.sessions.get(number)
+                if session is not None:
+                    self.isolation.run_for(session, "leader", session.give_up, reason)
 
     def shut_down(self) -> None:
         """End every request and every timer."""

@@ -67,6 +67,11 @@ class OthersOnRanks:
                 kv_tokens = round(load.kv_usage * gauges.kv_tokens * share)
             self._tell(rank, others, kv_tokens)
 
+    def forget(self) -> None:
+        """Let the next reading of each rank count by itself: others had all of it until now."""
+        for reading in self._readings:
+            reading.own, reading.beyond = 0, (_UNKNOWN,) * _READINGS
+
     def failed(self, target: Target) -> None:
         """Note that an engine could not be read; what it told holds for some readings."""
         for rank in self._ranks_of(target):
@@ -78,7 +83,6 @@ class OthersOnRanks:
 
     def _others(self, rank: RankId, reported: int) -> int:
         reading, own = self._readings[rank], self._own_slots(rank)
-        had_none = not reading.own
         most = max(own, reading.own)
         beyond = max(0, reported - most)
         reading.own, reading.beyond, reading.failed = own, (*reading.beyond[1:], beyond), 0
@@ -87,9 +91,7 @@ class OthersOnRanks:
             return min(reading.beyond[-_CHANGED:])
         latest = reading.beyond[-_CHANGED:] if reading.told else reading.beyond
         # Between the least and the most of them it may be as before.
-        others = min(max(reading.told, min(latest)), max(latest))
-        # A scheduler that takes over is told of its own requests after the first reading.
-        return min(others, max(0, reported - own)) if had_none else others
+        return min(max(reading.told, min(latest)), max(latest))
 
     def _tell(self, rank: Rank, slots: int, kv_tokens: int) -> None:
         reading = self._readings[rank.id]

@@ -36,6 +36,7 @@ from balanceroute.proxy.live.settings.declared import (
     EngineSettings,
     GatewaySettings,
     Http3Settings,
+    LeaderSettings,
     ListeningSettings,
     LogSettings,
     TimeLimits,
@@ -69,6 +70,7 @@ class ProxyConfig:
     topology: str | None
     engines: EngineSettings
     discovery: DiscoverySettings
+    leader: LeaderSettings
     listening: ListeningSettings
     http3: Http3Settings
     gateway: GatewaySettings
@@ -235,6 +237,7 @@ _OF_ALL = frozenset(
                 ListeningSettings,
                 Http3Settings,
                 GatewaySettings,
+                LeaderSettings,
                 *_SHOWN["limits"],
                 LogSettings,
             )

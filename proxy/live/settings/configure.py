@@ -52,6 +52,7 @@ from balanceroute.proxy.live.settings.declared import (
     EngineSettings,
     GatewaySettings,
     Http3Settings,
+    LeaderSettings,
     ListeningSettings,
     LogSettings,
     TimeLimits,
@@ -166,6 +167,7 @@ def _configured(
         topology=None if topology is None else topology.name,
         engines=engines,
         discovery=discovery,
+        leader=_leader(given),
         listening=listening,
         http3=_http3(given, listening),
         gateway=_gateway(given),
@@ -255,13 +257,24 @@ def _discovery(given: Given, environment: Mapping[str, str]) -> DiscoverySetting
         place = f"{given.where('roster_state')} is {settings.roster_state}"
         _check_place(place, settings.roster_state)
     asks = any(one.kind == "kubernetes" for one in settings.discover)
-    if settings.kubernetes_api or not asks:
+    name = "discover" if asks else "leader_lease"
+    if settings.kubernetes_api or not (asks or given.read(LeaderSettings).leader_lease):
         return settings
     host, port = (environment.get(f"KUBERNETES_SERVICE_{what}") for what in ("HOST", "PORT"))
     if host is None or port is None:
         reason = "not in a pod of a cluster: needs --kubernetes-api"
-        raise ConfigError(f"{given.where('discover')}: {reason}")
+        raise ConfigError(f"{given.where(name)}: {reason}")
     return replace(settings, kubernetes_api=base_address(f"https://{bracketed(host)}:{port}"))
+
+
+def _leader(given: Given) -> LeaderSettings:
+    leader = given.read(LeaderSettings)
+    if leader.leader_lock is not None:
+        place = f"{given.where('leader_lock')} is {leader.leader_lock}"
+        if leader.leader_lease:
+            raise ConfigError(f"{place}, and --leader-lease says who leads already")
+        _check_place(place, leader.leader_lock)
+    return leader
 
 
 def _check_metaserver(given: Given, engines: EngineSettings, listening: ListeningSettings) -> None:

@@ -202,6 +202,49 @@ class DiscoverySettings:
         return any(one.role in (role, None) for one in self.discover)
 
 
+# Which of several replicas leads.
+
+# A name of Kubernetes, behind a namespace perhaps.
+_LEASE = re.compile(r"(?:[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?/)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+
+
+def lease_name(word: str) -> str:
+    """Check the name of a Lease: NAME or NAMESPACE/NAME. Raises ConfigError."""
+    if not _LEASE.fullmatch(word):
+        raise ConfigError(f"is {shown(word)}, must be NAME or NAMESPACE/NAME of a Lease")
+    return word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderSettings:
+    """Which of several replicas before one decode group decides; the others follow it."""
+
+    leader_lease: str = text(
+        "",
+        "the Lease of Kubernetes by which replicas agree on who leads, as NAME or NAMESPACE/NAME (default: "
+        "this process is alone)",
+        lease_name,
+        metavar="LEASE",
+    )
+    leader_lock: Path | None = file(
+        "outside Kubernetes, the file on shared storage that who leads has locked (default: this process is "
+        "alone)"
+    )
+    leader_lease_s: int = integer(
+        3,
+        "seconds without a renewal after which another one takes over; a leader that cannot renew admits "
+        "nothing after two thirds of it",
+        2,
+        60,
+        metavar="S",
+    )
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are others that may lead."""
+        return bool(self.leader_lease) or self.leader_lock is not None
+
+
 LOG_WORDS = ("-", "none")
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -426,6 +469,7 @@ class LogSettings:
 HEADINGS: dict[str, tuple[type, ...]] = {
     "engines": (EngineAddresses, EngineSettings),
     "discovery": (DiscoverySettings,),
+    "replicas": (LeaderSettings,),
     "listening": (ListeningSettings, Http3Settings, GatewaySettings),
     "admission": (AdmissionSettings, AimdOptions),
     "scheduling": (SchedulingSettings, SchedulerConfig, LegRules, ScoreLimits),

@@ -162,8 +162,13 @@ _TABLE = (
     ),
     _Idle(
         ("kubernetes_api", "kubernetes_account"),
-        "without --discover of kubernetes",
-        lambda c: not _finds(c, "kubernetes"),
+        "without --discover of kubernetes and without --leader-lease",
+        lambda c: not (_finds(c, "kubernetes") or c.leader.leader_lease),
+    ),
+    _Idle(
+        ("leader_lease_s",),
+        "without --leader-lease or --leader-lock",
+        lambda c: not c.leader.has_replicas,
     ),
     # Listening.
     _Idle(

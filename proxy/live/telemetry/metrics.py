@@ -24,8 +24,6 @@ from balanceroute.proxy.live.telemetry import registry as exposition
 from balanceroute.proxy.live.telemetry.component_metrics import (
     DecisionMetrics,
     EngineMetrics,
-    HandshakeMetrics,
-    Handshakes,
     PredictorMetrics,
     TraceMetrics,
 )
@@ -486,9 +484,9 @@ class Metrics:
         if process:
             registry.collect_process()
 
-    def follow_handshakes(self, count: Callable[[], Handshakes]) -> None:
-        """Export what becomes of handshakes of HTTP/3 too."""
-        self._registry.register(HandshakeMetrics(count))
+    def collect_from(self, collector: Collector) -> None:
+        """Export what else tells of itself, too."""
+        self._registry.register(collector)
 
     def latencies(self) -> dict[str, Histogram]:
         """Return the histograms that show where time goes, by stage."""

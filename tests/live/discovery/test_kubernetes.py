@@ -11,7 +11,7 @@ from tests.support.certificate import make_certificate
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
-from balanceroute.proxy.live.discovery.kubernetes import KubernetesSlices
+from balanceroute.proxy.live.discovery.kubernetes import ApiClient, KubernetesSlices
 from balanceroute.proxy.live.discovery.sources import make_sources
 from balanceroute.proxy.live.security import server_context
 from balanceroute.proxy.live.settings.declared import DiscoverySettings, engine_source
@@ -34,8 +34,7 @@ class Watcher:
             "app=x,tier in (a)",
             "serving",
             None,
-            connect=lambda: Endpoint("127.0.0.1", server.server.port),
-            account=account,
+            api=ApiClient(lambda: Endpoint("127.0.0.1", server.server.port), account),
             rng=random.Random(5),
         )
 

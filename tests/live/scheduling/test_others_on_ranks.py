@@ -84,13 +84,22 @@ def test_a_request_that_came_and_went_since_the_last_reading_is_no_other() -> No
     assert subject.read(1, 0) == on_rank(1)
 
 
-def test_a_scheduler_that_takes_over_knows_its_own_at_the_next_reading() -> None:
+def test_a_page_from_before_its_first_requests_hides_no_others() -> None:
     subject = Subject()
-    assert subject.read(10, 0) == on_rank(10)
-    subject.own = 8
-    assert subject.read(10, 0) == on_rank(2)
-    subject.own = 9
-    assert subject.read(11, 0) == on_rank(2)
+    assert subject.read(4, 0) == on_rank(4)
+    subject.own = 4  # Of more slots, while the page was on its way.
+    assert subject.read(4, 0) == on_rank(4)
+    assert subject.read(8, 0) == on_rank(4)
+    assert subject.read(6, 0) == on_rank(4)
+    assert subject.read(6, 0) == on_rank(2)
+
+
+def test_who_takes_over_believes_the_next_page_alone() -> None:
+    subject = Subject()
+    assert subject.read(2, 0) == on_rank(2)
+    assert subject.read(9, 0) == on_rank(2)  # One reading alone may be of a moment.
+    subject.others.forget()
+    assert subject.read(9, 0) == on_rank(9)
 
 
 def test_what_is_known_holds_while_two_readings_fail() -> None:

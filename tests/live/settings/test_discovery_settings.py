@@ -83,3 +83,28 @@ def test_the_state_of_the_roster_can_be_where_it_is_to_be(tmp_path: Path) -> Non
     assert config.discovery.roster_state == tmp_path / "roster.json"
     with pytest.raises(ConfigError, match=r"roster_state is .*: a directory"):
         of_file(tmp_path, 'roster_state = "."')
+
+
+def test_where_replicas_agree_on_who_leads(tmp_path: Path) -> None:
+    flags = {"prefill": ["http://127.0.0.1:1"], "decode": ["http://127.0.0.1:2"]}
+    assert not make_config(None, flags).leader.has_replicas
+    lock = make_config(None, flags | {"leader_lock": str(tmp_path / "leader")})
+    assert lock.leader.leader_lock == tmp_path / "leader"
+    assert lock.leader.has_replicas
+    lease = flags | {"leader_lease": "serving/balanceroute-leader"}
+    config = make_config(None, lease, environment=IN_A_POD)
+    assert config.leader.leader_lease == "serving/balanceroute-leader"
+    assert config.discovery.kubernetes_api == "https://10.96.0.1:443"
+    with pytest.raises(ConfigError, match="--leader-lease: not in a pod of a cluster"):
+        make_config(None, lease)
+    with pytest.raises(ConfigError, match="and --leader-lease says who leads already"):
+        make_config(None, lease | {"leader_lock": str(tmp_path / "x")}, environment=IN_A_POD)
+    with pytest.raises(ConfigError, match=r"--leader-lock is .*: a directory"):
+        make_config(None, flags | {"leader_lock": str(tmp_path)})
+
+
+@pytest.mark.parametrize("word", ["A", "a/b/c", "a_b", "-a", "a-", "/a", "a/", "x" * 254, "a b"])
+def test_what_is_no_name_of_a_lease_is_refused(word: str) -> None:
+    flags = {"prefill": ["http://127.0.0.1:1"], "decode": ["http://127.0.0.1:2"]}
+    with pytest.raises(ConfigError, match=r"--leader-lease is .*must be NAME or NAMESPACE/NAME"):
+        make_config(None, flags | {"leader_lease": word})

@@ -101,6 +101,8 @@ CASES: list[tuple[dict[str, object], dict[str, object], dict[str, object]]] = [
     ({"retry_backoff_limit_s": 5.0}, {"retry_attempts": 1}, {"retry_attempts": 2}),
     ({"log_level": "error"}, {"log": "none"}, {"log": "-"}),
     ({"load_log_interval_s": 1.0}, {}, {"load_log": "loads"}),
+    ({"leader_lease_s": 9}, {}, {"leader_lease": "x", "kubernetes_api": "http://k"}),
+    ({"kubernetes_api": "http://k"}, {}, {"leader_lease": "balanceroute"}),
 ]
 # They need a file, and are tried below.
 OF_FILES = {
@@ -133,7 +135,7 @@ ALWAYS = {
     *("header_limit", "target_limit_bytes", "header_timeout_s", "body_timeout_s"),
     *("keep_alive_timeout_s", "write_timeout_s", "write_buffer_bytes", "answer_limit_bytes"),
     *("log", "load_log", "otlp_traces_endpoint", "trace_share", "sse_keep_alive_s"),
-    *("progress_veto", "warm_up", "dp_size", "group_return_s"),
+    *("progress_veto", "warm_up", "dp_size", "group_return_s", "leader_lease", "leader_lock"),
 }
 
 
@@ -226,7 +228,7 @@ def test_a_setting_of_a_file_that_needs_files(tmp_path: Path) -> None:
         "--admin-name has no effect with --no-admin"
     ]
     assert idle(of_flags(kubernetes_account=str(tmp_path))) == [
-        "--kubernetes-account has no effect without --discover of kubernetes"
+        "--kubernetes-account has no effect without --discover of kubernetes and without --leader-lease"
     ]
     kept = {"roster_state": str(tmp_path / "kept"), "admin": False}
     (told_of,) = idle(of_flags(**kept))

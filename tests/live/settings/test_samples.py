@@ -52,6 +52,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "discover_interval_s": 3.75,
     "discover_hold_s": 7.25,
     "discover_limit": 90,
+    "leader_lease_s": 15,
     "probe_limit": 4,
     "prefiller_kv_tokens": 200_000,
     "prefiller_utilisation_limit": 0.5,
@@ -162,7 +163,7 @@ AT_TOP = {"prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector
 # Means something with one connector alone.
 LAYERWISE = {"metaserver_url"}
 # Means something with another setting alone.
-WITH_DISCOVERY = {"kubernetes_api"}
+WITH_DISCOVERY = {"kubernetes_api", "leader_lease", "leader_lock"}
 WITH_CERTIFICATE = {"http3"}
 # See test_kv_event_ports.
 WITH_EVENTS = {
