@@ -45,7 +45,7 @@ import logging
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 _log = logging.getLogger(__name__)
@@ -66,6 +66,9 @@ class Inherited:
         self.public: list[socket.socket] = []  # Listening sockets for clients.
         self.admin: list[socket.socket] = []  # Those for administrators.
         self.orders = b""  # What was ordered; see `OrderStore`.
+        self.led: Mapping[str, object] | None = (
+            None  # See `Leadership.bequest`; None if it is alone.
+        )
         self._ready: int | None = None
         given = environment.pop(_GIVEN, None)
         if given is None:
@@ -75,8 +78,8 @@ class Inherited:
         self.admin = [socket.socket(fileno=one) for one in told["admin"]]
         with open(told["orders"], "rb") as orders:
             self.orders = orders.read()
-        self._ready = told["ready"]
-        for one in (*told["public"], *told["admin"], told["ready"]):
+        self._ready, self.led = told["ready"], told["led"]
+        for one in (*told["public"], *told["admin"], told["ready"], *_descriptors(self.led)):
             os.set_inheritable(one, False)
 
     def serves(self) -> None:
@@ -93,6 +96,7 @@ class Successor:
     Args:
         public: Returns the descriptors of the listening sockets for clients.
         stop_orders: Refuses orders from now on, and returns when none is being carried out.
+        led: Returns what is to be known of the leadership; see `Leadership.bequest`.
         failed: Called when it does not, after `stop_orders`.
     """
 
@@ -104,12 +108,13 @@ class Successor:
         admin: Callable[[], Sequence[int]],
         stop_orders: Callable[[], Awaitable[None]],
         orders: Callable[[], bytes],
+        led: Callable[[], Mapping[str, object] | None],
         serves: Callable[[], object],
         failed: Callable[[], object],
     ) -> None:
         self._command = command
         self._public, self._admin = public, admin
-        self._stop_orders, self._orders = stop_orders, orders
+        self._stop_orders, self._orders, self._led = stop_orders, orders, led
         self._serves, self._gives_up = serves, failed
         self._loop = asyncio.get_running_loop()
         self._beginning: asyncio.Task[None] | None = None
@@ -175,11 +180,18 @@ class Successor:
         with tempfile.TemporaryFile() as orders:
             orders.write(self._orders())
             orders.seek(0)
-            given = {"public": public, "admin": admin, "ready": its_end, "orders": orders.fileno()}
+            led = self._led()
+            given = {
+                "public": public,
+                "admin": admin,
+                "ready": its_end,
+                "orders": orders.fileno(),
+                "led": led,
+            }
             self._process = subprocess.Popen(  # noqa: S603 - this very command.
                 self._command,
                 env=os.environ | {_GIVEN: json.dumps(given)},
-                pass_fds=[*public, *admin, its_end, orders.fileno()],
+                pass_fds=[*public, *admin, its_end, orders.fileno(), *_descriptors(led)],
                 # A terminal's signals would reach it twice: by itself, and passed on.
                 process_group=0,
             )
@@ -220,6 +232,12 @@ class Successor:
         self._loop.remove_reader(self._ready)
         os.close(self._ready)
         self._ready = None
+
+
+def _descriptors(led: Mapping[str, object] | None) -> list[int]:
+    """Return the descriptor of the lock by which a process leads, if it does so."""
+    descriptor = None if led is None else led.get("descriptor")
+    return [descriptor] if isinstance(descriptor, int) else []
 
 
 def wait_in_place(process: "subprocess.Popen[bytes]") -> int:  # noqa: RET503 - else it is replaced.

@@ -699,11 +699,11 @@ def _leadership(
             unix_s=environment.unix_s,
             rng=environment.rng,
         )
-    office.kin = bool(led)
     return Leadership(
         office,
         duration_s=settings.leader_lease_s,
         clock=clock,
         rng=environment.rng,
         sites=sites,
+        led=led,
     )

@@ -119,6 +119,7 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         read_credentials=command.read_credentials,
         make_group=command.make_group,
         orders=orders,
+        led=inherited.led,
         public_sockets=inherited.public,
         admin_sockets=inherited.admin,
     )
@@ -135,6 +136,7 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         admin=lambda: [] if proxy.admin is None else proxy.admin.listening,
         stop_orders=proxy.stop_orders,
         orders=orders.content,
+        led=lambda: None if proxy.leadership is None else proxy.leadership.bequest(),
         serves=lambda: leaving.append(asyncio.create_task(leave())),
         failed=proxy.take_orders,
     )
@@ -157,6 +159,8 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, take_over)
         settle_memory()
         _announce(proxy, descriptors, native=pump is not None)
+        if proxy.leadership is not None:
+            await proxy.leadership.succeed()
         inherited.serves()
         await serve_until_told(proxy, watch, signals)
         successor.stop()

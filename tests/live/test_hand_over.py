@@ -67,12 +67,16 @@ async def served_by(
         try:
             yield served
         finally:
-            pids = [served.process.pid]
-            while pids:
-                pids = [child for one in pids for child in children(one)]
-                for one in pids:
-                    with suppress(ProcessLookupError):
-                        os.kill(one, signal.SIGKILL)
+            kill_successors(served)
+
+
+def kill_successors(served: Served) -> None:
+    pids = [served.process.pid]
+    while pids:
+        pids = [child for one in pids for child in children(one)]
+        for one in pids:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
 
 
 async def long_streams(served: Served, count: int) -> "list[Exchanged]":
@@ -310,6 +314,7 @@ def test_a_hang_up_while_a_new_version_starts_reaches_it_once_it_serves(tmp_path
             admin=list,
             stop_orders=stop_orders,
             orders=orders,
+            led=lambda: None,
             serves=lambda: steps.append("serves"),
             failed=lambda: steps.append("failed"),
         )
@@ -346,6 +351,7 @@ def test_orders_are_taken_again_if_a_new_version_cannot_be_started(tmp_path: Pat
             admin=list,
             stop_orders=stop_orders,
             orders=bytes,
+            led=lambda: None,
             serves=lambda: steps.append("serves"),
             failed=failed,
         )

@@ -12,10 +12,11 @@ long as nobody else is known to lead; then it ends with an error.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -124,6 +125,7 @@ class Leadership:
         clock: Seconds, which go on while the machine is suspended.
         rng: Spreads the tries.
         sites: Returns the groups about which is decided.
+        led: What the process that this one takes over from has bequeathed; empty if there is none.
     """
 
     def __init__(
@@ -134,7 +136,10 @@ class Leadership:
         clock: Callable[[], float],
         rng: random.Random,
         sites: Callable[[], Iterable[Followed]],
+        led: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        office.kin, self._succeeds = bool(led), led.get("leads") is True
+        self._began_to_lead = asyncio.Event()
         self._office, self._clock, self._rng, self._sites = office, clock, rng, sites
         self._term_s, self._exchange_s = _TERM * duration_s, _EXCHANGE * duration_s
         self._between_s = _BETWEEN * duration_s
@@ -234,6 +239,7 @@ class Leadership:
                 return  # Too late: again with the next term.
             self._led = True
             self._began += 1
+            self._began_to_lead.set()
             _log.info("this proxy leads", extra={"fields": self._fields()})
         self._go_on()
 
@@ -318,7 +324,13 @@ class Leadership:
 
     def bequest(self) -> dict[str, object]:
         """Return what a process that takes over is to know; see `Office`."""
-        return self._office.bequest()
+        return self._office.bequest() | {"leads": self.leads}
+
+    async def succeed(self) -> None:
+        """Wait until this process leads as the one did from which it takes over; not for long, if not."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._term_s if self._succeeds else 0.0):
+                await self._began_to_lead.wait()
 
     def resign(self) -> None:
         """Leave the leadership to a process that has taken over. What waits here is decided about still."""
