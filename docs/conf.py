@@ -37,6 +37,7 @@ PARTS = {
         "appendix/overload",
         "appendix/live",
         "appendix/models",
+        "appendix/doctor",
         "appendix/engines",
         "appendix/costs",
     ),

@@ -125,7 +125,7 @@ MAY_IMPORT = {
     },
     "proxy.cli": {
         *("proxy.core", "proxy.lab", "proxy.live", "proxy.model_choice", "proxy.page_client"),
-        *("proxy.settings", "predictors", "topologies", "traces", "__version__"),
+        *("proxy.settings", "proxy.wire", "predictors", "topologies", "traces", "__version__"),
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
 }
@@ -133,9 +133,9 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_550, 34),
     "proxy/wire": (7_000, 23),
-    "proxy/live": (34_600, 111),
+    "proxy/live": (34_650, 111),
     "proxy/lab": (15_600, 55),
-    "proxy/cli": (4_550, 21),
+    "proxy/cli": (5_500, 23),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
@@ -143,7 +143,7 @@ BUDGET = {
     "scripts": (14_800, 42),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (110_100, 538),
+    "tests": (110_750, 540),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

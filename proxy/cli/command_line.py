@@ -66,6 +66,7 @@ class Parser(argparse.ArgumentParser):
 # help: to serve a fleet, to measure it, to try without engines, to learn.
 COMMANDS = (
     "serve",
+    "doctor",
     "topology",
     "drain",
     "hash-key",

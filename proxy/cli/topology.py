@@ -7,29 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from balanceroute.proxy.cli.running_engines import Seen, judge_pair, look_at
 from balanceroute.proxy.core.errors import ConfigError
-from balanceroute.proxy.live.engines.engine_facts import EngineFacts, doubts, facts_of, misfits
-from balanceroute.proxy.live.engines.engine_gauges import (
-    MAX_PAGE_BYTES,
-    KvSigns,
-    MetricsPageError,
-    cache_configs,
-    kv_signs,
-    kv_tokens_of,
-)
+from balanceroute.proxy.live.engines.engine_facts import doubts
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.engines.model_list import ModelsPageError, ServedModel, parse_models
-from balanceroute.proxy.live.engines.pairing import VersionPage
 from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.configure import make_config
-from balanceroute.proxy.page_client import PageClient, UnansweredError
+from balanceroute.proxy.page_client import PageClient
 from balanceroute.topologies import (
     Command,
     Finding,
@@ -136,35 +125,6 @@ def installed_python() -> str | None:
 _AT_ONCE = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What one engine says of itself."""
-
-    role: str
-    url: str
-    # The data-parallel ranks that the topology expects behind the address; None if it leaves that
-    # to the engine.
-    ranks: int | None = 1
-    named: tuple[int, ...] = ()  # Those that the proxy names with requests.
-    version: str = ""
-    models: tuple[ServedModel, ...] = ()
-    # The labels of the KV cache's configuration, one set for each rank.
-    caches: tuple[dict[str, str], ...] = field(default=())
-    signs: KvSigns = KvSigns()  # What else its metrics tell.
-    fault: str = ""  # Why it could not be asked; "" if it was.
-
-    @property
-    def facts(self) -> EngineFacts:
-        """What is compared with other engines."""
-        return facts_of(self.version, self.models, self.caches)
-
-    @property
-    def kv_tokens(self) -> int | None:
-        """KV tokens that a rank holds, the least of its ranks; None if it does not say."""
-        sizes = [kv_tokens_of(cache) for cache in self.caches]
-        return min((size for size in sizes if size is not None), default=None)
-
-
 def check_online(topology: "Topology", ca_file: "Path | None" = None) -> tuple[list[Finding], str]:
     """Ask all engines of a topology; return the findings, and the KV memory of the ranks in words.
 
@@ -196,7 +156,7 @@ def judge(topology: "Topology", connector: str, seen: Sequence[Seen]) -> Iterato
     reported: set[str] = set()
     for prefill in prefillers:
         for decode in decoders:
-            for finding, what in _judge_pair(connector, prefill, decode):
+            for finding, what in judge_pair(connector, prefill, decode):
                 # One pair stands for all others of the same two values.
                 if what not in reported:
                     reported.add(what)
@@ -222,18 +182,6 @@ def _judge_one(topology: "Topology", connector: str, one: Seen) -> Iterator[Find
     if one.kv_tokens is not None and one.kv_tokens < longest:
         reason = f"holds {one.kv_tokens:,} KV tokens, less than its max_model_len ({longest:,})"
         yield Finding("note", key, reason)
-
-
-def _judge_pair(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[Finding, str]]:
-    key = f"decode {decode.url} and prefill {prefill.url}"
-    for one in misfits(connector, prefill.facts, decode.facts):
-        yield Finding("error" if one.refused else "note", key, str(one)), one.what
-    lengths = {model.name: model.max_model_len for model in prefill.models}
-    for model in decode.models:
-        ours, theirs = model.max_model_len, lengths.get(model.name, model.max_model_len)
-        if ours != theirs:
-            what = f"have max_model_len {ours} and {theirs} of {model.name!r}"
-            yield Finding("note", key, what), what
 
 
 def _memory(config: "ProxyConfig", seen: Sequence[Seen]) -> str:
@@ -271,32 +219,10 @@ async def _look_at_all(config: "ProxyConfig", client: PageClient) -> list[Seen]:
 
     async def look(one: Seen) -> Seen:
         async with turns:
-            return await _look_at(pages, one)
+            return await look_at(pages, one)
 
     async with client as pages:
         return await asyncio.gather(*map(look, seen.values()))
-
-
-async def _look_at(pages: PageClient, one: Seen) -> Seen:
-    page = "/version"
-    try:
-        version = msgspec.json.decode(
-            await pages.page(one.url + page, max_bytes=1 << 16), type=VersionPage
-        ).version
-        page = "/v1/models"
-        models = parse_models(await pages.page(one.url + page, max_bytes=1 << 20))
-        page = "/metrics"
-        metrics = await pages.page(one.url + page, max_bytes=MAX_PAGE_BYTES)
-        caches, signs = tuple(cache_configs(metrics)), kv_signs(metrics)
-    except (
-        UnansweredError,
-        ModelsPageError,
-        MetricsPageError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        return replace(one, fault=f"{page}: {error}")
-    return replace(one, version=version, models=models, caches=caches, signs=signs)
 
 
 _ROLES = ("prefill", "decode", "proxy")

@@ -587,7 +587,11 @@ def read_tokens(values: Mapping[str, Any], settings: EmulationSettings) -> Gener
     if mode not in _MODES:
         message = "Input should be 'tokens' or 'text'"
         raise invalid("literal_error", "body.output_mode", message, mode)
-    room = settings.max_model_len - len(ids)
+    room, slots = settings.max_model_len - len(ids), settings.batch_limit
+    choices = sampling.get("n")
+    if type(choices) is int and choices > slots:
+        most = f"at most the server's max_num_seqs ({slots})"
+        raise bad_request(f"sampling_params.n must be {most}, got {choices}.")
     limit = sampling.get("max_tokens")
     if type(limit) is int and limit < 1:
         raise bad_request(f"max_tokens must be at least 1, got {limit}.")

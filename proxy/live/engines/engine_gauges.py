@@ -25,9 +25,13 @@ _SLEEP_STATE, _AWAKE = b"vllm:engine_sleep_state", "awake"
 _LATE_PULLS = b"vllm:nixl_num_notifications_after_expiry_total"
 _PROMPT_TOKENS = b"vllm:prompt_tokens_total"
 _ASKED_TOKENS = b"vllm:external_prefix_cache_queries_total"
+_PULLED_TOKENS = b"vllm:external_prefix_cache_hits_total"
+_OUTPUT_TOKENS, _ENDED = b"vllm:generation_tokens_total", b"vllm:request_success_total"
 _NIXL, _NIXL_PULLS = b"\nvllm:nixl_", b"vllm:nixl_num_descriptors_count"
 _KV_TOKENS, _BLOCKS, _BLOCK_TOKENS = "kv_cache_size_tokens", "num_gpu_blocks", "block_size"
-_CACHE_LABELS = frozenset({_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS, "cache_dtype"})
+_CACHE_LABELS = frozenset(
+    {_KV_TOKENS, _BLOCKS, _BLOCK_TOKENS, "cache_dtype", "enable_prefix_caching"}
+)
 _MAX_LINE_BYTES = 4096
 _MAX_SAMPLES = 4096  # Of one metric.
 _MAX_LABEL_BYTES = 64
@@ -80,6 +84,14 @@ class KvSigns:
     asked: float | None = None
     nixl: bool = False  # Whether NIXL has metrics there, as it has from the start.
     pulls: float = 0.0  # KV caches that NIXL pulled.
+    pulled: float | None = None  # Prompt tokens whose KV a connector of any kind brought.
+    output: float = 0.0  # Output tokens.
+    ended: float = 0.0  # Requests that have ended.
+
+    @property
+    def brought(self) -> float | None:
+        """What grows with each KV cache that is pulled; None if the page has nothing that does."""
+        return self.pulls if self.pulled is None and self.nixl else self.pulled
 
 
 def kv_signs(page: bytes) -> KvSigns:
@@ -105,6 +117,9 @@ def kv_signs(page: bytes) -> KvSigns:
         total(_ASKED_TOKENS),
         _NIXL in page,
         total(_NIXL_PULLS) or 0.0,
+        total(_PULLED_TOKENS),
+        total(_OUTPUT_TOKENS) or 0.0,
+        total(_ENDED) or 0.0,
     )
 
 

@@ -293,16 +293,7 @@ def _check_metaserver(given: Given, engines: EngineSettings, listening: Listenin
 def _credentials(
     given: Given, listening: ListeningSettings, environment: Mapping[str, str]
 ) -> Credentials:
-    key_file = given.read(EngineSettings).engine_key_file
-    engine_key = None
-    if key_file is not None:
-        with given.blamed("engine_key_file"):
-            engine_key = read_secret(key_file)
-    if engine_key is None and ENGINE_KEY_VARIABLE in environment:
-        try:
-            engine_key = as_secret(environment[ENGINE_KEY_VARIABLE].encode(errors="replace"))
-        except ConfigError as error:
-            raise ConfigError(f"{ENGINE_KEY_VARIABLE}: {error}") from None
+    engine_key = engine_key_of(given, environment)
     _check_certificate(given, listening)
     api_keys: tuple[Secret, ...] = ()
     if listening.api_key_file is not None:
@@ -315,6 +306,24 @@ def _credentials(
     return Credentials(
         api_keys, engine_key, admin_token, _tenants(given, given.read(AdmissionSettings), api_keys)
     )
+
+
+def engine_key_of(given: Given, environment: Mapping[str, str]) -> Secret | None:
+    """Return the key to send to engines, of `engine_key_file` or the environment; None for no key.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    key_file = given.values["engine_key_file"]
+    if isinstance(key_file, Path):
+        with given.blamed("engine_key_file"):
+            return read_secret(key_file)
+    if ENGINE_KEY_VARIABLE not in environment:
+        return None
+    try:
+        return as_secret(environment[ENGINE_KEY_VARIABLE].encode(errors="replace"))
+    except ConfigError as error:
+        raise ConfigError(f"{ENGINE_KEY_VARIABLE}: {error}") from None
 
 
 def _tenants(

@@ -1,0 +1,341 @@
+"""What running engines tell of themselves, for the commands: `topology check --online`, `doctor` and `serve`.
+
+Of each the pages are read that it has: /version, /v1/models, /metrics, and /server_info where vLLM's
+developer mode shows it. No request reaches a model.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from balanceroute.proxy.core.errors import shown
+from balanceroute.proxy.live.connectors import BootstrapIdentity
+from balanceroute.proxy.live.engines.engine_facts import (
+    EngineFacts,
+    facts_of,
+    misfits,
+    read_identity,
+)
+from balanceroute.proxy.live.engines.engine_gauges import (
+    MAX_PAGE_BYTES,
+    KvSigns,
+    MetricsPageError,
+    cache_configs,
+    kv_signs,
+    kv_tokens_of,
+)
+from balanceroute.proxy.live.engines.engine_url import EngineUrl, FetchError
+from balanceroute.proxy.live.engines.model_list import ModelsPageError, ServedModel, parse_models
+from balanceroute.proxy.live.engines.pairing import VersionPage
+from balanceroute.proxy.live.settings.engines import BOOTSTRAP_PORT
+from balanceroute.proxy.page_client import PageClient, UnansweredError
+from balanceroute.topologies import CONNECTORS, Finding
+
+PAGE_S = 5.0
+MAX_ANSWER_BYTES = 1 << 20
+_AT_ONCE = 16
+# vLLM refuses more choices than it has slots, before it computes anything, from this version on.
+_TELLS_SLOTS, _CHOICES = (0, 32), 16_384
+_SLOTS = re.compile(r"max_num_seqs \(([0-9]{1,9})\)")
+_VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})\b")
+CONNECTOR_OF_CLASS = {facts.vllm_class: name for name, facts in CONNECTORS.items()}
+"""By the name of `--kv-transfer-config`, that of the proxy's setting."""
+
+# What others that answer at an engine's address show in their metrics.
+_STRANGERS = (
+    (b"balanceroute_", "a BalanceRoute proxy"),
+    (b"vllm_router_", "a vllm-router"),
+    (b"smg_", "an SMG gateway"),
+    (b"sglang_router_", "an SGLang router"),
+    (b"vllm:num_prefill_requests", "a router of vLLM's production stack"),
+    (b"sglang:", "an SGLang engine"),
+)
+# What is wrong with an engine's answer, in words of `PageClient`, and what cures it.
+_CURES = (
+    ("status 40[13]", "it wants a key: --engine-key-file FILE, or BALANCEROUTE_ENGINE_KEY"),
+    ("redirect", "give the engine's own address, not that of a gateway in front of it"),
+    ("refused", "start it, or correct the address"),
+    ("no complete answer", "it hangs or is loading still: its log tells"),
+    ("speaks no TLS", "write http://"),
+    ("certificate", "give the authority's certificates, or correct the host's name"),
+    ("status 404", "give the address of a vLLM API server"),
+    ("status 5", "its log tells why"),
+    ("isconnected|eset", "if it serves TLS, write https://; else its log tells"),
+    ("[Nn]ame|resolve|address", "correct the host"),
+)
+_NO_ENGINE = "give the address of a vLLM API server: what answers there is none"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one engine says of itself."""
+
+    role: str
+    url: str
+    # The data-parallel ranks that the topology expects behind the address; None if it leaves that
+    # to the engine.
+    ranks: int | None = 1
+    named: tuple[int, ...] = ()  # Those that the proxy names with requests.
+    version: str = ""
+    models: tuple[ServedModel, ...] = ()
+    # The labels of the KV cache's configuration, one set for each rank.
+    caches: tuple[dict[str, str], ...] = field(default=())
+    signs: KvSigns = KvSigns()  # What else its metrics tell.
+    fault: str = ""  # Why it could not be asked; "" if it was.
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What is compared with other engines."""
+        return facts_of(self.version, self.models, self.caches)
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """KV tokens that a rank holds, the least of its ranks; None if it does not say."""
+        sizes = [kv_tokens_of(cache) for cache in self.caches]
+        return min((size for size in sizes if size is not None), default=None)
+
+
+def judge_pair(connector: str, prefill: Seen, decode: Seen) -> Iterator[tuple[Finding, str]]:
+    """Yield where two engines differ: the finding, and the two values, which other pairs may have too."""
+    key = f"decode {decode.url} and prefill {prefill.url}"
+    for one in misfits(connector, prefill.facts, decode.facts):
+        yield Finding("error" if one.refused else "note", key, str(one)), one.what
+    lengths = {model.name: model.max_model_len for model in prefill.models}
+    for model in decode.models:
+        ours, theirs = model.max_model_len, lengths.get(model.name, model.max_model_len)
+        if ours != theirs:
+            what = f"have max_model_len {ours} and {theirs} of {model.name!r}"
+            yield Finding("note", key, what), what
+
+
+async def look_at(pages: PageClient, one: Seen) -> Seen:
+    """Return an engine with what it says of itself, or why it says nothing."""
+    page = "/version"
+    try:
+        version = msgspec.json.decode(
+            await pages.page(one.url + page, max_bytes=1 << 16), type=VersionPage
+        ).version
+        page = "/v1/models"
+        models = parse_models(await pages.page(one.url + page, max_bytes=1 << 20))
+        page = "/metrics"
+        metrics = await pages.page(one.url + page, max_bytes=MAX_PAGE_BYTES)
+        caches, signs = tuple(cache_configs(metrics)), kv_signs(metrics)
+    except (
+        UnansweredError,
+        ModelsPageError,
+        MetricsPageError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        return replace(one, fault=f"{page}: {error}")
+    return replace(one, version=version, models=models, caches=caches, signs=signs)
+
+
+@dataclass(slots=True)
+class EngineLook:
+    """One engine, as it was looked at."""
+
+    url: EngineUrl
+    seen: Seen
+    connector: str = ""  # Its name here; empty if the engine does not tell.
+    foreign: str = ""  # The class of a connector that this proxy does not serve.
+    kv_role: str = ""  # As in `--kv-transfer-config`; empty if it does not tell.
+    slots: int | None = None  # Its max_num_seqs.
+    lease_s: float | None = None
+    identity: BootstrapIdentity | None = None  # Of its bootstrap server.
+    role: str = ""  # "prefill" or "decode"; empty until it is known.
+    by: str = ""  # How that is known; "order" if it is taken by its place alone.
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return self.url.base
+
+    @property
+    def ranks(self) -> list[str]:
+        """The numbers of its data-parallel ranks, in their order."""
+        return sorted(self.seen.signs.engines, key=lambda one: (len(one), one))
+
+    def models(self) -> list[str]:
+        """Return the names of base models."""
+        return [model.name for model in self.seen.models if model.parent is None]
+
+    def row(self) -> dict[str, object]:
+        """Return what is known of it, for JSON."""
+        cache = self.seen.caches[0] if self.seen.caches else {}
+        lengths = [model.max_model_len for model in self.seen.models if model.max_model_len]
+        return {
+            "url": self.name,
+            "role": self.role or None,
+            "role_by": self.by or None,
+            "version": self.seen.version or None,
+            "models": [model.name for model in self.seen.models],
+            "max_model_len": max(lengths, default=None),
+            "connector": self.connector or self.foreign or None,
+            "ranks": len(self.ranks),
+            "max_num_seqs": self.slots,
+            "block_size": cache.get("block_size"),
+            "blocks": cache.get("num_gpu_blocks"),
+            "kv_tokens": self.seen.kv_tokens,
+            "prefix_caching": cache.get("enable_prefix_caching"),
+            "lease_s": self.lease_s,
+            "fault": self.seen.fault or None,
+        }
+
+    def line(self) -> str:
+        """Return what is known of it in a line."""
+        row = self.row()
+        if self.seen.fault:
+            return f"{self.name}: {self.seen.fault}"
+        words = [f"vLLM {self.seen.version}", ", ".join(map(str, self.models())) or "no model"]
+        named = (
+            ("max_model_len", "max_model_len {:,}"),
+            ("connector", "{}"),
+            ("max_num_seqs", "max_num_seqs {:,}"),
+            ("kv_tokens", "{:,} KV tokens a rank"),
+            ("block_size", "blocks of {}"),
+            ("lease_s", "lease {:g} s"),
+        )
+        words += [text.format(row[key]) for key, text in named if row[key] is not None]
+        if len(self.ranks) > 1:
+            words.append(f"{len(self.ranks)} ranks")
+        if row["prefix_caching"] is not None:
+            words.append(f"prefix caching {'on' if row['prefix_caching'] == 'True' else 'off'}")
+        return f"{self.name}: {self.role or 'role unknown'}: {', '.join(words)}"
+
+
+class _KvTransfer(msgspec.Struct):
+    kv_connector: str | None = None
+    kv_role: str | None = None
+    kv_connector_extra_config: dict[str, Any] = {}
+
+
+class _Scheduler(msgspec.Struct):
+    max_num_seqs: int | None = None
+
+
+class _VllmConfig(msgspec.Struct):
+    kv_transfer_config: _KvTransfer | None = None
+    scheduler_config: _Scheduler | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _VllmConfig
+    vllm_env: dict[str, Any] = {}
+
+
+async def look_at_all(
+    pages: PageClient, urls: Iterable[EngineUrl], bootstraps: Mapping[EngineUrl, EngineUrl]
+) -> list[EngineLook]:
+    """EngineLook at engines, some at a time.
+
+    Args:
+        pages: Asks them.
+        urls: Their addresses.
+        bootstraps: Their bootstrap servers, of those that have them not at the usual port.
+    """
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def look(url: EngineUrl) -> EngineLook:
+        async with turns:
+            seen = await look_at(pages, Seen("", url.base, None))
+            if seen.fault or not seen.signs.engines:
+                return EngineLook(url, replace(seen, fault=await _stranger(pages, url, seen.fault)))
+            one = EngineLook(url, seen, connector="nixl" if seen.signs.nixl else "")
+            await _ask_config(pages, one)
+            if one.slots is None:
+                await _ask_slots(pages, one)
+            if one.connector in ("", "mooncake"):
+                usual = EngineUrl("http", url.host, BOOTSTRAP_PORT)
+                await _ask_bootstrap(pages, one, bootstraps.get(url, usual).base)
+            return one
+
+    return [*await asyncio.gather(*map(look, urls))]
+
+
+async def _stranger(pages: PageClient, url: EngineUrl, fault: str) -> str:
+    """Return in words what answers where no engine of vLLM does."""
+    if fault and "status" not in fault and "JSON" not in fault and "models" not in fault:
+        return fault  # Nobody answered.
+    try:
+        metrics = await pages.page(f"{url.base}/metrics", max_bytes=MAX_PAGE_BYTES)
+    except UnansweredError:
+        metrics = b""
+    for sign, name in _STRANGERS:
+        if sign in metrics:
+            return f"is {name}, no engine of vLLM"
+    try:
+        told = (await pages.ask("GET", f"{url.base}/get_server_info", max_bytes=1 << 20)).json()
+        if isinstance(told, dict) and "disaggregation_mode" in told:
+            return f"is an SGLang engine ({shown(told['disaggregation_mode'])}), no engine of vLLM"
+    except (UnansweredError, ValueError):
+        pass
+    return fault or "/metrics: has no metrics of an engine of vLLM: is it a proxy or a router?"
+
+
+def fault_of(fault: str) -> tuple[str, str]:
+    """Return what is wrong with an engine's pages, and what cures it."""
+    if "no engine of vLLM" in fault or "a router" in fault:
+        return fault, "give the addresses of vLLM's engines themselves"
+    cures = (cure for sign, cure in _CURES if re.search(sign, fault))
+    return fault, next(cures, _NO_ENGINE)
+
+
+async def _ask_config(pages: PageClient, look: EngineLook) -> None:
+    """Take in what an engine in vLLM's developer mode shows of its configuration."""
+    try:
+        page = await pages.page(
+            f"{look.name}/server_info?config_format=json", max_bytes=MAX_ANSWER_BYTES
+        )
+        told = msgspec.json.decode(page, type=_ServerInfo)
+    except (UnansweredError, ValueError, RecursionError):
+        return
+    scheduler, transfer = told.vllm_config.scheduler_config, told.vllm_config.kv_transfer_config
+    look.slots = None if scheduler is None else scheduler.max_num_seqs
+    if transfer is None or transfer.kv_connector is None:
+        look.foreign = "no KV connector"
+        return
+    extra = transfer.kv_connector_extra_config
+    names = [transfer.kv_connector]
+    several = extra.get("connectors")
+    if isinstance(several, list):  # MultiConnector.
+        names += [str(one.get("kv_connector")) for one in several if isinstance(one, dict)]
+    look.connector = next(
+        (CONNECTOR_OF_CLASS[name] for name in names if name in CONNECTOR_OF_CLASS), ""
+    )
+    look.foreign = "" if look.connector else names[0][:80]
+    look.kv_role = transfer.kv_role or ""
+    if look.connector:
+        facts = CONNECTORS[look.connector]
+        lease = extra.get(facts.lease_key) or told.vllm_env.get(facts.lease_variable)
+        look.lease_s = float(lease) if isinstance(lease, int | float) and lease > 0 else None
+
+
+async def _ask_slots(pages: PageClient, look: EngineLook) -> None:
+    """Ask an engine how many requests it runs at a time, by a request that it refuses for that."""
+    version = _VERSION.match(look.seen.version)
+    models = look.models()
+    if version is None or (int(version[1]), int(version[2])) < _TELLS_SLOTS or not models:
+        return
+    sampling = {"n": _CHOICES, "max_tokens": 1}
+    body = {"model": models[0], "token_ids": [1], "sampling_params": sampling}
+    try:
+        url = f"{look.name}/inference/v1/generate"
+        answer = await pages.ask("POST", url, json=body, max_bytes=MAX_ANSWER_BYTES)
+    except UnansweredError:
+        return
+    told = _SLOTS.search(answer.body.decode(errors="replace")) if answer.status == 400 else None
+    look.slots = None if told is None else int(told[1])
+
+
+async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) -> None:
+    """Take in what a bootstrap server of Mooncake tells, if there is one."""
+    try:
+        page = await pages.page(f"{bootstrap}/query", max_bytes=1 << 16)
+        look.identity = read_identity(page, bootstrap)
+    except (UnansweredError, FetchError):
+        return
