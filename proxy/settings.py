@@ -1,6 +1,11 @@
-"""Settings as they are given: the flag before the file before the default."""
+"""Settings as they are given: the flag before the environment's variable before the file before the default.
+
+The variable of a setting is `BALANCEROUTE_` and its name in capitals. A list has its items apart by white space, a
+switch is `true` or `false`, and an empty variable counts as one that is not there.
+"""
 
 import argparse
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -13,6 +18,44 @@ from balanceroute.proxy.core.setting import Setting, flag_of, settings_of
 from balanceroute.topologies import did_you_mean
 
 T = TypeVar("T")
+_PREFIX = "BALANCEROUTE_"
+# Those that are no settings: of the engines' key, of a hand-over, and of engines that are measured.
+_OTHERS = ("TOPOLOGY", "ENGINE_KEY", "HAND_OVER", "STEP_TRACE", "CPU_SHIM", "VLLM_PYTHON")
+# What Kubernetes gives each pod of a namespace with a Service called balanceroute or balanceroute-*.
+_OF_SERVICES = re.compile(r"(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_[0-9]+_(TCP|UDP)(_.+)?)")
+_OF_A_SERVICE = re.compile(r"(tcp|udp)://")
+_SWITCH = {"true": True, "false": False, "1": True, "0": False, "on": True, "off": False}
+
+
+def variable_of(name: str) -> str:
+    """Return the environment's variable of a setting."""
+    return f"{_PREFIX}{name.upper()}"
+
+
+def _variables(known: Mapping[str, Setting], environment: Mapping[str, str]) -> dict[str, object]:
+    """Return what the environment gives of settings, by their names.
+
+    Raises:
+        ConfigError: A variable with the prefix is of nothing that is known.
+    """
+    found: dict[str, object] = {}
+    names = {variable_of(name): name for name in known}
+    others = {f"{_PREFIX}{word}" for word in _OTHERS}
+    for variable, word in environment.items():
+        if not variable.startswith(_PREFIX) or not word.strip() or variable in others:
+            continue
+        rest = variable.removeprefix(_PREFIX)
+        if _OF_SERVICES.fullmatch(rest) or (rest.endswith("PORT") and _OF_A_SERVICE.match(word)):
+            continue
+        if variable not in names:
+            hint = did_you_mean(variable, (*names, *others))
+            raise ConfigError(f"{variable}: no setting has this variable{hint}")
+        setting = known[names[variable]]
+        if setting.action is not None:
+            found[setting.name] = _SWITCH.get(word.strip().lower(), word)
+        else:
+            found[setting.name] = word.split() if setting.many else setting.parse(word)
+    return found
 
 
 class Given:
@@ -21,10 +64,11 @@ class Given:
     Args:
         sections: All that can be given.
         flags: Values by name; None for a flag that was not given.
+        environment: Whose variables stand for flags that were not given.
         top: Values at the top of the file, likewise.
         table: A table of the file.
         table_name: Its name.
-        wider: Another one, of the name `wider_name`, whose values `table` goes before.
+        wider: The table `proxy`, whose values `table` goes before.
         file: The file, for messages and relative paths.
 
     Attributes:
@@ -41,15 +85,15 @@ class Given:
         sections: Iterable[type],
         *,
         flags: Mapping[str, object],
+        environment: Mapping[str, str] = MappingProxyType({}),
         top: Mapping[str, object] = MappingProxyType({}),
         table: Mapping[str, object] = MappingProxyType({}),
         table_name: str = "proxy",
         wider: Mapping[str, object] = MappingProxyType({}),
-        wider_name: str = "proxy",
         file: Path = Path(),
     ) -> None:
         self._file = file
-        tables = ((wider_name, wider), (table_name, table))
+        tables = (("proxy", wider), (table_name, table))
         self._tables = {name: place for place, content in tables for name in content}
         self.flags = {name: value for name, value in flags.items() if value is not None}
         self._filed = {
@@ -58,6 +102,7 @@ class Given:
             if value is not None
         }
         self._known = {one.name: one for section in sections for one in settings_of(section)}
+        self._variables = _variables(self._known, environment)
         for name in self.flags:
             if name not in self._known:
                 raise ConfigError(f"unknown flag {name!r}{did_you_mean(name, self._known)}")
@@ -77,7 +122,7 @@ class Given:
     @property
     def places(self) -> dict[str, str]:
         """What was given and is not off, with what to call it; see `where`."""
-        names = dict.fromkeys([*self.flags, *self._filed])
+        names = dict.fromkeys([*self.flags, *self._variables, *self._filed])
         off = (None, False)
         return {
             name: self.where(name)
@@ -86,7 +131,9 @@ class Given:
         }
 
     def where(self, name: str) -> str:
-        """Return what to call a setting: the flag, or the file and key if that is where it is."""
+        """Return what to call a setting: the flag, or the variable, or the file and key, where it is given."""
+        if name in self._variables and name not in self.flags:
+            return variable_of(name)
         if name in self.flags or name not in self._filed:
             return flag_of(name)
         key = name if self._known[name].at_top else f"[{self._tables[name]}].{name}"
@@ -103,6 +150,8 @@ class Given:
     def _value(self, setting: Setting) -> object:
         if setting.name in self.flags:
             value = self.flags[setting.name]
+        elif setting.name in self._variables:
+            value = self._variables[setting.name]
         elif setting.name in self._filed:
             value = self._filed[setting.name]
             if setting.is_path:

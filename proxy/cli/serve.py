@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
-from balanceroute.proxy.settings import add_flags, given_by_flags
+from balanceroute.proxy.settings import add_flags, given_by_flags, variable_of
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: A file cannot be read, or an address cannot be bound.
     """
     topology = None
-    if arguments.topology is not None:
-        topology = read_topology(arguments.topology)
+    named = arguments.topology or os.environ.get(variable_of("topology"))
+    if named:
+        topology = read_topology(named)
     return configure_and_serve(topology, flags_given(arguments), arguments)
 
 

@@ -58,8 +58,10 @@ SETTINGS = _head(
     """\
 what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
 the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
-A flag goes before the file. Times are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the
-file itself.
+Each is also a variable of the environment, `BALANCEROUTE_` and its name in capitals (`BALANCEROUTE_POOL_LIMIT=40`), with
+white space between the items of a list and `true` or `false` for a switch. A flag goes before its variable, and that
+before the file. A variable of no setting is refused; what Kubernetes adds for Services called `balanceroute` is passed over. Times
+are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the file itself.
 """,
 )
 

@@ -16,7 +16,7 @@ from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.policies import PolicySettings
 from balanceroute.proxy.core.prefill import ScoreLimits
 from balanceroute.proxy.core.ranks import repeated
-from balanceroute.proxy.core.setting import flag_of, settings_of
+from balanceroute.proxy.core.setting import settings_of
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.health import HealthSettings
 from balanceroute.proxy.live.engines.scrape import ScrapeSettings
@@ -250,16 +250,16 @@ _OF_ALL = frozenset(
 _OF_ONE = ("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "connector", "model")
 
 
-def check_groups(topology: "Topology", flags: Mapping[str, object], whole: "ProxyConfig") -> None:
+def check_groups(topology: "Topology", whole: "ProxyConfig") -> None:
     """Check what is said of all groups, and that none says what is said of all.
 
     Raises:
         ConfigError: A setting is in the wrong place, or cannot be with several groups.
     """
     for name in _OF_ONE:
-        if flags.get(name) is not None:
+        if name in whole.given:
             reason = f"names engines of one deployment, and {topology.path} has [[model]] tables"
-            raise ConfigError(f"{flag_of(name)}: {reason}")
+            raise ConfigError(f"{whole.given[name]}: {reason}")
     if whole.discovery.discover:
         raise ConfigError(
             f"{topology.path}: discover: each [[model]] table finds its own engines, by [model.proxy]"

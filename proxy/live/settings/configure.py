@@ -1,4 +1,4 @@
-"""How the live proxy's configuration is made: of flags, a topology and defaults, in this order.
+"""How the live proxy's configuration is made: of flags, the environment, a topology and defaults, in this order.
 
 Every value is checked before the first socket is opened. An error names the flag, or the file and
 key, and the reason; none shows a key, a token or a password.
@@ -83,8 +83,8 @@ def make_config(
     Args:
         topology: The file, if there is one.
         flags: The flags' values by name, with underscores; None for a flag that was not given.
-        environment: Where `BALANCEROUTE_ENGINE_KEY` is looked up if no file has the key, and the
-            variables of OpenTelemetry.
+        environment: The variables of settings, `BALANCEROUTE_ENGINE_KEY` if no file has the key, and those of
+            OpenTelemetry.
 
     Raises:
         ConfigError: A value is unknown or cannot be served.
@@ -92,7 +92,7 @@ def make_config(
     whole = _configured(topology, flags, environment)
     if topology is None or not topology.groups:
         return whole
-    check_groups(topology, flags, whole)
+    check_groups(topology, whole)
     groups = tuple(
         GroupConfig(one.name, one.models, _configured(topology.of(one), flags, environment))
         for one in topology.groups
@@ -137,7 +137,7 @@ def _configured(
     may_be_empty: bool = False,
 ) -> ProxyConfig:
     """Return the configuration of one deployment, or what several have in common."""
-    given = _given(topology, flags)
+    given = _given(topology, flags, environment)
     engines = given.read(EngineSettings)
     discovery = _discovery(given, environment)
     # Where there are groups, each of them has engines.
@@ -202,16 +202,19 @@ def read_credentials(
     Raises:
         ConfigError: One of them cannot be used.
     """
-    given = _given(topology, flags)
+    given = _given(topology, flags, environment)
     return _credentials(given, given.read(ListeningSettings), environment)
 
 
-def _given(topology: "Topology | None", flags: Mapping[str, object]) -> Given:
+def _given(
+    topology: "Topology | None", flags: Mapping[str, object], environment: Mapping[str, str]
+) -> Given:
     if topology is None:
-        return Given(SECTIONS, flags=flags)
+        return Given(SECTIONS, flags=flags, environment=environment)
     return Given(
         SECTIONS,
         flags=flags,
+        environment=environment,
         top={"connector": topology.connector, "model": topology.models or None},
         table=topology.proxy,
         table_name=f"{topology.place}proxy",
