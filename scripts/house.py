@@ -132,10 +132,10 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_550, 34),
-    "proxy/wire": (7_000, 23),
+    "proxy/wire": (7_100, 27),
     "proxy/live": (34_650, 111),
     "proxy/lab": (15_600, 55),
-    "proxy/cli": (5_500, 23),
+    "proxy/cli": (5_850, 25),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),

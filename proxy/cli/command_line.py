@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from shutil import get_terminal_size
+from textwrap import shorten
 from typing import Any, NoReturn
 
 from balanceroute import __version__
@@ -13,14 +15,95 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.topologies import TopologyError, did_you_mean
 from balanceroute.traces import TraceError
 
-# The parser of every command: faults in one line, and a word on what may have been meant.
+# The parser of every command: help of a screen, faults in one line, and a word on what may have been meant.
+
+EXAMPLES = {
+    "serve": "--batch 256 --prefill http://p0:8000 --decode http://d0:8000 http://d1:8000",
+    "doctor": "p0:8000 d0:8000 d1:8000",
+    "topology check": "gpu-1p1d",
+    "topology commands": "gpu-1p1d --role prefill",
+    "drain": "http://d0:8000 --wait",
+    "hash-key": "< keys.txt",
+    "audit": "--decode http://d0:8000 http://d1:8000 --minutes 10",
+    "advise": "--proxy http://127.0.0.1:9000 --minutes 10",
+    "validate": "--steps steps/ --log loads.jsonl",
+    "up": "emulated-2p8d",
+    "emulate": "--prefillers 2 --ranks 8 --port 8100",
+    "replay": "--target http://127.0.0.1:8000 --trace azure_2023_conv --requests 200",
+    "simulate": "--trace azure_2023_conv --requests 2000 --policy jsq,br-h",
+    "train": "gbdt --trace azure_2023_conv --out lengths.npz",
+    "evaluate": "--trace azure_2023_conv --model lengths.npz",
+    "model-router train": "--out weights.npz",
+    "model-router evaluate": "--weights weights.npz",
+}
+"""Of each command the words that follow it in an example."""
+# What the help of a screen shows first of commands with more flags than that.
+_FIRST = {
+    "serve": "topology prefill decode discover connector batch model lease-s engine-key-file host port "
+    "api-key-file tenants tls-cert tls-key admin-port admin-token-file policy predictor resume queue-limit log",
+    "up": "topology host port admin-port policy predictor batch queue-limit tenants log load-log",
+    "advise": "decode prefill proxy trace minutes ttft-p99 tpot-p95 ranks prefill-servers batch step-base-ms "
+    "step-us-per-token prefill-base-ms prefill-us-per-token json",
+    "simulate": "trace mix format columns requests skip rate backlog concurrency segments ranks batch "
+    "step-base-ms step-us-per-token prefill-servers policy predictor json plots",
+}
+_MOST_LINES, _FLAG_WIDTH = 40, 26
+
+
+class _Help(argparse.Action):
+    """`-h` prints a screen, `--help-all` everything."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:  # noqa: A002
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.format_help() if self.dest == "help_all" else parser.screen())
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations: a new flag must not change what an old line means."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"allow_abbrev": False} | options)
+        super().__init__(*arguments, **{"allow_abbrev": False} | options | {"add_help": False})
+        self.words = self.prog.partition(" ")[2]  # Of the command; empty for the one above all.
+        self.add_argument("-h", "--help", action=_Help, help="show this help and exit")
+        self.add_argument("--help-all", action=_Help, help="show all flags and exit")
+
+    @property
+    def example(self) -> str:
+        """A line that works; empty if there is none."""
+        words = EXAMPLES.get(self.words)
+        return "" if words is None else f"{self.prog} {words}"
+
+    def format_help(self) -> str:
+        """Return all of the help."""
+        return super().format_help() + (f"\nexample:\n  {self.example}\n" if self.example else "")
+
+    def screen(self) -> str:
+        """Return the help, or what of it fits on a screen: what the command is for, and its first flags."""
+        whole = self.format_help()
+        if whole.count("\n") <= _MOST_LINES:
+            return whole
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        head = formatter.format_help().splitlines()
+        tail = ["", f"all flags: {self.prog} --help-all", f"example:   {self.example}"]
+        actions = [one for one in self._actions if not isinstance(one, _Help)]
+        if self.words in _FIRST:
+            names = ((one.option_strings or [one.dest])[0].removeprefix("--") for one in actions)
+            named = dict(zip(names, actions, strict=True))
+            actions = [named[name] for name in _FIRST[self.words].split()]
+        room = _MOST_LINES - len(head) - len(tail) - 1
+        return "\n".join([*head, "", *map(_in_a_line, actions[:room]), *tail, ""])
 
     def parse_known_args(  # type: ignore[override]  # The base class has overloads for it.
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -60,6 +143,17 @@ class Parser(argparse.ArgumentParser):
         """Say what is wrong in one line; `--help` has the rest."""
         sys.stderr.write(f"{self.prog}: error: {message} (see {self.prog} --help)\n")
         raise SystemExit(2)
+
+
+def _in_a_line(action: argparse.Action) -> str:
+    """Return a flag and the beginning of what it does."""
+    word = action.metavar or ("WORD" if action.choices else "")
+    more = " .." if action.nargs == "+" else ""
+    name = f"{action.option_strings[0]} {word}{more}" if action.option_strings else f"{word}"
+    # As argparse does: %% is a %, and %(default)s the default.
+    text = (action.help or "") % vars(action)
+    width = max(get_terminal_size().columns, 60) - _FLAG_WIDTH - 2
+    return f"  {name:{_FLAG_WIDTH - 2}} {shorten(text, width, placeholder='…')}"
 
 
 # Each is a module of `balanceroute.proxy.cli` with an `add_parser`, with _ for -; in the order of the

@@ -173,10 +173,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "doctor",
         help="look at engines, try each pair, and print the serve line that fits",
         usage="%(prog)s URL [URL ...] [option ...]",
-        description="EngineLook at engines, send one short request through each pair of prefill and decode, say what "
+        description="Look at engines, send one short request through each pair of prefill and decode, say what "
         "is wrong and what cures it, and print the `balanceroute serve` line that fits.",
-        epilog="example: balanceroute doctor 10.0.0.1:8100 10.0.0.2:8200. The status is 0 if nothing is wrong, "
-        "1 if something is, 2 if nothing could be looked at.",
+        epilog="The status is 0 if nothing is wrong, 1 if something is, 2 if nothing could be looked at.",
     )
     parser.set_defaults(run=run)
     parser.add_argument(
@@ -220,7 +219,7 @@ def _address(text: str) -> EngineUrl:
 async def diagnose(
     urls: Sequence[EngineUrl], given: DoctorSettings, key: Secret | None = None
 ) -> Report:
-    """EngineLook at engines, with the key that they want, and try their pairs.
+    """Look at engines, with the key that they want, and try their pairs.
 
     Raises:
         ConfigError: The certificates cannot be used.

@@ -231,7 +231,7 @@ class _ServerInfo(msgspec.Struct):
 async def look_at_all(
     pages: PageClient, urls: Iterable[EngineUrl], bootstraps: Mapping[EngineUrl, EngineUrl]
 ) -> list[EngineLook]:
-    """EngineLook at engines, some at a time.
+    """Look at engines, some at a time.
 
     Args:
         pages: Asks them.

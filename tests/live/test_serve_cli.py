@@ -173,7 +173,7 @@ def test_a_fault_of_the_topology_is_told_with_its_place(
 def test_every_setting_has_a_flag_and_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("serve", "up"):
         with pytest.raises(SystemExit) as exit_:
-            main([command, "--help"])
+            main([command, "--help-all"])
         assert exit_.value.code == 0
         text = capsys.readouterr().out
         for section in SECTIONS:

@@ -379,7 +379,9 @@ class ListeningSettings:
     )
     admin: bool = switch(True, "serve health, metrics and administration")
     admin_host: str = text("127.0.0.1", "address to serve them on", host_name, metavar="ADDRESS")
-    admin_port: int = integer(9000, "port to serve them on; 0 for a free one", 0, 65_535)
+    admin_port: int = integer(
+        9000, "port of health, metrics and administration; 0 for a free one", 0, 65_535
+    )
     admin_token_file: Path | None = file(
         "holds the token that administrators present; required unless --admin-host is loopback"
     )
