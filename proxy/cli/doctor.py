@@ -29,6 +29,9 @@ from balanceroute.proxy.cli.running_engines import (
     fault_of,
     judge_pair,
     look_at_all,
+    several,
+    told_connectors,
+    told_slots,
 )
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.core.setting import file, flag, number, settings_of, switch, texts
@@ -305,14 +308,10 @@ def _role_of(look: EngineLook, given: DoctorSettings, servers: Sequence[str]) ->
 
 def connector_of(report: Report) -> str:
     """Return the connector that the engines tell; empty for none, or if they contradict each other."""
-    told: dict[str, list[EngineLook]] = {}
-    for look in report.looks:
-        name = look.connector or ("mooncake" if look.identity is not None else "")
-        if name:
-            told.setdefault(name, []).append(look)
+    told = told_connectors(report.looks)
     if len(told) > 1:
-        words = ", ".join(f"{name} at {looks[0].name}" for name, looks in told.items())
-        report.blame("the engines", f"have several connectors: {words}", "start all with one")
+        what = f"have several connectors: {several(told)}"
+        report.blame("the engines", what, "start all with one")
         return ""
     return next(iter(told), "")
 
@@ -339,9 +338,9 @@ def _judge(report: Report) -> None:
                 names = " and ".join(", ".join(one.models()) for one in (prefill, decode))
                 where = f"{prefill.name} and {decode.name}"
                 report.blame(where, f"serve other models: {names}", "start both with one model")
-    slots = sorted({look.slots for look in report.of(DECODE) if look.slots is not None})
+    slots = told_slots(report.of(DECODE))
     if len(slots) > 1:
-        what = f"have several max_num_seqs: {', '.join(map(str, slots))}"
+        what = f"have several max_num_seqs: {several(slots)}"
         report.blame("the decode engines", what, "start all with one --max-num-seqs")
 
 
@@ -670,7 +669,7 @@ def _advise(report: Report, given: DoctorSettings) -> None:
     words = ["balanceroute", "serve"]
     if report.connector != _default(EngineSettings, "connector"):
         words += ["--connector", report.connector]
-    slots = [look.slots for look in decoders if look.slots is not None]
+    slots = told_slots(decoders)
     if not slots:
         report.notes.append("max_num_seqs is not told: add --batch with that of the decode engines")
     elif min(slots) != _default(SchedulingSettings, "batch"):

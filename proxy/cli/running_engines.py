@@ -8,11 +8,12 @@ import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from balanceroute.proxy.core.errors import shown
+from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.live.connectors import BootstrapIdentity
 from balanceroute.proxy.live.engines.engine_facts import (
     EngineFacts,
@@ -31,13 +32,19 @@ from balanceroute.proxy.live.engines.engine_gauges import (
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, FetchError
 from balanceroute.proxy.live.engines.model_list import ModelsPageError, ServedModel, parse_models
 from balanceroute.proxy.live.engines.pairing import VersionPage
+from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.engines import BOOTSTRAP_PORT
 from balanceroute.proxy.page_client import PageClient, UnansweredError
 from balanceroute.topologies import CONNECTORS, Finding
 
+if TYPE_CHECKING:
+    from balanceroute.proxy.live.settings.config import ProxyConfig
+
 PAGE_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20
 _AT_ONCE = 16
+# Of each role, where a start waits for them, and how long it does.
+_MOST_ASKED, _ASK_S = 16, 2.0
 # vLLM refuses more choices than it has slots, before it computes anything, from this version on.
 _TELLS_SLOTS, _CHOICES = (0, 32), 16_384
 _SLOTS = re.compile(r"max_num_seqs \(([0-9]{1,9})\)")
@@ -339,3 +346,84 @@ async def _ask_bootstrap(pages: PageClient, look: EngineLook, bootstrap: str) ->
         look.identity = read_identity(page, bootstrap)
     except (UnansweredError, FetchError):
         return
+
+
+# What they tell of settings.
+
+
+def told_connectors(looks: Iterable[EngineLook]) -> dict[str, str]:
+    """Return the connectors that engines tell, each with the address of one that does."""
+    told: dict[str, str] = {}
+    for look in looks:
+        name = look.connector or ("mooncake" if look.identity is not None else "")
+        if name:
+            told.setdefault(name, look.name)
+    return told
+
+
+def told_slots(looks: Iterable[EngineLook]) -> dict[int, str]:
+    """Return the numbers of slots that engines tell, likewise."""
+    told: dict[int, str] = {}
+    for look in looks:
+        if look.slots is not None:
+            told.setdefault(look.slots, look.name)
+    return told
+
+
+def several(told: Mapping[str, str] | Mapping[int, str]) -> str:
+    """Return in words who tells what."""
+    return ", ".join(f"{value} at {where}" for value, where in told.items())
+
+
+def client_of(
+    config: "ProxyConfig", ca_file: Path | None = None, *, timeout_s: float | None = None
+) -> PageClient:
+    """Return what asks the engines of a configuration.
+
+    Raises:
+        ConfigError: The certificates cannot be used.
+    """
+    key, engines = config.credentials.engine_key, config.engines
+    try:
+        tls = engine_context(
+            ca_file or engines.engine_ca_file, insecure=engines.insecure_engines and not ca_file
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--ca-file {error}") from None
+    return PageClient(
+        tls,
+        timeout_s=2 * config.times.connect_timeout_s if timeout_s is None else timeout_s,
+        bearer=None if key is None else key.value,
+    )
+
+
+async def told_settings(config: "ProxyConfig") -> dict[str, object]:
+    """Return the connector and the batch limit that engines tell, of those that are not given.
+
+    Engines that are not there, or slow, tell nothing.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    prefillers = [one.url for one in config.prefillers[:_MOST_ASKED]]
+    decoders = [one.url for one in config.decoders[:_MOST_ASKED]]
+    try:
+        async with asyncio.timeout(_ASK_S), client_of(config, timeout_s=_ASK_S) as pages:
+            looks = await look_at_all(pages, [*prefillers, *decoders], {})
+    except TimeoutError:
+        return {}
+    found: dict[str, object] = {}
+    for name, told in (
+        ("connector", told_connectors(looks)),
+        ("batch", told_slots(look for look in looks if look.url in decoders)),
+    ):
+        if name in config.given or not told:
+            continue
+        if len(told) > 1:
+            what = "connectors" if name == "connector" else "max_num_seqs"
+            reason = (
+                f"the engines have several {what} ({several(told)}): start all alike, or name one"
+            )
+            raise ConfigError(f"--{name}: {reason}")
+        found[name] = next(iter(told))
+    return found

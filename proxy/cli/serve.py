@@ -1,10 +1,13 @@
 """`balanceroute serve`: route OpenAI-compatible requests to prefill and decode engines."""
 
 import argparse
+import asyncio
 import os
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from balanceroute.proxy.core.setting import flag_of
 from balanceroute.proxy.live.settings.declared import HEADINGS, SECTIONS
 from balanceroute.proxy.settings import add_flags, given_by_flags, variable_of
 from balanceroute.topologies import read_topology
@@ -12,6 +15,7 @@ from balanceroute.topologies import read_topology
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.topologies import Topology
 
 
@@ -63,6 +67,24 @@ def run(arguments: argparse.Namespace) -> int:
     return configure_and_serve(topology, flags_given(arguments), arguments)
 
 
+def _ask_engines(config: "ProxyConfig") -> dict[str, object]:
+    """Return the connector and the batch limit that the engines tell, if they are not given, and say so.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    if {"connector", "batch"} <= config.given.keys() or not (config.prefillers and config.decoders):
+        return {}
+    # Here, so that who names both starts without it.
+    from balanceroute.proxy.cli.running_engines import told_settings  # noqa: PLC0415
+
+    told = asyncio.run(told_settings(config))
+    if told:
+        words = ", ".join(f"{flag_of(name)} {value}" for name, value in told.items())
+        sys.stderr.write(f"the engines tell: {words}\n")
+    return told
+
+
 def configure_and_serve(
     topology: "Topology | None",
     given: "Mapping[str, object]",
@@ -91,6 +113,10 @@ def configure_and_serve(
     )
 
     config = make_config(topology, given, environment=os.environ)
+    if not owns_engines:
+        told = _ask_engines(config)
+        if told:
+            config = make_config(topology, {**given, **told}, environment=os.environ)
     renew = partial(read_credentials, topology, given, environment=os.environ)
     added = None
     if topology is not None and topology.groups:

@@ -12,11 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.cli.running_engines import Seen, judge_pair, look_at
+from balanceroute.proxy.cli.running_engines import Seen, client_of, judge_pair, look_at
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.engines.engine_facts import doubts
 from balanceroute.proxy.live.engines.instances import Role
-from balanceroute.proxy.live.security import engine_context
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.topologies import (
@@ -138,7 +137,7 @@ def check_online(topology: "Topology", ca_file: "Path | None" = None) -> tuple[l
     if topology.emulation is not None:
         raise ConfigError(f"{topology.path}: --online: its engines are emulated")
     config = make_config(topology, {}, environment=os.environ)
-    seen = asyncio.run(_look_at_all(config, _client(config, ca_file)))
+    seen = asyncio.run(_look_at_all(config, client_of(config, ca_file)))
     return [*judge(topology, config.engines.connector, seen)], _memory(config, seen)
 
 
@@ -190,21 +189,6 @@ def _memory(config: "ProxyConfig", seen: Sequence[Seen]) -> str:
         return ""
     least, batch = min(sizes), config.scheduling.batch
     return f"; a decode rank holds {least:,} KV tokens, {least // batch:,} for each of {batch}"
-
-
-def _client(config: "ProxyConfig", ca_file: "Path | None") -> PageClient:
-    key, engines = config.credentials.engine_key, config.engines
-    try:
-        tls = engine_context(
-            ca_file or engines.engine_ca_file, insecure=engines.insecure_engines and not ca_file
-        )
-    except ConfigError as error:
-        raise ConfigError(f"--ca-file {error}") from None
-    return PageClient(
-        tls,
-        timeout_s=2 * config.times.connect_timeout_s,
-        bearer=None if key is None else key.value,
-    )
 
 
 async def _look_at_all(config: "ProxyConfig", client: PageClient) -> list[Seen]:

@@ -23,7 +23,9 @@ from balanceroute.proxy.cli.doctor import DoctorSettings, diagnose
 from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
+from balanceroute.proxy.live import serve as live_serve
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 
 SMALL = EmulationSettings(prefillers=1, ranks=2, time_scale=50.0)
@@ -449,7 +451,7 @@ def test_a_configuration_that_is_shown_decides(capsys: pytest.CaptureFixture[str
         ]
         assert doctor(*urls, "--no-requests") == 1
     said = capsys.readouterr().out
-    assert "the decode engines: have several max_num_seqs: 24, 32" in said
+    assert f"several max_num_seqs: 24 at {urls[0]}, 32 at {urls[1]}: start all" in said
     command = f"--batch 24 --lease-s 60 --prefill {urls[2]} --decode {urls[0]} {urls[1]}"
     assert said.splitlines()[-1] == f"balanceroute serve {command}"
 
@@ -520,3 +522,103 @@ def test_usage_that_means_nothing_is_refused(
     said = capsys.readouterr().err
     assert fault in said
     assert said.count("\n") == 1
+
+
+# `serve` asks in the same way.
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ProxyConfig]:
+    """Return the configurations that were served, instead of serving them."""
+    configs: list[ProxyConfig] = []
+
+    def serve(config: ProxyConfig, *_: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(live_serve, "serve", serve)
+    return configs
+
+
+def pair(connector: str, role: str, slots: int) -> dict[str, str]:
+    """Return the pages of an engine that tells its connector and its slots."""
+    metrics = PAGES["/metrics"] if connector == "NixlConnector" else METRICS
+    return PAGES | {"/metrics": metrics, "/server_info": info(connector, role, slots)}
+
+
+def test_serve_takes_what_engines_tell_and_says_so(
+    served: list[ProxyConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(answering(pair("MooncakeConnector", "kv_both", slots)))
+            for slots in (8, 24, 24)
+        ]
+        words = ["serve", "--prefill", engines[0], "--decode", *engines[1:]]
+        assert main(words) == 0
+        assert capsys.readouterr().err == "the engines tell: --connector mooncake, --batch 24\n"
+        assert main([*words, "--batch", "7"]) == 0
+        assert capsys.readouterr().err == "the engines tell: --connector mooncake\n"
+        assert main([*words, "--batch", "7", "--connector", "nixl"]) == 0
+        assert capsys.readouterr().err == ""
+    found = [(one.engines.connector, one.scheduling.batch) for one in served]
+    assert found == [("mooncake", 24), ("mooncake", 7), ("nixl", 7)]
+    assert served[0].prefillers[0].bootstrap == EngineUrl("http", "127.0.0.1", 8998)
+
+
+def test_serve_takes_the_slots_of_engines_that_refuse_more(
+    served: list[ProxyConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def play() -> None:
+        fleet = EmulatedFleet(SMALL, rng=random.Random(1))
+        await fleet.start()
+        words = ["serve", "--prefill", *fleet.prefill_urls, "--decode", *fleet.decode_urls]
+        assert await asyncio.to_thread(main, words) == 0
+        assert fleet.idle
+        await fleet.close()
+
+    asyncio.run(play())
+    assert capsys.readouterr().err == "the engines tell: --connector nixl, --batch 16\n"
+    assert served[0].scheduling.batch == 16
+
+
+@pytest.mark.parametrize(
+    ("pages", "fault"),
+    [
+        (
+            [pair("NixlConnector", "kv_both", 8), pair("MooncakeConnector", "kv_both", 8)] * 2,
+            "--connector: the engines have several connectors (nixl at ",
+        ),
+        (
+            [pair("NixlConnector", "kv_both", slots) for slots in (8, 8, 16)],
+            "--batch: the engines have several max_num_seqs (8 at ",
+        ),
+    ],
+    ids=["connectors", "slots"],
+)
+def test_serve_refuses_engines_that_contradict_each_other(
+    pages: list[dict[str, str]],
+    fault: str,
+    served: list[ProxyConfig],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(answering(one)) for one in pages]
+        assert main(["serve", "--prefill", urls[0], "--decode", *urls[1:]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"balanceroute: {fault}")
+    assert said.endswith("): start all alike, or name one\n")
+    assert said.count("\n") == 1
+    assert served == []
+
+
+def test_serve_waits_for_nobody(
+    served: list[ProxyConfig],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("balanceroute.proxy.cli.running_engines._ASK_S", 0.05)
+    with answering(PAGES, held=Event()) as silent, answering({"*": "<html>"}) as strange:
+        assert main(["serve", "--prefill", silent, "--decode", strange, "http://127.0.0.1:1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert (served[0].engines.connector, served[0].scheduling.batch) == ("nixl", 256)
