@@ -201,17 +201,16 @@ def given_by_flags(arguments: argparse.Namespace, sections: Iterable[type]) -> d
 def _add_flag(group: "argparse._ActionsContainer", setting: Setting) -> None:
     default = f" (default: {setting.shown_default})" if setting.shown_default else ""
     text = f"{setting.help}{default}".replace("%", "%%")
+    names = (setting.flag, *setting.aliases)
     if setting.action is not None:
         switch = setting.action == "switch"
         action = argparse.BooleanOptionalAction if switch else setting.action
-        group.add_argument(setting.flag, action=action, default=None, help=text)
+        group.add_argument(*names, action=action, default=None, help=text)
     elif setting.many:
-        group.add_argument(
-            setting.flag, nargs="+", action="extend", metavar=setting.metavar, help=text
-        )
+        group.add_argument(*names, nargs="+", action="extend", metavar=setting.metavar, help=text)
     else:
         group.add_argument(
-            setting.flag,
+            *names,
             type=setting.parse,
             choices=setting.choices or None,
             metavar=setting.metavar,

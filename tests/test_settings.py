@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from tests.command_line import refused
 
 from balanceroute.proxy.__main__ import main
+from balanceroute.proxy.cli.command_line import make_parser
+from balanceroute.proxy.cli.serve import flags_given
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live.settings.config import ProxyConfig
@@ -145,3 +148,65 @@ def test_engines_of_variables_have_no_group_either(tmp_path: Path) -> None:
     path.write_text(table.format("a", 1, 1) + table.format("b", 2, 2))
     with pytest.raises(ConfigError, match=r"^BALANCEROUTE_CONNECTOR: names engines"):
         make_config(read_topology(path), {}, environment={"BALANCEROUTE_CONNECTOR": "nixl"})
+
+
+# Names of vLLM and of other routers, where the meaning is the same.
+
+
+def told(words: str) -> ProxyConfig:
+    """Return the configuration of a command line."""
+    parsed = make_parser(["serve"]).parse_args(["serve", *words.split()])
+    return make_config(None, flags_given(parsed))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--kv-connector mooncake", "--connector mooncake"),
+        ("--kv-connector NixlConnector", "--connector nixl"),
+        ("--connector MooncakeLayerwiseConnector", "--connector mooncake-layerwise"),
+        ("--served-model-name a b", "--model a b"),
+        ("--decode-policy power_of_two", "--policy power-of-two"),
+        ("--policy round_robin", "--policy round-robin"),
+        ("--prefill-policy cache_aware", "--prefill-choice cache-aware"),
+        ("--prefill-policy consistent_hash", "--prefill-choice sticky"),
+    ],
+)
+def test_other_names_mean_the_same(theirs: str, ours: str) -> None:
+    engines = "--prefill http://p:1 --prefill http://q:1 --decode http://d:1"
+    assert told(f"{engines} {theirs}") == told(f"{engines} {ours}")
+
+
+def test_keys_of_clients_are_given_as_in_vllm_and_never_shown(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("sk-three\n")
+    path.chmod(0o600)
+    engines = "--prefill http://p:1 --decode http://d:1"
+    config = told(f"{engines} --api-key sk-one sk-two --api-key-file {path}")
+    keys = [one.value for one in config.credentials.api_keys]
+    assert keys == [b"sk-one", b"sk-two", b"sk-three"]
+    for text in (repr(config), str(config.redacted())):
+        assert "sk-" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ("--worker-urls http://a:1", "--prefill URL .. --decode URL .."),
+        ("--vllm-pd-disaggregation", "it is always so here: leave it out"),
+        ("--max-num-seqs 8", "that of the engines goes to --batch"),
+        ("--prefill http://p:1 8998", "a bootstrap port goes to --bootstrap http://HOST:8998"),
+        ("--policy cache_aware", "chooses prefillers: --prefill-choice cache-aware"),
+        ("--policy kv_aware", "chooses prefillers: --prefill-choice prefix-aware"),
+        ("--kv-connector moriio", "invalid choice: 'moriio'"),
+        ("--api-key sk-\x7f", "has something that is no key"),
+    ],
+)
+def test_names_that_mean_something_else_get_a_hint(
+    words: str, cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["serve", *words.split(), "--batch", "1", "--decode", "http://d:1"]
+    line += ["--connector", "nixl"] * ("connector" not in words)
+    said = refused(line + ["--prefill", "http://p:1"] * ("--prefill" not in words), capsys)
+    assert cure in said
+    assert "sk-" not in said

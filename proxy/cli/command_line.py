@@ -48,6 +48,21 @@ _FIRST = {
     "step-base-ms step-us-per-token prefill-servers policy predictor json plots",
 }
 _MOST_LINES, _FLAG_WIDTH = 40, 26
+# What flags of vLLM, vllm-router and SMG are here, where the meaning is another one.
+_ELSEWHERE = {
+    "--worker-urls": "prefillers and decode engines are named apart: --prefill URL .. --decode URL ..",
+    "--vllm-pd-disaggregation": "it is always so here: leave it out",
+    "--pd-disaggregation": "it is always so here: leave it out",
+    "--intra-node-data-parallel-size": "--decode URL@discover asks the engine",
+    "--prometheus-port": "/metrics is on --port and on --admin-port",
+    "--max-num-seqs": "that of the engines goes to --batch",
+    "--kv-transfer-config": "is of the engines; here --connector NAME",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--uvicorn-log-level": "--log-level",
+    "--prefill-selector": "--discover prefill=kubernetes:LABEL=VALUE",
+    "--decode-selector": "--discover decode=kubernetes:LABEL=VALUE",
+}
 
 
 class _Help(argparse.Action):
@@ -131,6 +146,8 @@ class Parser(argparse.ArgumentParser):
         for action in self._get_positional_actions():
             if action.dest == flag.removeprefix("--").replace("-", "_"):
                 return f"; write {action.metavar or action.dest} alone"
+        if self.words in ("serve", "up") and flag in _ELSEWHERE:
+            return f": {_ELSEWHERE[flag]}"
         return did_you_mean(flag, flags)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -53,11 +53,9 @@ from balanceroute.proxy.live.settings.engines import BOOTSTRAP_PORT
 from balanceroute.proxy.live.settings.scheduling import SchedulingSettings
 from balanceroute.proxy.page_client import PageClient, UnansweredError
 from balanceroute.proxy.settings import add_flags, read_flags
-from balanceroute.proxy.wire.addresses import bracketed
 from balanceroute.proxy.wire.http1.server import Server
-from balanceroute.proxy.wire.messages import HttpRequest, ServerLimits
-from balanceroute.proxy.wire.reply import Reply
-from balanceroute.topologies import CONNECTORS
+from balanceroute.proxy.wire.messages import HttpRequest, Reply, ServerLimits, bracketed
+from balanceroute.topologies import CONNECTORS, KvFlow
 
 T = TypeVar("T")
 PREFILL, DECODE = Role.PREFILL.value, Role.DECODE.value
@@ -458,7 +456,7 @@ class _Attempt:
             trial.said = "not tried: they do not fit"
             return trial
         self.body = {"model": models[0], "prompt": _prompt(prefill, decode), "temperature": 0.0}
-        first = self.connector and CONNECTORS[self.connector].decode_first
+        first = self.connector and CONNECTORS[self.connector].flow is KvFlow.DECODE_FIRST
         began_s = time.perf_counter()
         try:
             self.before = await self._brought(decode)
@@ -482,7 +480,7 @@ class _Attempt:
         """Send the prefill leg, then the decode leg; return the prompt's tokens."""
         prefill, decode, trial = self.prefill, self.decode, self.trial
         connector, transfer = make_connector(self.connector or "nixl"), secrets.token_hex(16)
-        if connector.facts.has_bootstrap and prefill.identity is None:
+        if connector.facts.flow is KvFlow.NAMED and prefill.identity is None:
             raise _LegError(
                 f"no bootstrap server answers for {prefill.name}",
                 "say --prefill and --bootstrap, and start it with VLLM_MOONCAKE_BOOTSTRAP_PORT",
@@ -680,7 +678,7 @@ def _advise(report: Report, given: DoctorSettings) -> None:
     words += ["--prefill", *(look.name for look in prefillers)]
     servers = [look.identity.bootstrap_address for look in prefillers if look.identity is not None]
     usual = [EngineUrl("http", look.url.host, BOOTSTRAP_PORT).base for look in prefillers]
-    if CONNECTORS[report.connector].has_bootstrap and servers != usual:
+    if CONNECTORS[report.connector].flow is KvFlow.NAMED and servers != usual:
         words += ["--bootstrap", *servers]
     # Requests name the ranks of a server from 0 on, whatever its metrics call them.
     several = ((look.name, "@discover" if len(look.ranks) > 1 else "") for look in decoders)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from balanceroute.proxy.core.errors import ConfigError, shown
@@ -44,6 +45,7 @@ class Setting:
     # value.
     action: str | None = None
     choices: tuple[str, ...] = ()  # The words allowed, if they can be listed.
+    aliases: tuple[str, ...] = ()  # Other flags for it: what other routers and engines call it.
     many: bool = False  # Whether the setting is a list.
     is_path: bool = False  # Whether a relative value in a file starts at the file's folder.
     not_paths: tuple[str, ...] = ()  # Values of a path setting that are words.
@@ -177,16 +179,23 @@ def choice(
     shown_default: str = "",
     at_top: bool = False,
     name: str = "",
+    aliases: tuple[str, ...] = (),
+    also: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """Declare one of some values, each with its word."""
+    """Declare one of some values, each with its word; `also` has other words, each for one of these."""
+
+    def parse(value: object) -> object:
+        return also.get(value, value) if isinstance(value, str) else value
 
     def check(value: object) -> T:
+        value = parse(value)
         if not isinstance(value, str) or value not in values:
             raise ConfigError(f"is {shown(value)}, must be one of {', '.join(values)}")
         return values[value]
 
     shown_default = shown_default or next((word for word in values if values[word] == default), "")
     traits = {"choices": tuple(values), "at_top": at_top, "name": name}
+    traits |= {"aliases": aliases, "parse": parse}
     return _declare(default, text, check, shown_default, None, **traits)
 
 
@@ -207,6 +216,7 @@ def text(
     *,
     metavar: str,
     at_top: bool = False,
+    aliases: tuple[str, ...] = (),
 ) -> T | str:
     """Declare a text which `check` accepts; its default may be None."""
     shown_default = "" if default is None else f"{default}"
@@ -214,7 +224,8 @@ def text(
     def checked(value: object) -> str:
         return check(_text(value))
 
-    return _declare(default, text, checked, shown_default, metavar, at_top=at_top)
+    traits = {"at_top": at_top, "aliases": aliases}
+    return _declare(default, text, checked, shown_default, metavar, **traits)
 
 
 def texts(
@@ -224,6 +235,7 @@ def texts(
     metavar: str,
     shown_default: str = "",
     at_top: bool = True,
+    aliases: tuple[str, ...] = (),
 ) -> tuple[T, ...]:
     """Declare a list of texts, each of which `check` turns into an item."""
 
@@ -231,7 +243,8 @@ def texts(
         return tuple(map(check, _texts(value)))
 
     nothing: tuple[T, ...] = ()
-    return _declare(nothing, text, checked, shown_default, metavar, many=True, at_top=at_top)
+    traits = {"many": True, "at_top": at_top, "aliases": aliases}
+    return _declare(nothing, text, checked, shown_default, metavar, **traits)
 
 
 def integers(text: str, least: int, most: int, *, metavar: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import re
 
 from balanceroute.proxy.core.errors import ConfigError, shown
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, valid_host
+from balanceroute.proxy.live.security import Secret, as_secret
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-_\[\]:]{1,256}")  # As browsers write it.
 _MODEL = re.compile(r"[!-~]{1,256}")
@@ -35,6 +36,8 @@ def own_address(word: str) -> EngineUrl:
     Raises:
         ConfigError: It is none, or names a rank.
     """
+    if word.isdecimal():  # As vllm-router has it behind a prefiller's address.
+        raise ConfigError(f"is {word!r}: a bootstrap port goes to --bootstrap http://HOST:{word}")
     url = EngineUrl.parse(word)
     if url.rank is not None:
         raise ConfigError(f"is {url.name!r}: only decode engines are addressed by rank")
@@ -84,6 +87,18 @@ def picker_metrics(word: str) -> tuple[tuple[str, str], ...]:
             "and NAME of a metric that is not the proxy's own"
         )
     return ((what, name),)
+
+
+def api_key(word: str) -> Secret:
+    """Return a key of clients.
+
+    Raises:
+        ConfigError: It can be none. The message does not show it.
+    """
+    try:
+        return as_secret(word.encode(errors="replace"))
+    except ConfigError as error:
+        raise ConfigError(f"has something that is no key: {error}") from None
 
 
 def web_origin(word: str) -> str:

@@ -298,10 +298,10 @@ def _credentials(
 ) -> Credentials:
     engine_key = engine_key_of(given, environment)
     _check_certificate(given, listening)
-    api_keys: tuple[Secret, ...] = ()
+    api_keys = listening.api_key
     if listening.api_key_file is not None:
         with given.blamed("api_key_file"):
-            api_keys = read_secrets(listening.api_key_file)
+            api_keys += read_secrets(listening.api_key_file)
     admin_token = None
     if listening.admin and listening.admin_token_file is not None:
         with given.blamed("admin_token_file"):

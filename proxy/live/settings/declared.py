@@ -38,7 +38,9 @@ from balanceroute.proxy.live.request.leg_settings import (
     LegRules,
     LegTimes,
 )
+from balanceroute.proxy.live.security import Secret
 from balanceroute.proxy.live.settings.checks import (
+    api_key,
     base_address,
     decode_address,
     event_address,
@@ -296,7 +298,12 @@ class EngineSettings:
         metavar="URL",
     )
     connector: str = choice(
-        "nixl", "how the engines move KV caches", words(CONNECTORS), at_top=True
+        "nixl",
+        "how the engines move KV caches",
+        words(CONNECTORS),
+        at_top=True,
+        aliases=("--kv-connector",),
+        also={facts.vllm_class: name for name, facts in CONNECTORS.items()},
     )
     kv_events_port: int | None = integer(
         None,
@@ -328,6 +335,7 @@ class EngineSettings:
         model_name,
         metavar="NAME",
         shown_default="those that the engines serve",
+        aliases=("--served-model-name",),
     )
     engine_key_file: Path | None = file(
         "holds the key to send to the engines; else BALANCEROUTE_ENGINE_KEY is the key"
@@ -354,6 +362,13 @@ class ListeningSettings:
     tls_key: Path | None = file("the certificate's private key (PEM)")
     api_key_file: Path | None = file(
         "holds the keys that clients may present, one a line; without it all may come"
+    )
+    api_key: tuple[Secret, ...] = texts(
+        "keys that clients may present, as in vLLM; who else is on the machine sees them here. The key of "
+        "the engines is --engine-key-file",
+        api_key,
+        metavar="KEY",
+        at_top=False,
     )
     cors_origin: tuple[str, ...] = texts(
         "sites whose pages may use the API from a browser, such as https://chat.example; * for all",

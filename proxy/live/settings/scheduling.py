@@ -26,6 +26,15 @@ from balanceroute.proxy.live.prediction import PREDICTORS
 from balanceroute.proxy.live.request.leg_settings import Direct
 from balanceroute.topologies import did_you_mean
 
+OTHER_CHOICES = {
+    "cache_aware": "cache-aware",
+    "consistent_hash": "sticky",
+    "kv_aware": "prefix-aware",
+    "power_of_two": "power-of-two",
+    "round_robin": "round-robin",
+}
+"""What vllm-router calls prefill choices."""
+
 
 def policy_name(name: str) -> str:
     """Return the name of a policy; of one from outside its `module:function`.
@@ -33,9 +42,13 @@ def policy_name(name: str) -> str:
     Raises:
         ConfigError: There is none of that name.
     """
-    known = name if name in POLICIES else outside_name("policies", name)
+    word = name.replace("_", "-")  # As vllm-router writes it.
+    known = word if word in POLICIES else outside_name("policies", name)
     if known is not None:
         return known
+    if OTHER_CHOICES.get(name, name) in PREFILL_CHOICES:
+        reason = f"chooses prefillers: --prefill-choice {OTHER_CHOICES.get(name, name)}"
+        raise ConfigError(f"is {name!r}, which {reason}")
     raise ConfigError(f"is {name!r}, which is no policy{did_you_mean(name, POLICIES)}")
 
 
@@ -49,9 +62,14 @@ class SchedulingSettings:
         f"{', '.join(POLICIES)}, or module:function of your own",
         policy_name,
         metavar="NAME",
+        aliases=("--decode-policy",),
     )
     prefill_choice: str = choice(
-        "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
+        "fewest-tokens",
+        "which prefiller with room takes a request",
+        words(PREFILL_CHOICES),
+        aliases=("--prefill-policy",),
+        also=OTHER_CHOICES,
     )
     local_prefill_tokens: int | None = integer(
         None,

@@ -291,6 +291,7 @@ def test_the_admin_pages_can_be_left_out() -> None:
 
 def secrets_everywhere(folder: Path) -> ProxyConfig:
     return of_flags(
+        api_key=["hunter2-e"],
         api_key_file=secret_file(folder, "a", "hunter2-a\nhunter2-b\n"),
         engine_key_file=secret_file(folder, "b", "hunter2-c\n"),
         admin_token_file=secret_file(folder, "c", "hunter2-d\n"),
@@ -309,7 +310,7 @@ def test_a_configuration_shows_no_secret(shown: Callable[..., str], tmp_path: Pa
 def test_the_redacted_configuration_tells_everything_else(tmp_path: Path) -> None:
     config = secrets_everywhere(tmp_path).redacted()
     assert config["credentials"] == {
-        "api_keys": ["***", "***"],
+        "api_keys": ["***", "***", "***"],
         "engine_key": "***",
         "admin_token": "***",
         "tenants": [],

@@ -122,7 +122,7 @@ ALWAYS = {
     *("prefill", "decode", "bootstrap", "kv_events", "kv_replay", "kv_events_port"),
     *("rank_kv_events_port", "rank_kv_replay_port"),
     *("kv_replay_port", "metaserver_url", "connector", "model", "engine_key_file", "check_pairs"),
-    *("discover", "host", "port", "tls_cert", "tls_key", "api_key_file"),
+    *("discover", "host", "port", "tls_cert", "tls_key", "api_key", "api_key_file"),
     *("cors_origin", "public_metrics", "picker_metrics", "admin", "http3", "aimd", "queue_limit"),
     *("client_deadline", "policy", "local_prefill_tokens", "predictor_state"),
     *("shadow_predictor", "batch", "prefiller_utilisation_limit"),

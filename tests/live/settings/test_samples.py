@@ -170,12 +170,14 @@ WITH_EVENTS = {
     *("kv_events_port", "kv_replay_port"),
     *("rank_kv_events_port", "rank_kv_replay_port"),
 }
+# See tests/test_settings.py: its default cannot be given.
+SECRET = {"api_key"}
 # See test_tracing_settings.
 TRACED = {"otlp_traces_endpoint", "trace_share"}
 
 
 def test_no_setting_is_forgotten_here() -> None:
-    elsewhere = LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE | WITH_EVENTS | TRACED
+    elsewhere = LAYERWISE | WITH_DISCOVERY | WITH_CERTIFICATE | WITH_EVENTS | TRACED | SECRET
     assert SETTINGS.keys() == SAMPLES.keys() | FILES | AT_TOP | elsewhere
     assert {name for name, setting in SETTINGS.items() if setting.at_top} == AT_TOP
 
