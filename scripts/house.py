@@ -131,11 +131,11 @@ MAY_IMPORT = {
 }
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
-    "proxy/core": (13_550, 34),
-    "proxy/wire": (7_100, 27),
-    "proxy/live": (34_650, 111),
+    "proxy/core": (13_600, 34),
+    "proxy/wire": (7_000, 23),
+    "proxy/live": (34_700, 111),
     "proxy/lab": (15_600, 55),
-    "proxy/cli": (5_850, 25),
+    "proxy/cli": (5_700, 23),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
@@ -143,7 +143,7 @@ BUDGET = {
     "scripts": (14_800, 42),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (110_750, 540),
+    "tests": (111_100, 541),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.
