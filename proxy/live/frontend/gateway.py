@@ -82,7 +82,7 @@ from balanceroute.proxy.live.openai.shape import (
     refuse_state,
 )
 from balanceroute.proxy.live.request.leg_settings import check_direct
-from balanceroute.proxy.live.scheduling.driver import Arrival, Asked
+from balanceroute.proxy.live.scheduling.driver import Arrival
 from balanceroute.proxy.live.security import Secret, Tenant
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE
 from balanceroute.proxy.live.telemetry.record import Log, RequestRecord, Tracer, read_parent
@@ -603,10 +603,8 @@ class Gateway:
         )
         group.intake.submit(
             Arrival(
-                Asked(
-                    *(shape, eligible, expected_tokens, asking.urgency, name, session, early),
-                    adapter=shape.model in group.served.adapters,
-                ),
+                *(shape, eligible, expected_tokens, asking.urgency, name, session, early),
+                shape.model in group.served.adapters,
                 asking.body,
                 partial(self._lines, asking.known, headers),
                 asking.reply,

@@ -471,16 +471,6 @@ class Decisions:
             if not barred:
                 self.wake()
 
-    def look_after(self) -> None:
-        """Decide if a deadline or an earlier failure asks for it; follow the ranks in any case."""
-        deadline_ns = self._scheduler.next_deadline_ns()
-        if self.isolation.failures.failing or (
-            deadline_ns is not None and deadline_ns <= self._now_ns()
-        ):
-            self._tick()
-        else:
-            self.follow()
-
     def stop(self) -> None:
         """Call off whatever is due."""
         self._ticks.cancel()
@@ -597,9 +587,16 @@ class Decisions:
         isolation.run("timer", self._give_up_stranded, now_s)
 
     def _look_after(self, late_s: float) -> None:
+        """Decide if a deadline or an earlier failure asks for it; follow the ranks in any case."""
         self._metrics.decisions.loop_lag(late_s)
         self._stalls.tick()
-        self.look_after()
+        deadline_ns = self._scheduler.next_deadline_ns()
+        if self.isolation.failures.failing or (
+            deadline_ns is not None and deadline_ns <= self._now_ns()
+        ):
+            self._tick()
+        else:
+            self.follow()
 
     def _review_ranks(self) -> None:
         self.veto.look(*self._looks.look())

@@ -418,8 +418,8 @@ class SessionTable:
 # A request that clients sent and that nobody has accepted or refused yet.
 
 
-class Asked(Struct, frozen=True):
-    """What a request asks for."""
+class Arrival(Struct, frozen=True):
+    """One request."""
 
     shape: "Shape"
     eligible: "Eligible | None"  # The engines of its model; None for all.
@@ -427,10 +427,16 @@ class Asked(Struct, frozen=True):
     expected_tokens: int | None
     urgency: "Urgency"
     tenant: str  # Whose it is; empty if tenants are not told apart.
-    session: int = 0  # See `Ticket`.
-    early_token: bool = False  # See `Ticket`.
+    session: int  # See `Ticket`.
+    early_token: bool  # See `Ticket`.
     # Whether its model is an adapter: its token ids are not all that its blocks depend on.
-    adapter: bool = False
+    adapter: bool
+    body: "RequestBody"
+    # Returns the lines of every engine leg, given what the engines are to call the request.
+    headers: "Callable[[str], bytes]"
+    reply: "Reply"
+    record: "RequestRecord"  # What is known of it.
+    refuse: "Callable[[Refusal], None]"  # Answers the client that it is refused.
 
     def ticket(self, prompt_tokens: int, context: "SessionContext") -> Ticket:
         """Return what the scheduler is to know of it; `prompt_tokens` may be an estimate."""
@@ -455,18 +461,6 @@ class Asked(Struct, frozen=True):
             session=self.session,
             early_token=self.early_token,
         )
-
-
-class Arrival(Struct, frozen=True):
-    """One request."""
-
-    asked: Asked
-    body: "RequestBody"
-    # Returns the lines of every engine leg, given what the engines are to call the request.
-    headers: "Callable[[str], bytes]"
-    reply: "Reply"
-    record: "RequestRecord"  # What is known of it.
-    refuse: "Callable[[Refusal], None]"  # Answers the client that it is refused.
 
 
 # Tokens that nobody can guess, made in batches: the system is asked for randomness once for many.
@@ -569,9 +563,6 @@ class Driver:
 
     # What the gateway does.
 
-    def ticket(self, asked: Asked) -> Ticket:
-        return asked.ticket(self.prompt_tokens(asked.shape), self.context)
-
     def prompt_tokens(self, shape: Shape) -> int:
         """Return the length of a request's prompt, which may be an estimate."""
         return self._feedback.estimate.tokens(shape)
@@ -599,60 +590,46 @@ class Driver:
         return self._admission.offer(ticket, load, self._now_ns())
 
     def submit(self, arrival: Arrival) -> None:
-        shape, record = arrival.asked.shape, arrival.record
-        ticket = self.ticket(arrival.asked)
+        shape, record = arrival.shape, arrival.record
+        ticket = arrival.ticket(self.prompt_tokens(shape), self.context)
         refusal = self.refuse(ticket, record)
         if refusal is not None:
             arrival.refuse(refusal)
             return
         headers = arrival.headers(self.table.engine_id(record.request_id))
         try:  # Not before: hashing a prompt is wasted on a request that is refused.
-            ticket = self.place(self._hashed(ticket, arrival), record)
+            result = placed(self.scheduler, self._hashed(ticket, arrival), self._now_ns())
         except Exception:
             self._admission.ended(ticket, _NEVER_BEGUN, self._now_ns())
             raise
-        record.prompt_estimate = ticket.prompt_tokens
-        record.keys = ticket.keys
-        self.take(
-            Session(
-                self.table.next_number(),
-                self,
-                ticket=ticket,
-                shape=shape,
-                body=arrival.body,
-                headers=headers,
-                reply=arrival.reply,
-                record=record,
-            )
-        )
-
-    @property
-    def token_block(self) -> int:
-        """Tokens of a block where prompts are token ids; 0 for blocks of text alone."""
-        blocks = self.instances.engine_blocks or self.instances.rank_blocks
-        return 0 if blocks is None else blocks.block_tokens
-
-    def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:
-        """Return a ticket with the hashes of its prompt that somebody asks for."""
-        api, body = arrival.asked.shape.api, arrival.body
-        if self.uses_keys:
-            ticket = structs.replace(ticket, keys=prompt_keys(api, body))
-        if self._settings.uses_blocks:
-            token_block = 0 if arrival.asked.adapter else self.token_block
-            ticket = prompt_blocks(api, body, token_block).of(ticket)
-        return ticket
-
-    def place(self, ticket: Ticket, record: "RequestRecord") -> Ticket:
-        """Return the ticket of a request that was not refused, with who computes its prompt."""
-        result = placed(self.scheduler, ticket, self._now_ns())
         record.local_prefill = ticket.prefill and not result.prefill
-        return result
-
-    def take(self, session: Session) -> None:
+        record.prompt_estimate, record.keys = result.prompt_tokens, result.keys
+        session = Session(
+            self.table.next_number(),
+            self,
+            ticket=result,
+            shape=shape,
+            body=arrival.body,
+            headers=headers,
+            reply=arrival.reply,
+            record=record,
+        )
         self._feedback.retries.earn()
         self.table.add(session)
         self.decisions.begin_sweeps()
         self.isolation.run_for(session, "arrival", self._take, session)
+
+    def _hashed(self, ticket: Ticket, arrival: Arrival) -> Ticket:
+        """Return a ticket with the hashes of its prompt that somebody asks for."""
+        api, body = arrival.shape.api, arrival.body
+        if self.uses_keys:
+            ticket = structs.replace(ticket, keys=prompt_keys(api, body))
+        if self._settings.uses_blocks:
+            blocks = self.instances.engine_blocks or self.instances.rank_blocks
+            # Tokens of a block where prompts are token ids; 0 for blocks of text alone.
+            tokens = 0 if blocks is None or arrival.adapter else blocks.block_tokens
+            ticket = prompt_blocks(api, body, tokens).of(ticket)
+        return ticket
 
     def _began(self, session: Session) -> None:
         if self.table.begin(session.number) and self._admission.follows:
