@@ -21,12 +21,13 @@ from balanceroute.proxy.live.frontend.gateway import Gateway
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security import Credentials, ServerTls, Tenant, server_context
-from balanceroute.proxy.live.telemetry.record import Log, Tracer
+from balanceroute.proxy.live.telemetry.record import Tracer
 from balanceroute.proxy.wire.http1.server import Server
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.live.frontend.groups import Groups
     from balanceroute.proxy.live.settings.config import ProxyConfig
     from balanceroute.proxy.live.telemetry.request_metrics import RequestMetrics
@@ -48,24 +49,23 @@ class PublicListener:
         self,
         config: "ProxyConfig",
         groups: "Groups",
+        environment: "Environment",
         *,
         metrics: "RequestMetrics",
         page_of_metrics: Callable[[], bytes],
-        log: "Log",
-        unix_s: Callable[[], float],
-        random_bits: Callable[[int], int],
     ) -> None:
         self._config = config
-        listening = config.listening
+        listening, tracing = config.listening, config.tracing
+        draw = environment.rng.getrandbits
         gateway = self.gateway = Gateway(
             groups,
             metrics=metrics,
             page_of_metrics=page_of_metrics,
-            log=log,
+            log=environment.log,
             config=config,
             clients=clients_of(config, config.credentials),
-            unix_s=unix_s,
-            tracer=None if config.tracing is None else Tracer(config.tracing.share, random_bits),
+            unix_s=environment.unix_s,
+            tracer=None if tracing is None else Tracer(tracing.share, draw),
         )
         self.http3 = None  # Serves the same over HTTP/3; None if that is off.
         commons: list[Common] = []
@@ -91,11 +91,7 @@ class PublicListener:
             self.tls = ServerTls(listening.tls_cert, listening.tls_key)
 
     async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
-        """Listen on sockets that are bound, or else at the address of the settings.
-
-        Raises:
-            ConfigError: It cannot be bound.
-        """
+        """Listen on sockets that are bound, or else at the address of the settings. Raises ConfigError."""
         if sockets:
             await self.server.start_on(sockets, ssl=self._context)
             return

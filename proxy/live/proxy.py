@@ -575,13 +575,9 @@ class Proxy:
         config = self.config
         self._groups = Groups(_group(*one) for one in self.deployments.items())
         public = self._public = PublicListener(
-            config,
-            self._groups,
+            *(config, self._groups, self._environment),
             metrics=self.metrics.requests,
             page_of_metrics=self.page_of_metrics,
-            log=self._environment.log,
-            unix_s=self._environment.unix_s,
-            random_bits=self._environment.rng.getrandbits,
         )
         self.gateway, self.server = public.gateway, public.server
         self.gateway.page_of_unit = self._page_of_unit()
