@@ -132,8 +132,8 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_600, 34),
-    "proxy/wire": (7_000, 23),
-    "proxy/live": (34_700, 111),
+    "proxy/wire": (6_950, 23),
+    "proxy/live": (34_550, 111),
     "proxy/lab": (15_600, 55),
     "proxy/cli": (5_700, 23),
     "predictors": (3_750, 11),

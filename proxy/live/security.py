@@ -118,22 +118,14 @@ def read_secret(path: Path) -> Secret:
 
 
 def as_secret(key: bytes) -> Secret:
-    """Return a key that can be sent in a header.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Return a key that can be sent in a header. Raises ConfigError."""
     if not _KEY.fullmatch(key):
         raise ConfigError("a key has 1 to 1024 visible ASCII characters")
     return Secret(key)
 
 
 def refuse_if_shared(path: Path, status: os.stat_result) -> None:
-    """Refuse a file of secrets that every user of the machine may read or change.
-
-    Raises:
-        ConfigError: They may.
-    """
+    """Refuse a file of secrets that every user of the machine may read or change. Raises ConfigError."""
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"is {path}: not a regular file")
     if status.st_mode & stat.S_IRWXO:

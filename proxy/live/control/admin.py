@@ -250,7 +250,13 @@ class Control(Protocol):
 
 
 class Admin:
-    """The application of the admin listener: call it with a request and where its answer goes."""
+    """The application of the admin listener: call it with a request and where its answer goes.
+
+    Args:
+        token: What a request must present; None to ask for nothing, which is for a listener
+            that only this machine can reach.
+        names: What Host may say without a token, in lower case, beside loopback.
+    """
 
     def __init__(
         self,
@@ -263,18 +269,6 @@ class Admin:
         token: Secret | None,
         names: Collection[str] = (),
     ) -> None:
-        """Serve the pages.
-
-        Args:
-            control: What they show and change.
-            engines: Takes the orders about engines.
-            groups: Takes those about groups; None if there are none.
-            page_of_metrics: Renders the metrics.
-            config: The settings to show, without secrets.
-            token: What a request must present; None to ask for nothing, which is for a listener
-                that only this machine can reach.
-            names: What Host may say without a token, in lower case, beside loopback.
-        """
         self._control = control
         self._engines = engines
         self._page_of_metrics = page_of_metrics

@@ -310,7 +310,12 @@ def view_of(
 
 
 class LoadLog:
-    """Samples the ledger of a driver's scheduler."""
+    """Samples the ledger of a driver's scheduler.
+
+    Args:
+        interval_s: Between two samples.
+        write: Takes one line with its newline, and does not block.
+    """
 
     def __init__(
         self,
@@ -320,14 +325,6 @@ class LoadLog:
         unix_s: Callable[[], float],
         write: Callable[[bytes], object],
     ) -> None:
-        """Sample nothing yet.
-
-        Args:
-            driver: Whose scheduler's ledger is sampled.
-            interval_s: Between two samples.
-            unix_s: Wall-clock time.
-            write: Takes one line with its newline, and does not block.
-        """
         self._driver = driver
         self._interval_s = interval_s
         self._unix_s = unix_s

@@ -64,11 +64,7 @@ class Slices:
         self._unnamed: set[str] = set()  # Without a role; logged once.
 
     def replace(self, pages: "list[Mapping[str, Any]]") -> None:
-        """Take a list, which may have come in pages.
-
-        Raises:
-            WatchError: It is none.
-        """
+        """Take a list, which may have come in pages. Raises WatchError."""
         try:
             by_name = {_name(one): one for page in pages for one in page["items"] or ()}
             self.version = pages[-1]["metadata"]["resourceVersion"]

@@ -57,11 +57,7 @@ class EngineUrl:
 
     @classmethod
     def parse(cls, text: str) -> "EngineUrl":
-        """Read an address.
-
-        Raises:
-            ConfigError: It is not one.
-        """
+        """Read an address. Raises ConfigError."""
         scheme = _SCHEME.match(text)
         if scheme is None:
             raise _error(text, "must begin with http:// or https://")
@@ -85,11 +81,7 @@ class EngineUrl:
 
 
 def valid_host(text: str) -> str:
-    """Return an IP address (without brackets) or a host name in its usual spelling.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return an IP address (without brackets) or a host name in its usual spelling. Raises ConfigError."""
     if ":" in text:
         try:
             address = IPv6Address(text)

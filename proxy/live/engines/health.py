@@ -111,6 +111,11 @@ class Health:
     `on_change(target, up, reason)` is called when an instance changes between up and quarantined,
     `on_gone(target)` when one in quarantine turns out not to answer at all, and `on_known(target)` once, when
     its state is first known.
+
+    Args:
+        fetch: GETs a URL and returns the status; raises FetchError if no answer came.
+        on_error: Called with what a probe raised beyond `FetchError`: that says nothing of the
+            engine.
     """
 
     def __init__(
@@ -125,19 +130,6 @@ class Health:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """Watch nothing yet.
-
-        Args:
-            settings: How instances are watched.
-            fetch: GETs a URL and returns the status; raises FetchError if no answer came.
-            on_change: Called with every change.
-            on_gone: Called behind it, or later.
-            on_known: Called with each new instance once.
-            on_error: Called with what a probe raised beyond `FetchError`: that says nothing of the
-                engine.
-            clock: The loop's time.
-            rng: Spreads the probes.
-        """
         self._settings = settings
         self._fetch = fetch
         self._on_change, self._on_gone = on_change, on_gone

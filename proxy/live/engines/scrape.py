@@ -66,7 +66,15 @@ class _Watch:
 
 
 class Scraper:
-    """Scrapes instances. `run` does it for ever; `on_utilisation` is called with every new value."""
+    """Scrapes instances. `run` does it for ever; `on_utilisation` is called with every new value.
+
+    Args:
+        fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
+        on_utilisation: Called when the utilisation of an instance changes; it begins at 0.
+        on_gauges: Called with what every good scrape told, and with how many KV caches of the instance
+            were pulled after their lease had ended, since the scrape before.
+        on_error: Called with what a scrape raised beyond `FetchError`; it counts as failed.
+    """
 
     def __init__(
         self,
@@ -80,19 +88,6 @@ class Scraper:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """Scrape nothing yet.
-
-        Args:
-            settings: How instances are scraped.
-            fetch: GETs a URL and returns the body of a 200; raises FetchError if there is none.
-            on_utilisation: Called when the utilisation of an instance changes; it begins at 0.
-            on_gauges: Called with what every good scrape told, and with how many KV caches of the instance
-                were pulled after their lease had ended, since the scrape before.
-            on_failure: Called with every scrape that failed, and why.
-            on_error: Called with what a scrape raised beyond `FetchError`; it counts as failed.
-            clock: The loop's time.
-            rng: Spreads the scrapes.
-        """
         self._settings = settings
         self._fetch = fetch
         self._on_utilisation = on_utilisation

@@ -308,11 +308,7 @@ def _twice(key: str) -> BodyError:
 
 
 def read_object(data: bytes) -> tuple[dict[str, Any], Places]:
-    """Decode all of a small body; return its members and where they stand.
-
-    Raises:
-        BodyError: See `RequestBody`.
-    """
+    """Decode all of a small body; return its members and where they stand. Raises BodyError."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

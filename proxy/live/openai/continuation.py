@@ -134,11 +134,7 @@ def _check_beginnings(name: str, words: object, text: str) -> None:
 
 
 def remaining_limits(api: Api, values: Mapping[str, Any], emitted_tokens: int) -> dict[str, object]:
-    """Return the limits of an answer of which some tokens were emitted already.
-
-    Raises:
-        CannotResumeError: One is no number.
-    """
+    """Return the limits of an answer of which some tokens were emitted already. Raises CannotResumeError."""
     members: dict[str, object] = {}
     for name, least in _LIMITS:
         limit = values.get(name)

@@ -38,11 +38,7 @@ def guessed_tokens(shape: "Shape") -> int:
 
 
 def check_direct(shape: "Shape", direct: Direct) -> None:
-    """Reject a request that one engine has to do whole, if none is to.
-
-    Raises:
-        BodyError: None is to.
-    """
+    """Reject a request that one engine has to do whole, if none is to. Raises BodyError."""
     if direct is not REFUSE_DIRECT:
         return
     why = "one engine would have to do the whole request, which this deployment does not serve"

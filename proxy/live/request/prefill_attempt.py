@@ -229,11 +229,7 @@ class PrefillAttempt(Attempt):
         return longest is not None and prompt_tokens + asked <= longest
 
     def _params(self, answer: PrefillAnswer) -> bytes:
-        """Return how a rank pulls the KV cache that this leg left behind, as JSON.
-
-        Raises:
-            MissingKvError: None could.
-        """
+        """Return how a rank pulls the KV cache that this leg left behind, as JSON. Raises MissingKvError."""
         kept = type(answer.kv_transfer_params) is dict
         if answer.complete and not (kept and self._rank_draws_anew()):
             # Not every connector keeps the KV cache of an answer that was not cut off at its one token.

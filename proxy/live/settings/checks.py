@@ -50,11 +50,7 @@ def base_address(word: str) -> str:
 
 
 def event_address(word: str) -> str:
-    """Check an address of KV cache events: `tcp://HOST:PORT`.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Check an address of KV cache events: `tcp://HOST:PORT`. Raises ConfigError."""
     if not word.startswith("tcp://"):
         raise ConfigError(f"is {shown(word)}, must be tcp://HOST:PORT")
     url = own_address(f"http://{word.removeprefix('tcp://')}")
@@ -62,11 +58,7 @@ def event_address(word: str) -> str:
 
 
 def model_name(word: str) -> str:
-    """Check the name of a model.
-
-    Raises:
-        ConfigError: It can be none.
-    """
+    """Check the name of a model. Raises ConfigError."""
     if not _MODEL.fullmatch(word):
         raise ConfigError(f"is {shown(word)}, must be 1 to 256 visible ASCII characters")
     return word
@@ -102,22 +94,14 @@ def api_key(word: str) -> Secret:
 
 
 def web_origin(word: str) -> str:
-    """Check the origin of a page, or `*` for all.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Check the origin of a page, or `*` for all. Raises ConfigError."""
     if word != "*" and not _ORIGIN.fullmatch(word):
         raise ConfigError(f"is {shown(word)}, must be *, or http:// or https:// and a host")
     return word
 
 
 def host_name(word: str) -> str:
-    """Check an address to listen on, or a name.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Check an address to listen on, or a name. Raises ConfigError."""
     try:
         return valid_host(word)
     except ConfigError as error:

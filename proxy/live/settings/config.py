@@ -269,11 +269,7 @@ def check_groups(topology: "Topology", whole: "ProxyConfig") -> None:
 
 
 def check_own(topology: "Topology", group: "GroupEntry") -> None:
-    """Check that a group says nothing that holds for all.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Check that a group says nothing that holds for all. Raises ConfigError."""
     for name in group.proxy:
         if name in _OF_ALL:
             place = f"{topology.path}: [{group.place}.proxy].{name}"
@@ -281,22 +277,14 @@ def check_own(topology: "Topology", group: "GroupEntry") -> None:
 
 
 def check_names(topology: "Topology", group: "GroupEntry") -> None:
-    """Check that a group that is added has no name of an alias.
-
-    Raises:
-        ConfigError: It has.
-    """
+    """Check that a group that is added has no name of an alias. Raises ConfigError."""
     for name in (group.name, *group.models):
         if name in topology.aliases:
             raise ConfigError(f"{group.place}: {name!r} is an alias")
 
 
 def check_apart(topology: "Topology", groups: "Iterable[GroupConfig]") -> None:
-    """Check that no two groups have an engine or a file in common.
-
-    Raises:
-        ConfigError: They have.
-    """
+    """Check that no two groups have an engine or a file in common. Raises ConfigError."""
     owners: dict[object, str] = {}
     for group, entry in zip(groups, topology.groups, strict=True):
         config, place = group.config, f"{topology.path}: {entry.place}"

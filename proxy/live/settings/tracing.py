@@ -53,11 +53,7 @@ _SAMPLERS = (_ALWAYS_ON, "parentbased_always_off", _RATIO)
 
 
 def collector_url(word: str) -> str:
-    """Check the address of a collector, which may have a path.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Check the address of a collector, which may have a path. Raises ConfigError."""
     _parts(word)
     return word
 
@@ -86,11 +82,7 @@ class TracingSettings:
 
 
 def export_settings(given: "Given", environment: Mapping[str, str]) -> ExportSettings | None:
-    """Return where traces go; None if nobody asked for them.
-
-    Raises:
-        ConfigError: A value cannot be used.
-    """
+    """Return where traces go; None if nobody asked for them. Raises ConfigError."""
     settings, variables = given.read(TracingSettings), _Variables(environment)
     place, share = settings.otlp_traces_endpoint or variables.endpoint(), settings.trace_share
     if place is None:

@@ -200,7 +200,18 @@ _CLOSE = _Order()
 
 
 class LineWriter:
-    """Writes lines to a file or to an open descriptor. Call its methods from one thread."""
+    """Writes lines to a file or to an open descriptor. Call its methods from one thread.
+
+    Args:
+        sink: The file to append to, or a descriptor such as standard output's, which stays open.
+        capacity: Lines that may wait.
+        complain: Called by the thread with a message about dropped lines, at most once a minute
+            and at the end.
+        clock: Seconds, for that minute.
+
+    Raises:
+        ConfigError: The file cannot be opened.
+    """
 
     def __init__(
         self,
@@ -210,18 +221,6 @@ class LineWriter:
         complain: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the file and start the thread.
-
-        Args:
-            sink: The file to append to, or a descriptor such as standard output's, which stays open.
-            capacity: Lines that may wait.
-            complain: Called by the thread with a message about dropped lines, at most once a minute
-                and at the end.
-            clock: Seconds, for that minute.
-
-        Raises:
-            ConfigError: The file cannot be opened.
-        """
         self._sink = sink
         self._path = sink if isinstance(sink, Path) else None
         self.fault = ""  # What the file failed with last; empty if it took everything since.

@@ -85,10 +85,9 @@ _WARNINGS = frozenset(
 
 
 class RequestLog:
-    """Writes one line for every request that has ended."""
+    """Writes one line for every request that has ended, to what does not block."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
-        """Log to a sink: `write` takes a line with its newline, and does not block."""
         self._write = write
 
     def request_ended(self, record: RequestRecord) -> None:

@@ -65,11 +65,7 @@ class IncomingBody:
         return decoder.rest if decoder.finished else None
 
     def add(self, data: bytes) -> None:
-        """Add the next bytes of a body that the transport frames.
-
-        Raises:
-            MalformedError: The body is too large.
-        """
+        """Add the next bytes of a body that the transport frames. Raises MalformedError."""
         if self.size + len(data) > self._limit:
             raise self._too_large()
         self._keep(data)
@@ -126,11 +122,7 @@ class RepeatedHead:
         self._head: RequestHead | None = None
 
     def parse(self, text: bytes, *, max_target_bytes: int, max_headers: int) -> RequestHead:
-        """Return what `parse_request_head` does.
-
-        Raises:
-            MalformedError: See there.
-        """
+        """Return what `parse_request_head` does. Raises MalformedError."""
         head = self._head
         if head is not None and text == self._text:
             return head
@@ -272,11 +264,7 @@ class IncomingRequest:
         return self.feed_body(arrived) if arrived else None
 
     def feed_body(self, data: bytes) -> bytes | None:
-        """Add the next bytes; return the body once it is complete, None before.
-
-        Raises:
-            MalformedError: As in `begin_body`.
-        """
+        """Add the next bytes; return the body once it is complete, None before. Raises MalformedError."""
         rest = self._body.feed(data)
         if rest is None:
             return None

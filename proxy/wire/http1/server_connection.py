@@ -202,10 +202,9 @@ class ServerConnection(asyncio.Protocol):
     _transport: TurnTransport
 
     def __init__(self, service: Service, shaken: SweptConnection | None = None) -> None:
-        """Make a connection; `shaken` is the handshake whose place it takes."""
         # The connection's life.
         self._service = service
-        self._shaken = shaken
+        self._shaken = shaken  # The handshake whose place it takes.
         self._peer = ""
         self._is_served = True
         self._stage = _WAITING
