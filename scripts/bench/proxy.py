@@ -264,8 +264,8 @@ def _add_targets(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME[=COMMAND]",
         help=f"a router to compare with: {', '.join(KNOWN)}, or any other one by its command, in which "
-        "{port}, {metrics_port}, {prefill} and {decode} stand for ports and URLs, and a word with {decode} "
-        "is repeated for each rank; may be given more than once",
+        "{port}, {metrics_port}, {prefill} and {decode} stand for ports and URLs, and a word with {decode} or "
+        "{prefill} is repeated for each; may be given more than once",
     )
     parser.add_argument("--no-router", action="store_true", help="without any other router")
     parser.add_argument(

@@ -174,8 +174,8 @@ class Router:
     """Another router."""
 
     name: str  # For the table.
-    # With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs. A word
-    # with {decode} is repeated for each rank.
+    # With the places {port}, {metrics_port}, {prefill} and {decode}; the latter are URLs. A word with one of
+    # these, which may be several in quotes, is repeated for each.
     command: str
     package: str = ""  # What to install for it, if its program is not there.
 
@@ -203,7 +203,7 @@ class Variant:
 KNOWN = {
     "vllm-router": Router(
         "vllm-router",
-        "vllm-router --vllm-pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
+        "vllm-router --vllm-pd-disaggregation --host 127.0.0.1 --port {port} '--prefill {prefill} none' "
         "--decode={decode} --kv-connector nixl --policy round_robin --prometheus-port {metrics_port} "
         "--log-level info",
         "vllm-router==0.1.17",
@@ -211,7 +211,7 @@ KNOWN = {
     # It adds no parameters for NIXL here: over HTTP it learns an engine's connector from Kubernetes.
     "smg": Router(
         "smg",
-        "smg launch --pd-disaggregation --host 127.0.0.1 --port {port} --prefill {prefill} none "
+        "smg launch --pd-disaggregation --host 127.0.0.1 --port {port} '--prefill {prefill} none' "
         "--decode={decode} --policy round_robin --prometheus-port {metrics_port} --log-level info",
         "smg==1.13.0",
     ),
@@ -302,7 +302,10 @@ def targets(
         ]
         if floor:
             found.append(run(bare_relay(engine, logs / "floor")))
-        found += [run(started(one, engine, logs / one.name)) for one in routers]
+        found += [
+            run(started(one, [engine.prefill_url], engine.decode_urls, logs / one.name))
+            for one in routers
+        ]
         yield [*found, engine.direct]
 
 
@@ -385,22 +388,28 @@ def by_name(pythons: Sequence[Interpreter]) -> dict[str, Interpreter]:
 
 
 @contextmanager
-def started(one: Router, engine: Engine, log: Path) -> Iterator[Target]:
-    """Run another router, until it answers a request as it should."""
+def started(
+    one: Router, prefill: Sequence[str], decode: Sequence[str], log: Path, model: str = "bench"
+) -> Iterator[Target]:
+    """Run another router before engines, until it answers a request as it should."""
     port = free_port()
-    places = {"port": port, "metrics_port": free_port(), "prefill": engine.prefill_url}
-    program, *words = [
-        word.format(**places, decode=url)
-        for word in shlex.split(one.command)
-        for url in (engine.decode_urls if "{decode}" in word else engine.decode_urls[:1])
-    ]
+    words = shlex.split(one.command.replace("{port}", str(port)))
+    for place, urls in (
+        ("{prefill}", prefill), ("{decode}", decode), ("{metrics_port}", [str(free_port())])
+    ):  # fmt: skip
+        words = [
+            word.replace(place, url)
+            for word in words
+            for url in (urls if place in word else urls[:1])
+        ]
+    program, *flags = (part for word in words for part in word.split())
     if one.package:
         program = str(installed(one))
     with (
         log.open("wb") as out,
-        ended(subprocess.Popen([program, *words], stdout=out, stderr=out)) as process,
+        ended(subprocess.Popen([program, *flags], stdout=out, stderr=out)) as process,
     ):
-        body = json.dumps({"model": "bench", "prompt": "t", "max_tokens": 1}).encode()
+        body = json.dumps({"model": model, "prompt": "t", "max_tokens": 1}).encode()
         wait_until_it_answers(port, "/v1/completions", body)
         yield Target(one.name, port, process)
 

@@ -9,7 +9,7 @@ from commands import main
 
 COMMANDS = {
     "admission-idle": "reproduce.admission",
-    "audit": "reproduce.audit",
+    "audit": "reproduce.live",
     "demo": "reproduce.live",
     "energy": "reproduce.simulations",
     "fair-shares": "reproduce.admission",
@@ -25,8 +25,8 @@ COMMANDS = {
     "prefill-tail": "reproduce.prefill",
     "qos": "reproduce.tenants",
     "reference": "reproduce.reference",
-    "request-path": "reproduce.pictures",
-    "reservation": "reproduce.pictures",
+    "request-path": "reproduce.reference",
+    "reservation": "reproduce.simulations",
     "scores": "reproduce.prefill",
     "servegen-trace": "reproduce.simulations",
     "simulations": "reproduce.simulations",

@@ -6,20 +6,27 @@ import csv
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import log
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from balanceroute.proxy.lab.sim.workload import playable
-from balanceroute.traces import TraceRequest, read_trace, write_native
-from experiment import measured, simulated, table_head, table_row, tabulated
+from balanceroute.predictors import NoPrediction
+from balanceroute.proxy.core.events import Action, Admit, Event, RequestId, StepCompleted
+from balanceroute.proxy.core.policies import PolicyInputs, PolicySettings, make_policy
+from balanceroute.proxy.core.policies.two_stage import TwoStage
+from balanceroute.proxy.lab.pictures import INK, empty_figure, write_pictures
+from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
+from balanceroute.proxy.lab.sim.workload import split
+from balanceroute.traces import TraceRequest, write_native
+from experiment import MOONCAKE as MOONCAKE_TRACE
+from experiment import measured, requests_of, simulated, table_head, table_row, tabulated
 from reproduce.turns import (
     CONVERSATIONS,
     PREFILL_BASE_MS,
@@ -29,6 +36,10 @@ from reproduce.turns import (
     conversations,
     turns_rate,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 PUBLIC = Path("traces/public")
 MOONCAKE = f"--trace {PUBLIC}/mooncake_conversation.jsonl.gz"
@@ -370,17 +381,13 @@ def bootstrapped(requests: Sequence[TraceRequest], size: int) -> list[TraceReque
     ]
 
 
-def _mooncake() -> list[TraceRequest]:
-    return playable(read_trace(PUBLIC / "mooncake_conversation.jsonl.gz"))
-
-
 def _fleet(ranks: int, slots: int) -> list[TraceRequest]:
-    return bootstrapped(_mooncake(), 12 * ranks * slots)
+    return bootstrapped(requests_of(MOONCAKE_TRACE), 12 * ranks * slots)
 
 
 # How the traces that are not public are made, by file.
 DERIVATIONS: Mapping[str, Callable[[], list[TraceRequest]]] = {
-    "repaired.jsonl": lambda: repaired(_mooncake()),
+    "repaired.jsonl": lambda: repaired(requests_of(MOONCAKE_TRACE)),
     "conversations.jsonl": lambda: conversations(CONVERSATIONS),
 } | {f"bootstrapped_{ranks}x{slots}.jsonl": partial(_fleet, ranks, slots) for ranks, slots in SIZES}
 
@@ -588,3 +595,117 @@ def servegen_trace(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
     write_native(arguments.out, requests)
     print(f"{len(requests):,} requests of {len(chosen)} of {len(clients)} clients")
     return 0
+
+
+# What a reservation does, as a picture.
+
+RANKS, BATCH, BACKLOG, SEGMENTS = 8, 16, 64, 6
+MARGIN_STEPS = 40
+_RESERVED, _OTHERS, _WAIT = "#0067a5", "#c3c8ce", "#f6cf9b"
+
+
+@dataclass(slots=True)
+class Recording:
+    """What the picture needs of every step."""
+
+    loads: list[list[int]] = field(default_factory=list)  # KV tokens by rank.
+    # The request of each reserved rank.
+    reserved: list[dict[int, RequestId]] = field(default_factory=list)
+    # The step before which each request was admitted.
+    admitted: dict[RequestId, int] = field(default_factory=dict)
+
+
+def record() -> tuple[Recording, list[int]]:
+    """Simulate; return the recording and the prompt tokens of every request."""
+    requests = requests_of(MOONCAKE_TRACE)
+    workload = split(requests, segments=SEGMENTS, backlog=BACKLOG)[0]
+    parts = PolicyInputs(RANKS, BATCH, PolicySettings(), random.Random(0), NoPrediction())
+    policy = make_policy("br-0", parts)
+    assert isinstance(policy, TwoStage)
+    recording = Recording()
+
+    def observe(event: Event, actions: Sequence[Action], _now_ns: int) -> None:
+        if isinstance(event, StepCompleted):
+            recording.loads.append(simulation.scheduler.ledger.loads.tolist())
+            recording.reserved.append(dict(policy.reserved))
+        for action in actions:
+            if isinstance(action, Admit):
+                recording.admitted[action.request] = len(recording.loads)
+
+    simulation = Simulation(
+        SimulatedDeployment(RANKS, BATCH), workload, policy, NoPrediction(), observer=observe
+    )
+    simulation.run()
+    return recording, [request.prompt_tokens for request in workload.requests]
+
+
+def most_room(recording: Recording) -> tuple[int, int, int, RequestId]:
+    """Return the first and the last step of the reservation that made most room; rank and request."""
+    began: dict[tuple[int, RequestId], int] = {}
+    for step, reserved in enumerate(recording.reserved):
+        for pair in reserved.items():
+            began.setdefault(pair, step)
+
+    found = [
+        (first, recording.admitted[request] - 1, rank, request)
+        for (rank, request), first in began.items()
+        if recording.admitted[request] > first + MARGIN_STEPS
+    ]
+    return max(
+        found, key=lambda one: recording.loads[one[0]][one[2]] - recording.loads[one[1]][one[2]]
+    )
+
+
+def draw_reservation(recording: Recording, prompts: list[int]) -> "Figure":
+    """Return the figure."""
+    first, last, rank, request = most_room(recording)
+    begin, end = max(0, first - MARGIN_STEPS), last + 2 * MARGIN_STEPS
+    loads = np.array(recording.loads[begin:end]) / 1e3
+    steps = np.arange(begin, begin + len(loads)) - first
+    envelope = loads.max(axis=1)
+    title = "A reservation: one rank makes room, instead of all waiting"
+    about = [
+        f"Mooncake conversation, {RANKS} ranks x {BATCH}, saturated, BR-0: the one that makes most room"
+    ]
+    figure = empty_figure(8.0, 4.2, title, about)
+    panel = figure.add_subplot()
+    for other in range(RANKS):
+        if other != rank:
+            panel.plot(steps, loads[:, other], color=_OTHERS, lw=0.9)
+    inside = (steps >= 0) & (steps <= last - first + 1)
+    panel.fill_between(
+        steps, loads[:, rank], envelope, where=inside, color=_WAIT, lw=0, label="room being made"
+    )
+    panel.plot(steps, envelope, color=INK, lw=1.1, label="envelope: the heaviest rank")
+    panel.plot(steps, loads[:, rank], color=_RESERVED, lw=1.8, label=f"rank {rank}, reserved")
+    panel.plot([], [], color=_OTHERS, lw=0.9, label="the other ranks")
+    for step, text in (
+        (0, "reserved:\nonly the smallest\nentries from here"),
+        (last - first + 1, f"admitted:\n{prompts[request]:,} tokens"),
+    ):
+        panel.axvline(step, color=INK, lw=0.8, ls=(0, (2, 2)))
+        panel.annotate(
+            text,
+            (step, 0.04),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, 0),
+            fontsize="small",
+            textcoords="offset points",
+        )
+    panel.set(xlabel="decode steps since the reservation", ylabel="KV tokens (thousands)")
+    panel.set(xlim=(steps[0], steps[-1]), ylim=(0, 1.05 * envelope.max()))
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    return figure
+
+
+def reservation(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Draw what a reservation does, from a simulation: docs/img/reservation.png.
+
+    A segment of the Mooncake conversation trace, saturated, under BR-0. Of all reservations the picture
+    shows the one that makes most room: the loads of the ranks from a little before it begins until a little
+    after its request was admitted.
+    """
+    parser.add_argument("out", type=Path, metavar="OUT.png")
+    out: Path = parser.parse_args(words).out
+    recording, prompts = record()
+    write_pictures({out.stem: lambda: draw_reservation(recording, prompts)}, out.parent)

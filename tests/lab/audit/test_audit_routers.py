@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tests.script import script
 
-AUDITED = script("reproduce.audit")
+AUDITED = script("reproduce.live")
 _MINUTES = 3.0
 
 
