@@ -87,7 +87,7 @@ test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernete
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
 	@$(BIN)/python scripts/reproduce demo
 
-qos: $(INSTALLED) ## two tenants live before emulated engines, by phases: shares, refusals (3 minutes); picture in build/qos
+qos: $(INSTALLED) ## two tenants live before emulated engines, by phases: shares, refusals (3 minutes)
 	@$(BIN)/python scripts/reproduce qos
 
 simulate: $(INSTALLED) ## five policies on a public trace in virtual time: table, pictures in build/simulate

@@ -8,16 +8,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import httpx
 import numpy as np
 import uvloop
 from tests.support.arguments import positive
@@ -31,15 +28,10 @@ from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.lab.pictures import empty_figure, write_pictures
 from balanceroute.proxy.lab.replay.driver import replay
 from balanceroute.proxy.lab.replay.figures import RequestSample
 from balanceroute.proxy.lab.replay.requests import PlannedRequest, ReplaySettings
 from experiment import emulated, proxy_before, right, table_head, table_row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 WEIGHTS = {"gold": 2, "silver": 1}
 # What each tenant asks for, as a multiple of what the engines can do.
@@ -122,8 +114,6 @@ class Run:
     samples: Mapping[str, Sequence[RequestSample]]  # What happened to each tenant's requests.
     tokens: Sequence[Held]  # Output tokens of each answer.
     kv: Sequence[Held]  # KV-token-seconds of each answer on its rank.
-    # Seconds since the start, and the state of the limit on requests in flight.
-    states: Sequence[tuple[float, Mapping[str, float | None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,64 +227,13 @@ def kv_held(log: Path, start_unix_s: float) -> list[Held]:
     return held
 
 
-# The picture: shares, the limit on requests in flight and the time to first token over time.
-
-COLOURS = ("#0067a5", "#e08a1e")
-
-
-def draw(setup: Setup, run: Run, title: str) -> "Figure":
-    """Return the shares, the limit and the time to first token over time."""
-    figure = empty_figure(9.0, 6.6, "Two tenants, 2 to 1", [title])
-    shares, limit, ttft = figure.subplots(3, sharex=True)
-    end_s = len(PHASES) * setup.phase_s
-    edges = np.arange(0.0, end_s, setup.phase_s / 35)
-    middles = (edges[:-1] + edges[1:]) / 2
-    windows = list(pairwise(edges.tolist()))
-    bands = [[share(run.tokens, name, one) or 0.0 for one in windows] for name in WEIGHTS]
-    shares.stackplot(middles, bands, labels=list(WEIGHTS), colors=COLOURS, step="mid")
-    shares.plot([0, setup.phase_s], [DUE, DUE], color="black", linestyle=":", label="due")
-    shares.set_ylabel("output tokens, %")
-    times_s = [at_s for at_s, _ in run.states]
-    values = [[state[name] for _, state in run.states] for name in ("limit_per_rank", "in_flight")]
-    most = [RANKS * (value or 0) for value in values[0]]
-    limit.step(times_s, most, color="black", where="post", label="limit")
-    limit.plot(times_s, [value or 0 for value in values[1]], color="#858b94", label="in flight")
-    limit.set_ylabel("requests in flight")
-    p99 = [np.nan if (p := state["ttft_p99_s"]) is None else p for _, state in run.states]
-    ttft.step(times_s, p99, color="black", where="post", label="p99")
-    ttft.axhline(setup.target_s, color="#858b94", linestyle=":", label="target")
-    ttft.set_ylabel("time to first token, s")
-    ttft.set_xlabel("seconds")
-    for chart in (shares, limit, ttft):
-        chart.set_xlim(0, end_s)
-        chart.set_ylim(bottom=0)
-        chart.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-        for phase in range(1, len(PHASES)):
-            chart.axvline(phase * setup.phase_s, color="#b4b9c0", linewidth=0.8)
-    for phase, name in enumerate(PHASES):
-        shares.text((phase + 0.5) * setup.phase_s, 104, name, ha="center")
-    return figure
-
-
 PREFILLERS = 2
 QUEUE_LIMIT = 30  # Of a tenant: the rest is refused with 429.
 LIMITS = (4, 16)  # Of requests in flight per rank.
-SAMPLE_S = 0.5
-
-
-async def watch(url: str, into: list[tuple[int, Mapping[str, float | None]]]) -> None:
-    """Read the state of the limit, until cancelled."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        while True:
-            state = (await client.get(f"{url}/admin/state")).json()
-            into.append((time.perf_counter_ns(), state["state"]["budget"]))
-            await asyncio.sleep(SAMPLE_S)
 
 
 async def send(setup: Setup, proxy: ProxyProcess) -> Run:
     """Send the requests of both tenants, and wait for every answer; the log is not read yet."""
-    states: list[tuple[int, Mapping[str, float | None]]] = []
-    watching = asyncio.ensure_future(watch(f"http://{proxy.host}:{proxy.admin_port}", states))
     url = f"http://{proxy.host}:{proxy.port}"
     unix_ns = time.time_ns() - time.perf_counter_ns()
     results = await asyncio.gather(
@@ -307,9 +246,6 @@ async def send(setup: Setup, proxy: ProxyProcess) -> Run:
             for tenant, name in enumerate(WEIGHTS)
         )
     )
-    watching.cancel()
-    with suppress(asyncio.CancelledError):
-        await watching
     start_ns = min(one.start_ns for one in results)
     samples = {name: one.samples for name, one in zip(WEIGHTS, results, strict=True)}
     tokens = [
@@ -320,8 +256,7 @@ async def send(setup: Setup, proxy: ProxyProcess) -> Run:
         for one in sent
         if one.finished
     ]
-    seen = [((time_ns - start_ns) / 1e9, state) for time_ns, state in states]
-    return Run((start_ns + unix_ns) / 1e9, samples, tokens, [], seen)
+    return Run((start_ns + unix_ns) / 1e9, samples, tokens, [])
 
 
 def run_live(setup: Setup) -> Run:
@@ -363,7 +298,7 @@ def qos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     Starts emulated engines and the proxy (`--tenants`, `--fair-queue kv-token-seconds`, `--aimd`), and
     sends each tenant's requests in open loop, drawn from a seed, through four phases. Prints what each
-    tenant got in each phase, and writes `qos.json` and `qos.png`. Exits 1 if the shares are not the
+    tenant got in each phase, and writes `qos.json`. Exits 1 if the shares are not the
     weights' in the first phase, if the tenant that stays in the second does not get everything, or if a
     request is lost: neither answered as a whole, nor refused with 429 or 503 and a Retry-After.
     """
@@ -386,7 +321,6 @@ def qos(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     told = asdict(setup) | {"out": str(setup.out)}
     report = {"config": told, "rows": [asdict(row) for row in rows], "failures": found}
     (setup.out / "qos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    write_pictures({"qos": lambda: draw(setup, run, title)}, setup.out)
     return 1 if found else 0
 
 
