@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.cli.run_flags import EngineFlags
+from balanceroute.proxy.cli.run_flags import EngineFlags, Times
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import (
     choice,
@@ -108,22 +108,9 @@ class FleetFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
+class Speed(Times):
     """How long things take."""
 
-    # A step of no time would let time stand still.
-    step_base_ms: float = number(
-        _DEFAULTS.step_base_ns / 1e6, "step = a + b x max load", 0.001, 1e6, metavar="a"
-    )
-    step_us_per_token: float = number(
-        _DEFAULTS.step_ns_per_token / 1e3, "see a", 0, 1e6, metavar="b"
-    )
-    prefill_base_ms: float = number(
-        _DEFAULTS.prefill_base_ns / 1e6, "prefill = c + d x prompt", 0, 1e6, metavar="c"
-    )
-    prefill_us_per_token: float = number(
-        _DEFAULTS.prefill_ns_per_token / 1e3, "see c", 0, 1e6, metavar="d"
-    )
     transfer_base_ms: float = number(
         _DEFAULTS.transfer_base_ns / 1e6, "KV transfer = e + f x prompt", 0, 1e6, metavar="e"
     )
@@ -247,12 +234,7 @@ def emulation_settings(given: Given) -> EmulationSettings:
         rank_kv_tokens=fleet.kv_capacity,
         prefiller_kv_tokens=fleet.prefill_kv_capacity,
         prefix_cache_tokens=fleet.prefix_cache,
-        step_base_ns=round(1e6 * speed.step_base_ms),
-        step_ns_per_token=1e3 * speed.step_us_per_token,
-        prefill_base_ns=round(1e6 * speed.prefill_base_ms),
-        prefill_ns_per_token=1e3 * speed.prefill_us_per_token,
-        transfer_base_ns=round(1e6 * speed.transfer_base_ms),
-        transfer_ns_per_token=1e3 * speed.transfer_us_per_token,
+        **speed.of("step", "prefill", "transfer"),
         mean_output_tokens=answers.mean_output,
         engines=given.read(EngineFlags).options,
     )

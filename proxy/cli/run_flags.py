@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from balanceroute.proxy.core.admission import ADMISSIONS, EXPECTING, AimdOptions
 from balanceroute.proxy.core.errors import ConfigError
@@ -68,14 +68,32 @@ _UNLIMITED = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class Times:
+    """How long things take on simulated and emulated machines."""
+
+    # A step of no time would let time stand still.
+    step_base_ms: float = number(30.0, "step = a + b x max load", 0.001, 1e6, metavar="a")
+    step_us_per_token: float = number(0.2, "see a", 0, 1e6, metavar="b")
+    prefill_base_ms: float = number(20.0, "prefill = c + d x prompt", 0, 1e6, metavar="c")
+    prefill_us_per_token: float = number(50.0, "see c", 0, 1e6, metavar="d")
+    transfer_base_ms: float = number(0.0, "KV transfer = e + f x KV tokens", 0, 1e6, metavar="e")
+    transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")
+
+    def of(self, *names: str) -> dict[str, Any]:
+        """Return some of the times in ns, as those who keep them call them: `step_base_ns` and so on."""
+        found: dict[str, Any] = {}
+        for name in names:
+            found[f"{name}_base_ns"] = round(1e6 * getattr(self, f"{name}_base_ms"))
+            found[f"{name}_ns_per_token"] = 1e3 * getattr(self, f"{name}_us_per_token")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines(Times):
     """The deployment."""
 
     ranks: int = integer(8, "decode ranks", 1, 10_000, metavar="G")
     batch: int = integer(16, "batch limit of a rank", 1, 10**9, metavar="B")
-    # A step of no time would let virtual time stand still.
-    step_base_ms: float = number(30.0, "step = a + b x max load", 0.001, 1e6, metavar="a")
-    step_us_per_token: float = number(0.2, "see a", 0, 1e6, metavar="b")
     kv_capacity: int | None = integer(
         None, "KV tokens per rank", 1, 10**9, shown_default="no limit", metavar="TOKENS"
     )
@@ -90,8 +108,6 @@ class Machines:
     prefill_servers: int | None = integer(
         None, "prefillers", 1, 10_000, shown_default="prefill at once", metavar="P"
     )
-    prefill_base_ms: float = number(20.0, "prefill = c + d x prompt", 0, 1e6, metavar="c")
-    prefill_us_per_token: float = number(50.0, "see c", 0, 1e6, metavar="d")
     prefill_choice: str = choice(
         "fewest-tokens", "which prefiller with room takes a request", words(PREFILL_CHOICES)
     )
@@ -121,8 +137,6 @@ class Machines:
         10**6,
         metavar="TOKENS",
     )
-    transfer_base_ms: float = number(0.0, "KV transfer = e + f x KV tokens", 0, 1e6, metavar="e")
-    transfer_us_per_token: float = number(0.0, "see e", 0, 1e6, metavar="f")
     local_prefill_tokens: int | None = integer(
         None,
         "a rank computes prompts of at most so many tokens itself, d for each, where that delays "
@@ -216,8 +230,7 @@ def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment
     return SimulatedDeployment(
         ranks=machines.ranks,
         batch_limit=machines.batch,
-        step_base_ns=round(1e6 * machines.step_base_ms),
-        step_ns_per_token=1e3 * machines.step_us_per_token,
+        **machines.of("step", "transfer"),
         rank_kv_tokens=machines.kv_capacity,
         recompute_ns_per_token=None if recompute is None else 1e3 * recompute,
         prefill=prefill,
@@ -225,8 +238,6 @@ def deployment_of(given: Given, deadline_s: float | None) -> SimulatedDeployment
         score_limits=given.read(ScoreLimits),
         probe_limit=machines.probe_limit,
         prefiller_kv_tokens=machines.prefiller_kv_tokens,
-        transfer_base_ns=round(1e6 * machines.transfer_base_ms),
-        transfer_ns_per_token=1e3 * machines.transfer_us_per_token,
         local_prefill_tokens=machines.local_prefill_tokens,
         rank_cache_tokens=machines.rank_prefix_cache,
         local_prefill_always=machines.local_prefill_always,
