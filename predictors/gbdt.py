@@ -97,7 +97,9 @@ def require_lightgbm() -> ModuleType:
     try:
         import lightgbm  # noqa: PLC0415  # An extra, and half a second to import.
     except ImportError as error:
-        raise ConfigError("the gbdt predictor needs LightGBM: pip install lightgbm") from error
+        raise ConfigError(
+            "the gbdt predictor needs the extra gbdt: pip install 'balanceroute[gbdt]'"
+        ) from error
     return lightgbm
 
 

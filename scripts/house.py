@@ -135,7 +135,7 @@ BUDGET = {
     "proxy/wire": (6_950, 23),
     "proxy/live": (34_550, 111),
     "proxy/lab": (15_600, 55),
-    "proxy/cli": (5_700, 23),
+    "proxy/cli": (6_000, 25),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
@@ -143,7 +143,7 @@ BUDGET = {
     "scripts": (14_800, 40),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (111_100, 541),
+    "tests": (111_500, 543),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

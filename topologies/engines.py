@@ -201,12 +201,12 @@ class Engines:
 
 # They are no keys of a role, or only of one role.
 _NOT_KEYS = ("role", "kv_port", "recompute_scheduler")
-_ENGINES_KEYS = (
+ENGINES_KEYS = (
     *(one.name for one in fields(Engines) if one.name not in ("connector", *ROLES)),
     *("kv_transfer", "kv_store", "flags", "environment"),
     *ROLES,
 )
-_ROLE_KEYS = (
+ROLE_KEYS = (
     *(one.name for one in fields(RoleEngines) if one.name not in _NOT_KEYS),
     *_KV_PORT_KEYS,
 )
@@ -220,7 +220,7 @@ def read_engines(table: Table, connector: str | None) -> Engines:
     """
     if connector is None:
         raise table.error("connector", "is missing: [engines] needs it")
-    engines = table.table("engines", _ENGINES_KEYS)
+    engines = table.table("engines", ENGINES_KEYS)
     device = engines.word("device", DEVICES)
     if device is None:
         raise engines.error("device", f"is missing: one of {', '.join(DEVICES)}")
@@ -259,7 +259,7 @@ def _check_device(engines: Table, device: str, connector: str) -> None:
 
 def _role(engines: Table, role: Role, connector: str) -> RoleEngines:
     own = ("recompute_scheduler",) if role == "decode" else ()
-    table = engines.table(role, (*_ROLE_KEYS, *own))
+    table = engines.table(role, (*ROLE_KEYS, *own))
     hosts = table.hosts("hosts")
     data_parallel = table.integer("data_parallel", 1, MAX_RANKS) or 1
     dp_mode = table.word("dp_mode", DP_MODES)

@@ -43,7 +43,8 @@ from balanceroute.topologies.tables import MAX_PORT, Table, TopologyError, did_y
 
 # The engines that a topology names by their addresses: `[[prefill]]` and `[[decode]]`.
 
-_PREFILL_KEYS = ("bootstrap", "kv_events", "kv_replay")
+PREFILL_KEYS = ("bootstrap", "kv_events", "kv_replay")
+DECODE_KEYS = ("url", "ranks", "rank_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +70,15 @@ class DecodeEntry:
 def prefill_entries(table: Table) -> tuple[PrefillEntry, ...]:
     """Return the prefillers of a table. Raises TopologyError."""
     return tuple(
-        PrefillEntry(entry.required_text("url"), *map(entry.text, _PREFILL_KEYS))
-        for entry in table.tables("prefill", ("url", *_PREFILL_KEYS))
+        PrefillEntry(entry.required_text("url"), *map(entry.text, PREFILL_KEYS))
+        for entry in table.tables("prefill", ("url", *PREFILL_KEYS))
     )
 
 
 def decode_entries(table: Table) -> tuple[DecodeEntry, ...]:
     """Return the decode servers of a table. Raises TopologyError."""
     entries, ranks = [], 0
-    for entry in table.tables("decode", ("url", "ranks", "rank_ids")):
+    for entry in table.tables("decode", DECODE_KEYS):
         entries.append(_decode_entry(entry))
         ranks += len(entries[-1].rank_ids or (0,))
         if ranks > MAX_RANKS:
@@ -129,7 +130,7 @@ def _decode_entry(entry: Table) -> DecodeEntry:
 # batch = 64
 # ```
 
-_KEYS = ("name", "model", "connector", "prefill", "decode", "proxy")
+GROUP_KEYS = ("name", "model", "connector", "prefill", "decode", "proxy")
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 
@@ -167,7 +168,7 @@ def read_groups(table: Table) -> tuple[GroupEntry, ...]:
     Raises:
         TopologyError: One of them is wrong, or two have one name.
     """
-    tables = table.tables("model", _KEYS)
+    tables = table.tables("model", GROUP_KEYS)
     if len(tables) > MAX_GROUPS:
         raise table.error("model", f"has {len(tables)} tables, may have {MAX_GROUPS}")
     groups = tuple(_read(f"model[{place}]", one) for place, one in enumerate(tables))
@@ -189,7 +190,7 @@ def added_group(path: Path, content: object) -> GroupEntry:
     Raises:
         TopologyError: It is wrong.
     """
-    return _read("group", Table(path, "group", content, _KEYS), may_be_empty=True)
+    return _read("group", Table(path, "group", content, GROUP_KEYS), may_be_empty=True)
 
 
 def _read(place: str, table: Table, *, may_be_empty: bool = False) -> GroupEntry:
@@ -325,8 +326,7 @@ def _locate(path: str | PathLike[str]) -> Path:
 
 
 def _topology(path: Path, document: dict[str, object]) -> Topology:
-    keys = ("name", "model", "connector", "prefill", "decode", "proxy", "engines", "emulation")
-    table = Table(path, "", document, (*keys, "alias"))
+    table = Table(path, "", document, (*GROUP_KEYS, "engines", "emulation", "alias"))
     name = table.required_text("name") if "name" in table else path.stem
     if not _NAME.fullmatch(name):
         raise table.error("name", f"may have letters, digits, '.', '_' and '-', is {name!r}")

@@ -35,6 +35,8 @@ EXAMPLES = {
     "evaluate": "--trace azure_2023_conv --model lengths.npz",
     "model-router train": "--out weights.npz",
     "model-router evaluate": "--weights weights.npz",
+    "schema": "topology > topology.schema.json",
+    "completion": "bash > ~/.balanceroute-completion",
 }
 """Of each command the words that follow it in an example."""
 # What the help of a screen shows first of commands with more flags than that.
@@ -191,6 +193,8 @@ COMMANDS = (
     "train",
     "evaluate",
     "model-router",
+    "schema",
+    "completion",
 )
 
 

@@ -281,7 +281,9 @@ def _publish(settings: EmulationSettings) -> Publish | None:
     try:
         from balanceroute.proxy.lab.emulate.kv_publisher import KvPublisher  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError:
-        raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from None
+        raise ConfigError(
+            "--kv-events: needs the extra kv-events: pip install 'balanceroute[kv-events]'"
+        ) from None
     return KvPublisher
 
 

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask_engines(config: "ProxyConfig") -> dict[str, object]:
-    """Return the connector and the batch limit that the engines tell, if they are not given, and say so.
+    """Return the connector and the batch limit that the engines tell, if they are not given.
 
     Raises:
         ConfigError: They contradict each other.
@@ -79,9 +79,9 @@ def _ask_engines(config: "ProxyConfig") -> dict[str, object]:
     from balanceroute.proxy.cli.running_engines import told_settings  # noqa: PLC0415
 
     told = asyncio.run(told_settings(config))
-    if told:
-        words = ", ".join(f"{flag_of(name)} {value}" for name, value in told.items())
-        sys.stderr.write(f"the engines tell: {words}\n")
+    if told and sys.stdout.isatty():  # The log has it too.
+        words = " ".join(f"{flag_of(name)} {value}" for name, value in told.items())
+        sys.stdout.write(f"the engines tell: {words}\n")
     return told
 
 
@@ -113,12 +113,11 @@ def configure_and_serve(
     )
 
     config = make_config(topology, given, environment=os.environ)
-    if not owns_engines:
-        told = _ask_engines(config)
-        if told:
-            config = make_config(topology, {**given, **told}, environment=os.environ)
+    told = {} if owns_engines else _ask_engines(config)
+    if told:
+        config = make_config(topology, {**given, **told}, environment=os.environ)
     renew = partial(read_credentials, topology, given, environment=os.environ)
     added = None
     if topology is not None and topology.groups:
         added = partial(make_group, topology, given, environment=os.environ)
-    return serve(config, ServeCommand(arguments.words, owns_engines, renew, added))
+    return serve(config, ServeCommand(arguments.words, owns_engines, renew, added, told))

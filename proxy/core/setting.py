@@ -52,6 +52,8 @@ class Setting:
     at_top: bool = False  # Whether a file has it at its top, not in a table.
     # The least and the largest number; None for what has no such bounds.
     bounds: tuple[float, float] | None = None
+    kind: str = "string"  # In JSON: "string", "integer", "number", "boolean", "array" or "object".
+    words: tuple[str, ...] = ()  # What may stand there beside a number.
 
     @property
     def flag(self) -> str:
@@ -143,8 +145,9 @@ def integer(
     check = _or_word(lambda value: 0 if off and value == off else some(value), word)
     shown_default = shown_default or word if default is None else f"{default}"
     bounds = (0 if off else least, most)
+    traits = {"bounds": bounds, "kind": "integer", "words": tuple(filter(None, (word, off)))}
     return _declare(
-        default, text, check, shown_default, metavar, parse=_parse_integer, bounds=bounds, name=name
+        default, text, check, shown_default, metavar, parse=_parse_integer, name=name, **traits
     )
 
 
@@ -161,9 +164,8 @@ def number(
     """Declare a number; see `integer`."""
     check = _or_word(partial(_number, least=least, most=most, word=word), word)
     shown_default = shown_default or word if default is None else f"{default:g}"
-    return _declare(
-        default, text, check, shown_default, metavar, parse=_parse_number, bounds=(least, most)
-    )
+    traits = {"bounds": (least, most), "kind": "number", "words": (word,) * bool(word)}
+    return _declare(default, text, check, shown_default, metavar, parse=_parse_number, **traits)
 
 
 def seconds(default: float, text: str, least: float = 0.001, most: float = 1e6) -> float:
@@ -251,14 +253,14 @@ def integers(text: str, least: int, most: int, *, metavar: str) -> tuple[int, ..
     """Declare a list of integers: with commas on the command line, an array in a file."""
     check = partial(_integer, least=least, most=most)
     nothing: tuple[int, ...] = ()
-    return _declare(nothing, text, _all_of(check, _parse_integer), "", metavar)
+    return _declare(nothing, text, _all_of(check, _parse_integer), "", metavar, kind="array")
 
 
 def numbers(text: str, least: float, most: float, *, metavar: str) -> tuple[float, ...]:
     """Declare a list of numbers; see `integers`."""
     check = partial(_number, least=least, most=most)
     nothing: tuple[float, ...] = ()
-    return _declare(nothing, text, _all_of(check, _parse_number), "", metavar)
+    return _declare(nothing, text, _all_of(check, _parse_number), "", metavar, kind="array")
 
 
 def table(text: str, check: Callable[[str, object], T]) -> tuple[tuple[str, T], ...]:
@@ -270,7 +272,7 @@ def table(text: str, check: Callable[[str, object], T]) -> tuple[tuple[str, T], 
         return tuple((key, check(key, one)) for key, one in value.items())
 
     nothing: tuple[tuple[str, T], ...] = ()
-    return _declare(nothing, text, checked, "", "TABLE")
+    return _declare(nothing, text, checked, "", "TABLE", kind="object")
 
 
 def file(text: str, *, metavar: str = "FILE") -> Path | None:
@@ -295,12 +297,12 @@ def files_or_words(text: str, words: tuple[str, ...]) -> tuple[str, ...]:
 def switch(default: bool, text: str) -> bool:
     """Declare what is on or off: `--name` or `--no-name`."""
     shown_default = "on" if default else "off"
-    return _declare(default, text, _boolean, shown_default, None, action="switch")
+    return _declare(default, text, _boolean, shown_default, None, action="switch", kind="boolean")
 
 
 def flag(text: str) -> bool:
     """Declare what is off unless its flag is given: `--name`."""
-    return _declare(False, text, _boolean, "", None, action="store_true")
+    return _declare(False, text, _boolean, "", None, action="store_true", kind="boolean")
 
 
 def _declare(

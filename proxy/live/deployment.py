@@ -196,7 +196,9 @@ def subscribed(environment: "Environment") -> Subscribe:
     try:
         from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError as error:
-        raise ConfigError("--kv-events: needs pyzmq: pip install pyzmq") from error
+        raise ConfigError(
+            "--kv-events: needs the extra kv-events: pip install 'balanceroute[kv-events]'"
+        ) from error
     return kv_subscriber.subscribe
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,8 @@ class ServeCommand:
     # Reads the files of keys, certificates and tenants again. Raises ConfigError.
     read_credentials: "Callable[[], Credentials]"
     make_group: "Callable[[Mapping[str, object]], GroupConfig] | None" = None  # See `Environment`.
+    # Settings that were not given, and are as the engines tell, by name.
+    told: "Mapping[str, object]" = field(default_factory=dict)
 
 
 def serve(config: "ProxyConfig", command: ServeCommand) -> int:
@@ -158,6 +160,8 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         take_over = successor.begin if alone is None else partial(_stay, alone)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, take_over)
         settle_memory()
+        if command.told:
+            _log.info("settings are as the engines tell", extra={"fields": dict(command.told)})
         _announce(proxy, descriptors, native=pump is not None)
         if proxy.leadership is not None:
             await proxy.leadership.succeed()

@@ -25,6 +25,7 @@ from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live import serve as live_serve
 from balanceroute.proxy.live.engines.engine_url import EngineUrl
+from balanceroute.proxy.live.serve import ServeCommand
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 
@@ -528,16 +529,16 @@ def test_usage_that_means_nothing_is_refused(
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[ProxyConfig]:
-    """Return the configurations that were served, instead of serving them."""
-    configs: list[ProxyConfig] = []
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ProxyConfig, ServeCommand]]:
+    """Return what was to be served, instead of serving it."""
+    found: list[tuple[ProxyConfig, ServeCommand]] = []
 
-    def serve(config: ProxyConfig, *_: object) -> int:
-        configs.append(config)
+    def serve(config: ProxyConfig, command: ServeCommand) -> int:
+        found.append((config, command))
         return 0
 
     monkeypatch.setattr(live_serve, "serve", serve)
-    return configs
+    return found
 
 
 def pair(connector: str, role: str, slots: int) -> dict[str, str]:
@@ -547,7 +548,9 @@ def pair(connector: str, role: str, slots: int) -> dict[str, str]:
 
 
 def test_serve_takes_what_engines_tell_and_says_so(
-    served: list[ProxyConfig], capsys: pytest.CaptureFixture[str]
+    served: list[tuple[ProxyConfig, ServeCommand]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with ExitStack() as stack:
         engines = [
@@ -556,18 +559,20 @@ def test_serve_takes_what_engines_tell_and_says_so(
         ]
         words = ["serve", "--prefill", engines[0], "--decode", *engines[1:]]
         assert main(words) == 0
-        assert capsys.readouterr().err == "the engines tell: --connector mooncake, --batch 24\n"
         assert main([*words, "--batch", "7"]) == 0
-        assert capsys.readouterr().err == "the engines tell: --connector mooncake\n"
         assert main([*words, "--batch", "7", "--connector", "nixl"]) == 0
-        assert capsys.readouterr().err == ""
-    found = [(one.engines.connector, one.scheduling.batch) for one in served]
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        assert main(words) == 0
+        assert capsys.readouterr().out == "the engines tell: --connector mooncake --batch 24\n"
+    found = [(one.engines.connector, one.scheduling.batch) for one, _ in served[:3]]
     assert found == [("mooncake", 24), ("mooncake", 7), ("nixl", 7)]
-    assert served[0].prefillers[0].bootstrap == EngineUrl("http", "127.0.0.1", 8998)
+    told = [dict(command.told) for _, command in served[:3]]
+    assert told == [{"connector": "mooncake", "batch": 24}, {"connector": "mooncake"}, {}]
+    assert served[0][0].prefillers[0].bootstrap == EngineUrl("http", "127.0.0.1", 8998)
 
 
 def test_serve_takes_the_slots_of_engines_that_refuse_more(
-    served: list[ProxyConfig], capsys: pytest.CaptureFixture[str]
+    served: list[tuple[ProxyConfig, ServeCommand]],
 ) -> None:
     async def play() -> None:
         fleet = EmulatedFleet(SMALL, rng=random.Random(1))
@@ -578,8 +583,8 @@ def test_serve_takes_the_slots_of_engines_that_refuse_more(
         await fleet.close()
 
     asyncio.run(play())
-    assert capsys.readouterr().err == "the engines tell: --connector nixl, --batch 16\n"
-    assert served[0].scheduling.batch == 16
+    assert served[0][0].scheduling.batch == 16
+    assert served[0][1].told == {"connector": "nixl", "batch": 16}
 
 
 @pytest.mark.parametrize(
@@ -599,7 +604,7 @@ def test_serve_takes_the_slots_of_engines_that_refuse_more(
 def test_serve_refuses_engines_that_contradict_each_other(
     pages: list[dict[str, str]],
     fault: str,
-    served: list[ProxyConfig],
+    served: list[tuple[ProxyConfig, ServeCommand]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with ExitStack() as stack:
@@ -613,7 +618,7 @@ def test_serve_refuses_engines_that_contradict_each_other(
 
 
 def test_serve_waits_for_nobody(
-    served: list[ProxyConfig],
+    served: list[tuple[ProxyConfig, ServeCommand]],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -621,4 +626,5 @@ def test_serve_waits_for_nobody(
     with answering(PAGES, held=Event()) as silent, answering({"*": "<html>"}) as strange:
         assert main(["serve", "--prefill", silent, "--decode", strange, "http://127.0.0.1:1"]) == 0
     assert capsys.readouterr().err == ""
-    assert (served[0].engines.connector, served[0].scheduling.batch) == ("nixl", 256)
+    config = served[0][0]
+    assert (config.engines.connector, config.scheduling.batch) == ("nixl", 256)

@@ -202,7 +202,7 @@ def test_gbdt_without_its_library_is_refused_before_the_trace_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lightgbm", None)
     line = refused(["train", "gbdt", "--trace", "absent", "--out", "p.json"], capsys)
-    assert "pip install lightgbm" in line
+    assert "pip install 'balanceroute[gbdt]'" in line
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_what_cannot_be_written_is_found_out_before_anything_is_read(
     monkeypatch.setitem(sys.modules, "matplotlib.style", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = refused([*EVALUATE, "--plots", "pictures"], capsys)
-    assert "--plots needs matplotlib" in line
+    assert "--plots needs the extra plots" in line
     assert not Path("pictures").exists()
 
 

@@ -6,7 +6,7 @@ error. Seeds derive from the experiment's seed, the segment and the policy alone
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from os import PathLike
@@ -45,7 +45,7 @@ from balanceroute.proxy.lab.service_levels import ByGroup, ServiceTargets, mean_
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment, Simulation
 from balanceroute.proxy.lab.sim.recorder import Recorder, RunMetrics, ServiceLog
 from balanceroute.proxy.lab.sim.workload import Workload, playable, split
-from balanceroute.traces import TraceRequest, read_trace
+from balanceroute.traces import TraceRequest, read_names, read_trace
 
 # The predictors of BR-H, in one simulated run.
 #
@@ -137,6 +137,10 @@ def forecast_called(word: str) -> Forecast:
 METRICS = tuple(one.name for one in fields(RunMetrics))
 
 
+# Of a result, what its representation has.
+_SHOWN = ("idle_fraction", "output_tokens_per_s", "ttft_s_p99", "tpot_ms_p95")
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
     """One policy's figures."""
@@ -150,6 +154,11 @@ class PolicyResult:
     # The means of each tenant and class; empty if not asked for.
     groups: ByGroup = field(default_factory=dict)
     service: ServiceLog | None = None  # The first segment's account of them.
+
+    def __repr__(self) -> str:
+        """Return what a notebook shows: some figures, and not the thousands of `picture`."""
+        shown = ", ".join(f"{name}={self.mean[name]:.4g}" for name in _SHOWN)
+        return f"PolicyResult({self.policy!r}, {shown}, segments={self.segments})"
 
 
 def run_experiment(
@@ -285,6 +294,16 @@ def _summarise(
 # Simulations from Python: `from balanceroute import simulate`.
 
 
+def _columns(columns: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Check what columns are called. Raises ConfigError."""
+    if columns is None:
+        return None
+    try:
+        return read_names(",".join(f"{field}={name}" for field, name in columns.items()))
+    except ValueError as error:
+        raise ConfigError(f"columns: {error}") from None
+
+
 def simulate(
     trace: str | PathLike[str] | Sequence[TraceRequest],
     *,
@@ -300,6 +319,7 @@ def simulate(
     predictor: str = "survival",
     settings: PolicySettings | None = None,
     seed: int = 0,
+    columns: Mapping[str, str] | None = None,
 ) -> list[PolicyResult]:
     """Replay a trace as `balanceroute simulate` does; return the figures in the order of `policies`.
 
@@ -317,15 +337,20 @@ def simulate(
         predictor: Of `br-h`: `survival`, another name, or a file that `balanceroute train` wrote.
         settings: Parameters of the policies.
         seed: Of random policies.
+        columns: What the columns or keys of a file of your own are called, by `arrival`, `prompt` and `output`,
+            and if they are there `limit`, `tenant`, `class` and `deadline`; see `--columns`.
 
     Raises:
         ConfigError: A value or a combination of values makes no sense.
         PolicyError: A policy from outside failed.
         TraceError: The trace cannot be read.
     """
-    read = (
-        trace if isinstance(trace, Sequence) and not isinstance(trace, str) else read_trace(trace)
-    )
+    if isinstance(trace, Sequence) and not isinstance(trace, str):
+        if columns is not None:
+            raise ConfigError("columns: are those of a file, and the trace is none")
+        read = trace
+    else:
+        read = read_trace(trace, columns=_columns(columns))
     if rate is None and backlog is None and concurrency is None:
         rate = 1.0
     workloads = split(

@@ -110,3 +110,33 @@ def test_the_package_is_as_light_as_before() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     with pytest.raises(AttributeError, match="has no attribute 'simulat'"):
         _ = balanceroute.simulat
+
+
+def test_a_table_of_ones_own_is_read_by_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    rows = (f"{one.arrival_ns / 1e9},{one.prompt_tokens},{one.output_tokens}\n" for one in TRACE)
+    path.write_text("when,in,out\n" + "".join(rows))
+    columns = {"arrival": "when", "prompt": "in", "output": "out"}
+    (read,) = simulate(path, policies=["fifo"], ranks=2, batch=4, backlog=8, columns=columns)
+    (same,) = simulate(TRACE, policies=["fifo"], ranks=2, batch=4, backlog=8)
+    assert read.picture == same.picture
+    with pytest.raises(ConfigError, match="columns: output is missing"):
+        simulate(path, columns={"arrival": "when", "prompt": "in"})
+    with pytest.raises(ConfigError, match="columns: 'when' is none of arrival, prompt"):
+        simulate(path, columns={"when": "arrival"})
+    with pytest.raises(ConfigError, match="columns: are those of a file"):
+        simulate(TRACE, columns=columns)
+
+
+def test_a_result_shows_a_line() -> None:
+    (result,) = simulate(TRACE, policies=["fifo"], ranks=2, batch=4, backlog=8)
+    assert repr(result).startswith("PolicyResult('fifo', idle_fraction=")
+    assert len(repr([result])) < 160
+
+
+def test_the_package_runs_as_a_module() -> None:
+    for module in ("balanceroute", "balanceroute.proxy"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--version"], capture_output=True, check=True, text=True
+        )
+        assert done.stdout == f"balanceroute {balanceroute.__version__}\n"

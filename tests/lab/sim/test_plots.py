@@ -174,9 +174,11 @@ def test_missing_matplotlib_is_a_config_error(
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"--plots needs matplotlib: pip install matplotlib"):
+    with pytest.raises(
+        ConfigError, match=r"--plots needs the extra plots: pip install 'balanceroute\[plots\]'"
+    ):
         write_plots(fake(SIX), tmp_path, title=TITLE)
-    with pytest.raises(ConfigError, match="--plots needs matplotlib"):
+    with pytest.raises(ConfigError, match="--plots needs the extra plots"):
         require_matplotlib()
     assert not list(tmp_path.iterdir())
 
