@@ -38,6 +38,7 @@ PARTS = {
         "appendix/live",
         "appendix/models",
         "appendix/doctor",
+        "appendix/mistakes",
         "appendix/engines",
         "appendix/costs",
     ),

@@ -129,7 +129,8 @@ class Parser(argparse.ArgumentParser):
         self._refuse_unknown(sys.argv[1:] if args is None else args)
         chosen, left = super().parse_known_args(args, namespace)
         if left:
-            self.error(f"unrecognized arguments: {' '.join(left)}")
+            hint = ": say --prefill URL .. --decode URL .." if self.words == "serve" else ""
+            self.error(f"unrecognized arguments: {' '.join(left)}{hint}")
         return chosen, left
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:

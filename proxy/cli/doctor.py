@@ -204,7 +204,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--bootstrap: {counts}, must be one for each")
     every = [*urls, *(url for url in stated if url not in urls)]
     if not 1 <= len(every) <= _MOST_ENGINES:
-        raise ConfigError(f"URL: {len(every)} engines, must be from 1 to {_MOST_ENGINES}")
+        reason = f"{len(every)} engines are named, must be from 1 to {_MOST_ENGINES}"
+        raise ConfigError(f"URL: {reason}, as HOST:PORT ..")
     report = asyncio.run(diagnose(every, given, key))
     sys.stdout.write(f"{report.json() if given.json else report.text()}\n")
     return int(bool(report.troubles))

@@ -506,7 +506,7 @@ def test_a_key_is_sent_and_never_shown(
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ([], "URL: 0 engines, must be from 1 to 512"),
+        ([], "URL: 0 engines are named, must be from 1 to 512, as HOST:PORT .."),
         (["ftp://h:1"], "URL is 'ftp://h:1': it must begin with http:// or https://"),
         (["http://h:1/v1"], "it must end after the port"),
         (["http://u:p@h:1"], "must not carry credentials"),

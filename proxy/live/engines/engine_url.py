@@ -61,6 +61,8 @@ class EngineUrl:
         scheme = _SCHEME.match(text)
         if scheme is None:
             raise _error(text, "must begin with http:// or https://")
+        if "," in text:
+            raise _error(text, "has a comma: give several with spaces between them")
         authority, cut, rest = _split_path(text[scheme.end() :])
         rank = None
         before, at, last = authority.rpartition("@")

@@ -102,6 +102,9 @@ def web_origin(word: str) -> str:
 
 def host_name(word: str) -> str:
     """Check an address to listen on, or a name. Raises ConfigError."""
+    if "://" in word or word.count(":") == 1:
+        reason = "a name or an address alone: no http://, and the port goes to a setting of its own"
+        raise ConfigError(f"is {shown(word)}, must be {reason}")
     try:
         return valid_host(word)
     except ConfigError as error:

@@ -391,7 +391,7 @@ def _check_admin(given: Given, listening: ListeningSettings, token: Secret | Non
         reason = f"is {host!r}, which others reach: needs --admin-token-file"
         raise ConfigError(f"{given.where('admin_host')} {reason}")
     if port != 0 and (host, port) == (listening.host, listening.port):
-        reason = f"is {port}, which serves clients already"
+        reason = f"is {port}, which serves clients already: name another"
         raise ConfigError(f"{given.where('admin_port')} {reason}")
     if token is not None and listening.admin_name:
         reason = "means nothing with --admin-token-file, which any name may be called with"

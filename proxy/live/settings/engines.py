@@ -125,7 +125,7 @@ def prefill_server(url: EngineUrl, bootstrap: EngineUrl | None, connector: str) 
     if CONNECTORS[connector].flow is KvFlow.NAMED:
         return PrefillServer(url, bootstrap or EngineUrl("http", url.host, BOOTSTRAP_PORT))
     if bootstrap is not None:
-        raise ConfigError(f"connector {connector} has no bootstrap servers")
+        raise ConfigError(f"connector {connector} has no bootstrap servers: mooncake has")
     return PrefillServer(url)
 
 
