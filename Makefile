@@ -16,7 +16,7 @@ export CARGO_TARGET_DIR := $(CURDIR)/build/native
 test test-all test-without-native: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := check
-.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy demo qos simulate bench docs fmt clean help
+.PHONY: check install native check-native lint types test test-all test-without-native test-vllm test-deploy kube demo qos simulate bench docs fmt clean help
 
 check: lint types test ## lint, types and tests (the default)
 
@@ -82,7 +82,10 @@ test-vllm: $(INSTALLED) ## the proxy before real vLLM engines on the CPU (10 to 
 test-deploy: $(INSTALLED) ## the Helm chart and kustomizations against Kubernetes' schemas (needs go and kubectl; 3 minutes once)
 	@GOBIN=$(CURDIR)/build/bin go install helm.sh/helm/v3/cmd/helm@v3.19.0
 	@$(BIN)/python -m pip install -q --disable-pip-version-check kubernetes-validate
-	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py
+	@PATH=$(CURDIR)/build/bin:$$PATH $(BIN)/pytest tests/topologies/test_deploy.py tests/topologies/test_rendered_manifests.py tests/topologies/test_api_server.py
+
+kube: ## builds the API server of Kubernetes that test-deploy uses if it is there (needs go; 15 minutes and 3 GB once)
+	@scripts/build_kube.sh build/kube
 
 demo: $(INSTALLED) ## BR-H against JSQ, live before emulated engines and simulated: table, pictures in build/demo
 	@$(BIN)/python scripts/reproduce demo

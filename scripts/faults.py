@@ -428,7 +428,13 @@ class Told:
     def text(self) -> str:
         """All text of its events."""
         lines = [one[6:] for one in bytes(self._body).split(b"\n") if one.startswith(b"data: {")]
-        return "".join(json.loads(one)["choices"][0]["text"] for one in lines)
+        choices = [one for line in lines for one in json.loads(line).get("choices", ())]
+        return "".join(one["text"] for one in choices)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it came to its proper end."""
+        return bytes(self._body).endswith(b"data: [DONE]\n\n")
 
     def on_head(self, status: int, headers: object) -> None:
         """Take the status."""
@@ -540,7 +546,7 @@ def freeze_engines(parser: argparse.ArgumentParser, words: Sequence[str]) -> int
 
 COMMANDS = dict.fromkeys(
     ("chaos", "decoder-deaths", "exactness", "freeze-engines", "fuzz", "soak"), "faults"
-)
+) | {"leader-kills": "leader_kills"}
 
 if __name__ == "__main__":
     sys.exit(main("faults.py", COMMANDS))

@@ -143,7 +143,7 @@ BUDGET = {
     "scripts": (14_800, 40),
     "tests/support": (11_900, 40),
     # All of it.
-    "tests": (111_500, 543),
+    "tests": (112_000, 546),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

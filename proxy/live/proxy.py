@@ -389,6 +389,15 @@ class Proxy:
                 await asyncio.sleep(_IDLE_S)
                 await self.server.drain()
 
+    def bequest(self) -> Mapping[str, object] | None:
+        """Return what a process that takes over is to know of the leadership; None if it is alone."""
+        return None if self.leadership is None else self.leadership.bequest()
+
+    async def succeed(self) -> None:
+        """Wait until it leads, if the process did so from which it takes over."""
+        if self.leadership is not None:
+            await self.leadership.succeed()
+
     async def close(self) -> None:
         """End what is left and close every socket."""
         tasks = [*chain.from_iterable(self._tasks.values()), *self._own_tasks]
@@ -430,13 +439,20 @@ class Proxy:
 
     def state(self, *, requests: bool) -> dict[str, object]:
         states = self.snapshots(requests=requests)
-        return {"state": states[DEFAULT]} if DEFAULT in states else {"groups": states}
+        leads = {} if self.leadership is None else {"leader": self.leadership.standing()}
+        return leads | ({"state": states[DEFAULT]} if DEFAULT in states else {"groups": states})
 
     def view(self) -> dict[str, object]:
         # Scores are expensive, and the page has none.
         states, latencies = self.snapshots(requests=False, scores=False), self.metrics.latencies()
+        forbidden = "" if self.leadership is None else self.leadership.forbids()
         views: dict[str, dict[str, object]] = {
-            name: view_of(state, latencies, ready=self.deployments[name].driver.ready)
+            name: view_of(
+                state,
+                latencies,
+                ready=self.deployments[name].driver.ready,
+                forbidden=forbidden,
+            )
             for name, state in states.items()
         }
         return views.get(DEFAULT, {"groups": views})

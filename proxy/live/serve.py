@@ -138,7 +138,7 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         admin=lambda: [] if proxy.admin is None else proxy.admin.listening,
         stop_orders=proxy.stop_orders,
         orders=orders.content,
-        led=lambda: None if proxy.leadership is None else proxy.leadership.bequest(),
+        led=proxy.bequest,
         serves=lambda: leaving.append(asyncio.create_task(leave())),
         failed=proxy.take_orders,
     )
@@ -163,8 +163,7 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
         if command.told:
             _log.info("settings are as the engines tell", extra={"fields": dict(command.told)})
         _announce(proxy, descriptors, native=pump is not None)
-        if proxy.leadership is not None:
-            await proxy.leadership.succeed()
+        await proxy.succeed()
         inherited.serves()
         await serve_until_told(proxy, watch, signals)
         successor.stop()

@@ -189,6 +189,27 @@ def test_the_proxy_reads_its_settings_and_finds_the_engines(tmp_path: Path) -> N
 
 
 @needs_helm
+def test_of_two_proxies_one_leads_by_a_lease(tmp_path: Path) -> None:
+    objects = render(*sets("proxy.replicas=2", "proxy.disruptionBudget=true"))
+    check_schemas(objects)
+    assert settings(objects, tmp_path).leader.leader_lease == "m1"
+    deployment = find(objects, "Deployment", "m1")["spec"]
+    assert deployment["replicas"] == 2
+    # One is ready at a time: with less the old leader would never end.
+    assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": "100%", "maxUnavailable": "100%"}
+    assert container(deployment)["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert "publishNotReadyAddresses" not in find(objects, "Service", "m1")["spec"]
+    _, use, make = find(objects, "Role", "m1")["rules"]
+    assert (use["resources"], use["resourceNames"]) == (["leases"], ["m1"])
+    assert sorted([*use["verbs"], *make["verbs"]]) == ["create", "get", "update"]
+    assert find(objects, "PodDisruptionBudget", "m1")["spec"]["minAvailable"] == 1
+    alone = sets("proxy.replicas=2", "engines.enabled=false", "proxy.settings.discover={dns:x}")
+    assert len(find(render(*alone), "Role", "m1")["rules"]) == 2
+    with pytest.raises(subprocess.CalledProcessError):
+        render(*sets("proxy.replicas=2", "proxy.state.enabled=true"))
+
+
+@needs_helm
 def test_engines_wait_until_they_are_drained_where_they_have_the_token() -> None:
     spec = find(render(*sets("proxy.adminTokenSecret=adm")), "StatefulSet", "m1-prefill")["spec"]
     *_, order = container(spec)["lifecycle"]["preStop"]["exec"]["command"]

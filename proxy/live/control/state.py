@@ -264,9 +264,9 @@ def _oldest_pooled_s(driver: "Driver", now_s: float) -> float:
 
 
 def view_of(
-    state: Snapshot, latencies: Mapping[str, Histogram], *, ready: bool
+    state: Snapshot, latencies: Mapping[str, Histogram], *, ready: bool, forbidden: str
 ) -> dict[str, object]:
-    """Return the view, which `msgspec` can write."""
+    """Return the view, which `msgspec` can write; `forbidden` says why nothing is admitted, if so."""
     assert state.limits is not None
     return {
         "version": __version__,
@@ -274,6 +274,7 @@ def view_of(
         "predictor": state.predictor,
         "ready": ready,
         "draining": state.draining,
+        "forbidden": forbidden,
         "queued": state.queued,
         "prefilling": state.prefilling,
         "pooled": state.pooled,

@@ -153,6 +153,7 @@ class Leadership:
         self._heir, self._heir_s = "", -inf
         self._began = self._ended = self._failed = 0
         self._lapse: asyncio.TimerHandle | None = None
+        self._one = asyncio.Lock()  # One exchange at a time: a write follows the one before.
 
     # What is asked for each request.
 
@@ -186,7 +187,9 @@ class Leadership:
         sent_s = self._clock()
         leads = sent_s < self._held_s
         try:
-            async with asyncio.timeout(self._exchange_s):
+            async with self._one, asyncio.timeout(self._exchange_s):
+                if self._retired:  # While it waited for its turn.
+                    return
                 if self._resigned:
                     self._shares(await self._office.look(), sent_s)
                     return
@@ -313,7 +316,7 @@ class Leadership:
             await asyncio.sleep(_KIN_S)
         self._ended += 1
         try:
-            async with asyncio.timeout(self._exchange_s):
+            async with asyncio.timeout(2 * self._exchange_s), self._one:
                 await self._office.release()
         except (TimeoutError, BalanceRouteError, OSError, UnicodeDecodeError) as error:
             fields = self._fields() | {"reason": str(error)}

@@ -51,7 +51,7 @@ class Wide(Fleet):
             for i, name in enumerate(names)
         ]
         state = _with_ranks(ranks)
-        return view_of(state, Metrics(lambda: [state]).latencies(), ready=True)
+        return view_of(state, Metrics(lambda: [state]).latencies(), ready=True, forbidden="")
 
 
 def _with_ranks(ranks: list[RankState]) -> Snapshot:

@@ -354,6 +354,20 @@ def test_one_that_leaves_during_an_election_does_not_lead(play: Play) -> None:
     play(scenario)
 
 
+def test_who_leaves_while_it_renews_gives_it_up(play: Play) -> None:
+    async def scenario(election: Election) -> None:
+        election.stand("a"), election.stand("b")
+        leader = await election.leader()
+        election.server.delay_s = 0.3
+        await asyncio.sleep(3.0)
+        renewals = len(election.server.requests)
+        await election.until(lambda: len(election.server.requests) > renewals)
+        await leader.leadership.retire()
+        assert await election.until(lambda: election.other(leader).leads) < 1.6
+
+    play(scenario)
+
+
 def test_servers_errors_are_told_once(play: Play, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(election: Election) -> None:
         election.stand("a")

@@ -8,6 +8,12 @@
 {{- else if not (or $proxy.settings.discover (and $proxy.prefill $proxy.decode)) -}}
 {{- fail "engines.enabled is false: name the engines in proxy.prefill and proxy.decode, or in proxy.settings.discover" -}}
 {{- end -}}
+{{- if gt (int $proxy.replicas) 1 -}}
+{{- if $proxy.state.enabled -}}
+{{- fail "proxy.state has one claim, which several replicas cannot write: proxy.replicas is more than 1" -}}
+{{- end -}}
+{{- $settings = merge $settings (dict "leader_lease" (include "balanceroute.name" .)) -}}
+{{- end -}}
 {{- if $proxy.state.enabled -}}
 {{- $state := "/var/lib/balanceroute" -}}
 {{- $settings = merge $settings (dict "roster_state" (print $state "/roster.json") "predictor_state" (print $state "/predictor.json")) -}}
