@@ -23,7 +23,7 @@ from experiment import emulated
 from faults import Told
 
 PREFILLERS, RANKS, BATCH, STREAMS = 2, 4, 8, 48
-STEP_S, LOOK_S, BEGIN_AGAIN_S = 0.03, 0.02, 4.0
+STEP_S, LOOK_S, RETRY_S, BEGIN_AGAIN_S = 0.03, 0.02, 0.5, 4.0
 MOST_S = {"kill": 5.0, "end": 2.5, "stop": 5.0}
 SIGNALS = {"kill": signal.SIGKILL, "end": signal.SIGTERM, "stop": signal.SIGSTOP}
 SERVE = f"--no-admin --batch {BATCH} --policy br-h --log"
@@ -154,14 +154,13 @@ class Kills:
             await asyncio.sleep(LOOK_S)
 
     async def _send(self, number: int) -> None:
+        turn = 0
         while not self._over:
-            for one in self._replicas:
-                told = await self._ask(one.endpoint, number)
-                self._ends[self._judge(number, told)] += 1
-                if told.status not in (503, 0):
-                    break
-            else:
-                await asyncio.sleep(0.2)
+            told = await self._ask(self._replicas[turn % 2].endpoint, number)
+            self._ends[self._judge(number, told)] += 1
+            if told.status in (503, 0):
+                turn += 1
+                await asyncio.sleep(RETRY_S)
 
     async def _ask(self, endpoint: Endpoint, number: int) -> Told:
         values = {"prompt": f"stream {number}", "max_tokens": 40 + number, "temperature": 0}

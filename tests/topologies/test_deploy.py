@@ -105,7 +105,7 @@ def test_a_stateful_set_runs_the_commands_of_its_role(role: str, topology: Topol
             if key != "CUDA_VISIBLE_DEVICES":
                 assert environment[key] == (POD_IP if value == command.host else value)
         devices = command.environment["CUDA_VISIBLE_DEVICES"].split(",")
-        assert given["resources"]["limits"]["nvidia.com/gpu"] == len(devices)
+        assert given["resources"]["limits"]["nvidia.com/gpu"] == str(len(devices))
     assert environment["VLLM_HOST_IP"] == POD_IP
 
 

@@ -1,6 +1,7 @@
 """Two whole proxies before one fleet: who leads serves, who follows refuses, and takes over."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from tests.live.conftest import Exchanged
@@ -46,8 +47,21 @@ def test_who_follows_is_warm_and_not_ready_and_refuses() -> None:
     play_replicas(scenario)
 
 
-@pytest.mark.parametrize("how", ["killed", "drained"])
-def test_ranks_never_stand_above_their_slots_when_another_one_leads(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "changes"),
+    [
+        ("killed", {}),
+        ("drained", {}),
+        pytest.param("drained", {"connector": "mooncake"}, marks=pytest.mark.extended),
+        pytest.param("drained", {"connector": "mooncake-ascend"}, marks=pytest.mark.extended),
+        pytest.param("killed", {"connector": "mooncake-layerwise"}, marks=pytest.mark.extended),
+        ("drained", {"connector": "mooncake-layerwise"}),
+    ],
+    ids=str,
+)
+def test_ranks_never_stand_above_their_slots_when_another_one_leads(
+    how: str, changes: dict[str, Any]
+) -> None:
     async def scenario(site: Replicas) -> None:
         for _ in range(3):
             leader = await site.leader()
@@ -71,7 +85,7 @@ def test_ranks_never_stand_above_their_slots_when_another_one_leads(how: str) ->
             site.all.remove(leader)
             await site.begin()
 
-    site = play_replicas(scenario)
+    site = play_replicas(scenario, **changes)
     # A step takes 31 ms.
     assert _above(site) <= 4
     assert not site.fleet.misreads
@@ -130,3 +144,45 @@ def test_what_waits_goes_on_when_a_silent_server_answers_again() -> None:
         assert all(one.done for one in sent)
 
     play_replicas(scenario, count=1)
+
+
+def test_a_request_whose_body_comes_after_the_lead_has_passed_on_is_refused() -> None:
+    async def scenario(site: Replicas) -> None:
+        leader = await site.leader()
+        sent = []
+        for path in ("/v1/completions", "/tokenize"):
+            values = b'{"prompt": "x", "model": "tiny"}'
+            head = (
+                b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % path.encode()
+            )
+            reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+            writer.write(head + b"content-length: %d\r\n\r\n" % len(values))
+            sent.append((reader, writer, values))
+        await asyncio.sleep(0.1)
+        site.server.edit(holderIdentity="somebody")
+        await site.until(lambda: not leader.leads)
+        for reader, writer, values in sent:
+            writer.write(values)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 503"), answer
+            assert b"retry-after: 1" in answer.lower()
+            writer.close()
+
+    play_replicas(scenario, count=1)
+
+
+def test_the_page_and_the_metrics_tell_who_leads() -> None:
+    async def scenario(site: Replicas) -> None:
+        leader = await site.leader()
+        other = site.other(leader)
+        await asyncio.sleep(2.0)
+        for one, leads in ((leader, 1), (other, 0)):
+            page = (await site.send(one, "/metrics").end()).body.decode()
+            assert f"balanceroute_leader {leads}" in page.replace(".0\n", "\n")
+            told = (await site.send(one, "/admin/state", admin=True).end()).json["leader"]
+            assert (told["leads"], told["leader"]) == (bool(leads), site.server.holder)
+            assert one.proxy.view()["forbidden"] == (
+                "" if leads else f"follower of {told['leader']}"
+            )
+
+    play_replicas(scenario)
