@@ -33,6 +33,10 @@ MAY_IMPORT = {
     "proxy.lab.model_choice": {"proxy.core.errors", "proxy.lab.pictures", "proxy.model_choice"},
     "proxy.wire": {"proxy.core.errors", "proxy.core.setting"},
     "proxy.wire.http1": {"proxy.core.errors", "proxy.wire"},
+    "proxy.wire.streams": {"proxy.core.errors", "proxy.wire", "proxy.wire.http1"},
+    "proxy.wire.http2": {
+        *("proxy.core.errors", "proxy.wire", "proxy.wire.http1", "proxy.wire.streams"),
+    },
     "proxy.wire.http3": {"proxy.core.errors", "proxy.wire"},
     "proxy.wire.quic": {"proxy.core.errors", "proxy.wire"},
     "proxy.live.connectors": {"proxy.core", "topologies"},
@@ -133,17 +137,16 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_600, 34),
     "proxy/wire": (6_950, 23),
-    "proxy/live": (34_650, 111),
-    "proxy/lab": (15_600, 55),
-    "proxy/cli": (6_000, 25),
+    "proxy/live": (34_600, 111),
+    "proxy/lab": (15_650, 55),
+    "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (15_000, 41),
+    "scripts": (15_300, 42),
     "tests/support": (11_900, 40),
-    # All of it.
-    "tests": (112_000, 546),
+    "tests": (111_850, 545),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

