@@ -136,8 +136,8 @@ MAY_IMPORT = {
 # Lines and files that each folder may have. A change that needs more raises it here, and says why.
 BUDGET = {
     "proxy/core": (13_600, 34),
-    "proxy/wire": (6_950, 23),
-    "proxy/live": (34_600, 111),
+    "proxy/wire": (7_600, 24),
+    "proxy/live": (34_650, 111),
     "proxy/lab": (15_650, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
@@ -146,7 +146,7 @@ BUDGET = {
     "engine_patch": (650, 5),
     "scripts": (15_300, 42),
     "tests/support": (11_900, 40),
-    "tests": (111_850, 545),
+    "tests": (112_600, 547),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -22,7 +23,8 @@ from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
 from balanceroute.proxy.live.security import Credentials, ServerTls, Tenant, server_context
 from balanceroute.proxy.live.telemetry.record import Tracer
-from balanceroute.proxy.wire.http1.server import Server
+from balanceroute.proxy.wire.http1.server import Make, Server
+from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -85,10 +87,12 @@ class PublicListener:
             refuse=gateway.refusals.render,
             admit=gateway.admit if cors is None else cors.admit,
             common=_joined([*commons, *([] if cors is None else [cors.fields])]),
+            make=_connections(config),
         )
         self.tls = None  # What it serves https with; None for http.
         if listening.tls_cert is not None and listening.tls_key is not None:
-            self.tls = ServerTls(listening.tls_cert, listening.tls_key)
+            http2 = config.gateway.http2
+            self.tls = ServerTls(listening.tls_cert, listening.tls_key, http2=http2)
 
     async def start(self, sockets: Sequence[socket.socket] = ()) -> None:
         """Listen on sockets that are bound, or else at the address of the settings. Raises ConfigError."""
@@ -124,7 +128,8 @@ class PublicListener:
             listening = self._config.listening
             assert listening.tls_cert is not None
             assert listening.tls_key is not None
-            newest = server_context(listening.tls_cert, listening.tls_key)
+            http2 = self._config.gateway.http2
+            newest = server_context(listening.tls_cert, listening.tls_key, http2=http2)
             if self.http3 is not None:
                 self.http3.load_certificate()
             self.tls.use(newest)
@@ -186,6 +191,15 @@ class AdminListener:
             await self.server.start(host, port)
         except OSError as error:
             raise not_bound("--admin-host {} --admin-port {}", host, port, error) from None
+
+
+def _connections(config: "ProxyConfig") -> Make:
+    """Return what makes the connections of clients."""
+    if not config.gateway.http2:
+        return ServerConnection
+    from balanceroute.proxy.wire.http2 import EitherConnection  # noqa: PLC0415  # An extra.
+
+    return partial(EitherConnection, config.gateway.http2_streams)
 
 
 def _joined(commons: "Sequence[Common]") -> "Common | None":

@@ -216,6 +216,7 @@ class ServerTls:
     Args:
         cert: The certificate chain, PEM.
         key: Its private key, PEM, not encrypted.
+        http2: Whether HTTP/2 is spoken too.
 
     Attributes:
         context: For the listeners.
@@ -224,8 +225,8 @@ class ServerTls:
         ConfigError: See `server_context`.
     """
 
-    def __init__(self, cert: Path, key: Path) -> None:
-        self.context = self._newest = server_context(cert, key)
+    def __init__(self, cert: Path, key: Path, *, http2: bool = False) -> None:
+        self.context = self._newest = server_context(cert, key, http2=http2)
         # Called in every handshake, also where the client names no server.
         self.context.sni_callback = self._choose
 
@@ -238,12 +239,13 @@ class ServerTls:
         handshake.context = self._newest
 
 
-def server_context(cert: Path, key: Path) -> ssl.SSLContext:
+def server_context(cert: Path, key: Path, *, http2: bool = False) -> ssl.SSLContext:
     """Return a context with a certificate to serve clients with.
 
     Args:
         cert: The certificate chain, PEM.
         key: Its private key, PEM, not encrypted.
+        http2: Whether HTTP/2 is spoken too.
 
     Raises:
         ConfigError: They cannot be read, others may read the key, or they do not belong together.
@@ -251,7 +253,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols(["h2", "http/1.1"] if http2 else ["http/1.1"])
     for path in (cert, key):
         try:
             status = path.stat()

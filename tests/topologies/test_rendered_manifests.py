@@ -395,7 +395,10 @@ def test_the_proxies_of_several_releases_are_one_pool(tmp_path: Path) -> None:
     pool = find(first, "InferencePool", "chat")
     check_pool(pool, picker="epp")
     assert not [one for one in second if one["kind"] == "InferencePool"]
-    check_pool(find(render(*sets(of_pool[0])), "InferencePool", "chat"), picker="")
+    bare = find(render(*sets(of_pool[0], "proxy.settings.http2=true")), "InferencePool", "chat")
+    check_pool(bare, picker="")
+    assert bare["spec"]["appProtocol"] == "kubernetes.io/h2c"
+    assert "appProtocol" not in pool["spec"]
     wanted = pool["spec"]["selector"]["matchLabels"].items()
     selected = [
         one["metadata"]["name"]

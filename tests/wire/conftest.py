@@ -18,7 +18,8 @@ from tests.extended import usually
 from tests.support.certificate import CERT, KEY
 
 from balanceroute.proxy.wire.http1.client import Endpoint
-from balanceroute.proxy.wire.http1.server import Application, Server
+from balanceroute.proxy.wire.http1.server import Application, Make, Server
+from balanceroute.proxy.wire.http1.server_connection import ServerConnection
 from balanceroute.proxy.wire.messages import ServerLimits
 
 HOST = "127.0.0.1"
@@ -180,8 +181,10 @@ def serving() -> Serving:
     """Serve an application with the given limits; in the end no connection may be left."""
 
     @asynccontextmanager
-    async def served(application: Application, **limits: Any) -> AsyncIterator[Server]:
-        server = Server(application, limits=ServerLimits(**limits))
+    async def served(
+        application: Application, make: Make = ServerConnection, **limits: Any
+    ) -> AsyncIterator[Server]:
+        server = Server(application, limits=ServerLimits(**limits), make=make)
         await server.start(HOST, 0)
         try:
             yield server

@@ -366,6 +366,8 @@ def _gateway(given: Given) -> GatewaySettings:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{given.where('picker_metrics')} names {name!r} twice")
+    if gateway.http2 and find_spec("h2") is None:
+        raise ConfigError(f"{given.where('http2')}: needs h2: pip install 'h2<4.5'")
     return gateway
 
 

@@ -422,6 +422,15 @@ class GatewaySettings:
         at_top=False,
     )
 
+    http2: bool = switch(
+        False,
+        "serve HTTP/2 too, on the same port, to clients that begin with it (h2c) or, over https, agree on it; "
+        "needs the extra h2",
+    )
+    http2_streams: int = integer(
+        100, "requests that one HTTP/2 connection may have at a time", 1, 10_000
+    )
+
     @property
     def picker_names(self) -> dict[str, str]:
         """The name of each of `PICKER_METRICS` that is exported."""

@@ -176,6 +176,7 @@ _TABLE = (
         "without --http3",
         lambda c: not c.http3.http3,
     ),
+    _Idle(("http2_streams",), "without --http2", lambda c: not c.gateway.http2),
     _Idle(
         ("admin_host", "admin_port", "admin_token_file", "admin_name"),
         "with --no-admin",

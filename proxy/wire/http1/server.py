@@ -41,13 +41,21 @@ from balanceroute.proxy.wire.messages import (
 _LOG = logging.getLogger(__name__)
 
 
+Make = Callable[..., ServerConnection]
+"""Makes a connection, given what all share, and the handshake whose place it takes, if there is one."""
+
+
 class Handshake(asyncio.Protocol):
-    """One handshake; see `SweptConnection`. Its connection takes its place."""
+    """One handshake; see `SweptConnection`. Its connection, which `make` makes, takes its place."""
 
-    __slots__ = ("_begun_s", "_context", "_is_served", "_own", "_service", "_shaking", "deadline_s")
+    __slots__ = (
+        *("_begun_s", "_context", "_is_served", "_make", "_own", "_service", "_shaking"),
+        "deadline_s",
+    )
 
-    def __init__(self, service: Service, context: SSLContext) -> None:
+    def __init__(self, service: Service, context: SSLContext, make: Make) -> None:
         self._service = service
+        self._make = make
         self._context = context
         self._begun_s = service.loop.time()
         self.deadline_s = self._begun_s + service.limits.header_timeout_s
@@ -115,7 +123,7 @@ class Handshake(asyncio.Protocol):
         service = self._service
         try:
             await service.loop.connect_accepted_socket(
-                lambda: ServerConnection(service, self),
+                lambda: self._make(service, self),
                 own,
                 ssl=self._context,
                 ssl_handshake_timeout=service.limits.header_timeout_s,
@@ -236,6 +244,7 @@ class Server:
         admit: Checks each head before its body is read, and before a 100 (Continue); None to admit
             everything. A rejected request is answered at once and its body dropped.
         common: Returns headers for every answer, in addition to the application's.
+        make: Makes the connections.
     """
 
     def __init__(
@@ -246,8 +255,10 @@ class Server:
         refuse: Refuse = plain_refusal,
         admit: Admit | None = None,
         common: Common | None = None,
+        make: Make = ServerConnection,
     ) -> None:
         self._application = application
+        self._make = make
         self._limits = limits or ServerLimits()
         self._refuse = refuse
         self._admit = admit
@@ -305,7 +316,9 @@ class Server:
         limit = self._limits.connection_limit
         backlog = _BACKLOG if limit is None else min(_BACKLOG, limit)
         make = (
-            partial(ServerConnection, service) if ssl is None else partial(Handshake, service, ssl)
+            partial(self._make, service)
+            if ssl is None
+            else partial(Handshake, service, ssl, self._make)
         )
         return Listener(partial(service.loop.create_server, make, backlog=backlog))
 

@@ -19,7 +19,7 @@ from aioquic.quic.events import (
     StreamReset,
 )
 
-from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage, sent_fields
+from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
 from balanceroute.proxy.wire.messages import (
     Headers,
     ResponseHandler,
@@ -29,6 +29,7 @@ from balanceroute.proxy.wire.messages import (
 )
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress, OrderedConnection
 from balanceroute.proxy.wire.quic.stream_orders import USUAL, StreamStanding
+from balanceroute.proxy.wire.streams import sent_fields
 
 # How far the server may be ahead, in one answer and in all.
 _STREAM_BYTES, _CONNECTION_BYTES = 1 << 20, 16 << 20

@@ -25,10 +25,10 @@ from balanceroute.proxy.core.errors import BalanceRouteError
 from balanceroute.proxy.wire.http1.heads import RequestHead
 from balanceroute.proxy.wire.http1.service import Loss, Service, loss_of_head
 from balanceroute.proxy.wire.http3.framing import Framing, MalformedMessage
-from balanceroute.proxy.wire.http3.stream import ServerStream
 from balanceroute.proxy.wire.messages import Headers, Rejection, bracketed
 from balanceroute.proxy.wire.quic.connection import Carrier, NetworkAddress
 from balanceroute.proxy.wire.quic.stream_orders import StreamStanding
+from balanceroute.proxy.wire.streams import LeakyBucket, ServerStream
 
 if TYPE_CHECKING:
     import asyncio
@@ -136,37 +136,6 @@ def _priority(payload: bytes) -> tuple[int, bytes]:
     if element[0] % 4:
         raise ControlError(ErrorCode.H3_ID_ERROR, "a PRIORITY_UPDATE names no request")
     return element[0], payload[element[1] :]
-
-
-# How often something may happen: so many times at once, and so often for ever.
-
-
-class LeakyBucket:
-    """Counts.
-
-    Args:
-        burst: How often it may happen at once.
-        per_s: How often for ever.
-        clock: Seconds.
-    """
-
-    __slots__ = ("_allowed", "_burst", "_clock", "_counted_s", "_per_s")
-
-    def __init__(self, burst: float, per_s: float, clock: Callable[[], float]) -> None:
-        self._burst = self._allowed = burst
-        self._per_s = per_s
-        self._clock = clock
-        self._counted_s = clock()
-
-    def take(self) -> bool:
-        """Count once; return whether it may happen."""
-        now_s = self._clock()
-        self._allowed = min(self._burst, self._allowed + (now_s - self._counted_s) * self._per_s)
-        self._counted_s = now_s
-        if self._allowed < 1.0:
-            return False
-        self._allowed -= 1.0
-        return True
 
 
 # Which of a client's requests have come: a stream may overtake another one on its way.

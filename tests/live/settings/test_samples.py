@@ -111,6 +111,8 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "quarantine_failures": 5,
     "public_metrics": False,
     "picker_metrics": "lora=a:b",
+    "http2": True,
+    "http2_streams": 7,
     "cors_origin": "https://chat.example:8443",
     "admin_name": "OPS.example",
     "connection_limit": 70,
@@ -240,6 +242,7 @@ def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
         cors_origin=("https://chat.example:8443",),
         admin_name=("ops.example",),
     )
+    assert (config.gateway.http2, config.gateway.http2_streams) == (True, 7)
     assert config.gateway.picker_names == {"lora": "a:b"}
     assert config.times.drain_timeout_s == 9.5
     assert config.log == LogSettings(log="none", log_level="debug", load_log_interval_s=0.75)

@@ -10,7 +10,7 @@ pytest.importorskip("aioquic", reason="needs the extra h3")
 from tests.support.certificate import make_certificate
 from tests.support.chaos.http3_trial import run_seed_over_http3
 
-from balanceroute.proxy.wire.http3.stream import Http3Reply
+from balanceroute.proxy.wire.streams import StreamReply
 
 if TYPE_CHECKING:
     from tests.support.chaos.trial import TrialReport
@@ -39,11 +39,11 @@ def test_a_seed_violates_nothing(run_seed: "RunSeed", seed: int) -> None:
 
 
 def test_what_is_sent_twice_is_found(run_seed: "RunSeed", monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Http3Reply.write
+    write = StreamReply.write
 
-    def twice(reply: Http3Reply, data: bytes) -> None:
+    def twice(reply: StreamReply, data: bytes) -> None:
         write(reply, data)
         write(reply, data)
 
-    monkeypatch.setattr(Http3Reply, "write", twice)
+    monkeypatch.setattr(StreamReply, "write", twice)
     assert any(run_seed(seed, requests=20).violations for seed in range(4))

@@ -1,17 +1,27 @@
-"""One request of a client and its answer, on a stream of its own.
+"""One request of a client and its answer, on a stream of its own: of HTTP/2 or HTTP/3.
 
 The rules are those of `http1/server_connection.py`: a request reaches the application complete or not
 at all, and what its head rules out is answered before the body is read.
 """
 
 import logging
+import re
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Protocol
 
-from balanceroute.proxy.wire.http1.heads import WITHOUT_BODY, RequestHead
+from balanceroute.proxy.wire.http1.heads import (
+    HOST,
+    METHODS,
+    OWN_FIELDS,
+    WITHOUT_BODY,
+    RequestHead,
+    encode_fields,
+    length_of,
+    unknown_method,
+)
 from balanceroute.proxy.wire.http1.incoming_request import IncomingBody
 from balanceroute.proxy.wire.http1.service import Loss, Service, loss_of_body, loss_of_head
-from balanceroute.proxy.wire.http3.framing import request_head, sent_fields
 from balanceroute.proxy.wire.messages import (
     AnyTransport,
     Headers,
@@ -19,10 +29,124 @@ from balanceroute.proxy.wire.messages import (
     MalformedError,
     Rejection,
     ReplyState,
+    ServerLimits,
+    UnsafeHeaderError,
 )
 from balanceroute.proxy.wire.turn_writes import WriteProgress
 
-# The answer to one request, framed as HTTP/3; see `Reply`.
+# The heads of messages, as the heads of HTTP/1.1's that mean the same (RFC 9114 section 4, RFC 9113
+# section 8).
+
+# What each field counts for beside its bytes (RFC 9114 section 4.2.2, RFC 9113 section 6.5.2).
+_FIELD_BYTES = 32
+_TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*+")
+_SCHEMES = frozenset({b"https", b"http"})
+
+
+def request_head(fields: Headers, limits: ServerLimits) -> RequestHead:
+    """Return the head that a field section is.
+
+    Args:
+        fields: With the pseudo-header fields, which were checked: each once, and first.
+        limits: What is accepted.
+
+    Raises:
+        MalformedError: It is no request, or beyond a limit; the error has the status to answer.
+    """
+    pseudo = {name: value for name, value in fields if name.startswith(b":")}
+    headers = [field for field in fields if not field[0].startswith(b":")]
+    method, target = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    authority = pseudo.get(b":authority", b"")
+    if len(target) > limits.target_limit_bytes:
+        raise MalformedError("the request target is too long", 414)
+    size = sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
+    if size > limits.header_limit_bytes:
+        raise MalformedError("the request's head is too long", 431)
+    if len(headers) > limits.header_limit:
+        raise MalformedError("the request has too many headers", 431)
+    protocol = pseudo.get(b":protocol", b"").lower()
+    if method == b"CONNECT" and protocol == b"websocket":
+        # Over HTTP/1.1 this is a GET with this header (RFC 9220). Its method stays, so that nobody answers
+        # it with 200, which would open a tunnel.
+        headers.append((b"upgrade", protocol))
+    elif method not in METHODS:
+        raise unknown_method(method)
+    elif b":protocol" in pseudo:
+        raise MalformedError("no other protocol is spoken over a request")
+    if pseudo.get(b":scheme", b"").lower() not in _SCHEMES:
+        raise MalformedError("the :scheme is missing, or neither https nor http")
+    if not _TARGET.fullmatch(target) and (target, method) != (b"*", b"OPTIONS"):
+        raise MalformedError("the request target is no absolute path")
+    try:
+        encode_fields(headers)
+    except UnsafeHeaderError:
+        raise MalformedError("a header is malformed") from None
+    if not HOST.fullmatch(authority):
+        raise MalformedError("the :authority is malformed")
+    if any(value != authority for name, value in headers if name == b"host"):
+        raise MalformedError("Host and :authority differ")
+    headers = [field for field in headers if field[0] != b"host"]
+    headers.append((b"host", authority))
+    lengths = [value for name, value in headers if name == b"content-length"]
+    expectations = [value.lower() for name, value in headers if name == b"expect"]
+    if expectations not in ([], [b"100-continue"]):
+        raise MalformedError("the only expectation served is 100-continue", 417)
+    path, _, query = target.partition(b"?")
+    return RequestHead(
+        method,
+        path,
+        query,
+        http_1_0=False,
+        headers=headers,
+        content_length=length_of(lengths) if lengths else None,
+        chunked=False,
+        keep_alive=True,
+        expects_continue=bool(expectations),
+    )
+
+
+def sent_fields(headers: Headers) -> Headers:
+    """Return headers to send, without those that frame a message of HTTP/1.1.
+
+    Raises:
+        UnsafeHeaderError: A name is no token, or a value has a control byte.
+    """
+    encode_fields(headers)
+    return [(name, value.strip()) for name, value in headers if name not in OWN_FIELDS]
+
+
+# How often something may happen: so many times at once, and so often for ever.
+
+
+class LeakyBucket:
+    """Counts.
+
+    Args:
+        burst: How often it may happen at once.
+        per_s: How often for ever.
+        clock: Seconds.
+    """
+
+    __slots__ = ("_allowed", "_burst", "_clock", "_counted_s", "_per_s")
+
+    def __init__(self, burst: float, per_s: float, clock: Callable[[], float]) -> None:
+        self._burst = self._allowed = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._counted_s = clock()
+
+    def take(self) -> bool:
+        """Count once; return whether it may happen."""
+        now_s = self._clock()
+        self._allowed = min(self._burst, self._allowed + (now_s - self._counted_s) * self._per_s)
+        self._counted_s = now_s
+        if self._allowed < 1.0:
+            return False
+        self._allowed -= 1.0
+        return True
+
+
+# The answer to one request, in frames of a stream; see `Reply`.
 
 
 class ReplyStream(AnyTransport, Protocol):
@@ -38,7 +162,7 @@ class ReplyStream(AnyTransport, Protocol):
         """Reset the stream, once what was written has arrived if `flush`."""
 
 
-class Http3Reply(ReplyState[ReplyStream]):
+class StreamReply(ReplyState[ReplyStream]):
     """The answer to one request over one stream."""
 
     __slots__ = ("_common",)
@@ -161,7 +285,7 @@ class ServerStream:
         self._origin: Headers = []  # Of a head that could not be parsed.
         self._body = IncomingBody(service.bodies, service.limits.body_limit_bytes)
         self._body_since_s = 0.0
-        self._reply: Http3Reply | None = None
+        self._reply: StreamReply | None = None
         self._written = 0
         self._writes = WriteProgress(service.limits.write_timeout_s)
         # When the sweep calls `expire`.
@@ -190,7 +314,7 @@ class ServerStream:
         """Take the field section before the body; the one behind it says nothing here."""
         if self._stage is not _Stage.HEAD:
             if ended and self._stage is _Stage.BODY:
-                self._dispatch()
+                self._complete()
             return
         owner, service = self._owner, self._owner.service
         self._origin = [field for field in fields if field[0] == b"origin"]
@@ -212,7 +336,7 @@ class ServerStream:
         self._body_since_s = service.loop.time()
         self.deadline_s = self._body_deadline_s
         if ended:
-            self._dispatch()
+            self._complete()
         elif head.expects_continue:
             owner.send_head(self.number, _CONTINUE, end=False)
 
@@ -225,7 +349,7 @@ class ServerStream:
             self.refuse(error.rejection, rest=not ended)
             return
         if ended:
-            self._dispatch()
+            self._complete()
 
     def lose(self) -> None:
         """Note that the client does not want an answer any more, or is gone."""
@@ -317,6 +441,14 @@ class ServerStream:
     def _body_deadline_s(self) -> float:
         return self._body_due_s + self._owner.service.limits.body_timeout_s
 
+    def _complete(self) -> None:
+        assert self._head is not None
+        if self._head.content_length not in (None, self._body.size):
+            reason = "the body is not as long as Content-Length says"
+            self.refuse(Rejection(400, reason), rest=False)
+        else:
+            self._dispatch()
+
     def _dispatch(self) -> None:
         head, service = self._head, self._owner.service
         assert head is not None
@@ -335,9 +467,9 @@ class ServerStream:
                 headers, text = service.refuse(Rejection(500, "internal error"), head, peer)
                 reply.send(500, headers, text)
 
-    def _begin_answer(self) -> Http3Reply:
+    def _begin_answer(self) -> StreamReply:
         head = self._head
-        reply = self._reply = Http3Reply(
+        reply = self._reply = StreamReply(
             self,
             head_only=head is not None and head.method == b"HEAD",
             common=self._owner.service.common_headers(
