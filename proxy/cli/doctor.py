@@ -321,7 +321,7 @@ def _judge(report: Report) -> None:
         if not look.seen.fault:
             _judge_engine(report, look)
     for role in (PREFILL, DECODE):
-        if not report.of(role):
+        if not report.of(role) and not all(look.seen.fault for look in report.looks):
             cure = f"name one, by --{role} URL if it does not tell"
             report.blame("the engines", f"no {role} engine is among them", cure)
     reported: set[str] = set()
@@ -379,14 +379,17 @@ async def _try_pairs(pages: PageClient, report: Report, given: DoctorSettings) -
             (prefillers[i % len(prefillers)], decoders[i % len(decoders)]) for i in range(count)
         ]
     report.trials = await _try_each(pages, report, pairs, given)
+    left = [trial.left for trial in report.trials]
     guessed = {look.name for look in prefillers + decoders if look.by == "order"}
     if guessed and all(trial.fault for trial in report.trials):
         swapped = [(other, one) for one, other in pairs]
         trials = await _try_each(pages, report, swapped, given)
+        left += [trial.left for trial in trials]
         if not any(trial.fault for trial in trials):
             for look in prefillers + decoders:
                 look.role = PREFILL if look.role == DECODE else DECODE
             report.trials = trials
+    report.notes += dict.fromkeys(filter(None, left))
     if guessed:
         report.notes.append(
             f"{', '.join(sorted(guessed))}: the roles are taken by their order: these engines may do both"
@@ -394,8 +397,6 @@ async def _try_pairs(pages: PageClient, report: Report, given: DoctorSettings) -
     for trial in report.trials:
         if trial.fault:
             report.blame(f"{trial.prefill} -> {trial.decode}", trial.fault, trial.cure)
-        if trial.left:
-            report.notes.append(trial.left)
     found = {trial.connector for trial in report.trials if trial.connector and not trial.fault}
     if not report.connector and len(found) == 1:
         report.connector = found.pop()

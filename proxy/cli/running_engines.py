@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from balanceroute.proxy.core.errors import ConfigError, shown
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import BootstrapIdentity
 from balanceroute.proxy.live.engines.engine_facts import (
     EngineFacts,
@@ -60,6 +60,12 @@ _STRANGERS = (
     (b"sglang_router_", "an SGLang router"),
     (b"vllm:num_prefill_requests", "a router of vLLM's production stack"),
     (b"sglang:", "an SGLang engine"),
+)
+# Or on another page, by a member of it.
+_STRANGERS_PAGES = (
+    ("/get_server_info", "disaggregation_mode", "an SGLang engine"),
+    ("/list_workers", "urls", "a router before other engines"),
+    ("/workers", "workers", "a router before other engines"),
 )
 # What is wrong with an engine's answer, in words of `PageClient`, and what cures it.
 _CURES = (
@@ -275,12 +281,13 @@ async def _stranger(pages: PageClient, url: EngineUrl, fault: str) -> str:
     for sign, name in _STRANGERS:
         if sign in metrics:
             return f"is {name}, no engine of vLLM"
-    try:
-        told = (await pages.ask("GET", f"{url.base}/get_server_info", max_bytes=1 << 20)).json()
-        if isinstance(told, dict) and "disaggregation_mode" in told:
-            return f"is an SGLang engine ({shown(told['disaggregation_mode'])}), no engine of vLLM"
-    except (UnansweredError, ValueError):
-        pass
+    for path, member, name in _STRANGERS_PAGES:
+        try:
+            told = (await pages.ask("GET", f"{url.base}{path}", max_bytes=MAX_ANSWER_BYTES)).json()
+        except (UnansweredError, ValueError):
+            continue
+        if isinstance(told, dict) and member in told:
+            return f"is {name}, no engine of vLLM"
     return fault or "/metrics: has no metrics of an engine of vLLM: is it a proxy or a router?"
 
 

@@ -116,6 +116,15 @@ def test_roles_that_nothing_tells_are_taken_by_order_with_nixl(
     assert seen.serve[-5:] == ["--prefill", seen.urls[0], "--decode", *seen.urls[1:]]
 
 
+def test_what_a_guess_left_behind_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = replace(SMALL, ranks=1)
+    seen = examine(
+        settings, capsys, bare, lambda fleet: fleet.faults.set("decode/0", status_500=1.0)
+    )
+    assert seen.status == 1
+    assert f"note: {seen.urls[0]} keeps a KV cache of 64 tokens" in seen.text
+
+
 def test_engines_in_the_other_order_are_tried_the_other_way_round(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -359,7 +368,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sglang": (
         {"pages": {"/get_server_info": '{"disaggregation_mode": "prefill"}'}},
-        "is an SGLang engine ('prefill'), no engine of vLLM",
+        "is an SGLang engine, no engine of vLLM",
+    ),
+    "vllm-router": (
+        {"pages": {"/list_workers": '{"urls": ["http://e:1"]}'}},
+        "is a router before other engines, no engine of vLLM: give the addresses",
     ),
 }
 
