@@ -139,7 +139,7 @@ BUDGET = {
     "proxy/wire": (7_600, 24),
     "proxy/live": (34_650, 111),
     "proxy/lab": (15_650, 55),
-    "proxy/cli": (5_900, 25),
+    "proxy/cli": (6_000, 25),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
