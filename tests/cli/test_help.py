@@ -1,6 +1,7 @@
 """Help that a newcomer reads from the top: a screen of each command, and an example that works."""
 
 import argparse
+import re
 import shlex
 from collections.abc import Iterator
 
@@ -63,7 +64,7 @@ def test_the_help_fits_a_screen(
 def test_an_example_is_shown_and_can_be_typed(words: str) -> None:
     parser = ALL[f"balanceroute {words}"]
     assert parser.example in parser.screen()
-    typed = [word for word in shlex.split(parser.example)[1:] if word not in ("<", "keys.txt")]
+    typed = shlex.split(re.split("[<>]", parser.example)[0])[1:]
     make_parser([typed[0]]).parse_args(typed)
 
 
