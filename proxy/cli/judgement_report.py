@@ -5,15 +5,13 @@ from dataclasses import asdict
 from math import isnan
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from balanceroute.predictors import evaluation
 from balanceroute.predictors.evaluation import GAINS, Gain, PredictorJudgement, Replay, Rows
+from balanceroute.proxy.lab.service_levels import print_whole
 
-# Wide enough for the table where there is no terminal to ask.
-_PLAIN_WIDTH = 200
 # Of each of `GAINS`.
 _GAIN_HEADINGS = {"auc": ("AUC", 4), "brier": ("Brier", 4), "mae": ("MAE", 2)}
 assert tuple(_GAIN_HEADINGS) == GAINS
@@ -34,16 +32,8 @@ def print_judgements(
     judgements: Mapping[str, PredictorJudgement], *, baseline: str, title: str, caption: str
 ) -> None:
     """Print one row per predictor to standard output, fewer figures where the terminal is narrow."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
     texts = {"baseline": baseline, "title": title, "caption": caption}
-    table = _table(judgements, narrow=False, **texts)
-    if _columns(console, table) > console.width:
-        table = _table(judgements, narrow=True, **texts)
-    # Broken lines still tell every figure, cut cells do not.
-    console.width = max(console.width, _columns(console, table))
-    console.print(table)
+    print_whole(lambda narrow: _table(judgements, narrow=narrow, **texts))
 
 
 def _table(
@@ -132,8 +122,3 @@ def as_json(
 
 def _or_null(value: float) -> float | None:
     return None if isnan(value) else value
-
-
-def _columns(console: Console, table: Table) -> int:
-    """Return how wide the table itself is, its title and caption aside."""
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum

@@ -1,20 +1,24 @@
 """`balanceroute validate`: compare the loads of the proxy's ledger with the engines' own steps."""
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from balanceroute import __version__
-from balanceroute.proxy.cli.outputs import make_plots_folder
+from balanceroute.proxy.cli.outputs import (
+    as_json_text,
+    check_output,
+    make_plots_folder,
+    write_output,
+)
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.setting import integer
+from balanceroute.proxy.lab.service_levels import wide_console
 from balanceroute.proxy.lab.validate.plots import write_plots
 from balanceroute.proxy.lab.validate.traces import match, read_load_log, read_traces
 from balanceroute.proxy.lab.validate.validation import validate
@@ -24,10 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from balanceroute.proxy.lab.validate.validation import Errors, Fit, UnitResult, Validation
-
-
-# Wide enough for the table where there is no terminal to ask.
-_PLAIN_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     min_tokens = read_flags(arguments, SampleFlags).read(SampleFlags).min_tokens
     given = _given(arguments.map)
+    check_output("--json", arguments.json)
     make_plots_folder(arguments.plots)
     log = read_load_log(arguments.log)
     spans = [(samples.times_ns[0], samples.times_ns[-1]) for samples in log.values()]
@@ -89,8 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     validation = validate(log, traces, min_tokens=min_tokens)
     _print(validation, min_tokens)
     if arguments.json is not None:
-        text = json.dumps(_as_json(arguments, min_tokens, validation), indent=2, allow_nan=False)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+        write_output(
+            "--json", arguments.json, as_json_text(_as_json(arguments, min_tokens, validation))
+        )
     if arguments.plots is not None:
         title = f"{arguments.log.name}, {arguments.steps.name}: {len(validation.ranks)} ranks"
         write_plots(validation, arguments.plots, title=title)
@@ -110,9 +112,6 @@ def _given(words: "Sequence[str]") -> dict[str, Path]:
 
 
 def _print(validation: "Validation", min_tokens: int) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PLAIN_WIDTH)
     table = Table(
         title="Error of the proxy's load, started requests",
         caption=f"Samples at which the engine's load was at least {min_tokens:,} KV tokens. bias: "
@@ -131,7 +130,7 @@ def _print(validation: "Validation", min_tokens: int) -> None:
     if len(validation.ranks) > 1:
         steps = sum(rank.steps for rank in validation.ranks)
         table.add_row("all", f"{steps:,}", *_cells(validation.started, validation.bound), "")
-    console.print(table)
+    wide_console().print(table)
     if validation.unmatched:
         print(f"without a trace: {', '.join(validation.unmatched)}")  # noqa: T201
     for unit in validation.units:

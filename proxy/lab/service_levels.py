@@ -5,7 +5,7 @@ belongs to the measured time if it arrived in it, whenever it ended, so that req
 served count too. A share is of what the ranks did in that time, whoever arrived before it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
 from statistics import fmean
@@ -223,3 +223,21 @@ def wide_console() -> Console:
     """Return standard output, wide enough for the tables where it is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+
+
+def print_whole(make: Callable[[bool], Table]) -> None:
+    """Print a table, or the narrow one that `make(True)` gives where the terminal has no room for it.
+
+    Wrapped lines still show every figure; truncated cells do not.
+    """
+    console = wide_console()
+    table = make(False)
+    if _columns(console, table) > console.width:
+        table = make(True)
+    console.width = max(console.width, _columns(console, table))
+    console.print(table)
+
+
+def _columns(console: Console, table: Table) -> int:
+    """Return how wide the table itself is, its title and caption aside."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum

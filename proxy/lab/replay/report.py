@@ -10,7 +10,13 @@ from rich.table import Table
 
 from balanceroute.proxy.lab.replay.driver import ReplayResult
 from balanceroute.proxy.lab.replay.figures import STEADY_STATE, FaultCount, RequestSample
-from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows, cell, wide_console
+from balanceroute.proxy.lab.service_levels import (
+    ServiceTargets,
+    as_rows,
+    cell,
+    print_whole,
+    wide_console,
+)
 from balanceroute.proxy.lab.service_levels import make_table as make_groups_table
 
 
@@ -54,9 +60,7 @@ def print_report(
         console.print(escape(note), highlight=False, soft_wrap=True)
     if targets is not None:
         groups = make_groups_table({label: result.groups}, targets)
-        # Wrapped lines still show every figure; truncated cells do not.
-        console.width = max(console.width, console.measure(groups).maximum)
-        console.print(groups)
+        print_whole(lambda _: groups)
     if result.faults:
         console.print(make_fault_table(result.faults))
 

@@ -4,11 +4,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows, wide_console
+from balanceroute.proxy.lab.service_levels import ServiceTargets, as_rows, print_whole
 from balanceroute.proxy.lab.service_levels import make_table as make_groups_table
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import METRICS, PolicyResult
@@ -48,18 +47,17 @@ def print_table(
 
     With `targets` also one per tenant and class.
     """
-    console = wide_console()
-    table = make_table(results, title=title, caption=caption)
-    if _columns(console, table) > console.width:
-        caption += " Wider terminals show more, --json everything."
-        table = make_table(results, title=title, caption=caption, narrow=True)
-    # Wrapped lines still show every figure; truncated cells do not.
-    console.width = max(console.width, _columns(console, table))
-    console.print(table)
+    print_whole(
+        lambda narrow: make_table(
+            results,
+            title=title,
+            caption=caption + " Wider terminals show more, --json everything." * narrow,
+            narrow=narrow,
+        )
+    )
     if targets is not None:
         groups = make_groups_table({one.policy: one.groups for one in results}, targets)
-        console.width = max(console.width, _columns(console, groups))
-        console.print(groups)
+        print_whole(lambda _: groups)
 
 
 def make_table(
@@ -108,11 +106,6 @@ def make_table(
     for result in results:
         table.add_row(result.policy, *(show(result) for _, _, show in shown))
     return table
-
-
-def _columns(console: Console, table: Table) -> int:
-    """Return how wide the table itself is, its title and caption aside."""
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def figure(mean: float, error: float, digits: int) -> str:
