@@ -13,6 +13,7 @@ from balanceroute import __version__
 from balanceroute.proxy.cli.outputs import (
     as_json_text,
     check_output,
+    for_people,
     make_plots_folder,
     write_output,
 )
@@ -67,7 +68,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_flags(parser, SampleFlags)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="OUT", help="write the figures as JSON")
+    output.add_argument(
+        "--json", type=Path, metavar="OUT", help="write the figures as JSON; - is standard output"
+    )
     output.add_argument("--plots", type=Path, metavar="DIR", help="write pictures (PNG)")
 
 
@@ -88,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     span_ns = (int(min(begin for begin, _ in spans)), int(max(end for _, end in spans)))
     traces = match(read_traces(arguments.steps), list(log), given=given, span_ns=span_ns)
     validation = validate(log, traces, min_tokens=min_tokens)
-    _print(validation, min_tokens)
+    with for_people(arguments.json):
+        _print(validation, min_tokens)
     if arguments.json is not None:
         write_output(
             "--json", arguments.json, as_json_text(_as_json(arguments, min_tokens, validation))

@@ -67,6 +67,24 @@ def validated(tmp_path: Path, log: Path, *words: str) -> Any:
     return json.loads(out.read_text())
 
 
+def test_figures_go_to_standard_output_alone(
+    tmp_path: Path, log_of_two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["validate", "--steps", str(tmp_path / "steps"), "--log", str(log_of_two)]
+    assert main([*words, "--json", "-"]) == 0
+    told = capsys.readouterr()
+    assert [rank["rank"] for rank in json.loads(told.out)["ranks"]] == list(NAMES)
+    assert "lag" in told.err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["validate", "--steps", "absent", "--log", "absent"]
+    assert main([*words, "--json", str(tmp_path / "no" / "folder.json")]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
 def test_known_answers_are_found(
     tmp_path: Path, log_of_two: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
