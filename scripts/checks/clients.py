@@ -292,9 +292,6 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     anything does not.
     """
     parser.add_argument(
-        "--without-load-tool", action="store_true", help="leave out aiperf, which is large"
-    )
-    parser.add_argument(
         "--only", default=",".join(GROUPS), metavar="NAME,..", help=f"of {', '.join(GROUPS)}"
     )
     parser.add_argument(
@@ -308,8 +305,6 @@ def clients(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     only = set(arguments.only.split(","))
     if not only <= set(GROUPS):
         parser.error(f"--only: of {', '.join(GROUPS)}")
-    if arguments.without_load_tool:
-        only.discard("aiperf")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -447,13 +447,15 @@ SHARES_KNOWN = 2_000
 SHARES_BATCH, SHARES_POOL = 16, 2
 # Of each rank: five minutes' work at least, whatever the weights.
 REQUESTS = {"conv": 500, "code": 2_000}
-WEIGHTS = [(1.0, 1.0), (2.0, 1.0), (5.0, 1.0)]
+WEIGHTS = ((1.0, 1.0), (2.0, 1.0), (5.0, 1.0))
 WINDOW_S, WARM_UP_S = 60, 60
 # The machine and the prompts of `make qos`, and the least steps and requests of each tenant.
 STEADY = SimulatedDeployment(4, 8, step_base_ns=50_000_000)
 PROMPT_TOKENS = (200, 1000)
 STEADY_STEPS, STEADY_REQUESTS, STEADY_WARM_UP_S = 60_000, 500, 20
 WINDOWS_S = (1, 10, 60)
+# Tokens of their answers, from and to, and requests that the pool may hold.
+OUTPUTS, POOLS = ((20, 60), (200, 600)), (8, 24)
 
 Draw = Callable[[random.Random], int]
 
@@ -562,26 +564,14 @@ def steady_of(
     return held_by(loads[0].tenant, deployment, Workload(requests, []), "survival")
 
 
-def weights_of(text: str) -> tuple[float, float]:
-    """Read `A:B`."""
-    one, _, other = text.partition(":")
-    return float(one), float(other)
-
-
-def range_of(text: str) -> tuple[int, int]:
-    """Read `A-B`."""
-    least, _, most = text.partition("-")
-    return int(least), int(most)
-
-
 def print_taken(arguments: argparse.Namespace) -> None:
     """Print the shares of tenants whose requests differ."""
     names = ("weights", "`--fair-queue`", "share of `conv`", "due", "largest deviation")
     print(table_head(*names, "relative"))
-    for weights in arguments.weights:
+    for weights in WEIGHTS:
         due = weights[0] / sum(weights)
         for cost in arguments.cost:
-            shares = shares_of(cost, weights, arguments.ranks, arguments.predictor)
+            shares = shares_of(cost, weights, arguments.ranks, PREDICTOR)
             off = float(np.abs(shares - due).max())
             cells = (f"{weights[0]:g}:{weights[1]:g}", f"`{cost}`", f"{100 * shares.mean():.1f} %")
             relative = f"{100 * off / min(due, 1 - due):.1f} %"
@@ -593,8 +583,8 @@ def print_steady(arguments: argparse.Namespace) -> None:
     """Print how steady the shares of tenants with the same mix are."""
     names = ("answers", "pool", "`--fair-queue`", "deviation in 1 s")
     print(table_head(*names, *(f"windows of {window_s} s" for window_s in WINDOWS_S)))
-    for outputs in arguments.outputs:
-        for pool in arguments.pool:
+    for outputs in OUTPUTS:
+        for pool in POOLS:
             for cost in arguments.cost:
                 loads = steady_loads(outputs)
                 held = [steady_of(cost, pool, seed, loads) for seed in range(arguments.seeds)]
@@ -619,8 +609,8 @@ def steady_row(
 def fair_shares(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """How evenly backlogged tenants share the decode ranks: by cost of the queue, and in windows of 1 to 60 s.
 
-        python scripts/reproduce fair-shares taken [--ranks G] [--predictor NAME] [--weights A:B ..] [--cost NAME ..]
-        python scripts/reproduce fair-shares steady [--pool N ..] [--outputs A-B ..] [--seeds N] [--cost NAME ..]
+        python scripts/reproduce fair-shares taken [--ranks G] [--cost NAME ..]
+        python scripts/reproduce fair-shares steady [--seeds N] [--cost NAME ..]
 
     All requests wait from the start, before BR-H in virtual time; the first seconds do not count, nor do
     those when a tenant has few requests left.
@@ -637,11 +627,7 @@ def fair_shares(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     tables = parser.add_subparsers(dest="table", required=True)
     taken = tables.add_parser("taken", help="tenants whose requests differ")
     taken.add_argument("--ranks", type=positive, default=8, help="decode ranks")
-    taken.add_argument("--predictor", default="exact-match")
-    taken.add_argument("--weights", nargs="*", type=weights_of, default=WEIGHTS)
     steady = tables.add_parser("steady", help="tenants with the same mix, in short windows")
-    steady.add_argument("--pool", nargs="*", type=positive, default=[8, 24])
-    steady.add_argument("--outputs", nargs="*", type=range_of, default=[(20, 60), (200, 600)])
     steady.add_argument("--seeds", type=positive, default=5, help="0 to this less 1")
     for table in (taken, steady):
         table.add_argument("--cost", nargs="*", choices=FAIR_COSTS, default=FAIR_COSTS)
