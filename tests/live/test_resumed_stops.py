@@ -219,6 +219,23 @@ def test_a_sample_that_could_stop_is_begun_again_with_its_seed(
     play(scenario, flags={"resume": "valid"})
 
 
+def continuing(candidates: int) -> ContinuationStream:
+    return ContinuationStream(
+        1,
+        head=b'data: {"id":"x",',
+        repeated=RepeatedText(),
+        logprobs=Logprobs(0, candidates),
+        resumes=True,
+        usage=UsageRewrite(None, 3),
+        asks_total=False,
+        counts=None,
+        transcript=None,
+        ids=TokenIds(),
+        expensive=lambda: None,
+        may_abort=lambda: False,
+    )
+
+
 def test_candidates_that_cannot_be_told_end_the_stream() -> None:
     """Two candidates with the same text, which a completion tells as one."""
     told = {"text_offset": [0], "tokens": ["b"], "token_logprobs": [-1.0]}
@@ -226,22 +243,15 @@ def test_candidates_that_cannot_be_told_end_the_stream() -> None:
     choice["logprobs"] = told | {"top_logprobs": [{"b": -1.0}]}
     event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
     for candidates in (1, 2):
-        stream = ContinuationStream(
-            1,
-            head=b'data: {"id":"x",',
-            repeated=RepeatedText(),
-            logprobs=Logprobs(0, candidates),
-            resumes=True,
-            usage=UsageRewrite(None, 3),
-            asks_total=False,
-            counts=None,
-            transcript=None,
-            ids=TokenIds(),
-            expensive=lambda: None,
-            may_abort=lambda: False,
-        )
+        stream = continuing(candidates)
         assert (stream.read(event) == b"", stream.over) == (candidates == 2, candidates == 2)
         assert (b"log-probabilities" in stream.first_error) == (candidates == 2)
+
+
+def test_what_utf_8_cannot_encode_is_told_as_an_engine_tells_it() -> None:
+    choice = {"index": 0, "text": "a\ud800b", "finish_reason": None}
+    event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    assert b'"content":"a?b"' in continuing(1).read(event)
 
 
 @pytest.mark.parametrize(

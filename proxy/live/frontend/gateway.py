@@ -58,7 +58,7 @@ from balanceroute.proxy.live.openai.body import (
     read_in_slices,
 )
 from balanceroute.proxy.live.openai.continuation import may_begin_early
-from balanceroute.proxy.live.openai.errors import JSON_HEADERS, error_body
+from balanceroute.proxy.live.openai.errors import JSON_HEADERS, dump_escaped, error_body
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 from balanceroute.proxy.live.openai.legs import engine_body, refuse_if_too_long
 from balanceroute.proxy.live.openai.routes import (
@@ -239,24 +239,20 @@ def model_page(
     if path == MODELS:
         cards = [*map(_card, aliases), *(one for group in groups for one in group.cards())]
         allowed = [one for one in cards if refuse_model(tenant, one["id"]) is None]
-        return _dump({"object": "list", "data": allowed})
+        return dump_escaped({"object": "list", "data": allowed})
     name = unquote_to_bytes(path.removeprefix(_MODEL)).decode("utf-8", "replace")
     if name in aliases and refuse_model(tenant, name) is None:
-        return _dump(_card(name))
+        return dump_escaped(_card(name))
     group = groups.find(name)
     model = None if group is None else group.served.find(name)
     if model is None or refuse_model(tenant, name) is not None:
         return Rejection(404, f"The model `{name[:128]}` does not exist.", param="model")
-    return _dump(model.card)
+    return dump_escaped(model.card)
 
 
 def _card(alias: str) -> "Mapping[str, Any]":
     """Return the entry of an alias."""
     return {"id": alias, "object": "model", "created": 0, "owned_by": "balanceroute"}
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 _GENERATION: Mapping[bytes, Api] = {api.value.encode(): api for api in Api}

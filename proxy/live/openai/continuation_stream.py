@@ -7,7 +7,6 @@ as the chat's own.
 Such events are parsed: the first ones alone, or those of a stream that failed in its midst.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,7 +96,7 @@ class ContinuationStream(CompletionStream):
         if choices and not any(map(_says_anything, choices)):
             return b""
         if not self._head:
-            return b"data: %b\n\n" % _dump(message)
+            return b"data: %b\n\n" % dump_compact(message)
         members = {
             name: message[name] for name in ("usage", "system_fingerprint") if name in message
         }
@@ -109,7 +108,7 @@ class ContinuationStream(CompletionStream):
             written = [_as_delta(choice, self._logprobs) for choice in choices]
         except UntoldError:
             return self._stop(_UNTOLD)
-        ending = _dump({"choices": written} | members)
+        ending = dump_compact({"choices": written} | members)
         return self._head + ending[1:] + b"\n\n"
 
     def _stop(self, error: bytes = OTHERWISE) -> bytes:
@@ -163,10 +162,6 @@ def _as_delta(choice: dict[str, Any], logprobs: Logprobs | None) -> dict[str, An
         return delta
     # Of an engine that writes no member that is null.
     return {name: value for name, value in delta.items() if value is not None}
-
-
-def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 # The events of /inference/v1/generate: token ids instead of text (vLLM 0.32).

@@ -247,14 +247,14 @@ def error_body(status: int, message: str, *, param: str | None = None, endpoint:
         kind = _ANTHROPIC_TYPES.get(
             status, "invalid_request_error" if status < 500 else "api_error"
         )
-        return _dump({"type": "error", "error": {"type": kind, "message": message}})
+        return dump_escaped({"type": "error", "error": {"type": kind, "message": message}})
     error = {
         "message": message,
         "type": _TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError"),
         "param": param,
         "code": status,
     }
-    return _dump({"error": error})
+    return dump_escaped({"error": error})
 
 
 def error_event(status: int, message: str, *, endpoint: str = "") -> bytes:
@@ -275,7 +275,7 @@ def answer_event(status: int, body: bytes, words: str, *, endpoint: str = "") ->
         code = status if status >= 400 else 502
         words = words or f"the answer came as {status}"
         return error_event(code, words, endpoint=endpoint)
-    return _event(_dump(message), endpoint)
+    return _event(dump_escaped(message), endpoint)
 
 
 def _event(body: bytes, endpoint: str) -> bytes:
@@ -283,5 +283,6 @@ def _event(body: bytes, endpoint: str) -> bytes:
     return name + b"data: " + body + b"\n\n"
 
 
-def _dump(value: object) -> bytes:
+def dump_escaped(value: object) -> bytes:
+    """Return a value as JSON in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode()
