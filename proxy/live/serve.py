@@ -156,13 +156,9 @@ async def _serve(config: "ProxyConfig", command: ServeCommand) -> "subprocess.Po
                 one.close()
         signals.on_hangup(on_hangup)
         signals.told = successor.send
-        alone = _why_alone(proxy, command)
-        take_over = successor.begin if alone is None else partial(_stay, alone)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, take_over)
+        _await_successor(proxy, command, successor)
         settle_memory()
-        if command.told:
-            _log.info("settings are as the engines tell", extra={"fields": dict(command.told)})
-        _announce(proxy, descriptors, native=pump is not None)
+        _announce(proxy, command, descriptors, native=pump is not None)
         await proxy.succeed()
         inherited.serves()
         await serve_until_told(proxy, watch, signals)
@@ -196,11 +192,20 @@ def _why_alone(proxy: Proxy, command: ServeCommand) -> str | None:
     return None
 
 
+def _await_successor(proxy: Proxy, command: ServeCommand, successor: Successor) -> None:
+    """Have a new version take over at SIGUSR2, if one can."""
+    alone = _why_alone(proxy, command)
+    take_over = successor.begin if alone is None else partial(_stay, alone)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, take_over)
+
+
 def _stay(reason: str) -> None:
     _log.warning("no new version can take over", extra={"fields": {"reason": reason}})
 
 
-def _announce(proxy: Proxy, descriptors: int, *, native: bool) -> None:
+def _announce(proxy: Proxy, command: ServeCommand, descriptors: int, *, native: bool) -> None:
+    if command.told:
+        _log.info("settings are as the engines tell", extra={"fields": dict(command.told)})
     config = proxy.config
     admin_port = None if proxy.admin is None else proxy.admin.port
     announce(config, proxy.server.port, admin_port)
