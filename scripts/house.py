@@ -137,7 +137,7 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_600, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (34_650, 111),
+    "proxy/live": (34_650, 112),
     "proxy/lab": (15_650, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
