@@ -5,7 +5,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, takewhile
 from pathlib import Path
@@ -43,93 +43,35 @@ from house import MAY_IMPORT
 CHART = ROOT / "topologies" / "deploy" / "helm"
 
 
-def _head(title: str, origin: str) -> str:
-    """Return the beginning of a page that tells from what `reference` makes it."""
-    return f"""\
+MADE: dict[str, Callable[[], str]] = {}
+"""What makes each file that `reference` writes."""
+
+
+def page(
+    name: str, title: str, origin: str
+) -> Callable[[Callable[[], Iterable[str]]], Callable[[], str]]:
+    """Have the lines of a function be a page of the appendix, made from its `origin`."""
+
+    def note(lines: Callable[[], Iterable[str]]) -> Callable[[], str]:
+        def made() -> str:
+            told = "\n".join(lines()).rstrip()
+            return f"""\
 # {title}
 
 <!-- not run: writes pages of this folder -->
 
     python scripts/reproduce reference
 
-makes this page from {origin}"""
+makes this page from {origin.rstrip()}
 
+{told}
+"""
 
-SETTINGS = _head(
-    "Settings",
-    """\
-what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
-the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
-Each is also a variable of the environment, `BALANCEROUTE_` and its name in capitals (`BALANCEROUTE_POOL_LIMIT=40`), with
-white space between the items of a list and `true` or `false` for a switch. A flag goes before its variable, and that
-before the file. A variable of no setting is refused; what Kubernetes adds for Services called `balanceroute` is passed over. Times
-are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the file itself.
-""",
-)
+        MADE[f"docs/appendix/{name}.md"] = made
+        return made
 
-FAILURES = _head(
-    "What follows a failed leg",
-    """\
-`proxy/live/request/failures.py`: which check counts the failure against the engine, and how the request
-goes on. A direct leg is a request that one engine does as a whole. [failures.md](../failures.md) says what clients get.
+    return note
 
-| leg | failure | counted by | next |
-| --- | --- | --- | --- |
-""",
-)
-
-ROUTES_HEAD = _head(
-    "Routes",
-    """\
-`proxy/live/openai/routes.py`: the routes of vLLM 0.32, and the proxy's own. HEAD is answered wherever GET
-is, one slash behind a path makes no difference, and everything else is 404. [serving.md](../serving.md#what-is-served) says more.
-
-| route | served by |
-| --- | --- |
-""",
-)
-
-TOPOLOGIES = _head(
-    "Topologies",
-    """\
-the first lines of the files in `topologies/`. G is the number of decode ranks.
-
-""",
-)
-
-ALERTS = _head(
-    "Alerts",
-    """\
-`topologies/deploy/helm/rules.yaml`, which has the expressions.
-
-""",
-)
-
-PACKAGES = _head(
-    "Packages",
-    """\
-the rules in `scripts/house.py` and the first lines of the packages. A module belongs to the row with
-the longest matching name. A name in the second column includes its sub-packages; it lacks `proxy.` and `proxy.live.`.
-
-""",
-)
-
-METRICS = _head(
-    "Metrics",
-    """\
-what the proxy exports: `GET /metrics` of both listeners, of the public one unless
-`--no-public-metrics` is given, in Prometheus's text format.
-
-* Where vLLM has a metric of the same meaning, the rest of the name is vLLM's.
-* A label takes few values, whatever clients send. `endpoint` is a route of the API, and `model` a model for which an
-  engine has answered (32 at most). `name` and `url` are those of engines: a rank's `name` is `http://host:port@rank` where
-  one server has several. 1,024 engines of each role have series of their own. Everything else is `other`.
-* A removed engine keeps its counters until the proxy restarts.
-* On the public listener what [endpoint pickers](../behind_a_gateway.md) read stands before it with `--picker-metrics`.
-* With [several groups](../models.md#groups) of engines, what is of one of them has the label `group` too, which the table
-  leaves out.
-""",
-)
 
 STATE = Snapshot(
     policy="br-h",
@@ -227,31 +169,64 @@ def labels_by_family(page: bytes) -> dict[str, tuple[str, str, set[str]]]:
     return found
 
 
-def metrics_page() -> str:
-    """Return the page of all metrics."""
-    lines = [METRICS, table_head("metric", "type", "labels", "meaning")]
+@page(
+    "metrics",
+    "Metrics",
+    """\
+what the proxy exports: `GET /metrics` of both listeners, of the public one unless
+`--no-public-metrics` is given, in Prometheus's text format.
+
+* Where vLLM has a metric of the same meaning, the rest of the name is vLLM's.
+* A label takes few values, whatever clients send. `endpoint` is a route of the API, and `model` a model for which an
+  engine has answered (32 at most). `name` and `url` are those of engines: a rank's `name` is `http://host:port@rank` where
+  one server has several. 1,024 engines of each role have series of their own. Everything else is `other`.
+* A removed engine keeps its counters until the proxy restarts.
+* On the public listener what [endpoint pickers](../behind_a_gateway.md) read stands before it with `--picker-metrics`.
+* With [several groups](../models.md#groups) of engines, what is of one of them has the label `group` too, which the table
+  leaves out.
+""",
+)
+def metrics_page() -> Iterator[str]:
+    """Tell of all metrics."""
+    yield table_head("metric", "type", "labels", "meaning")
     for name, (kind, meaning, labels) in sorted(labels_by_family(full_page()).items()):
         told = ", ".join(f"`{label}`" for label in sorted(labels))
-        lines.append(table_row(f"`{name}`", kind, told, meaning))
-    return "\n".join(lines) + "\n"
+        yield table_row(f"`{name}`", kind, told, meaning)
 
 
-def settings_page() -> str:
-    """Return the page of all settings, by the headings of the help."""
-    lines = [SETTINGS.rstrip("\n")]
+@page(
+    "settings",
+    "Settings",
+    """\
+what `balanceroute serve` declares. A setting is a flag, or a key of a topology's `[proxy]` table of
+the same name with underscores (`--pool-limit 40` is `pool_limit = 40`); those marked *top* stand at the top of the file.
+Each is also a variable of the environment, `BALANCEROUTE_` and its name in capitals (`BALANCEROUTE_POOL_LIMIT=40`), with
+white space between the items of a list and `true` or `false` for a switch. A flag goes before its variable, and that
+before the file. A variable of no setting is refused; what Kubernetes adds for Services called `balanceroute` is passed over. Times
+are in seconds. A switch has a second flag, `--no-...`. `--topology FILE` names the file itself.
+""",
+)
+def settings_page() -> Iterator[str]:
+    """Tell of all settings, by the headings of the help."""
     for heading, sections in HEADINGS.items():
-        lines += ["", f"## {heading[0].upper()}{heading[1:]}", ""]
-        lines.append(table_head("flag", "meaning", "default"))
-        lines += [_row(one) for section in sections for one in settings_of(section)]
-    return "\n".join(lines) + "\n"
+        yield f"## {heading[0].upper()}{heading[1:]}\n\n{table_head('flag', 'meaning', 'default')}"
+        yield from (_row(one) for section in sections for one in settings_of(section))
+        yield ""
 
 
-def routes_page() -> str:
-    """Return the page of all routes; those in a row that are served alike are one row."""
-    return ROUTES_HEAD + "".join(
-        f"| {', '.join(chain.from_iterable(map(_methods, alike)))} | {words} |\n"
-        for words, alike in groupby(ROUTES, _served_by)
-    )
+@page(
+    "routes",
+    "Routes",
+    """\
+`proxy/live/openai/routes.py`: the routes of vLLM 0.32, and the proxy's own. HEAD is answered wherever GET
+is, one slash behind a path makes no difference, and everything else is 404. [serving.md](../serving.md#what-is-served) says more.
+""",
+)
+def routes_page() -> Iterator[str]:
+    """Tell of all routes; those in a row that are served alike are one row."""
+    yield table_head("route", "served by")
+    for words, alike in groupby(ROUTES, _served_by):
+        yield table_row(", ".join(chain.from_iterable(map(_methods, alike))), words)
 
 
 def _methods(route: Route) -> Iterator[str]:
@@ -268,49 +243,73 @@ def _served_by(route: Route) -> str:
     return f"{words}: {route.reason}" if route.reason else words
 
 
-def failures_page() -> str:
-    """Return the page of what follows a failed leg."""
-    return FAILURES + "".join(
-        f"| {leg.value} | {what.value} | {rule.blame.value} | {rule.then.value} |\n"
-        for (leg, what), rule in RULES.items()
-    )
+@page(
+    "failures",
+    "What follows a failed leg",
+    """\
+`proxy/live/request/failures.py`: which check counts the failure against the engine, and how the request
+goes on. A direct leg is a request that one engine does as a whole. [failures.md](../failures.md) says what clients get.
+""",
+)
+def failures_page() -> Iterator[str]:
+    """Tell what follows a failed leg."""
+    yield table_head("leg", "failure", "counted by", "next")
+    for (leg, what), rule in RULES.items():
+        yield table_row(leg.value, what.value, rule.blame.value, rule.then.value)
 
 
-def packages_page() -> str:
-    """Return the page of what each package is for, and what it may import beside itself."""
-    lines = [table_head("package", "is for", "may import")]
+@page(
+    "packages",
+    "Packages",
+    """\
+the rules in `scripts/house.py` and the first lines of the packages. A module belongs to the row with
+the longest matching name. A name in the second column includes its sub-packages; it lacks `proxy.` and `proxy.live.`.
+""",
+)
+def packages_page() -> Iterator[str]:
+    """Tell what each package is for, and what it may import beside itself."""
+    yield table_head("package", "is for", "may import")
     for name, others in sorted(MAY_IMPORT.items()):
         path = ROOT / name.replace(".", "/")
         source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         purpose = (ast.get_docstring(ast.parse(source.read_text())) or "").splitlines()[0]
         allowed = sorted(re.sub(r"^proxy\.(live\.)?", "", one) for one in others - {"__version__"})
-        lines.append(table_row(f"`{name}`", purpose.rstrip("."), " ".join(allowed)))
-    return PACKAGES + "\n".join(lines) + "\n"
+        yield table_row(f"`{name}`", purpose.rstrip("."), " ".join(allowed))
 
 
-def alerts_page() -> str:
-    """Return the page of what each alert means, and where the docs say what to do."""
+@page(
+    "alerts",
+    "Alerts",
+    """\
+`topologies/deploy/helm/rules.yaml`, which has the expressions.
+""",
+)
+def alerts_page() -> Iterator[str]:
+    """Tell what each alert means, and where the docs say what to do."""
     rules = yaml.safe_load((CHART / "rules.yaml").read_text(encoding="utf-8"))
-    lines = [table_head("alert", "severity", "means", "what to do")]
+    yield table_head("alert", "severity", "means", "what to do")
     for rule in rules:
         notes = rule["annotations"]
         page = notes["runbook"].removeprefix("docs/")
         action = f"{notes['description']} [{page}](../{page})"
-        lines.append(
-            table_row(f"`{rule['alert']}`", rule["labels"]["severity"], notes["summary"], action)
-        )
-    return ALERTS + "\n".join(lines) + "\n"
+        yield table_row(f"`{rule['alert']}`", rule["labels"]["severity"], notes["summary"], action)
 
 
-def topologies_page() -> str:
-    """Return the page of the shipped layouts, each with the first paragraph of its file."""
-    lines = [table_head("topology", "connector", "layout")]
+@page(
+    "topologies",
+    "Topologies",
+    """\
+the first lines of the files in `topologies/`. G is the number of decode ranks.
+""",
+)
+def topologies_page() -> Iterator[str]:
+    """Tell of the shipped layouts, each with the first paragraph of its file."""
+    yield table_head("topology", "connector", "layout")
     for path in sorted((ROOT / "topologies").glob("*.toml")):
         text = path.read_text(encoding="utf-8")
         head = takewhile(lambda line: line.startswith("# "), text.splitlines())
         layout = " ".join(line.removeprefix("# ") for line in head)
-        lines.append(table_row(f"`{path.stem}`", tomllib.loads(text)["connector"], layout))
-    return TOPOLOGIES + "\n".join(lines) + "\n"
+        yield table_row(f"`{path.stem}`", tomllib.loads(text)["connector"], layout)
 
 
 # Mappings of the chart's values whose keys are Kubernetes' or the user's.
@@ -367,16 +366,7 @@ def _row(setting: Setting) -> str:
     return table_row(f"`{setting.flag}{value}`{top}", meaning, default)
 
 
-MADE: dict[str, Callable[[], str]] = {
-    "docs/appendix/alerts.md": alerts_page,
-    "docs/appendix/failures.md": failures_page,
-    "docs/appendix/metrics.md": metrics_page,
-    "docs/appendix/packages.md": packages_page,
-    "docs/appendix/routes.md": routes_page,
-    "docs/appendix/settings.md": settings_page,
-    "docs/appendix/topologies.md": topologies_page,
-    "topologies/deploy/helm/values.schema.json": values_schema,
-}
+MADE["topologies/deploy/helm/values.schema.json"] = values_schema
 
 
 def reference(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
