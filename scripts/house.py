@@ -144,7 +144,7 @@ BUDGET = {
     "topologies": (2_150, 8),
     "traces": (1_400, 6),
     "engine_patch": (650, 5),
-    "scripts": (15_300, 42),
+    "scripts": (15_250, 42),
     "tests/support": (11_900, 40),
     "tests": (112_650, 547),
 }
