@@ -294,14 +294,21 @@ def _summarise(
 # Simulations from Python: `from balanceroute import simulate`.
 
 
-def _columns(columns: Mapping[str, str] | None) -> dict[str, str] | None:
-    """Check what columns are called. Raises ConfigError."""
+def _requests_of(
+    trace: str | PathLike[str] | Sequence[TraceRequest], columns: Mapping[str, str] | None
+) -> Sequence[TraceRequest]:
+    """Return the requests of `simulate`'s trace. Raises ConfigError: of `columns`."""
+    if not isinstance(trace, str | PathLike):
+        if columns is not None:
+            raise ConfigError("columns: are those of a file, and the trace is none")
+        return trace
     if columns is None:
-        return None
+        return read_trace(trace)
     try:
-        return read_names(",".join(f"{field}={name}" for field, name in columns.items()))
+        names = read_names(",".join(f"{field}={name}" for field, name in columns.items()))
     except ValueError as error:
         raise ConfigError(f"columns: {error}") from None
+    return read_trace(trace, columns=names)
 
 
 def simulate(
@@ -345,16 +352,10 @@ def simulate(
         PolicyError: A policy from outside failed.
         TraceError: The trace cannot be read.
     """
-    if isinstance(trace, Sequence) and not isinstance(trace, str):
-        if columns is not None:
-            raise ConfigError("columns: are those of a file, and the trace is none")
-        read = trace
-    else:
-        read = read_trace(trace, columns=_columns(columns))
     if rate is None and backlog is None and concurrency is None:
         rate = 1.0
     workloads = split(
-        playable(read[:requests]),
+        playable(_requests_of(trace, columns)[:requests]),
         segments=segments,
         rate=rate,
         backlog=backlog,
