@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "proxy.lab.service_levels": set[str](),
     "proxy.lab": set[str](),
     "proxy.page_client": {"proxy.core.errors", "proxy.live.security", "__version__"},
+    "proxy.capacity": {"proxy.core"},
     "proxy.model_choice": {"proxy.core.errors"},
     "proxy.lab.model_choice": {"proxy.core.errors", "proxy.lab.pictures", "proxy.model_choice"},
     "proxy.wire": {"proxy.core.errors", "proxy.core.setting"},
@@ -93,6 +94,7 @@ MAY_IMPORT = {
         *("proxy.live.control", "proxy.live.engines", "proxy.live.security"),
         "proxy.live.settings",
     },
+    "proxy.live.scaling": {"proxy.capacity", "proxy.live.frontend"},
     "proxy.live.unit_metrics": {
         *("proxy.core", "proxy.live.engines", "proxy.live.frontend"),
         *("proxy.live.scheduling", "proxy.live.telemetry"),
@@ -116,11 +118,23 @@ MAY_IMPORT = {
         *("traces", "__version__"),
     },
     "proxy.lab.audit": {
-        *("proxy.core", "proxy.page_client", "proxy.lab.pictures", "proxy.lab.sim"),
+        *(
+            "proxy.capacity",
+            "proxy.core",
+            "proxy.page_client",
+            "proxy.lab.pictures",
+            "proxy.lab.sim",
+        ),
         *("proxy.lab.validate.validation", "traces"),
     },
     "proxy.lab.advise": {
-        *("proxy.lab.audit", "proxy.core", "proxy.page_client", "proxy.lab.service_levels"),
+        *(
+            "proxy.lab.audit",
+            "proxy.capacity",
+            "proxy.core",
+            "proxy.page_client",
+            "proxy.lab.service_levels",
+        ),
         "proxy.lab.sim",
     },
     "proxy.lab.validate": {
@@ -128,7 +142,14 @@ MAY_IMPORT = {
         *("engine_patch.reader", "engine_patch.writer"),
     },
     "proxy.cli": {
-        *("proxy.core", "proxy.lab", "proxy.live", "proxy.model_choice", "proxy.page_client"),
+        *(
+            "proxy.capacity",
+            "proxy.core",
+            "proxy.lab",
+            "proxy.live",
+            "proxy.model_choice",
+            "proxy.page_client",
+        ),
         *("proxy.settings", "proxy.wire", "predictors", "topologies", "traces", "__version__"),
     },
     "proxy": {"proxy.cli", "proxy.core", "topologies", "traces", "__version__"},
@@ -137,8 +158,8 @@ MAY_IMPORT = {
 BUDGET = {
     "proxy/core": (13_600, 34),
     "proxy/wire": (7_600, 24),
-    "proxy/live": (34_650, 112),
-    "proxy/lab": (15_650, 55),
+    "proxy/live": (34_850, 113),
+    "proxy/lab": (15_550, 55),
     "proxy/cli": (5_900, 25),
     "predictors": (3_750, 11),
     "topologies": (2_150, 8),
@@ -146,7 +167,7 @@ BUDGET = {
     "engine_patch": (650, 5),
     "scripts": (15_250, 42),
     "tests/support": (11_900, 40),
-    "tests": (112_650, 547),
+    "tests": (113_100, 549),
 }
 # So that no idea is scattered over many small files: the mean length of a room's files, and the length
 # below which a file that one other file alone uses is part of that one.

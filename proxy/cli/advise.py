@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from balanceroute.proxy.capacity import Needs, needs
 from balanceroute.proxy.cli.outputs import (
     as_json_text,
     check_output,
@@ -27,11 +28,9 @@ from balanceroute.proxy.core.policies import POLICIES
 from balanceroute.proxy.core.setting import choice, file, integer, number, words
 from balanceroute.proxy.lab.advise.fleets import Fleets, FleetTrial, Slo, plan
 from balanceroute.proxy.lab.advise.report import (
-    Needs,
     ProxyPages,
     as_json,
     lines,
-    needs,
     plan_as_json,
     plan_lines,
 )

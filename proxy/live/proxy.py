@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from balanceroute.proxy.live.control.admin import Admin
     from balanceroute.proxy.live.frontend.gateway import Gateway
     from balanceroute.proxy.live.leader.leadership import Leadership
+    from balanceroute.proxy.live.scaling import ScalingSignals
     from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import GroupConfig, ProxyConfig
     from balanceroute.proxy.live.telemetry.snapshot import Held, Snapshot
@@ -203,6 +204,7 @@ class Proxy:
         # Of each deployment by its name, and of the whole proxy.
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._own_tasks: list[asyncio.Task[None]] = []
+        self._scaling: ScalingSignals | None = None
         self._credentials = config.credentials
         self._idle: list[str] = []
         self._ends_s = math.inf
@@ -253,6 +255,8 @@ class Proxy:
             self._own_tasks.append(self._task("orders", partial(keep_trying, store)))
         if self.leadership is not None:
             self._own_tasks.append(self._task("leader", self.leadership.run))
+        if self._scaling is not None:
+            self._own_tasks.append(self._task("scaling", self._scaling.run))
 
     def _tell_idle(self) -> None:
         """Warn of settings that do nothing, of which the log does not tell yet."""
@@ -439,8 +443,12 @@ class Proxy:
 
     def state(self, *, requests: bool) -> dict[str, object]:
         states = self.snapshots(requests=requests)
-        leads = {} if self.leadership is None else {"leader": self.leadership.standing()}
-        return leads | ({"state": states[DEFAULT]} if DEFAULT in states else {"groups": states})
+        more: dict[str, object] = {}
+        if self.leadership is not None:
+            more["leader"] = self.leadership.standing()
+        if self._scaling is not None:
+            more["scaling"] = self._scaling.rows()
+        return more | ({"state": states[DEFAULT]} if DEFAULT in states else {"groups": states})
 
     def view(self) -> dict[str, object]:
         # Scores are expensive, and the page has none.
@@ -597,6 +605,7 @@ class Proxy:
         )
         self.gateway, self.server = public.gateway, public.server
         self.gateway.page_of_unit = self._page_of_unit()
+        self._scaling = self._scaling_signals()
         if public.http3 is not None:
             self.metrics.collect_from(HandshakeMetrics(public.http3.handshakes))
         await public.start(self._environment.public_sockets)
@@ -605,6 +614,20 @@ class Proxy:
         self._use_tenants(config.credentials)
         if config.listening.admin:
             await self._listen_for_administrators()
+
+    def _scaling_signals(self) -> "ScalingSignals | None":
+        """Return what autoscalers are told; None, and nothing of it is imported, where they are told nothing."""
+        if not self.config.gateway.scaling_signals:
+            return None
+        from balanceroute.proxy.live.scaling import ScalingSignals  # noqa: PLC0415
+
+        signals = ScalingSignals(
+            self._groups,
+            kv_tokens=lambda name: self.deployments[name].roster.memory.told_tokens,
+            clock=asyncio.get_running_loop().time,
+        )
+        self.metrics.collect_from(signals)
+        return signals
 
     def _page_of_unit(self) -> "Callable[[], bytes] | None":
         """Return what makes the page for endpoint pickers; None, and nothing of it is imported, without one."""

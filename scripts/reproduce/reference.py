@@ -15,6 +15,7 @@ import yaml
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from balanceroute.proxy.capacity import LoadFollower
 from balanceroute.proxy.core.admission import Rate, TenantLimits
 from balanceroute.proxy.core.setting import Setting, settings_of
 from balanceroute.proxy.live.engines.engine_url import Fault
@@ -22,6 +23,7 @@ from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.leader.leadership import LeaderMetrics, Standing
 from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, Route
 from balanceroute.proxy.live.request.failures import RULES
+from balanceroute.proxy.live.scaling import OfLoads
 from balanceroute.proxy.live.settings.declared import HEADINGS
 from balanceroute.proxy.live.telemetry.component_metrics import HandshakeMetrics, Handshakes
 from balanceroute.proxy.live.telemetry.metrics import Metrics
@@ -121,6 +123,7 @@ def full_page() -> bytes:
     """Return a page with at least one sample of every metric."""
     metrics = Metrics(lambda: [STATE], traces=True, process=False)
     metrics.collect_from(HandshakeMetrics(lambda: Handshakes(0, 0, {"crowd": 0})))
+    metrics.collect_from(OfLoads({"": LoadFollower()}))
     metrics.collect_from(LeaderMetrics(lambda: Standing(False, "", "", 0, 0, 0, 0.0)))
     metrics.tenants.names = {"t"}
     metrics.aliases.worth = {"a": AliasWorth(1.0, 1.0, {("any", "g"): 1.0})}

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from balanceroute.proxy.capacity import Bound
 from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, plan
 from balanceroute.proxy.lab.advise.report import ProxyPages
-from balanceroute.proxy.lab.audit.observation import AuditedEngines, Bound, Observation, observe
+from balanceroute.proxy.lab.audit.observation import AuditedEngines, Observation, observe
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.engines import PrefillModel
 from balanceroute.proxy.lab.sim.experiment import forecast_called

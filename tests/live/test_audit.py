@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.two_leg_router import TwoLegRouter
 
-from balanceroute.proxy.lab.audit.observation import AuditedEngines, Bound, Observation, observe
+from balanceroute.proxy.capacity import Bound
+from balanceroute.proxy.lab.audit.observation import AuditedEngines, Observation, observe
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.page_client import PageClient
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from balanceroute.proxy.capacity import Bound, BoundVerdict, judge
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
 from balanceroute.proxy.core.policies import PolicySettings
-from balanceroute.proxy.lab.audit.observation import Bound, BoundVerdict, judge
 from balanceroute.proxy.lab.service_levels import ServiceTargets
 from balanceroute.proxy.lab.sim.driver import SimulatedDeployment
 from balanceroute.proxy.lab.sim.experiment import Forecast, make_simulation

@@ -2,17 +2,15 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from math import ceil, inf
+from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from balanceroute.proxy.capacity import MEANINGS, Bound, Need, Needs
 from balanceroute.proxy.lab.advise.fleets import FleetTrial, SizePlan, Slo
 from balanceroute.proxy.lab.audit.observation import (
-    MEANINGS,
-    Bound,
-    BoundVerdict,
     Look,
     PageError,
     RankPage,
@@ -24,58 +22,6 @@ from balanceroute.proxy.page_client import UnansweredError
 
 if TYPE_CHECKING:
     from balanceroute.proxy.page_client import PageClient
-
-
-# How many instances of each role a load needs, from how busy those are that there are.
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Of one role."""
-
-    now: int  # Instances that there are.
-    # Instances that the present load keeps busy all the time; None if nobody knows.
-    work: float | None
-    # Instances that it would keep busy for the share that is aimed at; None likewise.
-    wanted: int | None
-    at_least: bool  # Whether more may be needed: the role is full, so its load is not seen whole.
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Of both roles, and what bounds the fleet now."""
-
-    verdict: BoundVerdict
-    prefillers: Need
-    ranks: Need
-
-
-def needs(
-    verdict: BoundVerdict,
-    *,
-    prefillers: int,
-    ranks: int,
-    prefill_work: float | None,
-    decode_work: float,
-    busy: float,
-) -> Needs:
-    """Return how many instances are wanted, of which a share `busy` of the time or slots is used.
-
-    `prefill_work` and `decode_work` are the prefillers that the load keeps busy all the time, and the
-    ranks that what runs and waits keeps full.
-    """
-    return Needs(
-        verdict,
-        _need_of(prefillers, prefill_work, busy, full=verdict.bound is Bound.PREFILL),
-        _need_of(ranks, decode_work, busy, full=verdict.bound is Bound.DECODE),
-    )
-
-
-def _need_of(now: int, work: float | None, busy: float, *, full: bool) -> Need:
-    if work is None:
-        return Need(now, None, None, at_least=False)
-    wanted = max(1, ceil(round(work / busy, 6)))
-    return Need(now, work, max(wanted, now + 1) if full else wanted, at_least=full)
 
 
 def lines(told: Needs, busy: float) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import pairwise
 from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 
+from balanceroute.proxy.capacity import BoundVerdict, judge
 from balanceroute.proxy.core.errors import BalanceRouteError, ConfigError
 from balanceroute.proxy.lab.validate.validation import Fit, fit_step_time
 from balanceroute.proxy.page_client import UnansweredError, root_of
@@ -205,60 +205,6 @@ def fit_looks(
         (of_peaks[known] / of_steps[known]).astype(np.int64), 1e9 * of_time[known] / of_steps[known]
     )
     return None if fit is None or fit.base_ms <= 0 or fit.us_per_token <= 0 else fit
-
-
-# What bounds a fleet: prefill, decode, or the barrier between its ranks.
-
-# Beyond these shares a role has no reserve, or the barrier's loss is worth a change.
-_BUSY = 0.9
-_WORTH_IT = 0.1
-
-
-class Bound(Enum):
-    """What there is too little of."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BARRIER = "barrier"  # Ranks are full, and wait for one another.
-    NOTHING = "nothing"
-
-
-MEANINGS = {
-    Bound.PREFILL: "prefill: prefillers are busy, and ranks have free slots",
-    Bound.DECODE: "decode: the ranks are full and evenly loaded",
-    Bound.BARRIER: "the barrier: the ranks are full, and wait for the fullest at every step",
-    Bound.NOTHING: "nothing: both roles have reserves",
-}
-"""In words."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoundVerdict:
-    """What bounds a fleet, and the ratio of its roles that would not."""
-
-    bound: Bound
-    # At which both roles would be equally busy; None where one did nothing.
-    prefillers_per_rank: float | None
-
-
-def judge(
-    *, prefillers: int, ranks: int, prefill_busy: float | None, slots_share: float, idle: float
-) -> BoundVerdict:
-    """Return what bounds a fleet.
-
-    `prefill_busy` is the mean share of prefillers that have work, None if nobody knows; `slots_share` that
-    of the slots in use; `idle` the share of rank time lost at the barrier.
-    """
-    if slots_share >= _BUSY:
-        bound = Bound.BARRIER if idle >= _WORTH_IT else Bound.DECODE
-    elif prefill_busy is not None and prefill_busy >= _BUSY:
-        bound = Bound.PREFILL
-    else:
-        bound = Bound.NOTHING
-    wanted = None
-    if prefill_busy and slots_share:
-        wanted = prefillers * prefill_busy / (ranks * slots_share)
-    return BoundVerdict(bound, wanted)
 
 
 MIN_SAMPLES = 20

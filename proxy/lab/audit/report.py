@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from balanceroute.proxy.lab.audit.observation import MEANINGS, BoundVerdict, Observation
+from balanceroute.proxy.capacity import MEANINGS, BoundVerdict
+from balanceroute.proxy.lab.audit.observation import Observation
 from balanceroute.proxy.lab.audit.replica import AuditRecovery
 from balanceroute.proxy.lab.pictures import empty_figure, write_pictures
 

@@ -368,6 +368,11 @@ class SessionTable:
         self._empty = asyncio.Event()
         self._empty.set()
 
+    @property
+    def arrived(self) -> int:
+        """Requests that were ever numbered."""
+        return self._arrived
+
     def next_number(self) -> RequestId:
         number = RequestId(self._arrived)
         self._arrived += 1

@@ -422,6 +422,10 @@ class GatewaySettings:
         at_top=False,
     )
 
+    scaling_signals: bool = switch(
+        False,
+        "export what bounds the fleet, and how many prefillers and ranks its load needs, for autoscalers",
+    )
     http2: bool = switch(
         False,
         "serve HTTP/2 too, on the same port, to clients that begin with it (h2c) or, over https, agree on it; "

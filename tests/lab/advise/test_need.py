@@ -2,8 +2,8 @@
 
 import pytest
 
-from balanceroute.proxy.lab.advise.report import as_json, lines, needs
-from balanceroute.proxy.lab.audit.observation import Bound, judge
+from balanceroute.proxy.capacity import Bound, judge, needs
+from balanceroute.proxy.lab.advise.report import as_json, lines
 
 
 def told(prefill_busy: float | None, slots_share: float, idle: float = 0.0) -> dict[str, object]:

@@ -4,14 +4,13 @@ import math
 
 import pytest
 
+from balanceroute.proxy.capacity import Bound, judge
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.audit.observation import (
-    Bound,
     LengthSums,
     Look,
     PageError,
     RankPage,
-    judge,
     observe,
     read_page,
 )

@@ -112,6 +112,7 @@ SAMPLES: dict[str, object] = dict.fromkeys(OFF, True) | {
     "public_metrics": False,
     "picker_metrics": "lora=a:b",
     "http2": True,
+    "scaling_signals": True,
     "http2_streams": 7,
     "cors_origin": "https://chat.example:8443",
     "admin_name": "OPS.example",
@@ -242,6 +243,7 @@ def test_the_samples_are_in_the_configuration(tmp_path: Path) -> None:
         cors_origin=("https://chat.example:8443",),
         admin_name=("ops.example",),
     )
+    assert config.gateway.scaling_signals
     assert (config.gateway.http2, config.gateway.http2_streams) == (True, 7)
     assert config.gateway.picker_names == {"lora": "a:b"}
     assert config.times.drain_timeout_s == 9.5
