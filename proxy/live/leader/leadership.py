@@ -201,7 +201,7 @@ class Leadership:
         else:
             self._known_s, self._failure = sent_s, ""
             if leader == self._office.name:
-                await self._leads(sent_s)
+                await self._leads(sent_s, goes_on=leads)
             else:
                 self._follows(leader)
 
@@ -229,17 +229,18 @@ class Leadership:
         self._failure = reason
         self._end_waiting()
 
-    async def _leads(self, sent_s: float) -> None:
-        """Decide until the term ends that began with a write."""
+    async def _leads(self, sent_s: float, *, goes_on: bool) -> None:
+        """Decide until the term ends that began with a write; `goes_on` if the one before had not ended."""
         self._held_s = sent_s + self._term_s
         self._leader = self._office.name
-        if not self._led:
-            # Another one has decided until now. What it gave to the engines is not in the books here.
+        if not (self._led and goes_on):
+            # Another one may have decided until now. What it gave to engines is not in the books here.
             with suppress(TimeoutError):  # What is not known by then is as it was read last.
                 async with asyncio.timeout(self._exchange_s):
                     await asyncio.gather(*(site.read_loads() for site in self._sites()))
             if self._clock() >= self._held_s or self._retired:
                 return  # Too late: again with the next term.
+        if not self._led:
             self._led = True
             self._began += 1
             self._began_to_lead.set()
@@ -247,7 +248,9 @@ class Leadership:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Decide until the term ends."""
+        """Decide until the term ends, unless this process leaves."""
+        if self._retired:
+            return
         self._until_s = self._held_s
         self._call_off()
         self._lapse = asyncio.get_running_loop().call_later(

@@ -15,9 +15,20 @@ from balanceroute.proxy.live.leader.kubernetes_lease import KubernetesLease
 from balanceroute.proxy.live.leader.leadership import Followed, Leadership, Office
 from balanceroute.proxy.live.leader.lock_file import LockFile
 from balanceroute.proxy.wire.http1.client import Endpoint
+from balanceroute.proxy.wire.messages import Headers
 
 LEASE_S = 3
 _WHO: ContextVar[str] = ContextVar("who", default="")
+
+
+class Client(ApiClient):
+    """Connects anew for each request."""
+
+    def request(
+        self, method: bytes, target: str, body: bytes = b""
+    ) -> tuple[Endpoint, bytes, bytes, Headers, bytes]:
+        self.close()
+        return super().request(method, target, body)
 
 
 class Candidate:
@@ -33,6 +44,7 @@ class Candidate:
             sites=lambda: self.sites,
         )
         self.sites: Iterable[Followed] = ()
+        self.cut_off = False  # Whether the API server cannot be reached from it.
         context = copy_context()
         context.run(_WHO.set, name)
         self._task = loop.create_task(self.leadership.run(), context=context)
@@ -64,6 +76,12 @@ class Election:
         self, name: str, *, identity: str = "", lease_s: int = LEASE_S, lock: bool = False
     ) -> Candidate:
         """Begin a process; `identity` is what it is called at the place, if not by its name."""
+        found: list[Candidate] = []
+
+        def connect() -> Endpoint:
+            # A new connection for each request: see `cut_off`.
+            return Endpoint("127.0.0.1", 9 if found and found[0].cut_off else self.server.port)
+
         office: Office
         if lock:
             office = LockFile(
@@ -75,7 +93,7 @@ class Election:
             )
         else:
             office = KubernetesLease(
-                ApiClient(lambda: Endpoint("127.0.0.1", self.server.port), self.folder),
+                Client(connect, self.folder),
                 NAME,
                 "serving",
                 name=identity or name,
@@ -84,8 +102,9 @@ class Election:
                 unix_s=lambda: 1_795_000_000.0 + self.loop.time() + self.wall_s,
                 rng=random.Random(name),
             )
-        self.candidates.append(Candidate(name, office, self.loop, lease_s))
-        return self.candidates[-1]
+        found.append(Candidate(name, office, self.loop, lease_s))
+        self.candidates += found
+        return found[0]
 
     @property
     def leaders(self) -> list[str]:

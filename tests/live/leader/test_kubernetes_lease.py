@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from tests.live.leader.candidates import LEASE_S, Election, Scenario, elect
@@ -350,6 +351,53 @@ def test_one_that_leaves_during_an_election_does_not_lead(play: Play) -> None:
         await election.until(lambda: b.leads)
         await asyncio.sleep(10.0)
         assert election.leaders == ["b"]
+
+    play(scenario)
+
+
+def test_a_roll_out_of_two_has_one_lead_throughout(play: Play) -> None:
+    async def scenario(election: Election) -> None:
+        election.stand("a"), election.stand("b")
+        leader = await election.leader()
+        follower = election.other(leader)
+        election.stand("c"), election.stand("d")
+        await asyncio.sleep(1.0)
+        await follower.leadership.retire()
+        await follower.kill()
+        election.candidates.remove(follower)
+        await asyncio.sleep(5.0)
+        assert election.leaders == [leader.name]
+        await leader.leadership.retire()
+        assert await election.until(lambda: bool(election.leaders)) < 0.7
+        assert election.leaders[0] in ("c", "d")
+        await leader.kill()
+        await asyncio.sleep(10.0)
+        assert len(election.leaders) == 1
+        assert election.server.spec["leaseTransitions"] == 2
+
+    play(scenario)
+
+
+def test_who_was_cut_off_reads_the_loads_again_before_it_decides(play: Play) -> None:
+    async def scenario(election: Election) -> None:
+        a = election.stand("a")
+        read, site = [], MagicMock()
+
+        async def read_loads() -> None:
+            read.append(election.loop.time())
+
+        site.read_loads, a.sites = read_loads, [site]
+        await election.leader()
+        assert len(read) == 1
+        a.cut_off = True
+        b = election.stand("b")
+        await election.until(lambda: b.leads)
+        await asyncio.sleep(5.0)
+        await b.leadership.retire()
+        assert len(read) == 1
+        a.cut_off = False
+        await election.until(lambda: a.leads)
+        assert len(read) == 2
 
     play(scenario)
 
