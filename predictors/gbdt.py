@@ -98,7 +98,7 @@ def require_lightgbm() -> ModuleType:
         import lightgbm  # noqa: PLC0415  # An extra, and half a second to import.
     except ImportError as error:
         raise ConfigError(
-            "the gbdt predictor needs the extra gbdt: pip install 'balanceroute[gbdt]'"
+            "the gbdt predictor needs the extra gbdt: pip install '.[gbdt]'"
         ) from error
     return lightgbm
 

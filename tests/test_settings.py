@@ -58,6 +58,7 @@ def _word_of(setting: Setting) -> str:
         "http://h:1",
         "tcp://h:1",
         "file:a",
+        "vllm",
         "true",
     ):
         try:

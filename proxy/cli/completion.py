@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab  # noqa: PLC0415
     except ImportError:
-        reason = "needs the extra completion: pip install 'balanceroute[completion]'"
+        reason = "needs the extra completion: pip install '.[completion]'"
         raise ConfigError(f"completion: {reason}") from None
     parser = make_parser()
     _offer_files(parser, shtab.FILE)

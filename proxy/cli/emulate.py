@@ -282,7 +282,7 @@ def _publish(settings: EmulationSettings) -> Publish | None:
         from balanceroute.proxy.lab.emulate.kv_publisher import KvPublisher  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError:
         raise ConfigError(
-            "--kv-events: needs the extra kv-events: pip install 'balanceroute[kv-events]'"
+            "--kv-events: needs the extra kv-events: pip install '.[kv-events]'"
         ) from None
     return KvPublisher
 

@@ -215,7 +215,7 @@ def _settings(arguments: argparse.Namespace, given: Given) -> ReplaySettings:
     if target.http3 and not parsed.tls:
         raise ConfigError("--http3: needs a --target of https, as HTTP/3 is always encrypted")
     if target.http3 and find_spec("aioquic") is None:
-        raise ConfigError("--http3: needs the extra h3: pip install 'balanceroute[h3]'")
+        raise ConfigError("--http3: needs the extra h3: pip install '.[h3]'")
     if target.emulation is not None:
         parse_target("--emulation", target.emulation)
     return ReplaySettings(

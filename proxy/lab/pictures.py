@@ -41,9 +41,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.style  # noqa: F401, PLC0415  # An extra.
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "--plots needs the extra plots: pip install 'balanceroute[plots]'"
-        ) from error
+        raise ConfigError("--plots needs the extra plots: pip install '.[plots]'") from error
 
 
 def write_pictures(

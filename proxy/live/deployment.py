@@ -197,7 +197,7 @@ def subscribed(environment: "Environment") -> Subscribe:
         from balanceroute.proxy.live.engines import kv_subscriber  # noqa: PLC0415  # An extra.
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "--kv-events: needs the extra kv-events: pip install 'balanceroute[kv-events]'"
+            "--kv-events: needs the extra kv-events: pip install '.[kv-events]'"
         ) from error
     return kv_subscriber.subscribe
 

@@ -131,7 +131,7 @@ def test_completion_needs_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     said = refused(["completion", "bash"], capsys)
-    assert "needs the extra completion: pip install 'balanceroute[completion]'" in said
+    assert "needs the extra completion: pip install '.[completion]'" in said
 
 
 @pytest.mark.parametrize(

@@ -433,7 +433,4 @@ def test_kv_cache_events_need_their_extra() -> None:
         [sys.executable, "-c", program, *words.split()], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        "--kv-events: needs the extra kv-events: pip install 'balanceroute[kv-events]'"
-        in done.stderr
-    )
+    assert "--kv-events: needs the extra kv-events: pip install '.[kv-events]'" in done.stderr

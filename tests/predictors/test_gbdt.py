@@ -284,9 +284,9 @@ def test_texts_that_are_no_trees_are_refused(name: str) -> None:
 
 def test_without_lightgbm_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightgbm", None)
-    with pytest.raises(ConfigError, match=r"pip install 'balanceroute\[gbdt\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[gbdt\]'"):
         Gbdt.from_state(STATE)
-    with pytest.raises(ConfigError, match=r"pip install 'balanceroute\[gbdt\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[gbdt\]'"):
         train(PAST)
 
 

@@ -202,7 +202,7 @@ def test_gbdt_without_its_library_is_refused_before_the_trace_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lightgbm", None)
     line = refused(["train", "gbdt", "--trace", "absent", "--out", "p.json"], capsys)
-    assert "pip install 'balanceroute[gbdt]'" in line
+    assert "pip install '.[gbdt]'" in line
 
 
 @pytest.mark.parametrize(

@@ -381,7 +381,7 @@ def _http3(given: Given, listening: ListeningSettings) -> Http3Settings:
     if listening.tls_cert is None:
         raise ConfigError(f"{place}: needs --tls-cert and --tls-key, as HTTP/3 is always encrypted")
     if find_spec("aioquic") is None:
-        raise ConfigError(f"{place}: needs the extra h3: pip install 'balanceroute[h3]'")
+        raise ConfigError(f"{place}: needs the extra h3: pip install '.[h3]'")
     return http3
 
 

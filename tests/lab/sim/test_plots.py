@@ -175,7 +175,7 @@ def test_missing_matplotlib_is_a_config_error(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
-        ConfigError, match=r"--plots needs the extra plots: pip install 'balanceroute\[plots\]'"
+        ConfigError, match=r"--plots needs the extra plots: pip install '\.\[plots\]'"
     ):
         write_plots(fake(SIX), tmp_path, title=TITLE)
     with pytest.raises(ConfigError, match="--plots needs the extra plots"):
