@@ -346,7 +346,7 @@ def _judge(report: Report) -> None:
 def _judge_engine(report: Report, look: EngineLook) -> None:
     if look.foreign:
         cure = f"start it with --kv-transfer-config and one of {', '.join(CONNECTOR_OF_CLASS)}"
-        report.blame(look.name, f"has {look.foreign}, which this proxy does not serve", cure)
+        report.blame(look.name, f"runs {look.foreign}: no connector that this proxy serves", cure)
     if not look.models():
         report.blame(look.name, "serves no model", "its log tells why")
     role, seen = Role(look.role or PREFILL), look.seen
@@ -364,7 +364,10 @@ def _judge_engine(report: Report, look: EngineLook) -> None:
 
 async def _try_pairs(pages: PageClient, report: Report, given: DoctorSettings) -> None:
     """Send a request through the pairs, or through so many that each engine is in one."""
-    prefillers, decoders = report.of(PREFILL), report.of(DECODE)
+    # One of another connector may end at a request that its own proxy would have sent otherwise.
+    prefillers, decoders = (
+        [look for look in report.of(role) if not look.foreign] for role in (PREFILL, DECODE)
+    )
     if not (prefillers and decoders):
         return
     if report.connector != "nixl" and any(one.by == "order" for one in prefillers + decoders):

@@ -265,6 +265,9 @@ async def look_at_all(
             if one.connector in ("", "mooncake"):
                 usual = EngineUrl("http", url.host, BOOTSTRAP_PORT)
                 await _ask_bootstrap(pages, one, bootstraps.get(url, usual).base)
+            # Beside another connector it keeps prefixes.
+            if seen.signs.lmcache and not (one.connector or one.foreign or one.identity):
+                one.foreign = "LMCache"
             return one
 
     return [*await asyncio.gather(*map(look, urls))]

@@ -470,14 +470,34 @@ def test_a_configuration_that_is_shown_decides(capsys: pytest.CaptureFixture[str
     assert said.splitlines()[-1] == f"balanceroute serve {command}"
 
 
-@pytest.mark.parametrize("name", ["P2pNcclConnector", "LMCacheConnectorV1"])
-def test_connectors_that_are_not_served_are_named(
+FOREIGN = {
+    "P2pNcclConnector": {"/server_info": info("P2pNcclConnector", "kv_producer", 8)},
+    "LMCacheConnectorV1": {"/server_info": info("LMCacheConnectorV1", "kv_both", 8)},
+    "LMCache": {"/metrics": METRICS + "lmcache:num_hit_tokens_total 1\n"},
+    "no KV connector": {"/server_info": '{"vllm_config": {"kv_transfer_config": null}}'},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_connectors_that_are_not_served_are_named_and_not_tried(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pages = PAGES | {"/metrics": METRICS, "/server_info": info(name, "kv_both", 8)}
+    pages = PAGES | {"/metrics": METRICS} | FOREIGN[name]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(answering(pages)) for _ in range(2)]
+        assert doctor("--prefill", urls[0], "--decode", urls[1]) == 1
+    said = capsys.readouterr().out
+    for url in urls:
+        assert f"error: {url}: runs {name}: no connector that this proxy serves: start it" in said
+    assert " -> " not in said
+    assert "balanceroute serve" not in said
+
+
+def test_lmcache_beside_nixl_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = PAGES | {"/metrics": PAGES["/metrics"] + "lmcache:num_hit_tokens_total 1\n"}
     with answering(pages) as url:
         assert doctor(url) == 1
-    assert f"has {name}, which this proxy does not serve: start it with" in capsys.readouterr().out
+    assert "LMCache" not in capsys.readouterr().out
 
 
 def test_what_an_engine_says_is_no_order_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ _PROMPT_TOKENS = b"vllm:prompt_tokens_total"
 _ASKED_TOKENS = b"vllm:external_prefix_cache_queries_total"
 _PULLED_TOKENS = b"vllm:external_prefix_cache_hits_total"
 _OUTPUT_TOKENS, _ENDED = b"vllm:generation_tokens_total", b"vllm:request_success_total"
+_LMCACHE = b"\nlmcache:"
 _NIXL, _NIXL_PULLS = b"\nvllm:nixl_", b"vllm:nixl_num_descriptors_count"
 _KV_TOKENS, _BLOCKS, _BLOCK_TOKENS = "kv_cache_size_tokens", "num_gpu_blocks", "block_size"
 _CACHE_LABELS = frozenset(
@@ -87,6 +88,7 @@ class KvSigns:
     pulled: float | None = None  # Prompt tokens whose KV a connector of any kind brought.
     output: float = 0.0  # Output tokens.
     ended: float = 0.0  # Requests that have ended.
+    lmcache: bool = False  # Whether LMCache has metrics there.
 
     @property
     def brought(self) -> float | None:
@@ -120,6 +122,7 @@ def kv_signs(page: bytes) -> KvSigns:
         total(_PULLED_TOKENS),
         total(_OUTPUT_TOKENS) or 0.0,
         total(_ENDED) or 0.0,
+        _LMCACHE in page,
     )
 
 
