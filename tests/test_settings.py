@@ -59,6 +59,7 @@ def _word_of(setting: Setting) -> str:
         "tcp://h:1",
         "file:a",
         "vllm",
+        "vllm",
         "true",
     ):
         try:
