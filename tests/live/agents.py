@@ -3,9 +3,9 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Site
+from tests.support.site import Exchanged, Site
 
+if TYPE_CHECKING:
     from balanceroute.proxy.wire.messages import Headers
 
 MESSAGES = "/v1/messages"
@@ -31,8 +31,8 @@ def plain(answer: bytes) -> bytes:
 
 
 async def alone(
-    site: "Site", path: str, values: dict[str, Any], engine: str = "decode/0"
-) -> "Exchanged":
+    site: Site, path: str, values: dict[str, Any], engine: str = "decode/0"
+) -> Exchanged:
     """Return what one engine answers by itself; it must be without faults."""
     answer = await site.send(path, values, headers=ID, port=site.fleet.engine(engine).port).end()
     assert answer.status == 200, answer.body
@@ -40,14 +40,14 @@ async def alone(
     return answer
 
 
-def same(one: "Exchanged", other: "Exchanged") -> None:
+def same(one: Exchanged, other: Exchanged) -> None:
     """Check that an answer is whole, and the same as another one."""
     assert one.error is None
     assert one.status == 200, one.body
     assert plain(one.body) == plain(other.body)
 
 
-def failed_within(answer: "Exchanged", path: str) -> str:
+def failed_within(answer: Exchanged, path: str) -> str:
     """Check that a stream ends with an error event in the API's own form; return its message."""
     assert answer.status == 200
     last = answer.events[-1]

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tests.support.site import Exchanged
+
 from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.wire.http1.client import Endpoint
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, MakeExchanged
-
     from balanceroute.proxy.wire.messages import Headers
 
 HOST = "127.0.0.1"
@@ -44,25 +44,22 @@ ENGINES = EmulationSettings(
 class Client:
     """Speaks to one address."""
 
-    def __init__(
-        self, port: int, make: "MakeExchanged", context: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, port: int, context: ssl.SSLContext | None = None) -> None:
         self._endpoint = Endpoint(HOST, port, ssl=context)
-        self._make = make
 
     def send(
         self, method: bytes, path: str, values: object = None, headers: "Headers | None" = None
-    ) -> "Exchanged":
-        exchanged = self._make()
+    ) -> Exchanged:
+        exchanged = Exchanged()
         body = b"" if values is None else json.dumps(values).encode()
         headers = headers or [(b"content-type", b"application/json")]
         exchanged.call = self._endpoint.request(method, path.encode(), headers, body, exchanged)
         return exchanged
 
-    async def get(self, path: str) -> "Exchanged":
+    async def get(self, path: str) -> Exchanged:
         return await self.send(b"GET", path).end()
 
-    async def post(self, path: str, values: object) -> "Exchanged":
+    async def post(self, path: str, values: object) -> Exchanged:
         return await self.send(b"POST", path, values).end()
 
     def close(self) -> None:
@@ -102,7 +99,6 @@ def plain_environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(
-    make: "MakeExchanged",
     prefill: list[str],
     decode: list[str],
     *flags: str,
@@ -126,8 +122,8 @@ async def serving(
         assert line, (await process.communicate())[1].decode()
         served = Served(process, line)
         public, admin = served.ports()
-        served.client = Client(public, make, context)
-        served.admin = Client(admin, make)
+        served.client = Client(public, context)
+        served.admin = Client(admin)
         yield served
         served.client.close()
         served.admin.close()

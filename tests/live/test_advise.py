@@ -2,9 +2,10 @@
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tests.support.site import Site, play
 
 from balanceroute.proxy.capacity import Bound
 from balanceroute.proxy.lab.advise.fleets import Fleets, Slo, plan
@@ -16,9 +17,6 @@ from balanceroute.proxy.lab.sim.experiment import forecast_called
 from balanceroute.proxy.lab.sim.workload import Workload
 from balanceroute.proxy.page_client import PageClient
 from balanceroute.traces import TraceRequest
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 BATCH = 8
 TIMES: dict[str, Any] = {
@@ -40,7 +38,7 @@ def load(requests: int, per_second: float) -> Workload:
     return Workload(made, ())
 
 
-async def replay(site: "Site", workload: Workload) -> tuple[float, float]:
+async def replay(site: Site, workload: Workload) -> tuple[float, float]:
     """Send the requests at their times; return the p99 TTFT and the p95 TPOT, in seconds."""
     begin_s = site.loop.time()
     ttft, tpot = list[float](), list[float]()
@@ -83,7 +81,7 @@ def fleet(prefillers: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def test_the_planned_fleet_keeps_its_targets_and_smaller_ones_do_not(play: "Play") -> None:
+def test_the_planned_fleet_keeps_its_targets_and_smaller_ones_do_not() -> None:
     workload = load(240, 20.0)
     deployment = SimulatedDeployment(
         ranks=1,
@@ -99,7 +97,7 @@ def test_the_planned_fleet_keeps_its_targets_and_smaller_ones_do_not(play: "Play
     def measured(prefillers: int, ranks: int) -> bool:
         latencies: list[tuple[float, float]] = []
 
-        async def scenario(site: "Site") -> None:
+        async def scenario(site: Site) -> None:
             latencies.append(await replay(site, workload))
 
         play(scenario, **fleet(prefillers, ranks))
@@ -112,11 +110,11 @@ def test_the_planned_fleet_keeps_its_targets_and_smaller_ones_do_not(play: "Play
         assert not measured(one.prefillers, one.ranks)
 
 
-def looked(play: "Play", prefillers: int, ranks: int) -> tuple[Observation, Observation]:
+def looked(prefillers: int, ranks: int) -> tuple[Observation, Observation]:
     """Return what the engines and the proxy tell under the same load."""
     seen: list[Observation] = []
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         clients = asyncio.create_task(replay(site, load(240, 20.0)))
         await asyncio.sleep(2.0)
         assert site.world.plane.admin is not None
@@ -138,8 +136,8 @@ def looked(play: "Play", prefillers: int, ranks: int) -> tuple[Observation, Obse
     return seen[0], seen[1]
 
 
-def test_the_proxy_and_its_engines_tell_the_same(play: "Play") -> None:
+def test_the_proxy_and_its_engines_tell_the_same() -> None:
     for sizes, bound in (((1, 4), Bound.PREFILL), ((4, 1), Bound.DECODE), ((4, 4), Bound.NOTHING)):
-        engines, proxy = looked(play, *sizes)
+        engines, proxy = looked(*sizes)
         assert engines.verdict.bound is proxy.verdict.bound is bound, sizes
         assert abs(engines.slots_share - proxy.slots_share) < 0.15

@@ -3,9 +3,10 @@
 import asyncio
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
+from tests.support.site import Site, play
 from tests.two_leg_router import TwoLegRouter
 
 from balanceroute.proxy.capacity import Bound
@@ -13,10 +14,7 @@ from balanceroute.proxy.lab.audit.observation import AuditedEngines, Observation
 from balanceroute.proxy.lab.audit.replica import recover
 from balanceroute.proxy.page_client import PageClient
 
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
-FLEET = {
+FLEET: dict[str, Any] = {
     "ranks": 4,
     "prefillers": 3,
     "batch_limit": 8,
@@ -44,7 +42,7 @@ def lengths(rng: random.Random) -> tuple[int, int]:
     return min(12_000, round(rng.lognormvariate(6.6, 1.0))), 20 + round(rng.expovariate(1 / 80))
 
 
-async def keep_busy(site: "Site", rng: random.Random, port: int) -> None:
+async def keep_busy(site: Site, rng: random.Random, port: int) -> None:
     while True:
         prompt, output = lengths(rng)
         values = {
@@ -57,11 +55,11 @@ async def keep_busy(site: "Site", rng: random.Random, port: int) -> None:
         await site.send("/v1/completions", values, port=port).end()
 
 
-def seen_with(play: "Play", policy: str | None) -> Seen:
+def seen_with(policy: str | None) -> Seen:
     """Return what is seen of this proxy with a policy, or of a router that holds nothing back."""
     found: list[Seen] = []
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         router = TwoLegRouter(site.fleet.prefill_urls, site.fleet.decode_urls)
         port = await router.start() if policy is None else site.world.port
         rng = random.Random(1)  # One list of requests, whoever of the clients sends the next.
@@ -87,10 +85,10 @@ def seen_with(play: "Play", policy: str | None) -> Seen:
     return found[0]
 
 
-def test_its_idle_is_the_engines_own_and_its_prediction_comes_true(play: "Play") -> None:
-    after = seen_with(play, "br-h")
+def test_its_idle_is_the_engines_own_and_its_prediction_comes_true() -> None:
+    after = seen_with("br-h")
     for policy in ("jsq", None):
-        before = seen_with(play, policy)
+        before = seen_with(policy)
         seen = before.observation
         assert seen.saturated
         assert len(seen.ranks) == 4

@@ -22,8 +22,6 @@ from tests.support.virtual.runner import run
 from balanceroute.proxy.live.descriptors import DescriptorWatch, connections_for
 
 if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
-
     from balanceroute.proxy.wire.http1.server import Server
 
 
@@ -182,18 +180,14 @@ def test_a_listener_that_is_meant_to_be_closed_does_not_end_it() -> None:
     run(main, seed=1)
 
 
-def test_who_connects_while_no_descriptor_is_left_waits_and_is_served(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_who_connects_while_no_descriptor_is_left_waits_and_is_served(tmp_path: Path) -> None:
     """It was accepted and closed, or else the loop turned without a pause."""
     log = tmp_path / "log"
 
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log)
-            ) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, "--log", str(log)) as served,
         ):
             process = served.process.pid
             public, _ = served.ports()
@@ -209,7 +203,7 @@ def test_who_connects_while_no_descriptor_is_left_waits_and_is_served(
             resource.prlimit(process, resource.RLIMIT_NOFILE, (4, limits[1]))
             await until_told(b"no file descriptor is left")
             begun_s = cpu_s(process)
-            client = Client(public, make_exchanged)
+            client = Client(public)
             exchange = client.send(b"POST", COMPLETIONS, STREAM)
             await asyncio.sleep(1.0)
             assert not exchange.over

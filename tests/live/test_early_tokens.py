@@ -17,6 +17,7 @@ from tests.live.test_proxy_connectors import (
     another,
     same,
 )
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.core.admission import Decision
 from balanceroute.proxy.live.openai.legs import decode_body
@@ -24,8 +25,6 @@ from balanceroute.proxy.live.request import decode_attempt
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.live.telemetry.record import RequestRecord
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
@@ -70,73 +69,65 @@ def say(reply: "Reply", *texts: str, finish: str | None = None) -> None:
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
-def test_the_first_token_comes_before_there_is_a_rank(
-    play: "Play", path: str, more: dict[str, Any]
+@served(flags=EARLY)
+async def test_the_first_token_comes_before_there_is_a_rank(
+    site: Site, path: str, more: dict[str, Any]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, STREAMS[path] | more)
-        site.fleet.faults.set("decode", delay_s=WAIT_S)
-        begin_s = site.loop.time()
-        exchange = site.send(path, STREAMS[path] | more, headers=ID)
-        await exchange.until_events(FIRST[path])
-        first_s = site.loop.time() - begin_s
-        assert len(exchange.events) == FIRST[path]
-        assert exchange.text == right.chunks[FIRST[path] - 1]["choices"][0].get(
-            "text", exchange.text
-        )
-        await exchange.until_events(FIRST[path] + 1)
-        assert site.loop.time() - begin_s > WAIT_S > 10 * first_s
-        same(await exchange.end(), right)
-        await site.until(lambda: bool(site.world.ended))
-        (record,) = site.world.ended
-        assert record.early_first_token
-        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
-        first_ns, second_ns = record.first_token_ns, record.second_token_ns
-        assert first_ns is not None
-        assert second_ns is not None
-        assert second_ns - first_ns == record.itl_max_ns > WAIT_S * 1e9
-        (leg,) = site.received("decode")
-        assert "return_token_ids" not in leg.values
-
-    play(scenario, flags=EARLY)
+    right = await alone(site, path, STREAMS[path] | more)
+    site.fleet.faults.set("decode", delay_s=WAIT_S)
+    begin_s = site.loop.time()
+    exchange = site.send(path, STREAMS[path] | more, headers=ID)
+    await exchange.until_events(FIRST[path])
+    first_s = site.loop.time() - begin_s
+    assert len(exchange.events) == FIRST[path]
+    assert exchange.text == right.chunks[FIRST[path] - 1]["choices"][0].get("text", exchange.text)
+    await exchange.until_events(FIRST[path] + 1)
+    assert site.loop.time() - begin_s > WAIT_S > 10 * first_s
+    same(await exchange.end(), right)
+    await site.until(lambda: bool(site.world.ended))
+    (record,) = site.world.ended
+    assert record.early_first_token
+    assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+    first_ns, second_ns = record.first_token_ns, record.second_token_ns
+    assert first_ns is not None
+    assert second_ns is not None
+    assert second_ns - first_ns == record.itl_max_ns > WAIT_S * 1e9
+    (leg,) = site.received("decode")
+    assert "return_token_ids" not in leg.values
 
 
-def test_metrics_tell_both_tokens(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode", delay_s=WAIT_S)
-        assert (await site.post(CHAT, STREAMS[CHAT])).done
-        assert (await site.post(CHAT, STREAMS[CHAT] | {"stop": "never"})).done
-        metrics = (await site.get("/metrics")).body.decode()
-        told = dict(
-            line.replace('{model="tiny"}', "").rsplit(" ", 1)
-            for line in metrics.splitlines()
-            if line.startswith(("balanceroute_time_to_", "balanceroute_early"))
-        )
-        first, second = (f"balanceroute_time_to_{one}_token_seconds" for one in ("first", "second"))
-        assert told[f"{first}_count"] == told[f"{second}_count"] == "2"
-        assert WAIT_S < float(told[f"{first}_sum"]) < 2 * WAIT_S < float(told[f"{second}_sum"])
-        assert told["balanceroute_early_first_tokens_total"] == "1.0"
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_metrics_tell_both_tokens(site: Site) -> None:
+    site.fleet.faults.set("decode", delay_s=WAIT_S)
+    assert (await site.post(CHAT, STREAMS[CHAT])).done
+    assert (await site.post(CHAT, STREAMS[CHAT] | {"stop": "never"})).done
+    metrics = (await site.get("/metrics")).body.decode()
+    told = dict(
+        line.replace('{model="tiny"}', "").rsplit(" ", 1)
+        for line in metrics.splitlines()
+        if line.startswith(("balanceroute_time_to_", "balanceroute_early"))
+    )
+    first, second = (f"balanceroute_time_to_{one}_token_seconds" for one in ("first", "second"))
+    assert told[f"{first}_count"] == told[f"{second}_count"] == "2"
+    assert WAIT_S < float(told[f"{first}_sum"]) < 2 * WAIT_S < float(told[f"{second}_sum"])
+    assert told["balanceroute_early_first_tokens_total"] == "1.0"
 
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("seed", [None, 0, 5])
-def test_both_legs_of_a_sampled_stream_have_one_seed(
-    play: "Play", path: str, seed: int | None
+@served(flags=EARLY)
+async def test_both_legs_of_a_sampled_stream_have_one_seed(
+    site: Site, path: str, seed: int | None
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[path] | {"temperature": 0.9, "seed": seed}
-        exchange = await site.post(path, values, ID)
-        (record,) = site.world.ended
-        (prefill,), (decode,) = site.received("prefill"), site.received("decode")
-        assert prefill.values["seed"] == decode.values["seed"]
-        assert record.seed == (decode.values["seed"] if seed is None else None)
-        assert record.early_first_token
-        assert record.first_token_differences == 0
-        same(exchange, await alone(site, path, values | {"seed": decode.values["seed"]}))
-
-    play(scenario, flags=EARLY)
+    values = STREAMS[path] | {"temperature": 0.9, "seed": seed}
+    exchange = await site.post(path, values, ID)
+    (record,) = site.world.ended
+    (prefill,), (decode,) = site.received("prefill"), site.received("decode")
+    assert prefill.values["seed"] == decode.values["seed"]
+    assert record.seed == (decode.values["seed"] if seed is None else None)
+    assert record.early_first_token
+    assert record.first_token_differences == 0
+    same(exchange, await alone(site, path, values | {"seed": decode.values["seed"]}))
 
 
 @pytest.mark.parametrize(
@@ -153,52 +144,44 @@ def test_both_legs_of_a_sampled_stream_have_one_seed(
 )
 @pytest.mark.parametrize("resume", ["off", "exact"])
 @pytest.mark.parametrize("path", STREAMS)
-def test_until_a_rank_says_more_it_may_be_asked_elsewhere(
-    play: "Play", path: str, resume: str, fault: dict[str, float]
+@served(flags=lambda resume: EARLY | {"resume": resume})
+async def test_until_a_rank_says_more_it_may_be_asked_elsewhere(
+    site: Site, path: str, resume: str, fault: dict[str, float]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, STREAMS[path] | USAGE)
-        site.fleet.faults.set("decode/0", **fault)
-        same(await site.send(path, STREAMS[path] | USAGE, headers=ID).end(), right)
-        (record,) = site.world.ended
-        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
-        assert (record.retries > 0, record.resumes) == (True, 0)
-
-    play(scenario, flags=EARLY | {"resume": resume})
+    right = await alone(site, path, STREAMS[path] | USAGE)
+    site.fleet.faults.set("decode/0", **fault)
+    same(await site.send(path, STREAMS[path] | USAGE, headers=ID).end(), right)
+    (record,) = site.world.ended
+    assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+    assert (record.retries > 0, record.resumes) == (True, 0)
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_rank_that_fails_later_is_resumed_as_ever(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        for resumes, tokens in ((1, 2), (1, 9), (0, 1)):
-            right = await alone(site, path, STREAMS[path])
-            begun = len(site.world.ended)
-            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
-            same(await site.send(path, another(STREAMS[path], tokens), headers=ID).end(), right)
-            site.fleet.faults.set("decode/0", reset_after_tokens=None)
-            assert [one.resumes for one in site.world.ended[begun:]] == [resumes]
-
-    play(scenario, flags=EARLY | {"resume": "exact", "quarantine_failures": 1_000})
+@served(flags=EARLY | {"resume": "exact", "quarantine_failures": 1_000})
+async def test_a_rank_that_fails_later_is_resumed_as_ever(site: Site, path: str) -> None:
+    for resumes, tokens in ((1, 2), (1, 9), (0, 1)):
+        right = await alone(site, path, STREAMS[path])
+        begun = len(site.world.ended)
+        site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+        same(await site.send(path, another(STREAMS[path], tokens), headers=ID).end(), right)
+        site.fleet.faults.set("decode/0", reset_after_tokens=None)
+        assert [one.resumes for one in site.world.ended[begun:]] == [resumes]
 
 
-def test_without_a_rank_the_stream_ends_with_an_error(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode", status_500=1.0)
-        exchange = await site.post(CHAT, STREAMS[CHAT])
-        assert (exchange.status, exchange.done) == (200, False)
-        assert b'"code":502' in exchange.body
-        (record,) = site.world.ended
-        assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 1)
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_without_a_rank_the_stream_ends_with_an_error(site: Site) -> None:
+    site.fleet.faults.set("decode", status_500=1.0)
+    exchange = await site.post(CHAT, STREAMS[CHAT])
+    assert (exchange.status, exchange.done) == (200, False)
+    assert b'"code":502' in exchange.body
+    (record,) = site.world.ended
+    assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 1)
 
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("details", [False, True])
-def test_an_answer_that_its_first_token_ends_needs_no_rank(
-    play: "Play", path: str, *, details: bool
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_an_answer_that_its_first_token_ends_needs_no_rank(path: str, *, details: bool) -> None:
+    async def scenario(site: Site) -> None:
         site.fleet.faults.set("all", eos_first=1.0)
         right = await alone(site, path, STREAMS[path] | USAGE)
         same(await site.send(path, STREAMS[path] | USAGE, headers=ID).end(), right)
@@ -207,68 +190,62 @@ def test_an_answer_that_its_first_token_ends_needs_no_rank(
         assert prefill.values["min_tokens"] == 0
 
     # With its null members, which a stream leaves out.
-    caches = {"prompt_tokens_details": details, "prefix_cache_tokens": 1_000}
+    caches: dict[str, Any] = {"prompt_tokens_details": details, "prefix_cache_tokens": 1_000}
     play(scenario, flags=EARLY, **caches)
 
 
-def test_a_stop_token_that_comes_first_ends_the_answer(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        whole = await site.ask("decode/0", COMPLETIONS, BODY | {"return_token_ids": True})
-        first = whole.json["choices"][0]["token_ids"][0]
-        values = STREAMS[COMPLETIONS] | USAGE | {"stop_token_ids": [first]}
-        same(
-            await site.send(COMPLETIONS, values, headers=ID).end(),
-            await alone(site, COMPLETIONS, values),
-        )
-        assert len(site.received("prefill")) == 1
-        # But not where more tokens are wanted.
-        values |= {"min_tokens": 3}
-        same(
-            await site.send(COMPLETIONS, values, headers=ID).end(),
-            await alone(site, COMPLETIONS, values),
-        )
-        assert site.received("prefill")[-1].values["min_tokens"] == 1
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_a_stop_token_that_comes_first_ends_the_answer(site: Site) -> None:
+    whole = await site.ask("decode/0", COMPLETIONS, BODY | {"return_token_ids": True})
+    first = whole.json["choices"][0]["token_ids"][0]
+    values = STREAMS[COMPLETIONS] | USAGE | {"stop_token_ids": [first]}
+    same(
+        await site.send(COMPLETIONS, values, headers=ID).end(),
+        await alone(site, COMPLETIONS, values),
+    )
+    assert len(site.received("prefill")) == 1
+    # But not where more tokens are wanted.
+    values |= {"min_tokens": 3}
+    same(
+        await site.send(COMPLETIONS, values, headers=ID).end(),
+        await alone(site, COMPLETIONS, values),
+    )
+    assert site.received("prefill")[-1].values["min_tokens"] == 1
 
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("least", [0, 1, 2, 7])
-def test_the_least_tokens_are_the_answers(play: "Play", path: str, least: int) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode", delay_s=WAIT_S)
-        values = STREAMS[path] | USAGE | {"min_tokens": least, "ignore_eos": False}
-        exchange = site.send(path, values, headers=ID)
-        await exchange.until_events(FIRST[path])
-        same(await exchange.end(), await alone(site, path, values))
-        (prefill,), (decode,) = site.received("prefill"), site.received("decode")
-        # The first token must not end an answer that has to go on; else it may.
-        assert (prefill.values["min_tokens"], decode.values["min_tokens"]) == (min(least, 1), least)
-        assert site.world.ended[0].early_first_token
-
-    play(scenario, flags=EARLY, mean_output_tokens=5.0)
+@served(flags=EARLY, mean_output_tokens=5.0)
+async def test_the_least_tokens_are_the_answers(site: Site, path: str, least: int) -> None:
+    site.fleet.faults.set("decode", delay_s=WAIT_S)
+    values = STREAMS[path] | USAGE | {"min_tokens": least, "ignore_eos": False}
+    exchange = site.send(path, values, headers=ID)
+    await exchange.until_events(FIRST[path])
+    same(await exchange.end(), await alone(site, path, values))
+    (prefill,), (decode,) = site.received("prefill"), site.received("decode")
+    # The first token must not end an answer that has to go on; else it may.
+    assert (prefill.values["min_tokens"], decode.values["min_tokens"]) == (min(least, 1), least)
+    assert site.world.ended[0].early_first_token
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_token_within_a_character_waits_for_its_rank(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, STREAMS[path])
-        same(await site.send(path, STREAMS[path], headers=ID).end(), right)
-        assert not site.world.ended[0].early_first_token
-
-    play(scenario, flags=EARLY, partial_utf8=1.0)
+@served(flags=EARLY, partial_utf8=1.0)
+async def test_a_token_within_a_character_waits_for_its_rank(site: Site, path: str) -> None:
+    right = await alone(site, path, STREAMS[path])
+    same(await site.send(path, STREAMS[path], headers=ID).end(), right)
+    assert not site.world.ended[0].early_first_token
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_what_comes_in_one_event_with_the_first_token_is_not_lost(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, STREAMS[path])
-        exchange = await site.send(path, STREAMS[path], headers=ID).end()
-        assert exchange.done
-        assert exchange.text == right.text
-        assert site.world.ended[0].early_first_token
-
-    play(scenario, flags=EARLY, merged_outputs=1.0)
+@served(flags=EARLY, merged_outputs=1.0)
+async def test_what_comes_in_one_event_with_the_first_token_is_not_lost(
+    site: Site, path: str
+) -> None:
+    right = await alone(site, path, STREAMS[path])
+    exchange = await site.send(path, STREAMS[path], headers=ID).end()
+    assert exchange.done
+    assert exchange.text == right.text
+    assert site.world.ended[0].early_first_token
 
 
 LATE: list[tuple[str, dict[str, Any]]] = [
@@ -290,11 +267,11 @@ LATE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "more"), LATE, ids=str)
 def test_what_a_client_might_see_otherwise_waits_for_its_rank(
-    play: "Play", path: str, more: dict[str, Any]
+    path: str, more: dict[str, Any]
 ) -> None:
     legs: list[Any] = []
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         right = await alone(site, path, STREAMS[path] | more)
         same(await site.send(path, STREAMS[path] | more, headers=ID).end(), right)
         assert not site.world.ended[0].early_first_token
@@ -310,65 +287,59 @@ def test_what_a_client_might_see_otherwise_waits_for_its_rank(
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_what_only_a_rank_refuses_has_no_early_token(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        # More than the context has room for; the prefiller is asked for one token.
-        values = STREAMS[path] | {"max_tokens": None, "min_tokens": 10**6}
-        exchange = await site.post(path, values)
-        assert (exchange.status, len(site.received("prefill"))) == (400, 1)
-        assert site.world.ended[0].outcome is Outcome.CLIENT_ERROR
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_what_only_a_rank_refuses_has_no_early_token(site: Site, path: str) -> None:
+    # More than the context has room for; the prefiller is asked for one token.
+    values = STREAMS[path] | {"max_tokens": None, "min_tokens": 10**6}
+    exchange = await site.post(path, values)
+    assert (exchange.status, len(site.received("prefill"))) == (400, 1)
+    assert site.world.ended[0].outcome is Outcome.CLIENT_ERROR
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_an_answer_that_may_exceed_the_context_has_no_early_token(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(2.0)  # By then the length of the context is known.
-        longest = site.fleet.settings.max_model_len
-        exchange = await site.post(path, STREAMS[path] | {"max_tokens": longest})
-        assert exchange.status == 400
-        assert "maximum context length" in exchange.json["error"]["message"]
-        assert site.received("prefill")
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_an_answer_that_may_exceed_the_context_has_no_early_token(
+    site: Site, path: str
+) -> None:
+    await asyncio.sleep(2.0)  # By then the length of the context is known.
+    longest = site.fleet.settings.max_model_len
+    exchange = await site.post(path, STREAMS[path] | {"max_tokens": longest})
+    assert exchange.status == 400
+    assert "maximum context length" in exchange.json["error"]["message"]
+    assert site.received("prefill")
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_where_no_engine_tells_its_context_the_rank_says_the_first_token(
-    play: "Play", path: str
+@served(flags=EARLY)
+async def test_where_no_engine_tells_its_context_the_rank_says_the_first_token(
+    site: Site, path: str
 ) -> None:
     def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         reply.send(404, [], b"")
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[b"/v1/models"] = answer
-        await asyncio.sleep(70.0)  # Lists are read again every minute.
-        same(
-            await site.post(path, STREAMS[path], headers=ID),
-            await alone(site, path, STREAMS[path]),
-        )
-        assert not site.world.ended[-1].early_first_token
-
-    play(scenario, flags=EARLY)
+    site.handlers[b"/v1/models"] = answer
+    await asyncio.sleep(70.0)  # Lists are read again every minute.
+    same(
+        await site.post(path, STREAMS[path], headers=ID),
+        await alone(site, path, STREAMS[path]),
+    )
+    assert not site.world.ended[-1].early_first_token
 
 
 @pytest.mark.parametrize("more", [{"n": 2, "temperature": 1}, {"echo": True}], ids=str)
-def test_what_one_engine_does_alone_has_no_early_token(play: "Play", more: dict[str, Any]) -> None:
-    async def scenario(site: "Site") -> None:
-        assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS] | more)).done
-        assert site.received("prefill") == []
+@served(flags=EARLY)
+async def test_what_one_engine_does_alone_has_no_early_token(
+    site: Site, more: dict[str, Any]
+) -> None:
+    assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS] | more)).done
+    assert site.received("prefill") == []
 
-    play(scenario, flags=EARLY)
 
-
-def test_a_reasoning_parser_is_not_second_guessed(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, CHAT, STREAMS[CHAT])
-        same(await site.send(CHAT, STREAMS[CHAT], headers=ID).end(), right)
-        assert not site.world.ended[0].early_first_token
-
-    play(scenario, flags=EARLY, reasoning_parser=True)
+@served(flags=EARLY, reasoning_parser=True)
+async def test_a_reasoning_parser_is_not_second_guessed(site: Site) -> None:
+    right = await alone(site, CHAT, STREAMS[CHAT])
+    same(await site.send(CHAT, STREAMS[CHAT], headers=ID).end(), right)
+    assert not site.world.ended[0].early_first_token
 
 
 @pytest.mark.parametrize(
@@ -383,8 +354,9 @@ def test_a_reasoning_parser_is_not_second_guessed(play: "Play") -> None:
     ],
     ids=str,
 )
-def test_an_engine_that_tells_no_ids_is_served_as_before(
-    play: "Play", choice: dict[str, Any]
+@served(flags=EARLY, at_rest=False)
+async def test_an_engine_that_tells_no_ids_is_served_as_before(
+    site: Site, choice: dict[str, Any]
 ) -> None:
     def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         if engine.startswith("prefill"):
@@ -392,18 +364,16 @@ def test_an_engine_that_tells_no_ids_is_served_as_before(
         else:
             say(reply, "b", "c", finish="stop")
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[b"/v1/completions"] = answer
-        exchange = await site.post(COMPLETIONS, {"prompt": "a b", **GREEDY, "max_tokens": 9})
-        assert (exchange.text, exchange.done) == ("bc", True)
-
-    play(scenario, flags=EARLY, at_rest=False)
+    site.handlers[b"/v1/completions"] = answer
+    exchange = await site.post(COMPLETIONS, {"prompt": "a b", **GREEDY, "max_tokens": 9})
+    assert (exchange.text, exchange.done) == ("bc", True)
 
 
 @pytest.mark.parametrize("said", [("b",), ("", "b"), ("",), (SPOILT, "a", "b")], ids=str)
 @pytest.mark.parametrize("resume", ["off", "exact"])
-def test_a_rank_that_says_something_else_is_left_for_the_ids(
-    play: "Play", said: tuple[str, ...], resume: str
+@served(flags=lambda resume: EARLY | {"resume": resume, "count_tokens": "events"}, at_rest=False)
+async def test_a_rank_that_says_something_else_is_left_for_the_ids(
+    site: Site, said: tuple[str, ...], resume: str
 ) -> None:
     asked: list[dict[str, Any]] = []
 
@@ -417,26 +387,21 @@ def test_a_rank_that_says_something_else_is_left_for_the_ids(
         else:
             say(reply, *said, finish="stop")
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[b"/v1/completions"] = answer
-        exchange = await site.post(COMPLETIONS, {"prompt": "a b", **GREEDY, "max_tokens": 9})
-        assert (exchange.text, exchange.done) == ("aXY", True)
-        (record,) = site.world.ended
-        assert record.first_token_differences == 1
-        assert (record.retries, record.resumes, record.recomputes) == (0, 0, 0)
-        assert record.outcome is Outcome.OK
-        assert [one["max_tokens"] for one in asked] == [1, 9, 1, 8]
-        assert [one["prompt"] for one in asked] == ["a b", "a b", [1, 2, 7], [1, 2, 7]]
-
-    play(scenario, flags=EARLY | {"resume": resume, "count_tokens": "events"}, at_rest=False)
+    site.handlers[b"/v1/completions"] = answer
+    exchange = await site.post(COMPLETIONS, {"prompt": "a b", **GREEDY, "max_tokens": 9})
+    assert (exchange.text, exchange.done) == ("aXY", True)
+    (record,) = site.world.ended
+    assert record.first_token_differences == 1
+    assert (record.retries, record.resumes, record.recomputes) == (0, 0, 0)
+    assert record.outcome is Outcome.OK
+    assert [one["max_tokens"] for one in asked] == [1, 9, 1, 8]
+    assert [one["prompt"] for one in asked] == ["a b", "a b", [1, 2, 7], [1, 2, 7]]
 
 
-def test_a_chat_goes_on_behind_its_first_token_too(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_goes_on_behind_its_first_token_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rank draws otherwise: it is given another seed."""
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         values = STREAMS[CHAT] | USAGE | {"temperature": 0.9}
         exchange = await site.post(CHAT, values, ID)
         assert exchange.done
@@ -463,25 +428,21 @@ def test_a_chat_goes_on_behind_its_first_token_too(
 @pytest.mark.parametrize("more", [{}, USAGE], ids=["plain", "usage"])
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("path", STREAMS)
-def test_ids_of_an_answer_that_the_prefiller_ended_are_told_to_who_asked(
-    play: "Play", path: str, ids: bool, more: dict[str, Any], first_token: str
+@served(flags=lambda first_token: {"first_token": first_token})
+async def test_ids_of_an_answer_that_the_prefiller_ended_are_told_to_who_asked(
+    site: Site, path: str, ids: bool, more: dict[str, Any], first_token: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        for engine in ("prefill/0", "prefill/1", "decode/0"):
-            site.fleet.faults.set(engine, eos_first=1.0)
-        values = STREAMS[path] | more | {"return_token_ids": ids}
-        right = await alone(site, path, values)
-        same(await site.post(path, values, ID), right)
-        assert not site.received("decode", path)
-
-    play(scenario, flags={"first_token": first_token})
+    for engine in ("prefill/0", "prefill/1", "decode/0"):
+        site.fleet.faults.set(engine, eos_first=1.0)
+    values = STREAMS[path] | more | {"return_token_ids": ids}
+    right = await alone(site, path, values)
+    same(await site.post(path, values, ID), right)
+    assert not site.received("decode", path)
 
 
 @pytest.mark.parametrize("by_tenant", [False, True])
-def test_no_stream_is_cut_by_a_deadline_that_its_first_token_kept(
-    play: "Play", *, by_tenant: bool
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_no_stream_is_cut_by_a_deadline_that_its_first_token_kept(*, by_tenant: bool) -> None:
+    async def scenario(site: Site) -> None:
         # They take 2 s each, 4 at a time, and their first token is due after 2 s.
         due = [] if by_tenant else [(b"x-request-deadline-ms", b"2000")]
         asked = [site.send(COMPLETIONS, STREAMS[COMPLETIONS], headers=due) for _ in range(100)]
@@ -494,7 +455,7 @@ def test_no_stream_is_cut_by_a_deadline_that_its_first_token_kept(
 
     tenants = '[[tenant]]\nname = "a"\ndefault = true\ndeadline_s = 2.0\n' if by_tenant else ""
     flags = EARLY | {"batch": 2, "pool_limit": 100, "client_deadline": True, "lease_s": 1000.0}
-    engines = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
+    engines: dict[str, Any] = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
     play(scenario, flags=flags, tenants=tenants, **engines)
 
 
@@ -503,8 +464,8 @@ def first_token_s(record: "RequestRecord") -> float:
     return (record.first_token_ns - record.arrived_ns) / 1e9
 
 
-def test_the_limit_in_flight_is_moved_by_what_clients_got(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_limit_in_flight_is_moved_by_what_clients_got() -> None:
+    async def scenario(site: Site) -> None:
         asked = [site.send(COMPLETIONS, STREAMS[COMPLETIONS]) for _ in range(40)]
         await site.until(lambda: len(site.received("prefill")) == 40)
         await asyncio.sleep(5.0)
@@ -519,27 +480,23 @@ def test_the_limit_in_flight_is_moved_by_what_clients_got(play: "Play") -> None:
         assert budget.cap >= 64
 
     flags = EARLY | {"batch": 2, "pool_limit": 100, "aimd": "post5", "lease_s": 1000.0}
-    engines = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
+    engines: dict[str, Any] = {"batch_limit": 2, "step_base_ns": 100_000_000, "lease_s": 1000.0}
     play(scenario, flags=flags | {"queue_ttl_s": 100.0}, **engines)
 
 
-def test_a_first_token_that_comes_after_it_was_due_is_not_begun_with(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        late = await site.post(
-            COMPLETIONS, STREAMS[COMPLETIONS], [(b"x-request-deadline-ms", b"900")]
-        )
-        assert (late.status, late.header(b"retry-after")) == (503, b"1")
-        assert site.received("decode") == []
-        in_time = [(b"x-request-deadline-ms", b"1100")]
-        assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS], in_time)).done
-        assert [one.early_first_token for one in site.world.ended] == [False, True]
-
-    play(scenario, flags=EARLY | {"client_deadline": True}, prefill_base_ns=1_000_000_000)
+@served(flags=EARLY | {"client_deadline": True}, prefill_base_ns=1_000_000_000)
+async def test_a_first_token_that_comes_after_it_was_due_is_not_begun_with(site: Site) -> None:
+    late = await site.post(COMPLETIONS, STREAMS[COMPLETIONS], [(b"x-request-deadline-ms", b"900")])
+    assert (late.status, late.header(b"retry-after")) == (503, b"1")
+    assert site.received("decode") == []
+    in_time = [(b"x-request-deadline-ms", b"1100")]
+    assert (await site.post(COMPLETIONS, STREAMS[COMPLETIONS], in_time)).done
+    assert [one.early_first_token for one in site.world.ended] == [False, True]
 
 
 @pytest.mark.parametrize("fault", ["status_503", "reset_before_headers", "reset_after_tokens"])
-def test_what_is_repeated_behind_its_first_token_is_not_due(play: "Play", fault: str) -> None:
-    async def scenario(site: "Site") -> None:
+def test_what_is_repeated_behind_its_first_token_is_not_due(fault: str) -> None:
+    async def scenario(site: Site) -> None:
         right = await alone(site, COMPLETIONS, STREAMS[COMPLETIONS])
         site.fleet.faults.set("decode", **{fault: 1.0 if fault != "reset_after_tokens" else 0})
         due = [*ID, (b"x-request-deadline-ms", b"1000")]
@@ -557,8 +514,8 @@ def test_what_is_repeated_behind_its_first_token_is_not_due(play: "Play", fault:
     play(scenario, flags=flags | {"queue_ttl_s": 1.0})
 
 
-def test_a_request_that_waits_for_its_ranks_token_is_due_as_ever(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_request_that_waits_for_its_ranks_token_is_due_as_ever() -> None:
+    async def scenario(site: Site) -> None:
         busy = [site.send(COMPLETIONS, STREAMS[COMPLETIONS]) for _ in range(4)]
         due = [(b"x-request-deadline-ms", b"1000")]
         kinds: list[dict[str, Any]] = [{"stream": False}, {"stop": "never"}, {}]
@@ -572,10 +529,8 @@ def test_a_request_that_waits_for_its_ranks_token_is_due_as_ever(play: "Play") -
 
 @pytest.mark.parametrize("whose", ["prefill", "decode"])
 @pytest.mark.parametrize("direct", ["prefill", "decode"])
-def test_what_counts_for_the_limit_is_what_metrics_and_log_tell(
-    play: "Play", whose: str, direct: str
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_what_counts_for_the_limit_is_what_metrics_and_log_tell(whose: str, direct: str) -> None:
+    async def scenario(site: Site) -> None:
         streams: list[tuple[str, dict[str, Any]]] = [
             *STREAMS.items(),
             (COMPLETIONS, STREAMS[COMPLETIONS] | {"stop": "never"}),

@@ -5,24 +5,18 @@ import json
 import resource
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
 
-if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
 
-
-def test_it_serves_on_and_its_log_has_whole_lines_when_there_is_room_again(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_it_serves_on_and_its_log_has_whole_lines_when_there_is_room_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
     flags = ["--log", str(log)]
 
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
 
             async def logged(count: int) -> None:
@@ -65,13 +59,11 @@ def test_it_serves_on_and_its_log_has_whole_lines_when_there_is_room_again(
 DROPPED = "balanceroute_log_lines_dropped_total"
 
 
-def test_a_log_that_takes_nothing_costs_its_lines_alone(make_exchanged: "MakeExchanged") -> None:
+def test_a_log_that_takes_nothing_costs_its_lines_alone() -> None:
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", "/dev/full"
-            ) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, "--log", "/dev/full") as served,
         ):
             for _ in range(3):
                 assert (await served.client.post(COMPLETIONS, STREAM)).done

@@ -7,6 +7,7 @@ import pytest
 from tests.live.test_early_tokens import NULL, prefilled
 from tests.live.test_proxy_connectors import ID, alone, another, same
 from tests.live.test_token_requests import ASKED, EACH, GENERATE, SAMPLING, STREAM, ids_of
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.continuation import continuable, continued_body
@@ -14,8 +15,6 @@ from balanceroute.proxy.live.openai.shape import Api, read_token_shape
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -65,95 +64,86 @@ def _without(chunk: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["usage", "each", "prompt ids", "logprobs"],
 )
-def test_the_client_sees_one_unbroken_stream(
-    play: "Play", fault: dict[str, int], more: dict[str, Any]
+@served(flags=EXACT | {"idle_stream_timeout_s": 2.0})
+async def test_the_client_sees_one_unbroken_stream(
+    site: Site, fault: dict[str, int], more: dict[str, Any]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMED | more
-        right = await alone(site, GENERATE, values)
-        site.fleet.faults.set("decode/0", **fault)
-        answer = await site.send(GENERATE, values, headers=ID).end()
-        same_but_for_spans(answer, right, before=5)
-        (record,) = await site.ended()
-        assert (record.outcome, record.prompt_tokens, record.output_tokens) == (Outcome.OK, 3, 12)
-        assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
-        first, second = site.received("decode")
-        assert (first.path, second.path) == (GENERATE, GENERATE)
-        assert first.values["token_ids"] == [1, 2, 3]
-        assert second.values["token_ids"] == [1, 2, 3, *ids_of(right)[:5]]
-        assert second.values["sampling_params"]["max_tokens"] == 7
-        assert "return_token_ids" not in second.values
-        assert site.received("prefill")[-1].values["token_ids"] == second.values["token_ids"]
-
-    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
+    values = STREAMED | more
+    right = await alone(site, GENERATE, values)
+    site.fleet.faults.set("decode/0", **fault)
+    answer = await site.send(GENERATE, values, headers=ID).end()
+    same_but_for_spans(answer, right, before=5)
+    (record,) = await site.ended()
+    assert (record.outcome, record.prompt_tokens, record.output_tokens) == (Outcome.OK, 3, 12)
+    assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
+    first, second = site.received("decode")
+    assert (first.path, second.path) == (GENERATE, GENERATE)
+    assert first.values["token_ids"] == [1, 2, 3]
+    assert second.values["token_ids"] == [1, 2, 3, *ids_of(right)[:5]]
+    assert second.values["sampling_params"]["max_tokens"] == 7
+    assert "return_token_ids" not in second.values
+    assert site.received("prefill")[-1].values["token_ids"] == second.values["token_ids"]
 
 
 @pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}, {"partial_utf8": 0.4}], ids=str)
-def test_a_stream_may_break_behind_each_of_its_ids(play: "Play", odd: dict[str, float]) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, GENERATE, STREAMED)
-        for tokens in range(1, 12):
-            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
-            begun = len(site.world.ended)
-            answer = await site.send(GENERATE, another_prompt(tokens), headers=ID).end()
-            assert answer.done, (tokens, answer.body)
-            assert ids_of(answer) == ids_of(right)
-            (record,) = (await site.ended(begun + 1))[begun:]
-            assert record.output_tokens == 12
-
-    play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, **odd)
-
-
-def test_it_goes_on_as_often_as_ranks_fail(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, GENERATE, STREAMED)
-        for rank in range(3):
-            site.fleet.faults.set(f"decode/{rank}", error_event_after_tokens=3)
-        answer = await site.send(GENERATE, STREAMED, headers=ID).end()
+@served("**odd", flags=EXACT | {"quarantine_failures": 1_000})
+async def test_a_stream_may_break_behind_each_of_its_ids(site: Site, odd: dict[str, float]) -> None:
+    right = await alone(site, GENERATE, STREAMED)
+    for tokens in range(1, 12):
+        site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+        begun = len(site.world.ended)
+        answer = await site.send(GENERATE, another_prompt(tokens), headers=ID).end()
+        assert answer.done, (tokens, answer.body)
         assert ids_of(answer) == ids_of(right)
-        assert answer.done
-        (record,) = await site.ended()
-        assert record.output_tokens == 12
-        prompts = [leg.values["token_ids"] for leg in site.received("decode")]
-        assert [len(one) for one in prompts] == [3 + 3 * n for n in range(len(prompts))]
-
-    play(scenario, flags=EXACT | {"retry_attempts": 4}, ranks=4)
-
-
-def test_it_goes_on_once_where_ranks_die(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, GENERATE, STREAMED)
-        site.fleet.faults.set("decode", reset_after_tokens=3)
-        answer = await site.send(GENERATE, STREAMED, headers=ID).end()
-        assert not answer.done
-        assert answer.error is not None
-        assert b"two engines died" in answer.events[-1]
-        told = [i for chunk in answer.chunks[:-1] for i in chunk["choices"][0]["token_ids"]]
-        assert told == ids_of(right)[:6]
-        (record,) = await site.ended()
-        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
-        assert record.output_tokens == 6
-        prompts = [leg.values["token_ids"] for leg in site.received("decode")]
-        assert [len(one) for one in prompts] == [3, 6]
-
-    play(scenario, flags=EXACT | {"retry_attempts": 4}, ranks=4)
-
-
-def test_a_stream_that_is_handed_back_goes_on(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, GENERATE, STREAMED)
-        site.fleet.faults.set("decode/0", recomputed_after_tokens=4)
-        answer = await site.send(GENERATE, STREAMED, headers=ID).end()
-        assert ids_of(answer) == ids_of(right)
-        assert answer.done
-        (record,) = await site.ended()
-        assert record.recomputes
+        (record,) = (await site.ended(begun + 1))[begun:]
         assert record.output_tokens == 12
 
-    play(scenario, flags=EXACT, connector="mooncake-ascend")
+
+@served(flags=EXACT | {"retry_attempts": 4}, ranks=4)
+async def test_it_goes_on_as_often_as_ranks_fail(site: Site) -> None:
+    right = await alone(site, GENERATE, STREAMED)
+    for rank in range(3):
+        site.fleet.faults.set(f"decode/{rank}", error_event_after_tokens=3)
+    answer = await site.send(GENERATE, STREAMED, headers=ID).end()
+    assert ids_of(answer) == ids_of(right)
+    assert answer.done
+    (record,) = await site.ended()
+    assert record.output_tokens == 12
+    prompts = [leg.values["token_ids"] for leg in site.received("decode")]
+    assert [len(one) for one in prompts] == [3 + 3 * n for n in range(len(prompts))]
 
 
-def test_experts_that_no_engine_knows_all_of_end_it_with_an_error(play: "Play") -> None:
+@served(flags=EXACT | {"retry_attempts": 4}, ranks=4)
+async def test_it_goes_on_once_where_ranks_die(site: Site) -> None:
+    right = await alone(site, GENERATE, STREAMED)
+    site.fleet.faults.set("decode", reset_after_tokens=3)
+    answer = await site.send(GENERATE, STREAMED, headers=ID).end()
+    assert not answer.done
+    assert answer.error is not None
+    assert b"two engines died" in answer.events[-1]
+    told = [i for chunk in answer.chunks[:-1] for i in chunk["choices"][0]["token_ids"]]
+    assert told == ids_of(right)[:6]
+    (record,) = await site.ended()
+    assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+    assert record.output_tokens == 6
+    prompts = [leg.values["token_ids"] for leg in site.received("decode")]
+    assert [len(one) for one in prompts] == [3, 6]
+
+
+@served(flags=EXACT, connector="mooncake-ascend")
+async def test_a_stream_that_is_handed_back_goes_on(site: Site) -> None:
+    right = await alone(site, GENERATE, STREAMED)
+    site.fleet.faults.set("decode/0", recomputed_after_tokens=4)
+    answer = await site.send(GENERATE, STREAMED, headers=ID).end()
+    assert ids_of(answer) == ids_of(right)
+    assert answer.done
+    (record,) = await site.ended()
+    assert record.recomputes
+    assert record.output_tokens == 12
+
+
+@served(flags=EXACT, at_rest=False)
+async def test_experts_that_no_engine_knows_all_of_end_it_with_an_error(site: Site) -> None:
     def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         body = json.loads(request.body)
         if engine.startswith("prefill"):
@@ -168,13 +158,10 @@ def test_experts_that_no_engine_knows_all_of_end_it_with_an_error(play: "Play") 
         if not again:
             reply.abort()
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[GENERATE.encode()] = answer
-        exchange = await site.post(GENERATE, STREAMED)
-        assert not exchange.done
-        assert b"routed_experts of an answer" in exchange.events[-1]
-
-    play(scenario, flags=EXACT, at_rest=False)
+    site.handlers[GENERATE.encode()] = answer
+    exchange = await site.post(GENERATE, STREAMED)
+    assert not exchange.done
+    assert b"routed_experts of an answer" in exchange.events[-1]
 
 
 @pytest.mark.parametrize(
@@ -227,39 +214,35 @@ def test_the_request_that_goes_on_asks_for_the_rest() -> None:
     ],
     ids=["greedy", "prompt ids", "seeded", "least"],
 )
-def test_the_first_id_comes_before_there_is_a_rank(play: "Play", more: dict[str, Any]) -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMED | more
-        right = await alone(site, GENERATE, values)
-        site.fleet.faults.set("decode", delay_s=WAIT_S)
-        begin_s = site.loop.time()
-        exchange = site.send(GENERATE, values, headers=ID)
-        await exchange.until_events(1)
-        assert site.loop.time() - begin_s < WAIT_S / 10
-        same(await exchange.end(), right)
-        (record,) = await site.ended()
-        assert record.early_first_token
-        assert (record.outcome, record.output_tokens) == (Outcome.OK, 12)
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_the_first_id_comes_before_there_is_a_rank(site: Site, more: dict[str, Any]) -> None:
+    values = STREAMED | more
+    right = await alone(site, GENERATE, values)
+    site.fleet.faults.set("decode", delay_s=WAIT_S)
+    begin_s = site.loop.time()
+    exchange = site.send(GENERATE, values, headers=ID)
+    await exchange.until_events(1)
+    assert site.loop.time() - begin_s < WAIT_S / 10
+    same(await exchange.end(), right)
+    (record,) = await site.ended()
+    assert record.early_first_token
+    assert (record.outcome, record.output_tokens) == (Outcome.OK, 12)
 
 
-def test_both_legs_of_a_sampled_stream_have_one_seed(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMED | {"sampling_params": SAMPLING | {"temperature": 0.9, "logit_bias": {}}}
-        answer = await site.post(GENERATE, values, ID)
-        assert answer.done
-        (record,) = await site.ended()
-        assert record.early_first_token
-        legs = [site.received(role)[0].values["sampling_params"] for role in ("prefill", "decode")]
-        assert {leg["seed"] for leg in legs} == {record.seed}
-        assert (legs[0]["max_tokens"], legs[1]["max_tokens"]) == (1, 12)
-        drawn = values["sampling_params"] | {"seed": record.seed}
-        assert ids_of(await alone(site, GENERATE, values | {"sampling_params": drawn})) == ids_of(
-            answer
-        )
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_both_legs_of_a_sampled_stream_have_one_seed(site: Site) -> None:
+    values = STREAMED | {"sampling_params": SAMPLING | {"temperature": 0.9, "logit_bias": {}}}
+    answer = await site.post(GENERATE, values, ID)
+    assert answer.done
+    (record,) = await site.ended()
+    assert record.early_first_token
+    legs = [site.received(role)[0].values["sampling_params"] for role in ("prefill", "decode")]
+    assert {leg["seed"] for leg in legs} == {record.seed}
+    assert (legs[0]["max_tokens"], legs[1]["max_tokens"]) == (1, 12)
+    drawn = values["sampling_params"] | {"seed": record.seed}
+    assert ids_of(await alone(site, GENERATE, values | {"sampling_params": drawn})) == ids_of(
+        answer
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,15 +256,13 @@ def test_both_legs_of_a_sampled_stream_have_one_seed(play: "Play") -> None:
     ],
     ids=str,
 )
-def test_whose_first_id_waits_for_a_rank(play: "Play", more: dict[str, Any]) -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMED | more
-        right = await alone(site, GENERATE, values)
-        same(await site.post(GENERATE, values, ID), right)
-        (record,) = await site.ended()
-        assert not record.early_first_token
-
-    play(scenario, flags=EARLY)
+@served(flags=EARLY)
+async def test_whose_first_id_waits_for_a_rank(site: Site, more: dict[str, Any]) -> None:
+    values = STREAMED | more
+    right = await alone(site, GENERATE, values)
+    same(await site.post(GENERATE, values, ID), right)
+    (record,) = await site.ended()
+    assert not record.early_first_token
 
 
 @pytest.mark.parametrize(
@@ -293,8 +274,9 @@ def test_whose_first_id_waits_for_a_rank(play: "Play", more: dict[str, Any]) -> 
     ],
     ids=["the same", "another", "none"],
 )
-def test_a_rank_that_says_another_first_id_is_left(
-    play: "Play", first: list[int], rest: list[int], prompts: list[list[int]]
+@served(flags=EARLY, at_rest=False)
+async def test_a_rank_that_says_another_first_id_is_left(
+    site: Site, first: list[int], rest: list[int], prompts: list[list[int]]
 ) -> None:
     asked: list[list[int]] = []
 
@@ -313,13 +295,10 @@ def test_a_rank_that_says_another_first_id_is_left(
         reply.write(b"data: [DONE]\n\n")
         reply.end()
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[GENERATE.encode()] = answer
-        exchange = await site.post(GENERATE, STREAMED)
-        assert exchange.done
-        assert ids_of(exchange) == [7, 8, 9]
-        assert asked == prompts
-        (record,) = await site.ended()
-        assert record.first_token_differences == len(prompts) - 1
-
-    play(scenario, flags=EARLY, at_rest=False)
+    site.handlers[GENERATE.encode()] = answer
+    exchange = await site.post(GENERATE, STREAMED)
+    assert exchange.done
+    assert ids_of(exchange) == [7, 8, 9]
+    assert asked == prompts
+    (record,) = await site.ended()
+    assert record.first_token_differences == len(prompts) - 1

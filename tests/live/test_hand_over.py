@@ -7,17 +7,15 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.control.test_admin import INSTANCE, ORDERS, PAGES, Bench
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
+from tests.support.site import Exchanged
 
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.hand_over import Successor
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, MakeExchanged
 
 LONG = {**STREAM, "max_tokens": 400}
 
@@ -54,15 +52,11 @@ async def begin(served: Served) -> int:
 
 
 @asynccontextmanager
-async def served_by(
-    make_exchanged: "MakeExchanged", *flags: str, log: Path, **changes: Any
-) -> AsyncIterator[Served]:
+async def served_by(*flags: str, log: Path, **changes: Any) -> AsyncIterator[Served]:
     """Serve before emulated engines; leave no successor behind."""
     async with (
         engines(**changes) as fleet,
-        serving(
-            make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log), *flags
-        ) as served,
+        serving(fleet.prefill_urls, fleet.decode_urls, "--log", str(log), *flags) as served,
     ):
         try:
             yield served
@@ -79,7 +73,7 @@ def kill_successors(served: Served) -> None:
                 os.kill(one, signal.SIGKILL)
 
 
-async def long_streams(served: Served, count: int) -> "list[Exchanged]":
+async def long_streams(served: Served, count: int) -> list[Exchanged]:
     """Begin streams, and wait until each has brought a few tokens."""
     streams = [served.client.send(b"POST", COMPLETIONS, LONG) for _ in range(count)]
     while not all(len(one.events) > 3 for one in streams):  # noqa: ASYNC110 - none tells.
@@ -107,18 +101,16 @@ async def policy(served: Served) -> str:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_new_version_takes_over_and_no_request_notices(
-    make_exchanged: "MakeExchanged", tmp_path: Path, keeps: bool
-) -> None:
+def test_a_new_version_takes_over_and_no_request_notices(tmp_path: Path, keeps: bool) -> None:
     log = tmp_path / "log"
     flags = ["--roster-state", str(tmp_path / "roster")] if keeps else []
 
     async def main() -> None:
-        async with served_by(make_exchanged, *flags, log=log) as served:
+        async with served_by(*flags, log=log) as served:
             over = asyncio.Event()
 
             async def keep_asking(*, reuse: bool) -> None:
-                client = Client(served.ports()[0], make_exchanged)
+                client = Client(served.ports()[0])
                 while not over.is_set():
                     answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
                     assert answer.done, (answer.status, answer.body, answer.error)
@@ -154,13 +146,11 @@ def test_a_new_version_takes_over_and_no_request_notices(
     play(main())
 
 
-def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def main() -> None:
-        async with served_by(make_exchanged, log=log) as served:
+        async with served_by(log=log) as served:
             second = await begin(served)
             await until_waiting(served.process.pid)
             assert (await served.client.post(COMPLETIONS, STREAM)).done
@@ -174,15 +164,13 @@ def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(
     play(main())
 
 
-def test_a_version_that_does_not_start_leaves_everything_as_it_is(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_a_version_that_does_not_start_leaves_everything_as_it_is(tmp_path: Path) -> None:
     log, keys = tmp_path / "log", tmp_path / "keys"
     keys.write_text("one\n")
     keys.chmod(0o600)
 
     async def main() -> None:
-        async with served_by(make_exchanged, "--api-key-file", str(keys), log=log) as served:
+        async with served_by("--api-key-file", str(keys), log=log) as served:
             keys.write_text("")
             served.process.send_signal(signal.SIGUSR2)
             await told(log, "the new version does not start")
@@ -195,7 +183,7 @@ def test_a_version_that_does_not_start_leaves_everything_as_it_is(
             served.process.send_signal(signal.SIGUSR2)
             await told(log, "a new version serves")
             key = [(b"authorization", b"Bearer two")]
-            client = Client(served.ports()[0], make_exchanged)
+            client = Client(served.ports()[0])
             answer = await client.send(b"POST", COMPLETIONS, STREAM, key).end()
             assert answer.done
             client.close()
@@ -207,18 +195,18 @@ def test_a_version_that_does_not_start_leaves_everything_as_it_is(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_end_reaches_both_once_while_the_old_one_drains(
-    make_exchanged: "MakeExchanged", tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     log = tmp_path / "log"
 
     async def main() -> None:
-        async with served_by(make_exchanged, log=log) as served:
+        async with served_by(log=log) as served:
             old = await long_streams(served, 2)
             pid = await begin(served)
             await told(log, "a new version serves")
             # So a terminal's signals reach it through the first process alone.
             assert os.getpgid(pid) == pid
-            client = Client(served.ports()[0], make_exchanged)
+            client = Client(served.ports()[0])
             new = client.send(b"POST", COMPLETIONS, LONG)
             while len(new.events) < 3:  # noqa: ASYNC110 - nobody tells.
                 await asyncio.sleep(0.005)
@@ -233,13 +221,11 @@ def test_a_signal_to_end_reaches_both_once_while_the_old_one_drains(
     play(main())
 
 
-def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def main() -> None:
-        async with served_by(make_exchanged, log=log) as served:
+        async with served_by(log=log) as served:
             pid = await begin(served)
             os.kill(pid, signal.SIGSTOP)
             served.process.send_signal(signal.SIGTERM)
@@ -249,13 +235,11 @@ def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(
     play(main())
 
 
-def test_an_order_while_a_new_version_starts_is_refused_until_that_takes_it(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_an_order_while_a_new_version_starts_is_refused_until_that_takes_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def main() -> None:
-        async with served_by(make_exchanged, log=log) as served:
+        async with served_by(log=log) as served:
             pid = await begin(served)
             os.kill(pid, signal.SIGSTOP)  # So the old one is still asked.
             answer = await served.admin.post("/admin/policy", {"policy": "jsq"})
@@ -265,7 +249,7 @@ def test_an_order_while_a_new_version_starts_is_refused_until_that_takes_it(
             os.kill(pid, signal.SIGCONT)
             statuses = []
             while 200 not in statuses:
-                client = Client(served.ports()[1], make_exchanged)
+                client = Client(served.ports()[1])
                 statuses.append((await client.post("/admin/policy", {"policy": "jsq"})).status)
                 client.close()
             assert set(statuses) <= {200, 503}

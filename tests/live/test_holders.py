@@ -4,14 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.control.admin import CONNECTIONS
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4}
@@ -49,50 +47,49 @@ async def held(ports: list[int], begun: bytes, count: int) -> AsyncIterator[list
 
 
 @pytest.mark.parametrize("begun", [b"", HALF, UPLOAD])
-def test_the_public_listener_serves_beside_those_who_hold_it(play: "Play", begun: bytes) -> None:
-    async def scenario(site: "Site") -> None:
-        ports = [front.server.port for front in site.world.fronts]
-        async with held(ports, begun, 2 * LIMIT) as opened:
-            await asyncio.sleep(1.5)
-            for _ in range(20):
-                answer = await site.post(COMPLETIONS, BODY)
-                assert (answer.status, answer.error) == (200, None), answer.body
-                await asyncio.sleep(0.25)
-            assert opened[0] > 3 * LIMIT  # They were closed, and came again.
-
-    play(scenario, flags={"connection_limit": LIMIT})
+@served(flags={"connection_limit": LIMIT})
+async def test_the_public_listener_serves_beside_those_who_hold_it(
+    site: Site, begun: bytes
+) -> None:
+    ports = [front.server.port for front in site.world.fronts]
+    async with held(ports, begun, 2 * LIMIT) as opened:
+        await asyncio.sleep(1.5)
+        for _ in range(20):
+            answer = await site.post(COMPLETIONS, BODY)
+            assert (answer.status, answer.error) == (200, None), answer.body
+            await asyncio.sleep(0.25)
+        assert opened[0] > 3 * LIMIT  # They were closed, and came again.
 
 
 @pytest.mark.parametrize("begun", [b"", HALF, UPLOAD])
-def test_the_admin_listener_answers_beside_those_who_hold_it(play: "Play", begun: bytes) -> None:
-    async def scenario(site: "Site") -> None:
-        assert site.world.plane.admin is not None
-        async with held([site.world.plane.admin.port], begun, 2 * CONNECTIONS):
-            for _ in range(20):
-                for page in ("/health", "/ready", "/metrics", "/admin/instances"):
-                    answer = await site.admin(page)
-                    assert (answer.status, answer.error) == (200, None), page
-                await asyncio.sleep(0.25)
+@served()
+async def test_the_admin_listener_answers_beside_those_who_hold_it(
+    site: Site, begun: bytes
+) -> None:
+    assert site.world.plane.admin is not None
+    async with held([site.world.plane.admin.port], begun, 2 * CONNECTIONS):
+        for _ in range(20):
+            for page in ("/health", "/ready", "/metrics", "/admin/instances"):
+                answer = await site.admin(page)
+                assert (answer.status, answer.error) == (200, None), page
+            await asyncio.sleep(0.25)
 
-    play(scenario)
 
-
-def test_a_head_of_the_admin_listener_has_two_seconds(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        assert site.world.plane.admin is not None
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.plane.admin.port)
-        writer.write(HALF)
-        begin_s = site.loop.time()
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
-        assert 2.0 <= site.loop.time() - begin_s < 3.0
-        writer.close()
-
-    play(scenario)
+@served()
+async def test_a_head_of_the_admin_listener_has_two_seconds(site: Site) -> None:
+    assert site.world.plane.admin is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.plane.admin.port)
+    writer.write(HALF)
+    begin_s = site.loop.time()
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    assert 2.0 <= site.loop.time() - begin_s < 3.0
+    writer.close()
 
 
 @pytest.mark.parametrize("begun", [b"", HALF])
-def test_after_a_standstill_nobody_gives_way_whose_request_was_not_read(
-    play: "Play", begun: bytes
+@served(flags={"connection_limit": LIMIT})
+async def test_after_a_standstill_nobody_gives_way_whose_request_was_not_read(
+    site: Site, begun: bytes
 ) -> None:
     """All that came meanwhile is accepted at once, before any of it is read."""
     data = json.dumps(BODY).encode()
@@ -107,24 +104,21 @@ def test_after_a_standstill_nobody_gives_way_whose_request_was_not_read(
                 line = await reader.readline()
         return line[-17:]
 
-    async def scenario(site: "Site") -> None:
-        ports = [front.server.port for front in site.world.fronts]
-        kept = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
-        assert {await ask(*one) for one in kept} == {b"HTTP/1.1 200 OK\r\n"}
-        await asyncio.sleep(1.0)
-        site.world.stand_still(0.3)
-        clients = [
-            asyncio.create_task(asyncio.open_connection("127.0.0.1", port))
-            for port in ports
-            for _ in range(LIMIT // 2)
-        ]
-        opened = [*await asyncio.gather(*clients), *kept]
-        asked = [asyncio.create_task(ask(*one)) for one in opened]
-        async with held(ports, begun, 2 * LIMIT):
-            assert set(await asyncio.gather(*asked)) == {b"HTTP/1.1 200 OK\r\n"}
-        for front in site.world.fronts:
-            assert front.server.limit.rejected["limit"] == 0
-        for _, writer in opened:
-            writer.close()
-
-    play(scenario, flags={"connection_limit": LIMIT})
+    ports = [front.server.port for front in site.world.fronts]
+    kept = [await asyncio.open_connection("127.0.0.1", port) for port in ports]
+    assert {await ask(*one) for one in kept} == {b"HTTP/1.1 200 OK\r\n"}
+    await asyncio.sleep(1.0)
+    site.world.stand_still(0.3)
+    clients = [
+        asyncio.create_task(asyncio.open_connection("127.0.0.1", port))
+        for port in ports
+        for _ in range(LIMIT // 2)
+    ]
+    opened = [*await asyncio.gather(*clients), *kept]
+    asked = [asyncio.create_task(ask(*one)) for one in opened]
+    async with held(ports, begun, 2 * LIMIT):
+        assert set(await asyncio.gather(*asked)) == {b"HTTP/1.1 200 OK\r\n"}
+    for front in site.world.fronts:
+        assert front.server.limit.rejected["limit"] == 0
+    for _, writer in opened:
+        writer.close()

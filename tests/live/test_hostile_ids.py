@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.test_early_tokens import prefilled
 from tests.live.test_proxy_connectors import COMPLETIONS
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -73,8 +72,9 @@ ALL_OF_THEM = [1, 2, 7, 8, 9, 6]
     ],
     ids=str,
 )
-def test_a_stream_goes_on_behind_its_own_ids_or_ends_with_an_error(
-    play: "Play", said: list[dict[str, Any]], goes_on: object
+@served(flags={"resume": "exact"}, at_rest=False)
+async def test_a_stream_goes_on_behind_its_own_ids_or_ends_with_an_error(
+    site: Site, said: list[dict[str, Any]], goes_on: object
 ) -> None:
     asked: list[object] = []
 
@@ -95,15 +95,12 @@ def test_a_stream_goes_on_behind_its_own_ids_or_ends_with_an_error(
         else:
             reply.abort()
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[COMPLETIONS.encode()] = answer
-        exchange = await site.post(COMPLETIONS, ASKED)
-        text = "".join(event["choices"][0]["text"] for event in said if event["choices"])
-        assert exchange.text == text + ("" if goes_on is None else "z!")
-        assert exchange.done is (goes_on is not None)
-        assert asked == ["a b"] + ([] if goes_on is None else [goes_on if said else "a b"])
-        (record,) = await site.ended()
-        assert (record.outcome is Outcome.OK) is (goes_on is not None)
-        assert record.resumes == (goes_on not in (None, "again"))
-
-    play(scenario, flags={"resume": "exact"}, at_rest=False)
+    site.handlers[COMPLETIONS.encode()] = answer
+    exchange = await site.post(COMPLETIONS, ASKED)
+    text = "".join(event["choices"][0]["text"] for event in said if event["choices"])
+    assert exchange.text == text + ("" if goes_on is None else "z!")
+    assert exchange.done is (goes_on is not None)
+    assert asked == ["a b"] + ([] if goes_on is None else [goes_on if said else "a b"])
+    (record,) = await site.ended()
+    assert (record.outcome is Outcome.OK) is (goes_on is not None)
+    assert record.resumes == (goes_on not in (None, "again"))

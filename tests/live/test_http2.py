@@ -7,15 +7,12 @@ import subprocess
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
 from tests.support.certificate import make_certificate
-
-if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
 
 pytest.importorskip("h2", reason="needs the extra h2")
 # Of each answer its own, or of one protocol alone.
@@ -42,9 +39,7 @@ def steady(answer: httpx.Response) -> tuple[int, set[str], str]:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_http2_gives_the_answers_of_http1(
-    make_exchanged: "MakeExchanged", tmp_path: Path, tls: bool
-) -> None:
+def test_http2_gives_the_answers_of_http1(tmp_path: Path, tls: bool) -> None:
     flags, trusting = ["--http2"], None
     if tls:
         cert, key = make_certificate(tmp_path)
@@ -61,9 +56,7 @@ def test_http2_gives_the_answers_of_http1(
         async with AsyncExitStack() as stack:
             fleet = await stack.enter_async_context(engines())
             served = await stack.enter_async_context(
-                serving(
-                    make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting
-                )
+                serving(fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting)
             )
             public, _ = served.ports()
             url = f"http{'s' if tls else ''}://localhost:{public}"
@@ -91,11 +84,11 @@ def test_http2_gives_the_answers_of_http1(
     play(main())
 
 
-def test_where_it_is_off_who_begins_with_it_is_refused(make_exchanged: "MakeExchanged") -> None:
+def test_where_it_is_off_who_begins_with_it_is_refused() -> None:
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls) as served,
         ):
             public, _ = served.ports()
             url = f"http://localhost:{public}"

@@ -15,8 +15,6 @@ from tests.live.served import COMPLETIONS, STREAM, engines, play, serving, until
 from tests.support.certificate import make_certificate
 
 if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
-
     from balanceroute.proxy.wire.messages import Headers
 
 JSON: "Headers" = [(b"content-type", b"application/json")]
@@ -36,7 +34,7 @@ print(*sorted(name for name in sys.modules if "aioquic" in name or "http3." in n
     assert found.stdout.split() == []
 
 
-def test_http3_gives_the_answers_of_http1(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
+def test_http3_gives_the_answers_of_http1(tmp_path: Path) -> None:
     pytest.importorskip("aioquic", reason="needs the extra h3")
     from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
 
@@ -54,9 +52,7 @@ def test_http3_gives_the_answers_of_http1(make_exchanged: "MakeExchanged", tmp_p
         trusting = ssl.create_default_context(cafile=str(cert))
         async with (
             engines() as fleet,
-            serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting
-            ) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting) as served,
         ):
             public, _ = served.ports()
             async with http3_client(public, cert.read_text()) as client:
@@ -95,7 +91,7 @@ def test_http3_gives_the_answers_of_http1(make_exchanged: "MakeExchanged", tmp_p
 
 @pytest.mark.parametrize(("host", "others"), [("::", 1), ("0.0.0.0", 0)])  # noqa: S104
 def test_every_interface_is_that_of_both_families_over_http3_too(
-    make_exchanged: "MakeExchanged", tmp_path: Path, host: str, others: int
+    tmp_path: Path, host: str, others: int
 ) -> None:
     pytest.importorskip("aioquic", reason="needs the extra h3")
     from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
@@ -108,7 +104,7 @@ def test_every_interface_is_that_of_both_families_over_http3_too(
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             public, _ = served.ports()
             for address in ["127.0.0.1", "::1"][: 1 + others]:
@@ -129,9 +125,7 @@ def _steady(body: bytes) -> bytes:
     return b"".join([parts[0], *(part.lstrip(b" 0123456789") for part in parts[1:])])
 
 
-def test_a_new_certificate_is_shown_to_new_connections(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_a_new_certificate_is_shown_to_new_connections(tmp_path: Path) -> None:
     pytest.importorskip("aioquic", reason="needs the extra h3")
     from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
 
@@ -141,7 +135,7 @@ def test_a_new_certificate_is_shown_to_new_connections(
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             public, _ = served.ports()
             before = cert.read_text()

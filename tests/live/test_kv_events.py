@@ -31,7 +31,6 @@ from balanceroute.proxy.live.engines.kv_subscriber import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from tests.live.conftest import MakeExchanged
 
 P = PrefillerId(0)
 BLOCK = 16
@@ -69,11 +68,11 @@ def request(tokens: list[int]) -> dict[str, object]:
     return {"model": "tiny", "prompt": tokens, "max_tokens": 2, "ignore_eos": True}
 
 
-def test_the_index_follows_a_prefiller_through_its_life(make_exchanged: "MakeExchanged") -> None:
+def test_the_index_follows_a_prefiller_through_its_life() -> None:
     async def main() -> None:
         blocks = EngineBlocks(BLOCK)
         async with engines() as fleet:
-            engine = Client(fleet.engines[0].port, make_exchanged)
+            engine = Client(fleet.engines[0].port)
 
             async def compute(*seeds: int) -> None:
                 for seed in seeds:
@@ -112,7 +111,7 @@ def test_the_index_follows_a_prefiller_through_its_life(make_exchanged: "MakeExc
                 fleet.kill(0)
                 await fleet.restore(0)
                 engine.close()
-                engine = Client(fleet.engines[0].port, make_exchanged)
+                engine = Client(fleet.engines[0].port)
                 await compute(3)
                 await until(lambda: blocks.blocks(P) == 6 and follows())
                 await until(lambda: bool(lost))
@@ -147,16 +146,14 @@ async def until_known(served: Served, blocks: list[int]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_proxy_finds_what_others_had_computed(make_exchanged: "MakeExchanged") -> None:
+def test_a_proxy_finds_what_others_had_computed() -> None:
     async def main() -> None:
         async with engines() as fleet:
             for place, seed in ((0, 1), (1, 2)):
-                engine = Client(fleet.engines[place].port, make_exchanged)
+                engine = Client(fleet.engines[place].port)
                 assert (await engine.post(COMPLETIONS, request(prompt(seed, 8)))).status == 200
                 engine.close()
-            async with serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags(fleet)
-            ) as served:
+            async with serving(fleet.prefill_urls, fleet.decode_urls, *flags(fleet)) as served:
                 await until_known(served, [8, 8])
                 for seed, place in ((2, 1), (1, 0), (2, 1), (1, 0)):
                     answer = await served.client.post(COMPLETIONS, request(prompt(seed, 8)))
@@ -182,9 +179,7 @@ def said(seed: int, turns: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", COMPLETIONS])
-def test_a_text_goes_where_its_tokens_are_by_now(
-    make_exchanged: "MakeExchanged", path: str
-) -> None:
+def test_a_text_goes_where_its_tokens_are_by_now(path: str) -> None:
     def body(turns: int, **more: object) -> dict[str, object]:
         messages = said(1, turns)
         text = "".join(f"{one['content']} " for one in messages)
@@ -196,7 +191,7 @@ def test_a_text_goes_where_its_tokens_are_by_now(
 
             async def compute(place: int, path: str, *bodies: dict[str, object]) -> None:
                 """Have an engine compute prompts that the proxy does not see."""
-                engine = Client(fleet.engines[place].port, make_exchanged)
+                engine = Client(fleet.engines[place].port)
                 for one in bodies:
                     assert (await engine.post(path, one)).status == 200
                 engine.close()
@@ -206,9 +201,7 @@ def test_a_text_goes_where_its_tokens_are_by_now(
                 1,
             ):  # An engine that begins now would count as one that lost its cache.
                 await compute(place, COMPLETIONS, request(prompt(9, 1)))
-            async with serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags(fleet)
-            ) as served:
+            async with serving(fleet.prefill_urls, fleet.decode_urls, *flags(fleet)) as served:
                 await until_known(served, [1, 1])
                 client = {"session_id": "of the client's"}
                 assert (await served.client.post(path, body(1, **client))).status == 200
@@ -229,16 +222,14 @@ def test_a_text_goes_where_its_tokens_are_by_now(
 
 
 @pytest.mark.parametrize("by", ["file", "order", "ports"])
-def test_prefillers_that_come_and_go_are_followed(
-    make_exchanged: "MakeExchanged", tmp_path: Path, by: str
-) -> None:
+def test_prefillers_that_come_and_go_are_followed(tmp_path: Path, by: str) -> None:
     found = by == "file"
 
     async def main() -> None:
         async with engines() as fleet:
             first, second = fleet.prefill_urls
             listed, addresses = tmp_path / "engines.toml", fleet.kv_addresses
-            engine = Client(fleet.engines[1].port, make_exchanged)
+            engine = Client(fleet.engines[1].port)
             assert (await engine.post(COMPLETIONS, request(prompt(2, 8)))).status == 200
             engine.close()
             listed.write_text("")
@@ -250,7 +241,7 @@ def test_prefillers_that_come_and_go_are_followed(
             elif by == "ports":
                 ports = [one.rpartition(":")[2] for one in addresses[1]]
                 words += ["--kv-events-port", ports[0], "--kv-replay-port", ports[1]]
-            async with serving(make_exchanged, [first], fleet.decode_urls, *words) as served:
+            async with serving([first], fleet.decode_urls, *words) as served:
 
                 async def come() -> None:
                     events, replay = addresses[1]
@@ -291,13 +282,11 @@ def test_prefillers_that_come_and_go_are_followed(
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_treacherous_events_cost_no_answer(make_exchanged: "MakeExchanged", replays: bool) -> None:
+def test_treacherous_events_cost_no_answer(replays: bool) -> None:
     async def main() -> None:
         async with engines(replace(SETTINGS, kv_event_faults=0.5)) as fleet:
             words = flags(fleet) if replays else flags(fleet)[: -1 - len(fleet.prefill_urls)]
-            async with serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *words
-            ) as served:
+            async with serving(fleet.prefill_urls, fleet.decode_urls, *words) as served:
                 seed = 0
                 while seed < 60 or not (replays or await has_lost_events(served)):
                     tokens = prompt(seed % 7, 4) + prompt(seed, 2)

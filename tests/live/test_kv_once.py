@@ -8,10 +8,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Site, served
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -84,55 +83,47 @@ class Engines:
     ("failing", "stream"),
     [("reset", False), ("reset", True), ("500", False), ("500", True), ("event", True)],
 )
-def test_what_a_rank_may_have_pulled_is_prefilled_again(
-    play: "Play", failing: str, *, stream: bool
+@served()
+async def test_what_a_rank_may_have_pulled_is_prefilled_again(
+    site: Site, failing: str, *, stream: bool
 ) -> None:
     """The same lease went to a second rank, which answered another prompt with 200."""
     engines = Engines(failing)
-
-    async def scenario(site: "Site") -> None:
-        site.handlers[COMPLETIONS.encode()] = engines.answer
-        values = {"prompt": "t1 t2 t3", "max_tokens": 8, "stream": stream}
-        exchange = await site.post(COMPLETIONS, values)
-        assert exchange.status == 200
-        assert exchange.text == "mine"
-        assert engines.pulls == [1, 2]
-        if failing == "reset":  # A rank that answers may be tried with another prefiller.
-            assert len({one.engine for one in site.received("decode", COMPLETIONS)}) == 2
-        (record,) = await site.ended()
-        assert record.retries == 1
-
-    play(scenario)
+    site.handlers[COMPLETIONS.encode()] = engines.answer
+    values = {"prompt": "t1 t2 t3", "max_tokens": 8, "stream": stream}
+    exchange = await site.post(COMPLETIONS, values)
+    assert exchange.status == 200
+    assert exchange.text == "mine"
+    assert engines.pulls == [1, 2]
+    if failing == "reset":  # A rank that answers may be tried with another prefiller.
+        assert len({one.engine for one in site.received("decode", COMPLETIONS)}) == 2
+    (record,) = await site.ended()
+    assert record.retries == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_no_rank_took_is_offered_to_another(play: "Play", *, stream: bool) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.kill("decode/0")
-        values = {"prompt": "t1 t2 t3", "max_tokens": 8, "ignore_eos": True, "stream": stream}
-        exchange = await site.post(COMPLETIONS, values)
-        assert exchange.status == 200
-        assert len(site.received("prefill", COMPLETIONS)) == 1
-        assert len(site.received("decode", COMPLETIONS)) == 1
-
-    play(scenario)
+@served()
+async def test_what_no_rank_took_is_offered_to_another(site: Site, *, stream: bool) -> None:
+    site.fleet.kill("decode/0")
+    values = {"prompt": "t1 t2 t3", "max_tokens": 8, "ignore_eos": True, "stream": stream}
+    exchange = await site.post(COMPLETIONS, values)
+    assert exchange.status == 200
+    assert len(site.received("prefill", COMPLETIONS)) == 1
+    assert len(site.received("decode", COMPLETIONS)) == 1
 
 
-def test_a_kv_cache_is_not_trusted_after_its_rank_was_removed(play: "Play") -> None:
+@served()
+async def test_a_kv_cache_is_not_trusted_after_its_rank_was_removed(site: Site) -> None:
     """A rank that is removed by force may have pulled what it was offered."""
-
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", hang=True)
-        site.fleet.faults.set("decode/1", hang=True)
-        values = {"prompt": "t1 t2 t3", "max_tokens": 8, "ignore_eos": True, "stream": True}
-        exchange = site.send(COMPLETIONS, values)
-        await site.until(lambda: bool(site.received("decode", COMPLETIONS)))
-        (taken,) = site.received("decode", COMPLETIONS)
-        site.fleet.faults.clear("decode/0")
-        site.fleet.faults.clear("decode/1")
-        order = {"role": "decode", "url": site.fleet.engine(taken.engine).url, "force": True}
-        assert (await site.admin("/admin/instances/remove", order)).status == 200
-        assert (await exchange.end()).done
-        assert len(site.received("prefill", COMPLETIONS)) == 2
-
-    play(scenario)
+    site.fleet.faults.set("decode/0", hang=True)
+    site.fleet.faults.set("decode/1", hang=True)
+    values = {"prompt": "t1 t2 t3", "max_tokens": 8, "ignore_eos": True, "stream": True}
+    exchange = site.send(COMPLETIONS, values)
+    await site.until(lambda: bool(site.received("decode", COMPLETIONS)))
+    (taken,) = site.received("decode", COMPLETIONS)
+    site.fleet.faults.clear("decode/0")
+    site.fleet.faults.clear("decode/1")
+    order = {"role": "decode", "url": site.fleet.engine(taken.engine).url, "force": True}
+    assert (await site.admin("/admin/instances/remove", order)).status == 200
+    assert (await exchange.end()).done
+    assert len(site.received("prefill", COMPLETIONS)) == 2

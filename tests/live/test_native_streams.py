@@ -13,10 +13,9 @@ import pytest
 from tests.live.served import Served, engines, play, serving
 from tests.live.test_hand_over import begin, served_by, until_waiting
 from tests.native import needs_native
+from tests.support.site import Exchanged
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, MakeExchanged
-
     from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 
 pytestmark = needs_native
@@ -83,7 +82,6 @@ Play = Callable[["EmulatedFleet", Served], Coroutine[Any, Any, Any]]
 
 
 async def both_ways(
-    make: "MakeExchanged",
     folder: Path,
     main: Play,
     *flags: str,
@@ -96,7 +94,6 @@ async def both_ways(
         async with (
             engines(ranks=ranks, step_base_ns=STEP_NS) as fleet,
             serving(
-                make,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *("--native", native, "--log", str(log), *flags),
@@ -113,7 +110,7 @@ async def both_ways(
     return results, logs
 
 
-def test_every_stream_is_the_same(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
+def test_every_stream_is_the_same(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = [served.client.send(b"POST", *one) for one in ASKED]
         for one in sent:
@@ -122,7 +119,7 @@ def test_every_stream_is_the_same(make_exchanged: "MakeExchanged", tmp_path: Pat
         return [shown(one.events) for one in sent]
 
     async def guarded() -> None:
-        (off, native), logs = await both_ways(make_exchanged, tmp_path, main)
+        (off, native), logs = await both_ways(tmp_path, main)
         for without, with_it in zip(off, native, strict=True):
             assert with_it == without
             assert len(without) > 20
@@ -142,7 +139,7 @@ GENERATE = (
 
 @pytest.mark.parametrize("fault", ["reset_after_tokens", "stall_after_tokens"])
 def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
-    make_exchanged: "MakeExchanged", tmp_path: Path, fault: str
+    tmp_path: Path, fault: str
 ) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         told = []
@@ -158,19 +155,18 @@ def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
 
     async def guarded() -> None:
         flags = ("--resume", "valid", "--idle-stream-timeout-s", "1", "--policy", "round-robin")
-        (off, native), logs = await both_ways(make_exchanged, tmp_path, main, *flags, ranks=2)
+        (off, native), logs = await both_ways(tmp_path, main, *flags, ranks=2)
         assert native == off
         assert logs[0] == logs[1]
 
     play(guarded(), PATIENCE_S)
 
 
-def test_nearly_all_of_it_is_moved_natively(make_exchanged: "MakeExchanged") -> None:
+def test_nearly_all_of_it_is_moved_natively() -> None:
     async def guarded() -> None:
         async with (
             engines(step_base_ns=STEP_NS) as fleet,
             serving(
-                make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *("--native", "require", "--native-threads", "2"),
@@ -210,9 +206,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_engines_that_fail_are_told_as_ever(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_engines_that_fail_are_told_as_ever(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         told = []
         for number, (fault, _) in enumerate(FAULTS):
@@ -228,7 +222,7 @@ def test_engines_that_fail_are_told_as_ever(
 
     async def guarded() -> None:
         flags = ("--idle-stream-timeout-s", "1", "--quarantine-failures", "100")
-        (off, native), logs = await both_ways(make_exchanged, tmp_path, main, *flags)
+        (off, native), logs = await both_ways(tmp_path, main, *flags)
         for without, with_it in zip(off, native, strict=True):
             assert with_it == without
         for log in logs:
@@ -244,14 +238,12 @@ async def in_use(served: Served) -> int:
     return len(os.listdir(f"/proc/{served.process.pid}/fd")) - int(state["engine_connections"])
 
 
-def test_no_descriptor_is_lost_of_streams_that_end_in_any_way(
-    make_exchanged: "MakeExchanged",
-) -> None:
+def test_no_descriptor_is_lost_of_streams_that_end_in_any_way() -> None:
     async def guarded() -> None:
         flags = ("--native", "require", "--quarantine-failures", "1000")
         async with (
             engines(step_base_ns=STEP_NS) as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             await served.client.send(b"POST", *asking(CHAT)).end()
             served.client.close()
@@ -278,7 +270,7 @@ def test_no_descriptor_is_lost_of_streams_that_end_in_any_way(
     play(guarded(), PATIENCE_S)
 
 
-def test_a_client_that_leaves_is_noticed(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
+def test_a_client_that_leaves_is_noticed(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = served.client.send(b"POST", *asking(CHAT, max_tokens=100_000))
         await sent.until_events(40)
@@ -287,7 +279,7 @@ def test_a_client_that_leaves_is_noticed(make_exchanged: "MakeExchanged", tmp_pa
             await served.admin.get("/health")
 
     async def guarded() -> None:
-        _, logs = await both_ways(make_exchanged, tmp_path, main)
+        _, logs = await both_ways(tmp_path, main)
         for (line,) in logs:
             assert line["outcome"] == "cancelled"
             assert line["output_tokens"] >= 30
@@ -295,8 +287,8 @@ def test_a_client_that_leaves_is_noticed(make_exchanged: "MakeExchanged", tmp_pa
     play(guarded(), PATIENCE_S)
 
 
-def test_a_drain_ends_what_is_under_way(make_exchanged: "MakeExchanged", tmp_path: Path) -> None:
-    async def main(fleet: "EmulatedFleet", served: Served) -> "Exchanged":
+def test_a_drain_ends_what_is_under_way(tmp_path: Path) -> None:
+    async def main(fleet: "EmulatedFleet", served: Served) -> Exchanged:
         sent = served.client.send(b"POST", *asking(CHAT))
         await sent.until_events(30)
         served.process.send_signal(signal.SIGTERM)
@@ -308,7 +300,6 @@ def test_a_drain_ends_what_is_under_way(make_exchanged: "MakeExchanged", tmp_pat
         async with (
             engines(step_base_ns=STEP_NS) as fleet,
             serving(
-                make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *("--native", "require"),
@@ -320,14 +311,12 @@ def test_a_drain_ends_what_is_under_way(make_exchanged: "MakeExchanged", tmp_pat
     play(guarded(), PATIENCE_S)
 
 
-def test_a_new_version_takes_over_from_one_whose_streams_are_away(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_a_new_version_takes_over_from_one_whose_streams_are_away(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def guarded() -> None:
         flags = ("--native", "require")
-        async with served_by(make_exchanged, *flags, log=log, step_base_ns=STEP_NS) as served:
+        async with served_by(*flags, log=log, step_base_ns=STEP_NS) as served:
             sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(8)]
             await asyncio.gather(*(one.until_events(50) for one in sent))
             returned = sum((await reasons(served)).values())
@@ -348,9 +337,7 @@ def test_a_new_version_takes_over_from_one_whose_streams_are_away(
     play(guarded(), PATIENCE_S)
 
 
-def test_a_client_hears_that_its_engine_is_silent(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_a_client_hears_that_its_engine_is_silent(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = served.client.send(b"POST", *asking(CHAT))
         await sent.until_events(30)
@@ -364,7 +351,7 @@ def test_a_client_hears_that_its_engine_is_silent(
 
     async def guarded() -> None:
         flags = ("--sse-keep-alive-s", "1")
-        (off, native), _ = await both_ways(make_exchanged, tmp_path, main, *flags)
+        (off, native), _ = await both_ways(tmp_path, main, *flags)
         assert native == off
 
     play(guarded(), PATIENCE_S)

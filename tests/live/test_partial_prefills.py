@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.test_early_tokens import EARLY, SAID, say
 from tests.live.test_proxy_connectors import PULL_KEYS
+from tests.support.site import Site, play
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -31,7 +30,6 @@ ASKED: dict[str, Any] = {
 
 
 def play_with(
-    play: "Play",
     scenario: Any,
     *,
     finish: str = "length",
@@ -42,7 +40,7 @@ def play_with(
 ) -> None:
     """Play before prefillers that say "a" and tell what is `told`, and ranks that say two letters."""
 
-    async def main(site: "Site") -> None:
+    async def main(site: Site) -> None:
         def prefill(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             kv: dict[str, Any] = dict.fromkeys(PULL_KEYS, "k")
@@ -66,8 +64,8 @@ def play_with(
 
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
-def test_the_first_token_of_a_shorter_prompt_is_not_the_clients(play: "Play", finish: str) -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_first_token_of_a_shorter_prompt_is_not_the_clients(finish: str) -> None:
+    async def scenario(site: Site) -> None:
         for number in (1, 2, 3):
             exchange = await site.post(COMPLETIONS, ASKED)
             assert (exchange.done, exchange.text) == (True, "bc")
@@ -78,21 +76,21 @@ def test_the_first_token_of_a_shorter_prompt_is_not_the_clients(play: "Play", fi
         # Two prefillers were asked what only the first token of an answer needs, once each.
         assert sorted("return_token_ids" in leg for leg in legs) == [False, True, True]
 
-    play_with(play, scenario, finish=finish, computed=1)
+    play_with(scenario, finish=finish, computed=1)
 
 
-def test_one_that_computes_whole_prompts_is_trusted(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_one_that_computes_whole_prompts_is_trusted() -> None:
+    async def scenario(site: Site) -> None:
         exchange = await site.post(COMPLETIONS, ASKED)
         assert exchange.text == "abc"
         (record,) = await site.ended()
         assert (record.early_first_token, record.first_token_differences) == (True, 1)
 
-    play_with(play, scenario, computed=2)
+    play_with(scenario, computed=2)
 
 
-def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines() -> None:
+    async def scenario(site: Site) -> None:
         exchange = await site.post(COMPLETIONS, ASKED)
         assert (exchange.done, exchange.text) == (True, "bc")
         (leg,) = site.received("decode", COMPLETIONS)
@@ -100,11 +98,11 @@ def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines(pl
         (record,) = await site.ended()
         assert (record.outcome, record.early_first_token) == (Outcome.OK, False)
 
-    play_with(play, scenario, finish="stop", computed=None, connector="mooncake-ascend")
+    play_with(scenario, finish="stop", computed=None, connector="mooncake-ascend")
 
 
-def test_where_nothing_is_told_ever_differing_tokens_are_never_given(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_where_nothing_is_told_ever_differing_tokens_are_never_given() -> None:
+    async def scenario(site: Site) -> None:
         for number in range(1, 61):
             exchange = await site.post(COMPLETIONS, ASKED)
             assert (exchange.done, exchange.text) == (True, "bc")
@@ -113,15 +111,13 @@ def test_where_nothing_is_told_ever_differing_tokens_are_never_given(play: "Play
         # They are not asked for any more, either.
         assert "return_token_ids" not in site.received("prefill", COMPLETIONS)[-1].values
 
-    play_with(play, scenario, computed=None, connector="mooncake-ascend")
+    play_with(scenario, computed=None, connector="mooncake-ascend")
 
 
-def test_where_nothing_is_told_trust_follows_agreement_and_ends_with_the_process(
-    play: "Play",
-) -> None:
+def test_where_nothing_is_told_trust_follows_agreement_and_ends_with_the_process() -> None:
     engine = {"remote_engine_id": "first"}
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         early: list[bool] = []
 
         async def ask(times: int) -> list[bool]:
@@ -139,4 +135,4 @@ def test_where_nothing_is_told_trust_follows_agreement_and_ends_with_the_process
         engine["remote_engine_id"] = "second"
         assert not any(await ask(16))
 
-    play_with(play, scenario, computed=None, says="ac", told=engine, connector="mooncake-ascend")
+    play_with(scenario, computed=None, says="ac", told=engine, connector="mooncake-ascend")

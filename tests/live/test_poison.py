@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.chaos.groups import GroupSettings, GroupWorld
+from tests.support.site import Exchanged, Site, play, play_groups, served
 
 from balanceroute.proxy.lab.emulate.settings import DpMode, EmulationSettings
 from balanceroute.proxy.live.request.shared import KEPT_S, MOST_DEATHS
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -46,7 +45,7 @@ def is_poison(request: "HttpRequest") -> bool:
 class Poisoned:
     """Has engines of a role die of requests that are named so."""
 
-    def __init__(self, site: "Site", role: str, after_s: float = 0.0) -> None:
+    def __init__(self, site: Site, role: str, after_s: float = 0.0) -> None:
         self.dead: list[str] = []  # The engines that died, in order.
         self._site, self._take = site, site.take
         self._role, self._after_s = role, after_s
@@ -69,13 +68,13 @@ class Poisoned:
             self._site.fleet.kill(engine)
 
 
-def refused(exchanged: "Exchanged") -> bool:
+def refused(exchanged: Exchanged) -> bool:
     """Return whether a client is told that its prompt is not tried any more."""
     told = exchanged.header(b"x-should-retry") == b"false"
     return exchanged.status == 502 and told and b"two engines died" in exchanged.body
 
 
-def spoilt(exchanged: "Exchanged") -> bool:
+def spoilt(exchanged: Exchanged) -> bool:
     """Return whether an answer says that it is none: by its status, by an event, or by its end."""
     if exchanged.status != 200:
         return exchanged.status == 502
@@ -91,16 +90,11 @@ def spoilt(exchanged: "Exchanged") -> bool:
     ids=["prefill", "in the prefill", "decode", "at the first token", "later"],
 )
 def test_two_engines_die_of_a_request_and_all_its_repetitions(
-    play: "Play",
-    role: str,
-    after_s: float,
-    stream: bool,
-    resume: str,
-    first_token: str,
+    role: str, after_s: float, stream: bool, resume: str, first_token: str
 ) -> None:
     body = BODIES[CHAT] | {"max_tokens": 60, "stream": stream, "temperature": 0}
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         poisoned = Poisoned(site, role, after_s)
         for _ in range(3):
             assert spoilt(await site.post(CHAT, body, POISON))
@@ -134,12 +128,12 @@ COPIES: dict[str, tuple[str, dict[str, object], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", COPIES)
-def test_copies_on_engines_are_ended_with_the_second_death(play: "Play", kind: str) -> None:
+def test_copies_on_engines_are_ended_with_the_second_death(kind: str) -> None:
     path, more, role, settings = COPIES[kind]
     body = BODIES[path] | more
     after_s = 2.0
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(1.0)
         take, poisoned = site.take, Poisoned(site, role, after_s)
         site.fleet.faults.set(role, hang=True)
@@ -161,7 +155,7 @@ def test_copies_on_engines_are_ended_with_the_second_death(play: "Play", kind: s
     play(scenario, at_rest=False, **(FLEET | settings))
 
 
-def refused_late(exchanged: "Exchanged") -> bool:
+def refused_late(exchanged: Exchanged) -> bool:
     """Return whether a client is told so, which may have had a token."""
     return refused(exchanged) or (
         exchanged.status == 200 and b"two engines died" in exchanged.events[-1]
@@ -169,41 +163,35 @@ def refused_late(exchanged: "Exchanged") -> bool:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS])
-def test_the_bound_holds_on_every_route(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        poisoned = Poisoned(site, "")
-        for _ in range(2):
-            assert refused(await site.post(path, BODIES[path], POISON))
-        exchanged = await site.post(path, BODIES[path], POISON)
-        assert refused(exchanged)
-        error = exchanged.json["error"]
-        assert exchanged.json.get("type") == ("error" if path == MESSAGES else None)
-        assert error["type"] == ("api_error" if path == MESSAGES else "BadGatewayError")
-        assert len(poisoned.dead) == 2
-
-    play(scenario, at_rest=False, **FLEET)
+@served(at_rest=False, **FLEET)
+async def test_the_bound_holds_on_every_route(site: Site, path: str) -> None:
+    poisoned = Poisoned(site, "")
+    for _ in range(2):
+        assert refused(await site.post(path, BODIES[path], POISON))
+    exchanged = await site.post(path, BODIES[path], POISON)
+    assert refused(exchanged)
+    error = exchanged.json["error"]
+    assert exchanged.json.get("type") == ("error" if path == MESSAGES else None)
+    assert error["type"] == ("api_error" if path == MESSAGES else "BadGatewayError")
+    assert len(poisoned.dead) == 2
 
 
 @pytest.mark.parametrize("direct", ["prefill", "decode"])
-def test_the_bound_holds_where_one_engine_does_it_all(play: "Play", direct: str) -> None:
-    async def scenario(site: "Site") -> None:
-        poisoned = Poisoned(site, direct)
-        for _ in range(3):
-            body = BODIES[COMPLETIONS] | {"echo": True}
-            assert refused(await site.post(COMPLETIONS, body, POISON))
-        assert len(poisoned.dead) == 2
-
-    play(scenario, flags={"direct": direct}, at_rest=False, **FLEET)
+@served(flags=lambda direct: {"direct": direct}, at_rest=False, **FLEET)
+async def test_the_bound_holds_where_one_engine_does_it_all(site: Site, direct: str) -> None:
+    poisoned = Poisoned(site, direct)
+    for _ in range(3):
+        body = BODIES[COMPLETIONS] | {"echo": True}
+        assert refused(await site.post(COMPLETIONS, body, POISON))
+    assert len(poisoned.dead) == 2
 
 
-def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        poisoned = Poisoned(site, "prefill")
-        for _ in range(3):
-            assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
-        assert len(poisoned.dead) == 2
-
-    play(scenario, at_rest=False, connector="mooncake-layerwise", **FLEET)
+@served(at_rest=False, connector="mooncake-layerwise", **FLEET)
+async def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(site: Site) -> None:
+    poisoned = Poisoned(site, "prefill")
+    for _ in range(3):
+        assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+    assert len(poisoned.dead) == 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -212,34 +200,32 @@ def test_the_bound_holds_for_a_prefill_that_a_rank_calls_for(play: "Play") -> No
     [("prefill", 0.0), ("prefill", 0.01), ("decode", 0.0), ("decode", 0.2)],
     ids=["prefill", "in the prefill", "decode", "at the first token"],
 )
-def test_who_is_on_the_same_engines_gets_its_answer(
-    play: "Play", role: str, after_s: float, seed: int
+@served(at_rest=False, **FLEET)
+async def test_who_is_on_the_same_engines_gets_its_answer(
+    site: Site, role: str, after_s: float, seed: int
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        rng = random.Random(seed)
-        poisoned = Poisoned(site, role, after_s)
-        sent = []
-        poison: Exchanged | None = None
-        for i in range(24):
-            if i == 12:
-                poison = site.send(CHAT, BODIES[CHAT], headers=POISON)
-            text = " ".join(f"w{rng.randrange(1000)}" for _ in range(30))
-            body = {"messages": [{"role": "user", "content": f"{i} {text}"}], "temperature": 0}
-            body |= {"max_tokens": rng.randrange(1, 30), "ignore_eos": True}
-            sent.append(site.send(CHAT, body))
-            await asyncio.sleep(rng.uniform(0.0, 0.01))
-        assert poison is not None
-        assert refused(await poison.end())
-        assert len(poisoned.dead) == 2
-        assert [(await one.end()).status for one in sent] == [200] * 24
-        assert b"suspected_poison_total 1.0" in (await site.get("/metrics")).body
-
-    play(scenario, at_rest=False, **FLEET)
+    rng = random.Random(seed)
+    poisoned = Poisoned(site, role, after_s)
+    sent = []
+    poison: Exchanged | None = None
+    for i in range(24):
+        if i == 12:
+            poison = site.send(CHAT, BODIES[CHAT], headers=POISON)
+        text = " ".join(f"w{rng.randrange(1000)}" for _ in range(30))
+        body = {"messages": [{"role": "user", "content": f"{i} {text}"}], "temperature": 0}
+        body |= {"max_tokens": rng.randrange(1, 30), "ignore_eos": True}
+        sent.append(site.send(CHAT, body))
+        await asyncio.sleep(rng.uniform(0.0, 0.01))
+    assert poison is not None
+    assert refused(await poison.end())
+    assert len(poisoned.dead) == 2
+    assert [(await one.end()).status for one in sent] == [200] * 24
+    assert b"suspected_poison_total 1.0" in (await site.get("/metrics")).body
 
 
 @pytest.mark.parametrize("direct", ["prefill", "decode"])
-def test_who_is_served_by_one_engine_gets_its_answer_too(play: "Play", direct: str) -> None:
-    async def scenario(site: "Site") -> None:
+def test_who_is_served_by_one_engine_gets_its_answer_too(direct: str) -> None:
+    async def scenario(site: Site) -> None:
         # Several at a time on each engine, so that some have to wait for one to themselves.
         body = BODIES[COMPLETIONS] | {"echo": True, "max_tokens": 40}
         sent = [site.send(COMPLETIONS, body | {"prompt": f"w{i} w{i}"}) for i in range(8)]
@@ -259,9 +245,9 @@ def test_who_is_served_by_one_engine_gets_its_answer_too(play: "Play", direct: s
 )
 @pytest.mark.parametrize("order", ["drain", "remove", "nothing"])
 def test_who_waits_for_an_engine_to_itself_does_not_go_there_once_it_is_closed(
-    play: "Play", order: str, role: str, more: dict[str, object]
+    order: str, role: str, more: dict[str, object]
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         first, second = f"{role}/0", f"{role}/1"
 
         async def give(order: str, engine: str) -> None:
@@ -314,38 +300,35 @@ RUST = "failed to submit chat request: engine core reported fatal failure"
 @pytest.mark.parametrize("words", [DEAD, RUST], ids=["python", "rust"])
 @pytest.mark.parametrize("status", [500, 503, 200], ids=["answer", "unavailable", "event"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_says_that_it_has_died_is_one_that_died(
-    play: "Play", role: str, status: int, words: str
+@served(at_rest=False, **FLEET)
+async def test_an_engine_that_says_that_it_has_died_is_one_that_died(
+    site: Site, role: str, status: int, words: str
 ) -> None:
     error = {"message": words, "type": "InternalServerError", "param": None, "code": 500}
     said = json.dumps({"error": error}).encode()
     asked: list[str] = []
+    take = site.take
 
-    async def scenario(site: "Site") -> None:
-        take = site.take
+    def taken(engine: str, request: "HttpRequest", reply: "Reply") -> bool:
+        if not (engine.startswith(role) and is_poison(request)):
+            return take(engine, request, reply)
+        asked.append(engine)
+        if status == 200 and role == "decode":
+            reply.start(200, [(b"content-type", b"text/event-stream")])
+            reply.write(b"data: " + said + b"\n\ndata: [DONE]\n\n")
+            reply.end()
+        else:
+            code = 500 if status == 200 else status
+            reply.send(code, [(b"content-type", b"application/json")], said)
+        return True
 
-        def taken(engine: str, request: "HttpRequest", reply: "Reply") -> bool:
-            if not (engine.startswith(role) and is_poison(request)):
-                return take(engine, request, reply)
-            asked.append(engine)
-            if status == 200 and role == "decode":
-                reply.start(200, [(b"content-type", b"text/event-stream")])
-                reply.write(b"data: " + said + b"\n\ndata: [DONE]\n\n")
-                reply.end()
-            else:
-                code = 500 if status == 200 else status
-                reply.send(code, [(b"content-type", b"application/json")], said)
-            return True
-
-        site.take = taken  # type: ignore[method-assign]
-        for _ in range(3):
-            assert refused(await site.post(CHAT, BODIES[CHAT] | {"stream": True}, POISON))
-        assert len(asked) == len(set(asked)) == 2
-
-    play(scenario, at_rest=False, **FLEET)
+    site.take = taken  # type: ignore[method-assign]
+    for _ in range(3):
+        assert refused(await site.post(CHAT, BODIES[CHAT] | {"stream": True}, POISON))
+    assert len(asked) == len(set(asked)) == 2
 
 
-def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None:
+def test_the_bound_holds_over_all_groups_of_a_chain() -> None:
     engines = EmulationSettings(prefillers=4, ranks=4, max_model_len=4096)
     groups = {name: GroupSettings(replace(engines, model=name)) for name in ("small", "large")}
     chain = (
@@ -353,7 +336,7 @@ def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None
         'fall_back = ["429", "503", "timeout"]\n'
     )
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         world = site.world
         assert isinstance(world, GroupWorld)
         dead: list[str] = []
@@ -375,25 +358,23 @@ def test_the_bound_holds_over_all_groups_of_a_chain(play_groups: "Play") -> None
     play_groups(scenario, groups=groups, more=chain, at_rest=False)
 
 
-def test_who_is_refused_is_counted_and_logged_and_forgotten(
-    play: "Play", caplog: pytest.LogCaptureFixture
+@served(at_rest=False, **FLEET)
+async def test_who_is_refused_is_counted_and_logged_and_forgotten(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        page = (await site.get("/metrics")).body
-        assert b"balanceroute_suspected_poison_total 0.0" in page
-        poisoned = Poisoned(site, "prefill")
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
-                await asyncio.sleep(2.0)
-        lines = [one for one in caplog.records if "two engines died" in one.getMessage()]
-        assert len(lines) == 1
-        page = (await site.get("/metrics")).body
-        assert b"balanceroute_suspected_poison_total 1.0" in page
-        for engine in poisoned.dead:
-            await site.fleet.restore(engine)
-        await asyncio.sleep(KEPT_S + 10.0)
-        assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
-        assert len(poisoned.dead) == 2 * MOST_DEATHS
-
-    play(scenario, at_rest=False, **FLEET)
+    page = (await site.get("/metrics")).body
+    assert b"balanceroute_suspected_poison_total 0.0" in page
+    poisoned = Poisoned(site, "prefill")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+            await asyncio.sleep(2.0)
+    lines = [one for one in caplog.records if "two engines died" in one.getMessage()]
+    assert len(lines) == 1
+    page = (await site.get("/metrics")).body
+    assert b"balanceroute_suspected_poison_total 1.0" in page
+    for engine in poisoned.dead:
+        await site.fleet.restore(engine)
+    await asyncio.sleep(KEPT_S + 10.0)
+    assert refused(await site.post(CHAT, BODIES[CHAT], POISON))
+    assert len(poisoned.dead) == 2 * MOST_DEATHS

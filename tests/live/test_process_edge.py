@@ -6,21 +6,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.served import STREAM
 from tests.native import needs_native
 from tests.script import script
+from tests.support.site import Site, play
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.process_edge import _native_library
 from balanceroute.proxy.live.settings.config import ProxyConfig
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.wire.http1 import pump
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 house = script("house")
 
@@ -109,7 +106,7 @@ def test_a_library_that_is_required_and_not_there_is_an_error_at_the_start() -> 
     assert "Traceback" not in done.stderr
 
 
-def test_in_virtual_time_nothing_is_moved_natively(play: "Play") -> None:
+def test_in_virtual_time_nothing_is_moved_natively() -> None:
     """It has no descriptors: only the edge of a real process makes a pump, whatever is installed."""
     makers = [
         house.module(path)
@@ -118,7 +115,7 @@ def test_in_virtual_time_nothing_is_moved_natively(play: "Play") -> None:
     ]
     assert makers == ["proxy.live.process_edge"]
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         answer = await site.post("/v1/completions", STREAM)
         assert answer.done
         assert b"balanceroute_pumped_streams_total 0" in (await site.get("/metrics")).body

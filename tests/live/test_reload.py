@@ -12,7 +12,6 @@ from tests.live.served import COMPLETIONS, HOST, STREAM, engines, play, serving
 from tests.support.certificate import make_certificate
 
 if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
     from tests.live.served import Client, Served
 
 _TENANTS = """
@@ -94,9 +93,7 @@ async def _holds(served: "Served", word: bytes, cert: str) -> bool:
     return (shown, found, of_tenant) == (cert, expected, 200)
 
 
-def test_the_old_ones_stay_in_force_while_any_new_one_is_bad(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_the_old_ones_stay_in_force_while_any_new_one_is_bad(tmp_path: Path) -> None:
     log, other = tmp_path / "log", tmp_path / "other"
     other.mkdir()
     files = Files(tmp_path)
@@ -114,7 +111,6 @@ def test_the_old_ones_stay_in_force_while_any_new_one_is_bad(
         async with (
             engines() as fleet,
             serving(
-                make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *flags,

@@ -3,23 +3,23 @@
 import asyncio
 from typing import TYPE_CHECKING
 
+from tests.support.site import Site, play
+
 from balanceroute.proxy.live.security import Credentials, Secret
 from balanceroute.proxy.live.serve import renew
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 
-def test_probes_and_scrapes_carry_the_engines_newest_key(play: "Play", tmp_path: "Path") -> None:
+def test_probes_and_scrapes_carry_the_engines_newest_key(tmp_path: "Path") -> None:
     key = tmp_path / "key"
     key.write_text("before\n")
     key.chmod(0o600)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         keys: dict[bytes, list[bytes | None]] = {b"/health": [], b"/metrics": []}
 
         def answer(_engine: str, request: "HttpRequest", reply: "Reply") -> None:

@@ -21,14 +21,13 @@ from tests.live.test_proxy_connectors import (
 from tests.live.test_resumed_streams import EACH, EXACT, FAULTS, GREEDY, through_a_failure
 from tests.live.test_token_requests import ASKED, GENERATE, SAMPLING
 from tests.support.chaos.expectation import comparable
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.lab.emulate.faults import MalformedStream
 from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.topologies import CONNECTORS
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -83,77 +82,66 @@ ASKED_OF = {**STREAMS, GENERATE: ASKED | {"stream": True}}
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_client_sees_one_unbroken_stream(
-    play: "Play", kind: str, fault: dict[str, int]
+@served(flags=EXACT | {"idle_stream_timeout_s": 2.0})
+async def test_the_client_sees_one_unbroken_stream(
+    site: Site, kind: str, fault: dict[str, int]
 ) -> None:
     path, more = KINDS[kind]
-
-    async def scenario(site: "Site") -> None:
-        values = ASKED_OF[path] | more
-        await through_a_failure(site, path, values, **fault)
-        (record,) = await site.ended()
-        assert record.outcome is Outcome.OK
-        assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
-        first, second = site.received("decode")
-        assert first.engine != second.engine
-        # It is asked for the same, and nothing more.
-        keys = first.values.keys() - {"kv_transfer_params"}
-        assert keys <= values.keys() | {"stream_options"}
-        assert {key: second.values[key] for key in keys} == {key: first.values[key] for key in keys}
-
-    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
+    values = ASKED_OF[path] | more
+    await through_a_failure(site, path, values, **fault)
+    (record,) = await site.ended()
+    assert record.outcome is Outcome.OK
+    assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
+    first, second = site.received("decode")
+    assert first.engine != second.engine
+    # It is asked for the same, and nothing more.
+    keys = first.values.keys() - {"kv_transfer_params"}
+    assert keys <= values.keys() | {"stream_options"}
+    assert {key: second.values[key] for key in keys} == {key: first.values[key] for key in keys}
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_long_repetition_is_not_silent(play: "Play", path: str) -> None:
+@served(flags=EXACT, step_base_ns=200_000_000)
+async def test_a_long_repetition_is_not_silent(site: Site, path: str) -> None:
     """All that the client has takes as long as it did the first time."""
     values = TALK | GREEDY | LONG | {"stream": True, "frequency_penalty": 0.5}
     sign = b'event: ping\ndata: {"type": "ping"}\n\n' if path == MESSAGES else b": keep-alive\n\n"
-
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, values)
-        site.fleet.faults.set("decode/0", reset_after_tokens=50)
-        both = [site.send(path, values, headers=ID) for _ in range(2)]  # One of them is there.
-        lengths, since_s, silent_s = [0, 0], [site.loop.time()] * 2, 0.0
-        while not all(one.over for one in both):
-            await asyncio.sleep(0.1)
-            for i, one in enumerate(both):
-                if one.over or len(one.body) > lengths[i]:
-                    lengths[i], since_s[i] = len(one.body), site.loop.time()
-                silent_s = max(silent_s, site.loop.time() - since_s[i])
-        assert 4.0 <= silent_s < 5.0
-        signs = [one.body.count(sign) for one in both]
-        assert sorted(signs) == [0, 2]
-        own = re.compile(rb'"(id|created|system_fingerprint)":("[^"]*"|\d+)')
-        for one in both:
-            told = one.body.replace(sign, b"")
-            assert own.sub(b"", told) == own.sub(b"", right.body)
-
-    play(scenario, flags=EXACT, step_base_ns=200_000_000)
+    right = await alone(site, path, values)
+    site.fleet.faults.set("decode/0", reset_after_tokens=50)
+    both = [site.send(path, values, headers=ID) for _ in range(2)]  # One of them is there.
+    lengths, since_s, silent_s = [0, 0], [site.loop.time()] * 2, 0.0
+    while not all(one.over for one in both):
+        await asyncio.sleep(0.1)
+        for i, one in enumerate(both):
+            if one.over or len(one.body) > lengths[i]:
+                lengths[i], since_s[i] = len(one.body), site.loop.time()
+            silent_s = max(silent_s, site.loop.time() - since_s[i])
+    assert 4.0 <= silent_s < 5.0
+    signs = [one.body.count(sign) for one in both]
+    assert sorted(signs) == [0, 2]
+    own = re.compile(rb'"(id|created|system_fingerprint)":("[^"]*"|\d+)')
+    for one in both:
+        told = one.body.replace(sign, b"")
+        assert own.sub(b"", told) == own.sub(b"", right.body)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-def test_every_connector_prefills_it_again(play: "Play", connector: str) -> None:
+@served("connector", flags=EXACT)
+async def test_every_connector_prefills_it_again(site: Site, connector: str) -> None:
     path, more = KINDS["required"]
-
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(1.0)
-        await through_a_failure(site, path, STREAMS[path] | more, reset_after_tokens=7)
-        (record,) = await site.ended()
-        assert (record.outcome, record.resumes) == (Outcome.OK, 1)
-        prompts = [json.dumps(leg.values["messages"]) for leg in site.received("prefill")]
-        assert len(prompts) == 2
-        assert len(set(prompts)) == 1
-
-    play(scenario, connector=connector, flags=EXACT)
+    await asyncio.sleep(1.0)
+    await through_a_failure(site, path, STREAMS[path] | more, reset_after_tokens=7)
+    (record,) = await site.ended()
+    assert (record.outcome, record.resumes) == (Outcome.OK, 1)
+    prompts = [json.dumps(leg.values["messages"]) for leg in site.received("prefill")]
+    assert len(prompts) == 2
+    assert len(set(prompts)) == 1
 
 
 @pytest.mark.parametrize("more", [{}, USAGE, EACH], ids=["plain", "usage", "each"])
 @pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}, {"partial_utf8": 0.4}], ids=str)
-def test_reasoning_goes_on_in_its_midst(
-    play: "Play", odd: dict[str, float], more: dict[str, Any]
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_reasoning_goes_on_in_its_midst(odd: dict[str, Any], more: dict[str, Any]) -> None:
+    async def scenario(site: Site) -> None:
         values = STREAMS[CHAT] | more
         right = await alone(site, CHAT, values)
         assert b'"reasoning":"' in right.body
@@ -171,20 +159,17 @@ def test_reasoning_goes_on_in_its_midst(
 
 @pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}], ids=str)
 @pytest.mark.parametrize("kind", ["required", "schema", "logprobs", "ids", "several chats"])
-def test_a_stream_may_break_behind_each_of_its_tokens(
-    play: "Play", kind: str, odd: dict[str, float]
+@served("**odd", flags=EXACT | {"quarantine_failures": 1_000})
+async def test_a_stream_may_break_behind_each_of_its_tokens(
+    site: Site, kind: str, odd: dict[str, float]
 ) -> None:
     path, more = KINDS[kind]
-
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[path] | more
-        right = await alone(site, path, values)
-        for tokens in range(20):
-            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
-            exchange = await site.send(path, another(values, tokens), headers=ID).end()
-            same(exchange, right)
-
-    play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, **odd)
+    values = STREAMS[path] | more
+    right = await alone(site, path, values)
+    for tokens in range(20):
+        site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+        exchange = await site.send(path, another(values, tokens), headers=ID).end()
+        same(exchange, right)
 
 
 TALKING: dict[str, Any] = {
@@ -217,12 +202,10 @@ _ITEM = re.compile(rb'"(?:item_)?id":"((?:msg|rs|fc)_[^"]+)"')
 @pytest.mark.parametrize("direct", ["decode", "prefill"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
 @pytest.mark.parametrize("kind", OF_AGENTS)
-def test_a_stream_of_named_events_goes_on(
-    play: "Play", kind: str, fault: dict[str, int], direct: str
-) -> None:
+def test_a_stream_of_named_events_goes_on(kind: str, fault: dict[str, int], direct: str) -> None:
     path, values = OF_AGENTS[kind]
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         right = await alone(site, path, values)
         for role in ("decode", "prefill"):
             site.fleet.faults.set(f"{role}/0", **fault)
@@ -241,40 +224,37 @@ def test_a_stream_of_named_events_goes_on(
 @pytest.mark.parametrize("said", [0, 1, 4, 11])
 @pytest.mark.parametrize("broken", [3, 8, 12])
 @pytest.mark.parametrize("kind", OF_AGENTS)
-def test_what_is_aborted_while_it_comes_again_ends_with_what_the_client_has(
-    play: "Play", kind: str, broken: int, said: int
+@served(flags=EXACT, reasoning_parser=True)
+async def test_what_is_aborted_while_it_comes_again_ends_with_what_the_client_has(
+    site: Site, kind: str, broken: int, said: int
 ) -> None:
     path, values = OF_AGENTS[kind]
-
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, values)
-        site.fleet.faults.set("decode/0", reset_after_tokens=broken)
-        answer = site.send(path, values, headers=ID)
-        engine = site.fleet.engine("decode/1")
-        await site.until(
-            lambda: any(one.sequences[0].choice.emitted >= said for one in engine.exchanges)
-        )
-        assert (await site.admin("/abort_requests", b"{}")).status == 200
-        await answer.end()
-        assert (answer.status, answer.error) == (200, None)
-        texts, whole = said_in(answer.chunks), said_in(right.chunks)
-        assert texts or broken == 3  # The first tokens of a call have no arguments.
-        assert all(whole[place].startswith(text) for place, text in texts.items())
-        if path == MESSAGES:
-            kinds = Counter(one.partition(b"\n")[0] for one in answer.events)
-            assert kinds[b"event: content_block_start"] == kinds[b"event: content_block_stop"]
-            delta, stop = answer.chunks[-2:]
-            assert (delta["delta"]["stop_reason"], stop["type"]) == (None, "message_stop")
-        else:
-            output = answer.chunks[-1]["response"]["output"]
-            done = [one["item"] for one in answer.chunks if one["type"].endswith("item.done")]
-            assert output == done
-            assert [text for one in output if (text := text_of(one))] == list(texts.values())
-            assert [one["sequence_number"] for one in answer.chunks] == [*range(len(answer.chunks))]
-        (record,) = await site.ended()
-        assert (record.outcome, record.resumes) == (Outcome.OK, 1)
-
-    play(scenario, flags=EXACT, reasoning_parser=True)
+    right = await alone(site, path, values)
+    site.fleet.faults.set("decode/0", reset_after_tokens=broken)
+    answer = site.send(path, values, headers=ID)
+    engine = site.fleet.engine("decode/1")
+    await site.until(
+        lambda: any(one.sequences[0].choice.emitted >= said for one in engine.exchanges)
+    )
+    assert (await site.admin("/abort_requests", b"{}")).status == 200
+    await answer.end()
+    assert (answer.status, answer.error) == (200, None)
+    texts, whole = said_in(answer.chunks), said_in(right.chunks)
+    assert texts or broken == 3  # The first tokens of a call have no arguments.
+    assert all(whole[place].startswith(text) for place, text in texts.items())
+    if path == MESSAGES:
+        kinds = Counter(one.partition(b"\n")[0] for one in answer.events)
+        assert kinds[b"event: content_block_start"] == kinds[b"event: content_block_stop"]
+        delta, stop = answer.chunks[-2:]
+        assert (delta["delta"]["stop_reason"], stop["type"]) == (None, "message_stop")
+    else:
+        output = answer.chunks[-1]["response"]["output"]
+        done = [one["item"] for one in answer.chunks if one["type"].endswith("item.done")]
+        assert output == done
+        assert [text for one in output if (text := text_of(one))] == list(texts.values())
+        assert [one["sequence_number"] for one in answer.chunks] == [*range(len(answer.chunks))]
+    (record,) = await site.ended()
+    assert (record.outcome, record.resumes) == (Outcome.OK, 1)
 
 
 def said_in(events: list[Any]) -> dict[int, str]:
@@ -315,41 +295,37 @@ def text_of(item: dict[str, Any]) -> str:
         (CHAT, TALK | {"tools": TOOLS, "stream": True, "seed": 3}, "exact valid"),
     ],
 )
-def test_what_is_drawn_anew_goes_on_only_with_a_seed(
-    play: "Play", flags: dict[str, str], path: str, values: dict[str, Any], goes_on: str
+@served("flags")
+async def test_what_is_drawn_anew_goes_on_only_with_a_seed(
+    site: Site, flags: dict[str, str], path: str, values: dict[str, Any], goes_on: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", reset_after_tokens=5)
-        exchange = await site.post(path, values)
-        (record,) = await site.ended()
-        goes = flags["resume"] in goes_on
-        assert (record.resumes, record.outcome is Outcome.OK) == (goes, goes)
-        assert exchange.error is None or not goes
-        legs = [leg.values for leg in site.received("decode")]
-        seeds = {leg.get("sampling_params", leg).get("seed") for leg in legs}
-        assert len(seeds) == 1
-        if goes and "seed" not in values:
-            assert seeds == {record.seed}
-
-    play(scenario, flags=flags)
+    site.fleet.faults.set("decode/0", reset_after_tokens=5)
+    exchange = await site.post(path, values)
+    (record,) = await site.ended()
+    goes = flags["resume"] in goes_on
+    assert (record.resumes, record.outcome is Outcome.OK) == (goes, goes)
+    assert exchange.error is None or not goes
+    legs = [leg.values for leg in site.received("decode")]
+    seeds = {leg.get("sampling_params", leg).get("seed") for leg in legs}
+    assert len(seeds) == 1
+    if goes and "seed" not in values:
+        assert seeds == {record.seed}
 
 
-def test_a_stream_kills_few_ranks(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[CHAT] | KINDS["required"][1]
-        right = await alone(site, CHAT, values)
-        site.fleet.faults.set("decode", reset_after_tokens=9)
-        exchange = await site.post(CHAT, values, ID)
-        assert not exchange.done
-        assert b"two engines died" in exchange.body
-        # It died before it came to something new, so the client has what the first one said.
-        told, all_told = ([e for e in one.events if b"arguments" in e] for one in (exchange, right))
-        assert 0 < len(told) < len(all_told)
-        (record,) = await site.ended()
-        assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 9)
-        assert len(site.received("decode")) == 2
-
-    play(scenario, flags=EXACT, ranks=4)
+@served(flags=EXACT, ranks=4)
+async def test_a_stream_kills_few_ranks(site: Site) -> None:
+    values = STREAMS[CHAT] | KINDS["required"][1]
+    right = await alone(site, CHAT, values)
+    site.fleet.faults.set("decode", reset_after_tokens=9)
+    exchange = await site.post(CHAT, values, ID)
+    assert not exchange.done
+    assert b"two engines died" in exchange.body
+    # It died before it came to something new, so the client has what the first one said.
+    told, all_told = ([e for e in one.events if b"arguments" in e] for one in (exchange, right))
+    assert 0 < len(told) < len(all_told)
+    (record,) = await site.ended()
+    assert (record.outcome, record.output_tokens) == (Outcome.UPSTREAM_ERROR, 9)
+    assert len(site.received("decode")) == 2
 
 
 SPANS = re.compile(rb'"weight_versions":\[[^]]*\]')  # Of those before it broke nobody knows.
@@ -366,137 +342,121 @@ PARSED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("breaks", [{}, {"reset_after_tokens": 7}], ids=["whole", "broken"])
 @pytest.mark.parametrize("ends", [MalformedStream.CR, MalformedStream.CRLF], ids=lambda e: e.value)
 @pytest.mark.parametrize("kind", PARSED)
-def test_nothing_is_lost_whatever_ends_the_lines(
-    play: "Play", kind: str, ends: MalformedStream, breaks: dict[str, int]
+@served(flags=EXACT)
+async def test_nothing_is_lost_whatever_ends_the_lines(
+    site: Site, kind: str, ends: MalformedStream, breaks: dict[str, int]
 ) -> None:
     path, more = PARSED[kind]
-
-    async def scenario(site: "Site") -> None:
-        values = ASKED_OF.get(path, {}) | more
-        right = await alone(site, path, values)
-        site.fleet.faults.set("decode", malformed=ends)
-        site.fleet.faults.set("decode/0", malformed=ends, **breaks)
-        answer = await site.send(path, values, headers=ID).end()
-        body = answer.body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        assert answer.error is None
-        told, wanted = (SPANS.sub(b"", comparable(one, "mine")) for one in (body, right.body))
-        assert told == wanted
-        (record,) = await site.ended()
-        assert (record.outcome, record.resumes) == (Outcome.OK, len(breaks))
-
-    play(scenario, flags=EXACT)
+    values = ASKED_OF.get(path, {}) | more
+    right = await alone(site, path, values)
+    site.fleet.faults.set("decode", malformed=ends)
+    site.fleet.faults.set("decode/0", malformed=ends, **breaks)
+    answer = await site.send(path, values, headers=ID).end()
+    body = answer.body.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    assert answer.error is None
+    told, wanted = (SPANS.sub(b"", comparable(one, "mine")) for one in (body, right.body))
+    assert told == wanted
+    (record,) = await site.ended()
+    assert (record.outcome, record.resumes) == (Outcome.OK, len(breaks))
 
 
 @pytest.mark.parametrize(("path", "name"), [(CHAT, b""), (MESSAGES, b"event: error\n")])
-def test_an_answer_that_begins_otherwise_ends_with_an_error(
-    play: "Play", path: str, name: bytes
+@served(flags=EXACT, at_rest=False)
+async def test_an_answer_that_begins_otherwise_ends_with_an_error(
+    site: Site, path: str, name: bytes
 ) -> None:
     """The other engine says the same, but for one word."""
+    values = {CHAT: STREAMS[CHAT] | {"unheard_of": 1}, MESSAGES: TALKING}[path]
+    right = await alone(site, path, values)
+    events = [event + b"\n\n" for event in right.body.split(b"\n\n")[:-1]]
+    tenth = events[9].replace(b'":" t', b'":" u')
+    assert tenth != events[9]
 
-    async def scenario(site: "Site") -> None:
-        values = {CHAT: STREAMS[CHAT] | {"unheard_of": 1}, MESSAGES: TALKING}[path]
-        right = await alone(site, path, values)
-        events = [event + b"\n\n" for event in right.body.split(b"\n\n")[:-1]]
-        tenth = events[9].replace(b'":" t', b'":" u')
-        assert tenth != events[9]
+    def otherwise(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del request
+        reply.start(200, [(b"content-type", b"text/event-stream")])
+        if engine == "decode/0":
+            reply.write(b"".join(events[:12]))
+            reply.abort()
+        else:
+            reply.write(b"".join([*events[:9], tenth, *events[10:]]))
+            reply.end()
 
-        def otherwise(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            del request
-            reply.start(200, [(b"content-type", b"text/event-stream")])
-            if engine == "decode/0":
-                reply.write(b"".join(events[:12]))
-                reply.abort()
-            else:
-                reply.write(b"".join([*events[:9], tenth, *events[10:]]))
-                reply.end()
-
-        site.rank_handlers[path.encode()] = otherwise
-        exchange = await site.post(path, values, ID)
-        (record,) = await site.ended()
-        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
-        assert exchange.body.startswith(b"".join(events[:12]))
-        last = exchange.body[len(b"".join(events[:12])) :]
-        assert last.startswith(name + b"data: {")
-        assert b"goes on otherwise" in last
-        assert exchange.error is not None
-
-    play(scenario, flags=EXACT, at_rest=False)
+    site.rank_handlers[path.encode()] = otherwise
+    exchange = await site.post(path, values, ID)
+    (record,) = await site.ended()
+    assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+    assert exchange.body.startswith(b"".join(events[:12]))
+    last = exchange.body[len(b"".join(events[:12])) :]
+    assert last.startswith(name + b"data: {")
+    assert b"goes on otherwise" in last
+    assert exchange.error is not None
 
 
-def test_nobody_waits_for_ever_for_an_answer_to_begin_again(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[CHAT] | {"unheard_of": 1, "max_tokens": 400}
-        site.fleet.faults.set("decode/0", reset_after_tokens=300)
-        exchange = await site.post(CHAT, values, ID)
-        assert b"to begin the answer again took longer than 5 s" in exchange.body
-        (record,) = await site.ended()
-        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
-        assert record.output_tokens == 300
-
-    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 5.0})
+@served(flags=EXACT | {"idle_stream_timeout_s": 5.0})
+async def test_nobody_waits_for_ever_for_an_answer_to_begin_again(site: Site) -> None:
+    values = STREAMS[CHAT] | {"unheard_of": 1, "max_tokens": 400}
+    site.fleet.faults.set("decode/0", reset_after_tokens=300)
+    exchange = await site.post(CHAT, values, ID)
+    assert b"to begin the answer again took longer than 5 s" in exchange.body
+    (record,) = await site.ended()
+    assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+    assert record.output_tokens == 300
 
 
 @pytest.mark.parametrize("order", ["remove", "drain"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_an_engine_that_goes_takes_no_stream_with_it(play: "Play", path: str, order: str) -> None:
-    async def scenario(site: "Site") -> None:
-        values = {CHAT: STREAMS[CHAT] | {"tools": TOOLS}, MESSAGES: TALKING}[path]
-        values |= {"max_tokens": 200}
-        right = await alone(site, path, values)
-        exchange = site.send(path, values, headers=ID)
-        await exchange.until_events(20)
-        (on,) = site.received("decode")
-        gone: dict[str, Any] = {"role": "decode", "url": site.fleet.engine(on.engine).url}
-        gone |= {"force": True} if order == "remove" else {"deadline_s": 0}
-        assert (await site.admin(f"/admin/instances/{order}", gone)).status == 200
-        same(await exchange.end(), right)
-        assert (await site.ended())[0].resumes == 1
+@served(flags=EXACT)
+async def test_an_engine_that_goes_takes_no_stream_with_it(
+    site: Site, path: str, order: str
+) -> None:
+    values = {CHAT: STREAMS[CHAT] | {"tools": TOOLS}, MESSAGES: TALKING}[path]
+    values |= {"max_tokens": 200}
+    right = await alone(site, path, values)
+    exchange = site.send(path, values, headers=ID)
+    await exchange.until_events(20)
+    (on,) = site.received("decode")
+    gone: dict[str, Any] = {"role": "decode", "url": site.fleet.engine(on.engine).url}
+    gone |= {"force": True} if order == "remove" else {"deadline_s": 0}
+    assert (await site.admin(f"/admin/instances/{order}", gone)).status == 200
+    same(await exchange.end(), right)
+    assert (await site.ended())[0].resumes == 1
 
-    play(scenario, flags=EXACT)
 
-
-def test_a_request_that_is_handed_back_begins_again(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[CHAT] | KINDS["required"][1]
-        right = await alone(site, CHAT, values)
-        site.fleet.faults.set("decode/0", recomputed_after_tokens=9)
-        same(await site.send(CHAT, values, headers=ID).end(), right)
-        (record,) = await site.ended()
-        assert (record.recomputes, record.resumes, record.retries) == (1, 0, 0)
-
-    play(scenario, connector="mooncake-ascend", flags=EXACT)
+@served(connector="mooncake-ascend", flags=EXACT)
+async def test_a_request_that_is_handed_back_begins_again(site: Site) -> None:
+    values = STREAMS[CHAT] | KINDS["required"][1]
+    right = await alone(site, CHAT, values)
+    site.fleet.faults.set("decode/0", recomputed_after_tokens=9)
+    same(await site.send(CHAT, values, headers=ID).end(), right)
+    (record,) = await site.ended()
+    assert (record.recomputes, record.resumes, record.retries) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("kind", ["required", "schema", "several chats"])
-def test_a_whole_answer_is_asked_for_once_more(play: "Play", kind: str) -> None:
-    async def scenario(site: "Site") -> None:
-        values = TALK | {"temperature": 0} | KINDS[kind][1]
-        right = await alone(site, CHAT, values)
-        site.fleet.faults.set("decode/0", reset_after_tokens=3)
-        same(await site.send(CHAT, values, headers=ID).end(), right)
-        (record,) = await site.ended()
-        assert (record.resumes, record.retries) == (0, 1)
-
-    play(scenario)
+@served()
+async def test_a_whole_answer_is_asked_for_once_more(site: Site, kind: str) -> None:
+    values = TALK | {"temperature": 0} | KINDS[kind][1]
+    right = await alone(site, CHAT, values)
+    site.fleet.faults.set("decode/0", reset_after_tokens=3)
+    same(await site.send(CHAT, values, headers=ID).end(), right)
+    (record,) = await site.ended()
+    assert (record.resumes, record.retries) == (0, 1)
 
 
-def test_without_the_setting_nothing_begins_again(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", reset_after_tokens=5)
-        assert not (await site.post(CHAT, STREAMS[CHAT] | {"tools": TOOLS})).done
-        assert len(site.received("decode")) == 1
-
-    play(scenario)
+@served()
+async def test_without_the_setting_nothing_begins_again(site: Site) -> None:
+    site.fleet.faults.set("decode/0", reset_after_tokens=5)
+    assert not (await site.post(CHAT, STREAMS[CHAT] | {"tools": TOOLS})).done
+    assert len(site.received("decode")) == 1
 
 
-def test_usage_tells_what_the_first_prefill_had_cached(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        turn = {"role": "user", "content": " ".join(f"t{one}" for one in range(200))}
-        values = STREAMS[CHAT] | USAGE | {"tools": TOOLS, "messages": [turn]}
-        site.fleet.faults.set("decode/0", reset_after_tokens=5)
-        exchange = await site.post(CHAT, values)
-        (record,) = await site.ended()
-        assert (record.resumes, record.cached_tokens) == (1, 0)
-        assert exchange.chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-
-    play(scenario, flags=EXACT, prefillers=1, prefix_cache_tokens=4096, prompt_tokens_details=True)
+@served(flags=EXACT, prefillers=1, prefix_cache_tokens=4096, prompt_tokens_details=True)
+async def test_usage_tells_what_the_first_prefill_had_cached(site: Site) -> None:
+    turn = {"role": "user", "content": " ".join(f"t{one}" for one in range(200))}
+    values = STREAMS[CHAT] | USAGE | {"tools": TOOLS, "messages": [turn]}
+    site.fleet.faults.set("decode/0", reset_after_tokens=5)
+    exchange = await site.post(CHAT, values)
+    (record,) = await site.ended()
+    assert (record.resumes, record.cached_tokens) == (1, 0)
+    assert exchange.chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}

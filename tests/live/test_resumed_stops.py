@@ -2,10 +2,11 @@
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.test_proxy_connectors import BODY, CHAT, COMPLETIONS, ID, TALK, alone, another
+from tests.support.site import Exchanged, Site, play, served
 
 from balanceroute.proxy.live.openai.continuation_stream import ContinuationStream
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText
@@ -13,9 +14,6 @@ from balanceroute.proxy.live.openai.token_counts import UsageRewrite
 from balanceroute.proxy.live.openai.token_ids import Care, TokenIds, care_of
 from balanceroute.proxy.live.openai.transcript import Logprobs, UntoldError
 from balanceroute.proxy.live.telemetry.record import Outcome
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
 
 EXACT: dict[str, Any] = {"resume": "exact", "quarantine_failures": 1_000}
 GREEDY: dict[str, Any] = {
@@ -41,11 +39,11 @@ ODD: list[dict[str, float]] = [
 ]
 
 
-def _decoded_more(site: "Site", than: int) -> bool:
+def _decoded_more(site: Site, than: int) -> bool:
     return len(site.received("decode")) > than
 
 
-def meaning(answer: "Exchanged") -> dict[str, Any]:
+def meaning(answer: Exchanged) -> dict[str, Any]:
     """Return what a stream says, however it is cut into events."""
     said: dict[str, Any] = {"text": answer.text, "done": answer.done, "logprobs": []}
     for chunk in answer.chunks:
@@ -63,7 +61,7 @@ def meaning(answer: "Exchanged") -> dict[str, Any]:
 
 
 async def cut_everywhere(
-    site: "Site", path: str, values: dict[str, Any], fault: str = "reset_after_tokens"
+    site: Site, path: str, values: dict[str, Any], fault: str = "reset_after_tokens"
 ) -> int:
     """Check a stream that breaks behind each of its tokens; return how often it went on."""
     right = await alone(site, path, values)
@@ -87,47 +85,41 @@ async def cut_everywhere(
 @pytest.mark.parametrize("odd", ODD, ids=str)
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("shown", [False, True], ids=["", "include"])
-def test_a_stop_string_is_found_wherever_the_stream_broke(
-    play: "Play", path: str, odd: dict[str, float], shown: bool
+@served("**odd", flags=EXACT)
+async def test_a_stop_string_is_found_wherever_the_stream_broke(
+    site: Site, path: str, odd: dict[str, float], shown: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        text = (await alone(site, path, STREAMS[path])).text
-        # Within a token, over two and over three of them, at the end; and one that never comes.
-        for begin, length in ((60, 4), (58, 9), (50, 17), (len(text) - 6, 6)):
-            stops = [text[begin : begin + length], "never said at all"[: length + 2]]
-            more = {"stop": stops, "include_stop_str_in_output": shown}
-            assert await cut_everywhere(site, path, STREAMS[path] | more) > 0
-
-    play(scenario, flags=EXACT, **odd)
+    text = (await alone(site, path, STREAMS[path])).text
+    # Within a token, over two and over three of them, at the end; and one that never comes.
+    for begin, length in ((60, 4), (58, 9), (50, 17), (len(text) - 6, 6)):
+        stops = [text[begin : begin + length], "never said at all"[: length + 2]]
+        more = {"stop": stops, "include_stop_str_in_output": shown}
+        assert await cut_everywhere(site, path, STREAMS[path] | more) > 0
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_stop_string_before_the_least_tokens_is_no_end(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        text = (await alone(site, path, STREAMS[path])).text
-        more = {"stop": [text[30:40], text[70:73]], "min_tokens": 9}
-        assert await cut_everywhere(site, path, STREAMS[path] | more) > 0
-
-    play(scenario, flags=EXACT)
+@served(flags=EXACT)
+async def test_a_stop_string_before_the_least_tokens_is_no_end(site: Site, path: str) -> None:
+    text = (await alone(site, path, STREAMS[path])).text
+    more = {"stop": [text[30:40], text[70:73]], "min_tokens": 9}
+    assert await cut_everywhere(site, path, STREAMS[path] | more) > 0
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
 @pytest.mark.parametrize("path", STREAMS)
-def test_log_probabilities_go_on(play: "Play", path: str, odd: dict[str, float]) -> None:
-    async def scenario(site: "Site") -> None:
-        for more in LOGPROBS[path]:
-            values = STREAMS[path] | more
-            assert await cut_everywhere(site, path, values) > 0
-            stop = (await alone(site, path, values)).text[70:78]
-            assert await cut_everywhere(site, path, values | {"stop": stop}) > 0
-
-    play(scenario, flags=EXACT, **odd)
+@served("**odd", flags=EXACT)
+async def test_log_probabilities_go_on(site: Site, path: str, odd: dict[str, float]) -> None:
+    for more in LOGPROBS[path]:
+        values = STREAMS[path] | more
+        assert await cut_everywhere(site, path, values) > 0
+        stop = (await alone(site, path, values)).text[70:78]
+        assert await cut_everywhere(site, path, values | {"stop": stop}) > 0
 
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("fault", ["error_event_after_tokens", "stall_after_tokens"])
-def test_a_stream_goes_on_several_times(play: "Play", path: str, fault: str) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_stream_goes_on_several_times(path: str, fault: str) -> None:
+    async def scenario(site: Site) -> None:
         text = (await alone(site, path, STREAMS[path])).text
         values = STREAMS[path] | {"stop": text[90:99]} | LOGPROBS[path][1]
         right = await alone(site, path, values)
@@ -142,81 +134,72 @@ def test_a_stream_goes_on_several_times(play: "Play", path: str, fault: str) -> 
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_stream_under_which_engines_die_goes_on_once(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        text = (await alone(site, path, STREAMS[path])).text
-        values = STREAMS[path] | {"stop": text[90:99]} | LOGPROBS[path][1]
-        right = meaning(await alone(site, path, values))
-        site.fleet.faults.set("decode", reset_after_tokens=6)
-        exchange = await site.send(path, values, headers=ID).end()
-        assert not exchange.done
-        assert exchange.error is not None
-        assert b"two engines died" in exchange.events[-1]
-        said = meaning(exchange)
-        told = len(said["logprobs"])
-        assert 6 < told < len(right["logprobs"])
-        assert said["logprobs"] == right["logprobs"][:told]
-        assert right["text"].startswith(said["text"])
-        (record,) = site.world.ended
-        assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
-        assert len({leg.engine for leg in site.received("decode")}) == 2
-        assert len(site.received("decode")) == 2
-
-    play(scenario, flags=EXACT | {"retry_attempts": 9, "policy": "fifo"}, ranks=4)
+@served(flags=EXACT | {"retry_attempts": 9, "policy": "fifo"}, ranks=4)
+async def test_a_stream_under_which_engines_die_goes_on_once(site: Site, path: str) -> None:
+    text = (await alone(site, path, STREAMS[path])).text
+    values = STREAMS[path] | {"stop": text[90:99]} | LOGPROBS[path][1]
+    right = meaning(await alone(site, path, values))
+    site.fleet.faults.set("decode", reset_after_tokens=6)
+    exchange = await site.send(path, values, headers=ID).end()
+    assert not exchange.done
+    assert exchange.error is not None
+    assert b"two engines died" in exchange.events[-1]
+    said = meaning(exchange)
+    told = len(said["logprobs"])
+    assert 6 < told < len(right["logprobs"])
+    assert said["logprobs"] == right["logprobs"][:told]
+    assert right["text"].startswith(said["text"])
+    (record,) = site.world.ended
+    assert (record.outcome, record.resumes) == (Outcome.UPSTREAM_ERROR, 1)
+    assert len({leg.engine for leg in site.received("decode")}) == 2
+    assert len(site.received("decode")) == 2
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_what_is_handed_back_goes_on_with_its_stop_strings(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        text = (await alone(site, path, STREAMS[path])).text
-        values = STREAMS[path] | {"stop": text[70:78]} | LOGPROBS[path][1]
-        assert await cut_everywhere(site, path, values, "recomputed_after_tokens") > 0
-
-    play(scenario, connector="mooncake-ascend", flags=EXACT)
+@served(connector="mooncake-ascend", flags=EXACT)
+async def test_what_is_handed_back_goes_on_with_its_stop_strings(site: Site, path: str) -> None:
+    text = (await alone(site, path, STREAMS[path])).text
+    values = STREAMS[path] | {"stop": text[70:78]} | LOGPROBS[path][1]
+    assert await cut_everywhere(site, path, values, "recomputed_after_tokens") > 0
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}], ids=["text", "tools"])
-def test_no_log_probability_comes_twice_from_what_text_continues(
-    play: "Play", more: dict[str, Any]
+@served(connector="mooncake-ascend")
+async def test_no_log_probability_comes_twice_from_what_text_continues(
+    site: Site, more: dict[str, Any]
 ) -> None:
     """A token may come without text: the mark before a call, for example."""
-
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[CHAT] | {"logprobs": True} | more
-        right = meaning(await alone(site, CHAT, values))
-        for tokens in range(1, len(right["logprobs"])):
-            site.fleet.faults.set("decode", recomputed_after_tokens=tokens)
-            begun = len(site.received("decode"))
-            exchange = site.send(CHAT, values, headers=ID)
-            await site.until(partial(_decoded_more, site, begun))
-            site.fleet.faults.clear()
-            said = meaning(await exchange.end())
-            assert exchange.done is not bool(more)
-            told = len(said["logprobs"])
-            assert said["logprobs"] == right["logprobs"][:told], tokens
-            assert not exchange.done or said == right
-
-    play(scenario, connector="mooncake-ascend")
+    values = STREAMS[CHAT] | {"logprobs": True} | more
+    right = meaning(await alone(site, CHAT, values))
+    for tokens in range(1, len(right["logprobs"])):
+        site.fleet.faults.set("decode", recomputed_after_tokens=tokens)
+        begun = len(site.received("decode"))
+        exchange = site.send(CHAT, values, headers=ID)
+        await site.until(partial(_decoded_more, site, begun))
+        site.fleet.faults.clear()
+        said = meaning(await exchange.end())
+        assert exchange.done is not bool(more)
+        told = len(said["logprobs"])
+        assert said["logprobs"] == right["logprobs"][:told], tokens
+        assert not exchange.done or said == right
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=str)
-def test_a_sample_that_could_stop_is_begun_again_with_its_seed(
-    play: "Play", more: dict[str, Any]
+@served(flags={"resume": "valid"})
+async def test_a_sample_that_could_stop_is_begun_again_with_its_seed(
+    site: Site, more: dict[str, Any]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", reset_after_tokens=9)
-        values = STREAMS[CHAT] | {"temperature": 0.7, "stop": "never said"} | more
-        exchange = await site.post(CHAT, values)
-        assert exchange.done
-        (record,) = site.world.ended
-        assert record.resumes == 1
-        site.fleet.faults.clear()
-        seed = more.get("seed", record.seed)
-        assert seed is not None
-        right = await site.post(CHAT, values | {"seed": seed})
-        assert meaning(exchange) == meaning(right)
-
-    play(scenario, flags={"resume": "valid"})
+    site.fleet.faults.set("decode/0", reset_after_tokens=9)
+    values = STREAMS[CHAT] | {"temperature": 0.7, "stop": "never said"} | more
+    exchange = await site.post(CHAT, values)
+    assert exchange.done
+    (record,) = site.world.ended
+    assert record.resumes == 1
+    site.fleet.faults.clear()
+    seed = more.get("seed", record.seed)
+    assert seed is not None
+    right = await site.post(CHAT, values | {"seed": seed})
+    assert meaning(exchange) == meaning(right)
 
 
 def continuing(candidates: int) -> ContinuationStream:

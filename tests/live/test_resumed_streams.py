@@ -16,12 +16,11 @@ from tests.live.test_proxy_connectors import (
     another,
     same,
 )
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -37,7 +36,7 @@ FAULTS = [
 ]
 
 
-async def through_a_failure(site: "Site", path: str, values: dict[str, Any], **faults: int) -> None:
+async def through_a_failure(site: Site, path: str, values: dict[str, Any], **faults: int) -> None:
     """Check that a stream is one engine's, event by event, though its first rank fails."""
     right = await alone(site, path, values)
     site.fleet.faults.set("decode/0", **faults)
@@ -47,66 +46,61 @@ async def through_a_failure(site: "Site", path: str, values: dict[str, Any], **f
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda one: next(iter(one)))
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("more", [{}, USAGE, EACH], ids=["plain", "usage", "each"])
-def test_the_client_sees_one_unbroken_stream(
-    play: "Play", path: str, fault: dict[str, int], more: dict[str, Any]
+@served(flags=EXACT | {"idle_stream_timeout_s": 2.0})
+async def test_the_client_sees_one_unbroken_stream(
+    site: Site, path: str, fault: dict[str, int], more: dict[str, Any]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await through_a_failure(site, path, STREAMS[path] | more, **fault)
-        (record,) = await site.ended()
-        assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
-        assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
-        first, second = site.received("decode")
-        assert (first.engine, first.path) == ("decode/0", path)
-        assert (second.engine, second.path) == ("decode/1", COMPLETIONS)
-        assert second.values["max_tokens"] == 13
-        assert len(second.values["prompt"]) == record.prompt_tokens + 7
-        assert site.received("prefill")[-1].values["prompt"] == second.values["prompt"]
-
-    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 2.0})
+    await through_a_failure(site, path, STREAMS[path] | more, **fault)
+    (record,) = await site.ended()
+    assert (record.outcome, record.output_tokens) == (Outcome.OK, 20)
+    assert (record.resumes, record.retries, record.recomputes) == (1, 0, 0)
+    first, second = site.received("decode")
+    assert (first.engine, first.path) == ("decode/0", path)
+    assert (second.engine, second.path) == ("decode/1", COMPLETIONS)
+    assert second.values["max_tokens"] == 13
+    assert len(second.values["prompt"]) == record.prompt_tokens + 7
+    assert site.received("prefill")[-1].values["prompt"] == second.values["prompt"]
 
 
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("odd", [{}, {"merged_outputs": 0.4}, {"partial_utf8": 0.4}], ids=str)
-def test_a_stream_may_break_behind_each_of_its_tokens(
-    play: "Play", path: str, odd: dict[str, float]
+@served("**odd", flags=EXACT | {"quarantine_failures": 1_000})
+async def test_a_stream_may_break_behind_each_of_its_tokens(
+    site: Site, path: str, odd: dict[str, float]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, path, STREAMS[path])
-        # Before the first token of a chat nobody knows that no reasoning is kept back.
-        for tokens in range(1, 20):
-            site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
-            begun = len(site.world.ended)
-            values = another(STREAMS[path], tokens)
-            exchange = await site.send(path, values, headers=ID).end()
-            assert exchange.done, (tokens, exchange.body)
-            assert exchange.text == right.text
-            (record,) = (await site.ended(begun + 1))[begun:]
-            assert record.output_tokens == 20
-
-    play(scenario, flags=EXACT | {"quarantine_failures": 1_000}, **odd)
+    right = await alone(site, path, STREAMS[path])
+    # Before the first token of a chat nobody knows that no reasoning is kept back.
+    for tokens in range(1, 20):
+        site.fleet.faults.set("decode/0", reset_after_tokens=tokens)
+        begun = len(site.world.ended)
+        values = another(STREAMS[path], tokens)
+        exchange = await site.send(path, values, headers=ID).end()
+        assert exchange.done, (tokens, exchange.body)
+        assert exchange.text == right.text
+        (record,) = (await site.ended(begun + 1))[begun:]
+        assert record.output_tokens == 20
 
 
 @pytest.mark.parametrize(("tokens", "tries", "emitted"), [(5, 3, 10), (5, 2, 10), (0, 3, 0)])
-def test_a_stream_kills_few_ranks(play: "Play", tokens: int, tries: int, emitted: int) -> None:
-    async def scenario(site: "Site") -> None:
-        right = await alone(site, CHAT, STREAMS[CHAT])
-        site.fleet.faults.set("decode", reset_after_tokens=tokens)
-        exchange = await site.post(CHAT, STREAMS[CHAT])
-        assert not exchange.done
-        assert b"two engines died" in exchange.body
-        if tokens:
-            assert exchange.error is not None
-            assert exchange.text
-            assert right.text.startswith(exchange.text)
-        (record,) = await site.ended()
-        assert record.outcome is Outcome.UPSTREAM_ERROR
-        assert record.output_tokens == emitted
-        assert len(site.received("decode")) == 2
-
-    play(scenario, flags=EXACT | {"retry_attempts": tries}, ranks=4)
+@served(flags=lambda tries: EXACT | {"retry_attempts": tries}, ranks=4)
+async def test_a_stream_kills_few_ranks(site: Site, tokens: int, tries: int, emitted: int) -> None:
+    right = await alone(site, CHAT, STREAMS[CHAT])
+    site.fleet.faults.set("decode", reset_after_tokens=tokens)
+    exchange = await site.post(CHAT, STREAMS[CHAT])
+    assert not exchange.done
+    assert b"two engines died" in exchange.body
+    if tokens:
+        assert exchange.error is not None
+        assert exchange.text
+        assert right.text.startswith(exchange.text)
+    (record,) = await site.ended()
+    assert record.outcome is Outcome.UPSTREAM_ERROR
+    assert record.output_tokens == emitted
+    assert len(site.received("decode")) == 2
 
 
-def test_an_answer_that_goes_on_otherwise_ends_with_an_error(play: "Play") -> None:
+@served(flags=EXACT, at_rest=False)
+async def test_an_answer_that_goes_on_otherwise_ends_with_an_error(site: Site) -> None:
     """Two tokens in one event, and an engine whose numerics differ."""
 
     def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
@@ -131,106 +125,93 @@ def test_an_answer_that_goes_on_otherwise_ends_with_an_error(play: "Play") -> No
         if not again:
             reply.abort()
 
-    async def scenario(site: "Site") -> None:
-        values = {"prompt": "a b", "temperature": 0, "stream": True, "max_tokens": 9}
-        site.handlers[b"/v1/completions"] = answer
-        exchange = await site.post(COMPLETIONS, values)
-        assert exchange.text == "abc"
-        assert b"goes on otherwise" in exchange.body
-        assert not exchange.done
-
-    play(scenario, flags=EXACT, at_rest=False)
+    values = {"prompt": "a b", "temperature": 0, "stream": True, "max_tokens": 9}
+    site.handlers[b"/v1/completions"] = answer
+    exchange = await site.post(COMPLETIONS, values)
+    assert exchange.text == "abc"
+    assert b"goes on otherwise" in exchange.body
+    assert not exchange.done
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_removed_engine_takes_no_stream_with_it(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[path] | {"max_tokens": 200}
-        right = await alone(site, path, values)
-        exchange = site.send(path, values, headers=ID)
-        await exchange.until_events(20)
-        (on,) = site.received("decode")
-        gone = {"role": "decode", "url": site.fleet.engine(on.engine).url, "force": True}
-        assert (await site.admin("/admin/instances/remove", gone)).status == 200
-        same(await exchange.end(), right)
-        assert (await site.ended())[0].resumes == 1
-
-    play(scenario, flags=EXACT)
+@served(flags=EXACT)
+async def test_a_removed_engine_takes_no_stream_with_it(site: Site, path: str) -> None:
+    values = STREAMS[path] | {"max_tokens": 200}
+    right = await alone(site, path, values)
+    exchange = site.send(path, values, headers=ID)
+    await exchange.until_events(20)
+    (on,) = site.received("decode")
+    gone = {"role": "decode", "url": site.fleet.engine(on.engine).url, "force": True}
+    assert (await site.admin("/admin/instances/remove", gone)).status == 200
+    same(await exchange.end(), right)
+    assert (await site.ended())[0].resumes == 1
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_drain_with_a_deadline_takes_away_what_can_go_on(play: "Play", path: str) -> None:
-    def second(site: "Site") -> dict[str, Any]:
+@served(flags=EXACT)
+async def test_a_drain_with_a_deadline_takes_away_what_can_go_on(site: Site, path: str) -> None:
+    def second(site: Site) -> dict[str, Any]:
         return {"role": "decode", "url": site.fleet.engine("decode/1").url}
 
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[path] | {"max_tokens": 200}
-        right = await alone(site, path, values)
-        assert (await site.admin("/admin/instances/drain", second(site))).status == 200
-        exchange = site.send(path, values, headers=ID)
-        await exchange.until_events(9)
-        other = site.send(path, values | {"temperature": 0.7, "max_tokens": 90})
-        await other.until_events(9)
-        assert {leg.engine for leg in site.received("decode")} == {"decode/0"}
-        order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0.5}
-        assert (await site.admin("/admin/instances", second(site))).status == 200
-        assert (await site.admin("/admin/instances/drain", order)).status == 200
-        same(await exchange.end(), right)
-        assert (await other.end()).done
-        # Nobody else can end the other one.
-        assert [record.resumes for record in await site.ended(2)] == [0, 1]
-        assert {record.outcome for record in site.world.ended} == {Outcome.OK}
-        assert [leg.engine for leg in site.received("decode")][2:] == ["decode/1"]
-
-    play(scenario, flags=EXACT)
+    values = STREAMS[path] | {"max_tokens": 200}
+    right = await alone(site, path, values)
+    assert (await site.admin("/admin/instances/drain", second(site))).status == 200
+    exchange = site.send(path, values, headers=ID)
+    await exchange.until_events(9)
+    other = site.send(path, values | {"temperature": 0.7, "max_tokens": 90})
+    await other.until_events(9)
+    assert {leg.engine for leg in site.received("decode")} == {"decode/0"}
+    order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0.5}
+    assert (await site.admin("/admin/instances", second(site))).status == 200
+    assert (await site.admin("/admin/instances/drain", order)).status == 200
+    same(await exchange.end(), right)
+    assert (await other.end()).done
+    # Nobody else can end the other one.
+    assert [record.resumes for record in await site.ended(2)] == [0, 1]
+    assert {record.outcome for record in site.world.ended} == {Outcome.OK}
+    assert [leg.engine for leg in site.received("decode")][2:] == ["decode/1"]
 
 
-def test_an_engine_that_is_taken_back_before_the_deadline_keeps_its_streams(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
-        await exchange.until_events(9)
-        (on,) = site.received("decode")
-        order = {"role": "decode", "url": site.fleet.engine(on.engine).url}
-        assert (
-            await site.admin("/admin/instances/drain", order | {"deadline_s": 0.3})
-        ).status == 200
-        assert (await site.admin("/admin/instances", order)).status == 200
-        assert (await exchange.end()).done
-        assert (await site.ended())[0].resumes == 0
-
-    play(scenario, flags=EXACT)
+@served(flags=EXACT)
+async def test_an_engine_that_is_taken_back_before_the_deadline_keeps_its_streams(
+    site: Site,
+) -> None:
+    exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
+    await exchange.until_events(9)
+    (on,) = site.received("decode")
+    order = {"role": "decode", "url": site.fleet.engine(on.engine).url}
+    assert (await site.admin("/admin/instances/drain", order | {"deadline_s": 0.3})).status == 200
+    assert (await site.admin("/admin/instances", order)).status == 200
+    assert (await exchange.end()).done
+    assert (await site.ended())[0].resumes == 0
 
 
-def test_the_last_engine_keeps_its_streams_at_the_deadline(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
-        await exchange.until_events(9)
-        order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0}
-        assert (await site.admin("/admin/instances/drain", order)).status == 200
-        assert (await exchange.end()).done
-        assert (await site.ended())[0].resumes == 0
-
-    play(scenario, flags=EXACT, ranks=1)
+@served(flags=EXACT, ranks=1)
+async def test_the_last_engine_keeps_its_streams_at_the_deadline(site: Site) -> None:
+    exchange = site.send(CHAT, STREAMS[CHAT] | {"max_tokens": 100}, headers=ID)
+    await exchange.until_events(9)
+    order = {"role": "decode", "url": site.fleet.engine("decode/0").url, "deadline_s": 0}
+    assert (await site.admin("/admin/instances/drain", order)).status == 200
+    assert (await exchange.end()).done
+    assert (await site.ended())[0].resumes == 0
 
 
 @pytest.mark.parametrize("stalls", [True, False])
-def test_a_stream_leaves_an_engine_that_is_quarantined_and_silent(
-    play: "Play", stalls: bool
+@served(flags=EXACT | {"idle_stream_timeout_s": 120.0, "policy": "fifo"})
+async def test_a_stream_leaves_an_engine_that_is_quarantined_and_silent(
+    site: Site, stalls: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAMS[CHAT] | {"max_tokens": 400}
-        right = await alone(site, CHAT, values)
-        if stalls:
-            site.fleet.faults.set("decode/0", stall_after_tokens=7)
-        begin_s = site.loop.time()
-        exchange = site.send(CHAT, values, headers=ID)
-        await exchange.until_events(5)
-        site.fleet.faults.set("decode/0", refuse=True)
-        same(await exchange.end(), right)
-        assert site.loop.time() - begin_s < 60.0
-        assert (await site.ended())[0].resumes == stalls
-
-    play(scenario, flags=EXACT | {"idle_stream_timeout_s": 120.0, "policy": "fifo"})
+    values = STREAMS[CHAT] | {"max_tokens": 400}
+    right = await alone(site, CHAT, values)
+    if stalls:
+        site.fleet.faults.set("decode/0", stall_after_tokens=7)
+    begin_s = site.loop.time()
+    exchange = site.send(CHAT, values, headers=ID)
+    await exchange.until_events(5)
+    site.fleet.faults.set("decode/0", refuse=True)
+    same(await exchange.end(), right)
+    assert site.loop.time() - begin_s < 60.0
+    assert (await site.ended())[0].resumes == stalls
 
 
 @pytest.mark.parametrize(
@@ -243,58 +224,48 @@ def test_a_stream_leaves_an_engine_that_is_quarantined_and_silent(
     ],
     ids=str,
 )
-def test_what_might_go_on_otherwise_ends_as_without_the_setting(
-    play: "Play", more: dict[str, Any]
+@served(flags=EXACT)
+async def test_what_might_go_on_otherwise_ends_as_without_the_setting(
+    site: Site, more: dict[str, Any]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", reset_after_tokens=5)
-        exchange = await site.post(CHAT, STREAMS[CHAT] | more)
-        assert not exchange.done
-        assert (await site.ended())[0].resumes == 0
-        (leg,) = site.received("decode")
-        assert leg.values.get("return_token_ids") == more.get("return_token_ids")
-
-    play(scenario, flags=EXACT)
+    site.fleet.faults.set("decode/0", reset_after_tokens=5)
+    exchange = await site.post(CHAT, STREAMS[CHAT] | more)
+    assert not exchange.done
+    assert (await site.ended())[0].resumes == 0
+    (leg,) = site.received("decode")
+    assert leg.values.get("return_token_ids") == more.get("return_token_ids")
 
 
-def test_sampled_streams_go_on_where_any_valid_continuation_will_do(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        # An emulated seed goes on by position, so that the text is the same.
-        values = STREAMS[CHAT] | {"temperature": 0.7, "seed": 3}
-        await through_a_failure(site, CHAT, values, reset_after_tokens=5)
-
-    play(scenario, flags={"resume": "valid"})
+@served(flags={"resume": "valid"})
+async def test_sampled_streams_go_on_where_any_valid_continuation_will_do(site: Site) -> None:
+    # An emulated seed goes on by position, so that the text is the same.
+    values = STREAMS[CHAT] | {"temperature": 0.7, "seed": 3}
+    await through_a_failure(site, CHAT, values, reset_after_tokens=5)
 
 
-def test_a_reasoning_parser_keeps_back_what_no_id_tells(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await through_a_failure(site, CHAT, STREAMS[CHAT], reset_after_tokens=15)
-        assert (await site.ended())[0].resumes == 1
-        # A prefiller has shown it.
-        first, second = site.received("decode")
-        assert "return_token_ids" not in first.values | second.values
-
-    play(scenario, flags=EXACT, reasoning_parser=True)
+@served(flags=EXACT, reasoning_parser=True)
+async def test_a_reasoning_parser_keeps_back_what_no_id_tells(site: Site) -> None:
+    await through_a_failure(site, CHAT, STREAMS[CHAT], reset_after_tokens=15)
+    assert (await site.ended())[0].resumes == 1
+    # A prefiller has shown it.
+    first, second = site.received("decode")
+    assert "return_token_ids" not in first.values | second.values
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_a_request_that_is_handed_back_goes_on_from_its_ids(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        await through_a_failure(site, path, STREAMS[path], recomputed_after_tokens=6)
-        (record,) = await site.ended()
-        assert (record.recomputes, record.resumes, record.retries) == (3, 0, 0)
-        assert isinstance(site.received("decode")[-1].values["prompt"], list)
-
-    play(scenario, connector="mooncake-ascend", flags=EXACT)
+@served(connector="mooncake-ascend", flags=EXACT)
+async def test_a_request_that_is_handed_back_goes_on_from_its_ids(site: Site, path: str) -> None:
+    await through_a_failure(site, path, STREAMS[path], recomputed_after_tokens=6)
+    (record,) = await site.ended()
+    assert (record.recomputes, record.resumes, record.retries) == (3, 0, 0)
+    assert isinstance(site.received("decode")[-1].values["prompt"], list)
 
 
 @pytest.mark.parametrize("path", STREAMS)
-def test_without_the_setting_nothing_is_asked_for(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", reset_after_tokens=5)
-        exchange = await site.post(path, STREAMS[path])
-        assert not exchange.done
-        (leg,) = site.received("decode")
-        assert "return_token_ids" not in leg.values
-
-    play(scenario)
+@served()
+async def test_without_the_setting_nothing_is_asked_for(site: Site, path: str) -> None:
+    site.fleet.faults.set("decode/0", reset_after_tokens=5)
+    exchange = await site.post(path, STREAMS[path])
+    assert not exchange.done
+    (leg,) = site.received("decode")
+    assert "return_token_ids" not in leg.values

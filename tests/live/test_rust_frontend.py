@@ -1,15 +1,13 @@
 """Before engines with vLLM's Rust frontend: every byte is as without the proxy, whatever it asks of them."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.site import Exchanged, Site, play, served
 
 from balanceroute.proxy.lab.emulate import Frontend
 from balanceroute.proxy.live.telemetry.record import Outcome
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 ASKED: dict[str, dict[str, object]] = {
@@ -32,7 +30,7 @@ FLAGS: list[dict[str, object]] = [{}, {"resume": "exact"}, {"count_tokens": "eve
 _VARIES = re.compile(rb'"(?:id|request_id)":"[^"]*"|"created":\d+|"system_fingerprint":"[^"]*"')
 
 
-def plain(answer: "Exchanged") -> tuple[int, bytes]:
+def plain(answer: Exchanged) -> tuple[int, bytes]:
     """Return what must not differ between two engines; of KV parameters a client has none."""
     return answer.status, _VARIES.sub(b"", answer.body)
 
@@ -49,57 +47,51 @@ def values_of(path: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("path", ASKED)
-def test_every_byte_is_the_engines(play: "Play", path: str, flags: dict[str, object]) -> None:
-    async def scenario(site: "Site") -> None:
-        for options in OPTIONS:
-            values = values_of(path, **options)
-            direct = await site.ask("decode/0", path, values)
-            proxied = await site.post(path, values)
-            assert plain(proxied) == plain(direct), options
-            record = site.world.ended[-1]
-            assert (record.outcome, record.retries) == (Outcome.OK, 0)
-            if path != GENERATE or values["stream"]:  # Nobody tells its tokens.
-                assert record.output_tokens == 9
-
-    play(scenario, flags=flags, frontend=Frontend.RUST)
+@served("flags", frontend=Frontend.RUST)
+async def test_every_byte_is_the_engines(site: Site, path: str, flags: dict[str, object]) -> None:
+    for options in OPTIONS:
+        values = values_of(path, **options)
+        direct = await site.ask("decode/0", path, values)
+        proxied = await site.post(path, values)
+        assert plain(proxied) == plain(direct), options
+        record = site.world.ended[-1]
+        assert (record.outcome, record.retries) == (Outcome.OK, 0)
+        if path != GENERATE or values["stream"]:  # Nobody tells its tokens.
+            assert record.output_tokens == 9
 
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
-def test_a_stream_that_goes_on_elsewhere_is_the_engines(
-    play: "Play", path: str, options: dict[str, object]
+@served(flags={"resume": "exact"}, frontend=Frontend.RUST)
+async def test_a_stream_that_goes_on_elsewhere_is_the_engines(
+    site: Site, path: str, options: dict[str, object]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        values = values_of(path, **options)
-        direct = await site.ask("decode/0", path, values)
-        for engine in ("decode/0", "decode/1"):
-            site.fleet.engine(engine).faults = site.fleet.engine(engine).faults.changed(
-                {"reset_after_tokens": 4}
-            )
-        exchange = site.send(path, values)
-        await exchange.until_events(4)
-        for engine in ("decode/0", "decode/1"):
-            site.fleet.engine(engine).faults = site.fleet.engine(engine).faults.changed(
-                {"reset_after_tokens": None}
-            )
-        proxied = await exchange.end()
-        assert plain(proxied) == plain(direct)
-        assert site.world.ended[-1].resumes == 1
-
-    play(scenario, flags={"resume": "exact"}, frontend=Frontend.RUST)
+    values = values_of(path, **options)
+    direct = await site.ask("decode/0", path, values)
+    for engine in ("decode/0", "decode/1"):
+        site.fleet.engine(engine).faults = site.fleet.engine(engine).faults.changed(
+            {"reset_after_tokens": 4}
+        )
+    exchange = site.send(path, values)
+    await exchange.until_events(4)
+    for engine in ("decode/0", "decode/1"):
+        site.fleet.engine(engine).faults = site.fleet.engine(engine).faults.changed(
+            {"reset_after_tokens": None}
+        )
+    proxied = await exchange.end()
+    assert plain(proxied) == plain(direct)
+    assert site.world.ended[-1].resumes == 1
 
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [True, False])
-def test_its_refusals_cost_nothing_and_blame_nobody(
-    play: "Play", path: str, *, stream: bool
-) -> None:
+def test_its_refusals_cost_nothing_and_blame_nobody(path: str, *, stream: bool) -> None:
     bad: dict[str, Any] = {}
     if path == GENERATE:
         bad["sampling_params"] = {"max_tokens": 4, "min_tokens": 9}
     bad |= {"min_tokens": 99}
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         values = values_of(path, stream=stream, **bad)
         direct = await site.ask("decode/0", path, values)
         proxied = await site.post(path, values)

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -35,18 +35,14 @@ from balanceroute.predictors.past import read_log
 from balanceroute.proxy.lab.emulate import engine as emulated_engine
 from balanceroute.proxy.wire.http1.server import Server
 
-if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
-
-
 # Life.
 
 
-def test_it_says_when_it_is_ready_and_serves(make_exchanged: "MakeExchanged") -> None:
+def test_it_says_when_it_is_ready_and_serves() -> None:
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls) as served,
         ):
             public, admin = served.ports()
             assert (
@@ -68,16 +64,13 @@ def test_it_says_when_it_is_ready_and_serves(make_exchanged: "MakeExchanged") ->
     play(main())
 
 
-def test_it_is_not_ready_before_an_engine_of_each_role_was_probed(
-    make_exchanged: "MakeExchanged",
-) -> None:
+def test_it_is_not_ready_before_an_engine_of_each_role_was_probed() -> None:
     async def main() -> None:
         with socket.create_server((HOST, 0)) as silent:  # It takes connections and says nothing.
             url = f"http://{HOST}:{silent.getsockname()[1]}"
             async with (
                 engines() as fleet,
                 serving(
-                    make_exchanged,
                     [url],
                     fleet.decode_urls,
                     *("--health-timeout-s", "60", "--no-check-pairs"),
@@ -127,7 +120,6 @@ async def answers(host: str, port: int, context: ssl.SSLContext | None = None) -
     ],
 )
 def test_every_interface_is_that_of_both_families(
-    make_exchanged: "MakeExchanged",
     tmp_path: Path,
     host: str,
     shown: str,
@@ -142,7 +134,7 @@ def test_every_interface_is_that_of_both_families(
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             public, admin = served.ports()
             urls = [word.rpartition(" ")[2] for word in served.line.split(", ")]
@@ -177,15 +169,13 @@ def test_a_port_that_one_family_has_already_is_refused() -> None:
     )
 
 
-def test_a_process_that_its_engines_call_back_stays_and_says_why(
-    make_exchanged: "MakeExchanged",
-) -> None:
+def test_a_process_that_its_engines_call_back_stays_and_says_why() -> None:
     flags = ("--connector", "mooncake-layerwise", "--log", "-")
 
     async def main() -> None:
         async with (
             engines(connector="mooncake-layerwise") as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             served.process.send_signal(signal.SIGUSR2)
             assert (await served.client.post(COMPLETIONS, STREAM)).done
@@ -199,17 +189,13 @@ def test_a_process_that_its_engines_call_back_stays_and_says_why(
     play(main())
 
 
-def test_sigterm_lets_a_running_stream_finish(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_sigterm_lets_a_running_stream_finish(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, "--log", str(log)
-            ) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, "--log", str(log)) as served,
         ):
             exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
             await exchange.until_events(3)
@@ -232,9 +218,7 @@ def test_sigterm_lets_a_running_stream_finish(
     assert (request["outcome"], request["output_tokens"]) == ("ok", 60)
 
 
-def test_what_it_learned_is_kept_and_its_log_is_read_for_training(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_what_it_learned_is_kept_and_its_log_is_read_for_training(tmp_path: Path) -> None:
     log, state = tmp_path / "log", tmp_path / "state.json"
     flags = ["--log", str(log), "--predictor", "survival", "--predictor-state", str(state)]
     flags += ["--shadow-predictor", "exact-match"]
@@ -243,7 +227,7 @@ def test_what_it_learned_is_kept_and_its_log_is_read_for_training(
         for _ in range(2):
             async with (
                 engines() as fleet,
-                serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+                serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
             ):
                 assert (await served.client.post(COMPLETIONS, STREAM)).done
                 served.process.send_signal(signal.SIGTERM)
@@ -258,16 +242,14 @@ def test_what_it_learned_is_kept_and_its_log_is_read_for_training(
     assert first.features == second.features
 
 
-def test_it_samples_the_loads_of_its_ledger(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_it_samples_the_loads_of_its_ledger(tmp_path: Path) -> None:
     path = tmp_path / "loads"
     flags = ["--load-log", str(path), "--load-log-interval-s", "0.01"]
 
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
         ):
             assert (await served.client.post(COMPLETIONS, STREAM)).done
             served.process.send_signal(signal.SIGTERM)
@@ -280,11 +262,11 @@ def test_it_samples_the_loads_of_its_ledger(
     play(main())
 
 
-def test_a_second_sigterm_cuts_it_truthfully(make_exchanged: "MakeExchanged") -> None:
+def test_a_second_sigterm_cuts_it_truthfully() -> None:
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls) as served,
         ):
             exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000})
             whole = served.client.send(
@@ -323,7 +305,7 @@ def samples(page: bytes, family: str) -> dict[str, float]:
 
 
 def test_it_serves_and_says_so_when_more_connect_than_it_has_descriptors_for(
-    make_exchanged: "MakeExchanged", tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """70 silent connections at 64 descriptors closed both ports, without a word."""
     log = tmp_path / "log"
@@ -332,7 +314,6 @@ def test_it_serves_and_says_so_when_more_connect_than_it_has_descriptors_for(
         async with (
             engines() as fleet,
             serving(
-                make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 # Which would need more for each client.
@@ -439,7 +420,6 @@ def https(urls: list[str]) -> list[str]:
 
 
 def test_tls_on_both_sides(
-    make_exchanged: "MakeExchanged",
     certificate: tuple[Path, Path],
     tls_engines: Callable[[tuple[Path, Path]], None],
 ) -> None:
@@ -453,7 +433,6 @@ def test_tls_on_both_sides(
         async with (
             engines() as fleet,
             serving(
-                make_exchanged,
                 https(fleet.prefill_urls),
                 https(fleet.decode_urls),
                 *flags,
@@ -466,9 +445,9 @@ def test_tls_on_both_sides(
             assert exchange.done
             assert len(exchange.events) == 61
             # Who does not know the certificate, or speaks no TLS, gets nothing.
-            stranger = Client(public, make_exchanged, ssl.create_default_context())
+            stranger = Client(public, ssl.create_default_context())
             assert (await stranger.get("/health")).error is not None
-            plain = Client(public, make_exchanged)
+            plain = Client(public)
             assert (await plain.get("/health")).error is not None
             # Health checks and scrapes speak TLS, too.
             page = b'balanceroute_scrape_failures_total{role="prefill",url="https://'
@@ -493,9 +472,7 @@ async def status_of(client: Client, path: str, key: bytes) -> int:
     return (await client.send(b"GET", path, headers=headers).end()).status
 
 
-def test_certificates_and_keys_are_read_again_on_sighup(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_certificates_and_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
     """A renewed certificate, and new keys, needed a restart that ends all streams."""
     cert, key = make_certificate(tmp_path)
     log, keys, token = tmp_path / "log", tmp_path / "keys", tmp_path / "token"
@@ -512,7 +489,6 @@ def test_certificates_and_keys_are_read_again_on_sighup(
         async with (
             engines() as fleet,
             serving(
-                make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *(str(word) for pair in files.items() for word in pair),
@@ -565,14 +541,12 @@ def test_certificates_and_keys_are_read_again_on_sighup(
     assert not {"first", "second", "third", "fourth"} & set(text.replace('"', " ").split())
 
 
-def test_a_second_sigterm_refuses_what_waits_for_a_prefiller(
-    make_exchanged: "MakeExchanged",
-) -> None:
+def test_a_second_sigterm_refuses_what_waits_for_a_prefiller() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
             async with engines() as fleet:
                 served = await stack.enter_async_context(
-                    serving(make_exchanged, fleet.prefill_urls, fleet.decode_urls)
+                    serving(fleet.prefill_urls, fleet.decode_urls)
                 )
                 assert (await served.admin.get("/ready")).status == 200
             exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
@@ -589,7 +563,6 @@ def test_a_second_sigterm_refuses_what_waits_for_a_prefiller(
 
 
 def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(
-    make_exchanged: "MakeExchanged",
     certificate: tuple[Path, Path],
     tls_engines: Callable[[tuple[Path, Path]], None],
 ) -> None:
@@ -598,7 +571,7 @@ def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(
     async def main() -> None:
         async with (
             engines() as fleet,
-            serving(make_exchanged, https(fleet.prefill_urls), https(fleet.decode_urls)) as served,
+            serving(https(fleet.prefill_urls), https(fleet.decode_urls)) as served,
         ):
             # Its first probes have told it so.
             assert (await served.admin.get("/ready")).status == 503
@@ -612,7 +585,6 @@ def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(
 
 
 def test_https_engines_can_join_http_ones(
-    make_exchanged: "MakeExchanged",
     certificate: tuple[Path, Path],
     tls_engines: Callable[[tuple[Path, Path]], None],
 ) -> None:
@@ -621,7 +593,7 @@ def test_https_engines_can_join_http_ones(
 
     async def main() -> None:
         trust = ("--engine-ca-file", str(certificate[0]))
-        async with engines() as fleet, serving(make_exchanged, *nobody, *trust) as served:
+        async with engines() as fleet, serving(*nobody, *trust) as served:
             roles = {"prefill": fleet.prefill_urls, "decode": fleet.decode_urls}
             for role, urls in roles.items():
                 for url in https(urls):

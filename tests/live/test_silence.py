@@ -5,13 +5,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Exchanged, Site, play, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
@@ -48,7 +47,7 @@ TOKENS = {
 }
 
 
-def silent(site: "Site", path: str, signs: list[bytes], then: "Callable[[Reply], None]") -> None:
+def silent(site: Site, path: str, signs: list[bytes], then: "Callable[[Reply], None]") -> None:
     """Have the next rank that is asked send signs of life, one a second, before it does something."""
 
     def begin(engine: str, request: "HttpRequest", reply: "Reply") -> None:
@@ -91,63 +90,56 @@ def is_error(path: str, event: bytes) -> int:
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_an_engines_comments_reach_the_client_at_once(play: "Play", path: str) -> None:
+@served()
+async def test_an_engines_comments_reach_the_client_at_once(site: Site, path: str) -> None:
     signs = [COMMENT, b": a\r\n: b\r\n\r\n", PING if path == MESSAGES else COMMENT]
-
-    async def scenario(site: "Site") -> None:
-        silent(site, path, signs, answers(TOKENS[path]))
-        answer = site.send(path, ASKED[path], headers=[(b"x-request-id", b"mine")])
-        begin_s = site.loop.time()
-        for count in (1, 2, 3):
-            await answer.until_events(count)
-            assert site.loop.time() - begin_s < count
-        assert (answer.status, answer.header(b"x-engine")) == (200, b"7")
-        assert answer.header(b"x-request-id") == b"mine"
-        assert answer.header(b"x-accel-buffering") == b"no"
-        await answer.end()
-        assert (answer.error, answer.body) == (None, b"".join(signs) + TOKENS[path])
-        (record,) = await site.ended()
-        assert (record.outcome, record.status, record.retries) == (Outcome.OK, 200, 0)
-        assert record.first_token_ns is not None
-        assert record.first_token_ns / 1e9 >= begin_s + 3  # A comment is no token.
-
-    play(scenario)
+    silent(site, path, signs, answers(TOKENS[path]))
+    answer = site.send(path, ASKED[path], headers=[(b"x-request-id", b"mine")])
+    begin_s = site.loop.time()
+    for count in (1, 2, 3):
+        await answer.until_events(count)
+        assert site.loop.time() - begin_s < count
+    assert (answer.status, answer.header(b"x-engine")) == (200, b"7")
+    assert answer.header(b"x-request-id") == b"mine"
+    assert answer.header(b"x-accel-buffering") == b"no"
+    await answer.end()
+    assert (answer.error, answer.body) == (None, b"".join(signs) + TOKENS[path])
+    (record,) = await site.ended()
+    assert (record.outcome, record.status, record.retries) == (Outcome.OK, 200, 0)
+    assert record.first_token_ns is not None
+    assert record.first_token_ns / 1e9 >= begin_s + 3  # A comment is no token.
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_behind_a_comment_a_failure_is_still_mended_elsewhere(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        alone = await site.post(path, ASKED[path] | {"seed": 1})
-        for error in (b"", b'data: {"error":{"message":"no KV","code":500}}\n\n'):
-            silent(site, path, [COMMENT], answers(error) if error else breaks)
-            answer = await site.post(path, ASKED[path] | {"seed": 1})
-            assert (answer.status, answer.done) == (200, True)
-            assert answer.events[0] == COMMENT
-            assert answer.text == alone.text
-        assert [record.retries for record in await site.ended(3)] == [0, 1, 1]
-
-    play(scenario)
+@served()
+async def test_behind_a_comment_a_failure_is_still_mended_elsewhere(site: Site, path: str) -> None:
+    alone = await site.post(path, ASKED[path] | {"seed": 1})
+    for error in (b"", b'data: {"error":{"message":"no KV","code":500}}\n\n'):
+        silent(site, path, [COMMENT], answers(error) if error else breaks)
+        answer = await site.post(path, ASKED[path] | {"seed": 1})
+        assert (answer.status, answer.done) == (200, True)
+        assert answer.events[0] == COMMENT
+        assert answer.text == alone.text
+    assert [record.retries for record in await site.ended(3)] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_behind_a_comment_what_nothing_mends_is_an_error_event(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        silent(site, path, [COMMENT], breaks)
-        answer = await asyncio.wait_for(site.send(path, ASKED[path]).end(), 100)
-        assert (answer.status, answer.events[0]) == (200, COMMENT)
-        assert answer.error is not None, "it must not look complete"
-        assert len(answer.events) == 2
-        assert is_error(path, answer.events[1]) in (0, 502)
-        (record,) = await site.ended()
-        assert (record.outcome, record.status) == (Outcome.UPSTREAM_ERROR, 200)
-        assert record.output_tokens == 0
-        assert record.first_token_ns is None
-
-    play(scenario, flags={"retry_attempts": 1})
+@served(flags={"retry_attempts": 1})
+async def test_behind_a_comment_what_nothing_mends_is_an_error_event(site: Site, path: str) -> None:
+    silent(site, path, [COMMENT], breaks)
+    answer = await asyncio.wait_for(site.send(path, ASKED[path]).end(), 100)
+    assert (answer.status, answer.events[0]) == (200, COMMENT)
+    assert answer.error is not None, "it must not look complete"
+    assert len(answer.events) == 2
+    assert is_error(path, answer.events[1]) in (0, 502)
+    (record,) = await site.ended()
+    assert (record.outcome, record.status) == (Outcome.UPSTREAM_ERROR, 200)
+    assert record.output_tokens == 0
+    assert record.first_token_ns is None
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
-def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(play: "Play", path: str) -> None:
+def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(path: str) -> None:
     error: dict[str, Any] = {
         "error": {"message": "too\nlong", "type": "x", "param": "p", "code": 400}
     }
@@ -157,7 +149,7 @@ def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(play: "Play", 
             "error": {"type": "invalid_request_error", "message": "too\nlong"},
         }
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         def refuses(engine: str, request: "HttpRequest", reply: "Reply") -> None:
             del engine, request
             body = json.dumps(error, indent=2).encode()
@@ -180,98 +172,88 @@ def test_behind_a_comment_an_engines_refusal_is_told_in_its_words(play: "Play", 
     play(scenario)
 
 
-def test_a_whole_answer_behind_a_comment_is_no_answer(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        def whole(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            del engine, request
-            reply.send(200, [(b"content-type", b"application/json")], b'{"usage":{},"choices":[]}')
+@served()
+async def test_a_whole_answer_behind_a_comment_is_no_answer(site: Site) -> None:
+    def whole(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [(b"content-type", b"application/json")], b'{"usage":{},"choices":[]}')
 
-        def goes_on(reply: "Reply") -> None:
-            site.rank_handlers[COMPLETIONS.encode()] = whole
-            reply.abort()
+    def goes_on(reply: "Reply") -> None:
+        site.rank_handlers[COMPLETIONS.encode()] = whole
+        reply.abort()
 
-        silent(site, COMPLETIONS, [COMMENT], goes_on)
-        answer = await site.post(COMPLETIONS, BODY)
-        assert answer.error is not None
-        assert is_error(COMPLETIONS, answer.events[1]) == 502
-
-    play(scenario)
+    silent(site, COMPLETIONS, [COMMENT], goes_on)
+    answer = await site.post(COMPLETIONS, BODY)
+    assert answer.error is not None
+    assert is_error(COMPLETIONS, answer.events[1]) == 502
 
 
-def test_comments_do_not_hide_that_no_token_comes(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        silent(site, COMPLETIONS, [COMMENT] * 60, breaks)
-        answer = await site.post(COMPLETIONS, BODY)
-        assert answer.done
-        (record,) = await site.ended()
-        assert record.retries == 1
-        assert 5 <= answer.body.count(COMMENT) <= 6
-
-    play(scenario, flags={"first_token_timeout_s": 5.0})
+@served(flags={"first_token_timeout_s": 5.0})
+async def test_comments_do_not_hide_that_no_token_comes(site: Site) -> None:
+    silent(site, COMPLETIONS, [COMMENT] * 60, breaks)
+    answer = await site.post(COMPLETIONS, BODY)
+    assert answer.done
+    (record,) = await site.ended()
+    assert record.retries == 1
+    assert 5 <= answer.body.count(COMMENT) <= 6
 
 
-def test_only_comments_overtake_the_answer(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        signs = [b"id: 7\n\n", b": a\nretry: 1\n\n", b"data: what\n\n", b"\n"]
-        silent(site, COMPLETIONS, signs, answers(TOKENS[COMPLETIONS]))
-        answer = site.send(COMPLETIONS, BODY)
-        await asyncio.sleep(4.0)
-        assert answer.status == 0
-        await answer.end()
-        assert answer.body == b"".join(signs) + TOKENS[COMPLETIONS]
-
-    play(scenario)
+@served()
+async def test_only_comments_overtake_the_answer(site: Site) -> None:
+    signs = [b"id: 7\n\n", b": a\nretry: 1\n\n", b"data: what\n\n", b"\n"]
+    silent(site, COMPLETIONS, signs, answers(TOKENS[COMPLETIONS]))
+    answer = site.send(COMPLETIONS, BODY)
+    await asyncio.sleep(4.0)
+    assert answer.status == 0
+    await answer.end()
+    assert answer.body == b"".join(signs) + TOKENS[COMPLETIONS]
 
 
 # The proxy's own.
 
 
-def own_signs(answer: "Exchanged") -> int:
+def own_signs(answer: Exchanged) -> int:
     return answer.body.count(COMMENT) + answer.body.count(PING)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES])
-def test_who_waits_for_a_rank_gets_signs_of_life(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        # Nobody has a free slot for six seconds.
-        silent(site, COMPLETIONS, [b""] * 6, answers(TOKENS[COMPLETIONS]))
-        blocked = site.send(COMPLETIONS, BODY)
-        await asyncio.sleep(0.5)
-        silent(site, RESPONSES, [], answers(TOKENS[RESPONSES]))
-        whole = site.send(COMPLETIONS, BODY | {"stream": False})
-        answer = site.send(path, ASKED[path], headers=[(b"x-request-id", b"mine")])
-        await answer.until_events(2)
-        assert (answer.status, answer.header(b"x-request-id")) == (200, b"mine")
-        assert whole.status == 0
-        assert set(answer.events) == {PING if path == MESSAGES else COMMENT}
-        await blocked.end()
-        await answer.end()
-        assert answer.error is None
-        assert 2 <= own_signs(answer) <= 4
-        assert 3 <= own_signs(blocked) <= 4  # While its rank is silent, too.
-        await whole.end()
-        assert (whole.status, own_signs(whole)) == (200, 0)
-        records = await site.ended(3)
-        assert {(record.outcome, record.status) for record in records} == {(Outcome.OK, 200)}
-        for record in records:
-            if record.stream:
-                assert record.first_token_ns is not None
-                assert record.first_token_ns - record.arrived_ns > 5e9
-
-    play(scenario, flags={"sse_keep_alive_s": 1.5, "batch": 1}, ranks=1)
+@served(flags={"sse_keep_alive_s": 1.5, "batch": 1}, ranks=1)
+async def test_who_waits_for_a_rank_gets_signs_of_life(site: Site, path: str) -> None:
+    # Nobody has a free slot for six seconds.
+    silent(site, COMPLETIONS, [b""] * 6, answers(TOKENS[COMPLETIONS]))
+    blocked = site.send(COMPLETIONS, BODY)
+    await asyncio.sleep(0.5)
+    silent(site, RESPONSES, [], answers(TOKENS[RESPONSES]))
+    whole = site.send(COMPLETIONS, BODY | {"stream": False})
+    answer = site.send(path, ASKED[path], headers=[(b"x-request-id", b"mine")])
+    await answer.until_events(2)
+    assert (answer.status, answer.header(b"x-request-id")) == (200, b"mine")
+    assert whole.status == 0
+    assert set(answer.events) == {PING if path == MESSAGES else COMMENT}
+    await blocked.end()
+    await answer.end()
+    assert answer.error is None
+    assert 2 <= own_signs(answer) <= 4
+    assert 3 <= own_signs(blocked) <= 4  # While its rank is silent, too.
+    await whole.end()
+    assert (whole.status, own_signs(whole)) == (200, 0)
+    records = await site.ended(3)
+    assert {(record.outcome, record.status) for record in records} == {(Outcome.OK, 200)}
+    for record in records:
+        if record.stream:
+            assert record.first_token_ns is not None
+            assert record.first_token_ns - record.arrived_ns > 5e9
 
 
-def test_nothing_is_sent_unless_it_is_asked_for(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        silent(site, COMPLETIONS, [b""] * 100, answers(TOKENS[COMPLETIONS]))
-        answer = await site.post(COMPLETIONS, BODY)
-        assert answer.body == TOKENS[COMPLETIONS]
-
-    play(scenario, flags={"first_token_timeout_s": 200.0})
+@served(flags={"first_token_timeout_s": 200.0})
+async def test_nothing_is_sent_unless_it_is_asked_for(site: Site) -> None:
+    silent(site, COMPLETIONS, [b""] * 100, answers(TOKENS[COMPLETIONS]))
+    answer = await site.post(COMPLETIONS, BODY)
+    assert answer.body == TOKENS[COMPLETIONS]
 
 
-def test_who_expires_behind_a_sign_of_life_gets_an_error_event(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_who_expires_behind_a_sign_of_life_gets_an_error_event() -> None:
+    async def scenario(site: Site) -> None:
         silent(site, COMPLETIONS, [b""] * 20, answers(TOKENS[COMPLETIONS]))
         blocked = site.send(COMPLETIONS, BODY)
         await asyncio.sleep(0.5)
@@ -287,62 +269,54 @@ def test_who_expires_behind_a_sign_of_life_gets_an_error_event(play: "Play") -> 
     play(scenario, flags=flags, ranks=1)
 
 
-def test_who_leaves_behind_a_sign_of_life_holds_nothing(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        silent(site, COMPLETIONS, [b""] * 6, answers(TOKENS[COMPLETIONS]))
-        blocked = site.send(COMPLETIONS, BODY)
-        await asyncio.sleep(0.5)
-        leaves = site.send(COMPLETIONS, BODY)
-        await leaves.until_events(1)
-        leaves.call.abort()
-        (record,) = await site.ended()
-        assert (record.outcome, record.status) == (Outcome.CANCELLED, 200)
-        await blocked.end()
-
-    play(scenario, flags={"sse_keep_alive_s": 1.0, "batch": 1}, ranks=1)
+@served(flags={"sse_keep_alive_s": 1.0, "batch": 1}, ranks=1)
+async def test_who_leaves_behind_a_sign_of_life_holds_nothing(site: Site) -> None:
+    silent(site, COMPLETIONS, [b""] * 6, answers(TOKENS[COMPLETIONS]))
+    blocked = site.send(COMPLETIONS, BODY)
+    await asyncio.sleep(0.5)
+    leaves = site.send(COMPLETIONS, BODY)
+    await leaves.until_events(1)
+    leaves.call.abort()
+    (record,) = await site.ended()
+    assert (record.outcome, record.status) == (Outcome.CANCELLED, 200)
+    await blocked.end()
 
 
-def test_who_waits_for_a_prefill_gets_signs_of_life_and_a_retry(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            del engine, request
-            del site.handlers[COMPLETIONS.encode()]
-            site.loop.call_later(3.0, reply.send, 500, [], b"")
+@served(flags={"sse_keep_alive_s": 1.0})
+async def test_who_waits_for_a_prefill_gets_signs_of_life_and_a_retry(site: Site) -> None:
+    def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del engine, request
+        del site.handlers[COMPLETIONS.encode()]
+        site.loop.call_later(3.0, reply.send, 500, [], b"")
 
-        site.handlers[COMPLETIONS.encode()] = slow
-        answer = await site.post(COMPLETIONS, BODY)
-        assert (answer.status, answer.done, own_signs(answer)) == (200, True, 2)
-        (record,) = await site.ended()
-        assert record.retries == 1
-
-    play(scenario, flags={"sse_keep_alive_s": 1.0})
+    site.handlers[COMPLETIONS.encode()] = slow
+    answer = await site.post(COMPLETIONS, BODY)
+    assert (answer.status, answer.done, own_signs(answer)) == (200, True, 2)
+    (record,) = await site.ended()
+    assert record.retries == 1
 
 
-def test_a_silence_in_the_midst_of_a_stream_counts_too(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        token = b'data: {"id":"c","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
-        signs = [token, b"", b"", token]
-        silent(site, COMPLETIONS, signs, answers(TOKENS[COMPLETIONS]))
-        answer = await site.post(COMPLETIONS, BODY)
-        assert answer.body == token + COMMENT + token + TOKENS[COMPLETIONS]
-
-    play(scenario, flags={"sse_keep_alive_s": 2.0})
+@served(flags={"sse_keep_alive_s": 2.0})
+async def test_a_silence_in_the_midst_of_a_stream_counts_too(site: Site) -> None:
+    token = b'data: {"id":"c","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
+    signs = [token, b"", b"", token]
+    silent(site, COMPLETIONS, signs, answers(TOKENS[COMPLETIONS]))
+    answer = await site.post(COMPLETIONS, BODY)
+    assert answer.body == token + COMMENT + token + TOKENS[COMPLETIONS]
 
 
-def test_the_first_token_of_a_prefiller_comes_behind_signs_of_life(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        plain = await site.post(COMPLETIONS, BODY | {"temperature": 0})
+@served(flags={"sse_keep_alive_s": 1.0, "first_token": "prefill"})
+async def test_the_first_token_of_a_prefiller_comes_behind_signs_of_life(site: Site) -> None:
+    plain = await site.post(COMPLETIONS, BODY | {"temperature": 0})
 
-        def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            del engine, request
-            del site.handlers[COMPLETIONS.encode()]
-            site.loop.call_later(1.5, reply.send, 500, [], b"")
+    def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del engine, request
+        del site.handlers[COMPLETIONS.encode()]
+        site.loop.call_later(1.5, reply.send, 500, [], b"")
 
-        site.handlers[COMPLETIONS.encode()] = slow
-        answer = await site.post(COMPLETIONS, BODY | {"temperature": 0})
-        assert (answer.done, own_signs(answer)) == (True, 1)
-        assert answer.text == plain.text
-        records = await site.ended(2)
-        assert [record.early_first_token for record in records] == [True, True]
-
-    play(scenario, flags={"sse_keep_alive_s": 1.0, "first_token": "prefill"})
+    site.handlers[COMPLETIONS.encode()] = slow
+    answer = await site.post(COMPLETIONS, BODY | {"temperature": 0})
+    assert (answer.done, own_signs(answer)) == (True, 1)
+    assert answer.text == plain.text
+    records = await site.ended(2)
+    assert [record.early_first_token for record in records] == [True, True]

@@ -4,10 +4,9 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
 from typing import Any
 
+from tests.support.site import tests_played
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -246,27 +245,4 @@ def play(scenario: Callable[[Lab], Awaitable[None]], **changes: Any) -> None:
     run(main, seed=1, limit_s=100_000.0)
 
 
-def emulated(
-    *told: str, **changes: Any
-) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """Make a test of a scenario that takes a lab; `told` are parameters that are settings, too.
-
-    One of these that is a mapping has several.
-    """
-
-    def make(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-        @wraps(scenario)
-        def test(**given: Any) -> None:
-            settings = dict(changes)
-            for name in told:
-                value = given[name]
-                settings |= value if isinstance(value, dict) else {name: value}
-            play(partial(scenario, **given), **settings)
-
-        lab, *others = signature(scenario).parameters.values()
-        assert lab.name == "lab"
-        asked = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in others]
-        test.__signature__ = Signature(asked)  # type: ignore[attr-defined]
-        return test
-
-    return make
+emulated = tests_played(play, "lab")

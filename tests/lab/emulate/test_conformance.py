@@ -154,7 +154,7 @@ AGENT: dict[str, object] = AGENTS | {"ranks": 1}
         ]
     ),
 )
-@emulated("settings")
+@emulated("**settings")
 async def test_an_answer_has_the_recorded_form(
     lab: Lab, name: str, settings: dict[str, object]
 ) -> None:
@@ -179,7 +179,7 @@ async def test_an_answer_has_the_recorded_form(
         ]
     ),
 )
-@emulated("settings")
+@emulated("**settings")
 async def test_a_stream_has_the_recorded_events(
     lab: Lab, name: str, settings: dict[str, object]
 ) -> None:
@@ -208,7 +208,7 @@ async def test_a_stream_has_the_recorded_events(
         ),
     ],
 )
-@emulated("settings", max_model_len=2048)
+@emulated("**settings", max_model_len=2048)
 async def test_an_agents_stream_has_the_recorded_events(
     lab: Lab, name: str, settings: dict[str, object], left_out: slice
 ) -> None:
@@ -256,7 +256,7 @@ async def test_a_stream_of_several_choices_has_the_recorded_events(lab: Lab, nam
         ]
     ),
 )
-@emulated("settings", dp_mode=DpMode.HEADER)
+@emulated("**settings", dp_mode=DpMode.HEADER)
 async def test_an_error_is_the_recorded_one_byte_for_byte(
     lab: Lab, name: str, settings: dict[str, object]
 ) -> None:

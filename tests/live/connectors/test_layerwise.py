@@ -3,7 +3,6 @@
 import json
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
@@ -11,9 +10,6 @@ from tests.support.certificate import make_certificate
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.live.connectors import make_connector
-
-if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
 
 ADDRESS = "http://10.0.0.9:8080"
 
@@ -47,7 +43,7 @@ def test_the_proxy_does_not_make_up_the_prefill_leg() -> None:
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_rank_calls_back_by_https_if_it_trusts_the_proxy(
-    make_exchanged: "MakeExchanged", tmp_path: Path, *, trusted: bool
+    tmp_path: Path, *, trusted: bool
 ) -> None:
     cert, key = make_certificate(tmp_path)
     known = ssl.create_default_context(cafile=cert if trusted else None)
@@ -58,9 +54,7 @@ def test_a_rank_calls_back_by_https_if_it_trusts_the_proxy(
         trusting = ssl.create_default_context(cafile=str(cert))
         async with (
             engines(known, connector="mooncake-layerwise") as fleet,
-            serving(
-                make_exchanged, fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting
-            ) as served,
+            serving(fleet.prefill_urls, fleet.decode_urls, *flags, context=trusting) as served,
         ):
             for stream in (True, False) if trusted else (True,):
                 answer = await served.client.post(COMPLETIONS, STREAM | {"stream": stream})
@@ -74,9 +68,7 @@ def test_a_rank_calls_back_by_https_if_it_trusts_the_proxy(
     play(main())
 
 
-def test_a_rank_that_is_told_of_no_authority_trusts_any_proxy(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_a_rank_that_is_told_of_no_authority_trusts_any_proxy(tmp_path: Path) -> None:
     pytest.importorskip("aioquic", reason="needs the extra h3")
     from tests.http3_client import http3_client  # noqa: PLC0415 - an extra.
 
@@ -87,7 +79,6 @@ def test_a_rank_that_is_told_of_no_authority_trusts_any_proxy(
         async with (
             engines(connector="mooncake-layerwise") as fleet,
             serving(
-                make_exchanged,
                 fleet.prefill_urls,
                 fleet.decode_urls,
                 *(*flags, "--tls-key", str(key)),

@@ -1,10 +1,10 @@
 """NIXL in pull mode, and MooncakeConnectorV1 of vllm-ascend."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.connectors import MissingKvError, make_connector
 
@@ -12,25 +12,21 @@ NIXL = make_connector("nixl")
 
 
 @pytest.fixture
-def returned(body_of: Callable[[str], bytes]) -> dict[str, Any]:
+def returned() -> dict[str, Any]:
     """What a real prefiller returned."""
-    answer = json.loads(body_of("nixl_chat_stream_usage_prefill.resp"))
+    answer = json.loads(transcript("nixl_chat_stream_usage_prefill.resp"))
     params: dict[str, Any] = answer["kv_transfer_params"]
     return params
 
 
 @pytest.mark.parametrize("name", ["nixl", "mooncake-ascend"])
-def test_the_prefill_leg_is_asked_as_a_real_one_was(
-    body_of: Callable[[str], bytes], name: str
-) -> None:
-    worked = json.loads(body_of("nixl_chat_stream_usage_prefill.req"))["kv_transfer_params"]
+def test_the_prefill_leg_is_asked_as_a_real_one_was(name: str) -> None:
+    worked = json.loads(transcript("nixl_chat_stream_usage_prefill.req"))["kv_transfer_params"]
     assert json.loads(make_connector(name).prefill_params("xfer-1")) == worked
 
 
-def test_the_decode_leg_gets_what_a_real_one_got(
-    body_of: Callable[[str], bytes], returned: dict[str, Any]
-) -> None:
-    worked = json.loads(body_of("nixl_chat_stream_usage_decode.req"))["kv_transfer_params"]
+def test_the_decode_leg_gets_what_a_real_one_got(returned: dict[str, Any]) -> None:
+    worked = json.loads(transcript("nixl_chat_stream_usage_decode.req"))["kv_transfer_params"]
     assert NIXL.decode_params("xfer-1", returned, None) == worked
     assert list(NIXL.decode_params("xfer-1", returned, None)) == list(worked)
 

@@ -5,6 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.site import Exchanged, Site, play, served
 from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.control.pages import INTERVAL_S, MAX_VIEWERS, LiveView
@@ -13,7 +14,6 @@ from balanceroute.proxy.wire.sse import event_data
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.live.conftest import Exchanged, Play, Site
     from tests.support.virtual.loop import VirtualLoop
 
     from balanceroute.proxy.wire.messages import Headers, Reply
@@ -123,49 +123,47 @@ def test_a_view_that_fails_ends_the_streams(caplog: pytest.LogCaptureFixture) ->
     assert "the live view failed" in caplog.text
 
 
-def test_the_admin_listener_shows_the_fleet_live(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        port = site.world.plane.admin.port if site.world.plane.admin else 0
-        looking: list[Exchanged] = [
-            site.send("/admin/live", method="GET", port=port) for _ in range(MAX_VIEWERS)
-        ]
-        for one in looking:
-            await one.until_events(2)
-        refused = await site.send("/admin/live", method="GET", port=port).end()
-        assert refused.status == 503
-        stream = site.send(
-            "/v1/completions",
-            {"model": "tiny", "prompt": "t1 t2", "max_tokens": 400, "stream": True},
-            headers=[(b"x-request-id", b"mine:1")],
-        )
-        await stream.until_events(20)
-        await asyncio.sleep(2.0)
-        state = json.loads(event_data(looking[0].events[-1]))
-        assert state["ready"]
-        assert state["decoding"] == 1
-        assert len(state["ranks"]) == 2
-        assert sum(rank["bound"] for rank in state["ranks"]) == 1
-        assert len(state["idle_ratios"]) == 60
-        assert sum(state["latencies"]["itl"]["counts"]) > 0
-        for where in ("decoding", "ended"):
-            found = (await site.admin("/admin/requests?id=mine%3A1")).json["requests"]
-            assert [one["state"] for one in found] == [where]
-            assert found[0]["rank"] in {rank["name"] for rank in state["ranks"]}
-            assert found[0]["transfer_s"] > 0
-            await stream.end()
-        assert (await site.admin("/admin/requests?id=other")).json == {"requests": []}
-        for query in ("", "?id=a&id=b", "?id=a&more=b", "?number=4"):
-            assert (await site.admin(f"/admin/requests{query}")).status == 400
-        for one in looking:
-            one.call.abort()
-
-    play(scenario)
+@served()
+async def test_the_admin_listener_shows_the_fleet_live(site: Site) -> None:
+    port = site.world.plane.admin.port if site.world.plane.admin else 0
+    looking: list[Exchanged] = [
+        site.send("/admin/live", method="GET", port=port) for _ in range(MAX_VIEWERS)
+    ]
+    for one in looking:
+        await one.until_events(2)
+    refused = await site.send("/admin/live", method="GET", port=port).end()
+    assert refused.status == 503
+    stream = site.send(
+        "/v1/completions",
+        {"model": "tiny", "prompt": "t1 t2", "max_tokens": 400, "stream": True},
+        headers=[(b"x-request-id", b"mine:1")],
+    )
+    await stream.until_events(20)
+    await asyncio.sleep(2.0)
+    state = json.loads(event_data(looking[0].events[-1]))
+    assert state["ready"]
+    assert state["decoding"] == 1
+    assert len(state["ranks"]) == 2
+    assert sum(rank["bound"] for rank in state["ranks"]) == 1
+    assert len(state["idle_ratios"]) == 60
+    assert sum(state["latencies"]["itl"]["counts"]) > 0
+    for where in ("decoding", "ended"):
+        found = (await site.admin("/admin/requests?id=mine%3A1")).json["requests"]
+        assert [one["state"] for one in found] == [where]
+        assert found[0]["rank"] in {rank["name"] for rank in state["ranks"]}
+        assert found[0]["transfer_s"] > 0
+        await stream.end()
+    assert (await site.admin("/admin/requests?id=other")).json == {"requests": []}
+    for query in ("", "?id=a&id=b", "?id=a&more=b", "?number=4"):
+        assert (await site.admin(f"/admin/requests{query}")).status == 400
+    for one in looking:
+        one.call.abort()
 
 
-def test_a_view_that_is_open_does_not_hold_up_the_end(play: "Play") -> None:
+def test_a_view_that_is_open_does_not_hold_up_the_end() -> None:
     looking: list[Exchanged] = []
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         assert site.world.plane.admin is not None
         port = site.world.plane.admin.port
         looking.append(site.send("/admin/live", method="GET", port=port))

@@ -2,16 +2,13 @@
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.live.control.memory import KvCapacity
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 RANKS = [Target(Role.DECODE, f"http://d{number}:8000") for number in range(2)]
 PREFILLER = Target(Role.PREFILL, "http://p0:8000")
@@ -88,10 +85,8 @@ def test_a_rank_with_less_than_it_should_have_is_told_of_once(
 
 
 @pytest.mark.parametrize(("given", "known"), [(None, 640), (5_000, 5_000)])
-def test_the_quantile_of_the_peak_is_of_what_the_engines_say(
-    play: "Play", given: int | None, known: int
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_quantile_of_the_peak_is_of_what_the_engines_say(given: int | None, known: int) -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(3.0)
         deployment = site.world.proxy.deployment
         assert deployment.roster.memory.tokens == known
@@ -101,9 +96,7 @@ def test_the_quantile_of_the_peak_is_of_what_the_engines_say(
     play(scenario, flags=flags, rank_kv_tokens=640)
 
 
-def test_without_the_quantile_what_engines_say_limits_nothing(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(3.0)
-        assert site.world.proxy.deployment.roster.memory.tokens is None
-
-    play(scenario, rank_kv_tokens=640)
+@served(rank_kv_tokens=640)
+async def test_without_the_quantile_what_engines_say_limits_nothing(site: Site) -> None:
+    await asyncio.sleep(3.0)
+    assert site.world.proxy.deployment.roster.memory.tokens is None

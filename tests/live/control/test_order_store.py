@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.support.site import Site, play, served
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -24,9 +25,6 @@ from balanceroute.proxy.live.engines.engine_url import EngineUrl
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.settings.engines import DecodeServer, PrefillServer
 from balanceroute.proxy.live.telemetry.process_log import LOGGER, set_log_level
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 P, D = EngineUrl("http", "p", 1), EngineUrl("https", "::1", 2)
 SETTINGS = OrderedState("br-0", (PrefillServer(P),), (DecodeServer(D),))
@@ -235,52 +233,50 @@ BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 40,
 STREAM = BODY | {"stream": True}
 
 
-async def order(site: "Site", what: str, engine: str, **more: object) -> None:
+async def order(site: Site, what: str, engine: str, **more: object) -> None:
     role = engine.partition("/")[0]
     path = f"/admin/instances/{what}".removesuffix("/")
     answer = await site.admin(path, {"role": role, "url": site.fleet.engine(engine).url, **more})
     assert answer.status == 200, answer.body
 
 
-async def instances(site: "Site") -> list[dict[str, Any]]:
+async def instances(site: Site) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = (await site.admin("/admin/instances")).json["instances"]
     return sorted(rows, key=lambda row: row["url"])
 
 
-def test_orders_about_engines_and_the_policy_outlive_the_process(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await order(site, "drain", "decode/1", deadline_s=1_000.0)
-        await order(site, "drain", "prefill/0")
-        await order(site, "remove", "prefill/0")
-        assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 200
-        before = [(row["url"], row["status"]) for row in await instances(site)]
-        assert "draining" in dict(before).values()
-        deadlines = site.world.plane.deployment.roster.deadlines.standing()
-        assert len(deadlines) == 1
-        await site.world.restart()
-        await asyncio.sleep(2.0)
-        assert [(row["url"], row["status"]) for row in await instances(site)] == before
-        assert site.world.plane.deployment.roster.deadlines.standing() == deadlines
-        assert (await site.state())["policy"] == "jsq"
-        site.seen.clear()
-        exchanges = [site.send(COMPLETIONS, STREAM) for _ in range(4)]
-        for one in exchanges:
-            assert (await one.end()).done
-        assert {seen.engine for seen in site.seen} == {"prefill/1", "decode/0"}
-        # The other way round.
-        await order(site, "", "decode/1")
-        await order(site, "", "prefill/0")
-        await site.world.restart()
-        await asyncio.sleep(2.0)
-        assert [row["status"] for row in await instances(site)] == ["up"] * 4
-
-    play(scenario)
+@served()
+async def test_orders_about_engines_and_the_policy_outlive_the_process(site: Site) -> None:
+    await order(site, "drain", "decode/1", deadline_s=1_000.0)
+    await order(site, "drain", "prefill/0")
+    await order(site, "remove", "prefill/0")
+    assert (await site.admin("/admin/policy", {"policy": "jsq"})).status == 200
+    before = [(row["url"], row["status"]) for row in await instances(site)]
+    assert "draining" in dict(before).values()
+    deadlines = site.world.plane.deployment.roster.deadlines.standing()
+    assert len(deadlines) == 1
+    await site.world.restart()
+    await asyncio.sleep(2.0)
+    assert [(row["url"], row["status"]) for row in await instances(site)] == before
+    assert site.world.plane.deployment.roster.deadlines.standing() == deadlines
+    assert (await site.state())["policy"] == "jsq"
+    site.seen.clear()
+    exchanges = [site.send(COMPLETIONS, STREAM) for _ in range(4)]
+    for one in exchanges:
+        assert (await one.end()).done
+    assert {seen.engine for seen in site.seen} == {"prefill/1", "decode/0"}
+    # The other way round.
+    await order(site, "", "decode/1")
+    await order(site, "", "prefill/0")
+    await site.world.restart()
+    await asyncio.sleep(2.0)
+    assert [row["status"] for row in await instances(site)] == ["up"] * 4
 
 
 def test_the_log_level_that_was_ordered_outlives_the_process(
-    play: "Play", caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         log = logging.getLogger(LOGGER)
         assert (await site.admin("/admin/log-level", {"level": "loud"})).status == 400
         assert (await site.admin("/admin/log-level", {"level": "error"})).status == 200
@@ -293,23 +289,23 @@ def test_the_log_level_that_was_ordered_outlives_the_process(
     play(scenario)
 
 
-def test_a_role_whose_engines_were_all_removed_has_none_in_the_next_process(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
-            await order(site, "remove", engine)
-        await site.world.restart()
-        assert await instances(site) == []
-        assert (await site.get("/ready")).status == 503
-        for engine in ("prefill/1", "decode/1"):
-            await order(site, "", engine)
-        await site.until(lambda: site.world.plane.ready)
-        assert (await site.post(COMPLETIONS, BODY)).status == 200
+@served()
+async def test_a_role_whose_engines_were_all_removed_has_none_in_the_next_process(
+    site: Site,
+) -> None:
+    for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
+        await order(site, "remove", engine)
+    await site.world.restart()
+    assert await instances(site) == []
+    assert (await site.get("/ready")).status == 503
+    for engine in ("prefill/1", "decode/1"):
+        await order(site, "", engine)
+    await site.until(lambda: site.world.plane.ready)
+    assert (await site.post(COMPLETIONS, BODY)).status == 200
 
-    play(scenario)
 
-
-def test_the_limit_that_was_found_outlives_the_process(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_limit_that_was_found_outlives_the_process() -> None:
+    async def scenario(site: Site) -> None:
         async def limit() -> int:
             return int((await site.state())["budget"]["limit_per_rank"])
 

@@ -2,16 +2,14 @@
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.site import Site, play
 
 from balanceroute.proxy.live.control.memory import RankSlots
 from balanceroute.proxy.live.engines.engine_gauges import EngineGauges
 from balanceroute.proxy.live.engines.instances import Role, Target
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 RANK = Target(Role.DECODE, "http://d0:8000")
 STREAM: dict[str, Any] = {
@@ -73,9 +71,9 @@ def test_a_prefiller_has_no_batch(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(("batch", "told"), [(8, True), (4, False)])
 def test_an_engine_with_half_the_slots_is_told_of(
-    play: "Play", caplog: pytest.LogCaptureFixture, batch: int, told: bool
+    caplog: pytest.LogCaptureFixture, batch: int, told: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         exchanges = [site.send("/v1/completions", STREAM) for _ in range(12)]
         await asyncio.gather(*(one.end() for one in exchanges))
 

@@ -1,69 +1,63 @@
 """`/workers` of the admin listener, as training frameworks use a router's."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.test_proxy_connectors import CHAT, TALK
+from tests.support.site import Exchanged, Site, served
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.control.admin import InstanceRows
 
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
 GREEDY: dict[str, Any] = {"temperature": 0, "stream": True, "max_tokens": 200}
 
 
-async def listed(site: "Site") -> list[dict[str, Any]]:
+async def listed(site: Site) -> list[dict[str, Any]]:
     answer = await site.admin("/workers")
     assert answer.json["total"] == len(answer.json["workers"])
     found: list[dict[str, Any]] = answer.json["workers"]
     return found
 
 
-async def delete(site: "Site", worker_id: str) -> "Exchanged":
+async def delete(site: Site, worker_id: str) -> Exchanged:
     return await site.admin(f"/workers/{worker_id}", method="DELETE")
 
 
-def test_workers_are_listed_removed_and_added_again(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        workers = await listed(site)
-        assert [one["worker_type"] for one in workers].count("decode") == 2
-        assert all(one["is_healthy"] for one in workers)
-        first = next(one for one in workers if one["worker_type"] == "decode")
-        assert (await site.admin(f"/workers/{first['id']}")).json == first
-        removed = await delete(site, first["id"])
-        assert (removed.status, removed.json["worker_id"]) == (202, first["id"])
-        await site.until(lambda: len(site.world.plane.deployment.roster.targets()) == 3)
-        assert first["id"] not in [one["id"] for one in await listed(site)]
-        assert (await site.admin(f"/workers/{first['id']}")).status == 404
-        assert (await delete(site, first["id"])).status == 404
-        more = {"priority": 50, "model_id": "tiny", "ranks": 1}
-        order = {"url": first["url"], "worker_type": "decode", **more}
-        added = await site.admin("/workers", order)
-        assert (added.status, added.json["worker_id"]) == (202, first["id"])
-        assert (await site.admin("/workers", order)).status == 409
-        assert first["id"] in [one["id"] for one in await listed(site)]
-
-    play(scenario)
+@served()
+async def test_workers_are_listed_removed_and_added_again(site: Site) -> None:
+    workers = await listed(site)
+    assert [one["worker_type"] for one in workers].count("decode") == 2
+    assert all(one["is_healthy"] for one in workers)
+    first = next(one for one in workers if one["worker_type"] == "decode")
+    assert (await site.admin(f"/workers/{first['id']}")).json == first
+    removed = await delete(site, first["id"])
+    assert (removed.status, removed.json["worker_id"]) == (202, first["id"])
+    await site.until(lambda: len(site.world.plane.deployment.roster.targets()) == 3)
+    assert first["id"] not in [one["id"] for one in await listed(site)]
+    assert (await site.admin(f"/workers/{first['id']}")).status == 404
+    assert (await delete(site, first["id"])).status == 404
+    more = {"priority": 50, "model_id": "tiny", "ranks": 1}
+    order = {"url": first["url"], "worker_type": "decode", **more}
+    added = await site.admin("/workers", order)
+    assert (added.status, added.json["worker_id"]) == (202, first["id"])
+    assert (await site.admin("/workers", order)).status == 409
+    assert first["id"] in [one["id"] for one in await listed(site)]
 
 
-def test_a_worker_that_is_removed_ends_what_only_it_can_end(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = [site.send(CHAT, TALK | GREEDY | more) for more in ({}, {"temperature": 0.7})]
-        for stream in streams:
-            await stream.until_events(9)
-        for worker in await listed(site):
-            if worker["url"] == site.fleet.engine("decode/0").url:
-                assert worker["load"] > 0
-                assert (await delete(site, worker["id"])).status == 202
-        for stream in streams:
-            assert (await stream.end()).done
-        await site.until(lambda: len(site.world.plane.deployment.roster.targets()) == 3)
-
-    play(scenario, flags={"resume": "exact"})
+@served(flags={"resume": "exact"})
+async def test_a_worker_that_is_removed_ends_what_only_it_can_end(site: Site) -> None:
+    streams = [site.send(CHAT, TALK | GREEDY | more) for more in ({}, {"temperature": 0.7})]
+    for stream in streams:
+        await stream.until_events(9)
+    for worker in await listed(site):
+        if worker["url"] == site.fleet.engine("decode/0").url:
+            assert worker["load"] > 0
+            assert (await delete(site, worker["id"])).status == 202
+    for stream in streams:
+        assert (await stream.end()).done
+    await site.until(lambda: len(site.world.plane.deployment.roster.targets()) == 3)
 
 
 @pytest.mark.parametrize(
@@ -80,22 +74,18 @@ def test_a_worker_that_is_removed_ends_what_only_it_can_end(play: "Play") -> Non
     ],
     ids=str,
 )
-def test_a_bad_worker_is_refused(play: "Play", order: dict[str, Any], words: str) -> None:
-    async def scenario(site: "Site") -> None:
-        answer = await site.admin("/workers", order)
-        assert answer.status == 400
-        assert words in answer.json["error"]["message"]
-
-    play(scenario)
+@served()
+async def test_a_bad_worker_is_refused(site: Site, order: dict[str, Any], words: str) -> None:
+    answer = await site.admin("/workers", order)
+    assert answer.status == 400
+    assert words in answer.json["error"]["message"]
 
 
-def test_a_method_that_workers_do_not_have_is_refused(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        (worker, *_) = await listed(site)
-        answer = await site.admin(f"/workers/{worker['id']}", {})
-        assert (answer.status, answer.header(b"allow")) == (405, b"GET, HEAD, DELETE")
-
-    play(scenario)
+@served()
+async def test_a_method_that_workers_do_not_have_is_refused(site: Site) -> None:
+    (worker, *_) = await listed(site)
+    answer = await site.admin(f"/workers/{worker['id']}", {})
+    assert (answer.status, answer.header(b"allow")) == (405, b"GET, HEAD, DELETE")
 
 
 def test_all_that_wait_look_at_the_same_rows() -> None:
@@ -127,34 +117,30 @@ def test_all_that_wait_look_at_the_same_rows() -> None:
     run(main, seed=1, limit_s=100.0)
 
 
-def test_a_removal_goes_on_in_the_next_process(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        url = site.fleet.engine("decode/0").url
-        (worker,) = [one for one in await listed(site) if one["url"] == url]
-        streams = [site.send(CHAT, TALK | GREEDY) for _ in range(4)]
-        for stream in streams:
-            await stream.until_events(9)
-        assert (await delete(site, worker["id"])).status == 202
-        roster = site.world.plane.deployment.roster
-        assert [target.url for target in roster.removing] == [url]
-        await site.world.restart()
-        await asyncio.sleep(2.0)
-        assert url not in [one["url"] for one in await listed(site)]
-        assert not site.world.plane.deployment.roster.removing
-
-    play(scenario)
-
-
-def test_a_worker_that_is_taken_back_is_not_removed(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        url = site.fleet.engine("decode/0").url
-        (worker,) = [one for one in await listed(site) if one["url"] == url]
-        stream = site.send(CHAT, TALK | GREEDY)
+@served()
+async def test_a_removal_goes_on_in_the_next_process(site: Site) -> None:
+    url = site.fleet.engine("decode/0").url
+    (worker,) = [one for one in await listed(site) if one["url"] == url]
+    streams = [site.send(CHAT, TALK | GREEDY) for _ in range(4)]
+    for stream in streams:
         await stream.until_events(9)
-        assert (await delete(site, worker["id"])).status == 202
-        assert (await site.admin("/workers", {"url": url, "worker_type": "decode"})).status == 202
-        assert (await stream.end()).done
-        await asyncio.sleep(10.0)
-        assert url in [one["url"] for one in await listed(site)]
+    assert (await delete(site, worker["id"])).status == 202
+    roster = site.world.plane.deployment.roster
+    assert [target.url for target in roster.removing] == [url]
+    await site.world.restart()
+    await asyncio.sleep(2.0)
+    assert url not in [one["url"] for one in await listed(site)]
+    assert not site.world.plane.deployment.roster.removing
 
-    play(scenario)
+
+@served()
+async def test_a_worker_that_is_taken_back_is_not_removed(site: Site) -> None:
+    url = site.fleet.engine("decode/0").url
+    (worker,) = [one for one in await listed(site) if one["url"] == url]
+    stream = site.send(CHAT, TALK | GREEDY)
+    await stream.until_events(9)
+    assert (await delete(site, worker["id"])).status == 202
+    assert (await site.admin("/workers", {"url": url, "worker_type": "decode"})).status == 202
+    assert (await stream.end()).done
+    await asyncio.sleep(10.0)
+    assert url in [one["url"] for one in await listed(site)]

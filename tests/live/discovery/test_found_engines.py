@@ -4,18 +4,16 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
+from tests.support.site import Site, play
 
 from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.environment import Environment
 from balanceroute.proxy.live.proxy import Proxy
 from balanceroute.proxy.live.settings.configure import make_config
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 Body = Callable[["Scene"], Awaitable[None]]
@@ -27,7 +25,7 @@ class Scene:
     All engines have one address and differ in their ports, so each has a slice of its own.
     """
 
-    def __init__(self, site: "Site", folder: Path, keeper: OrderStore | None = None) -> None:
+    def __init__(self, site: Site, folder: Path, keeper: OrderStore | None = None) -> None:
         self.site, self.folder, self.keeper = site, folder, keeper
         self.api = ApiServer()
         self.listed: dict[str, bool] = {}  # Whether each terminates.
@@ -102,11 +100,11 @@ class Scene:
 
 
 @pytest.fixture
-def staged(play: "Play", tmp_path: Path) -> Callable[..., None]:
+def staged(tmp_path: Path) -> Callable[..., None]:
     """Play a scenario with such a proxy, which is at rest in the end."""
 
     def stage(scenario: Body, *, keeper: OrderStore | None = None, **engines: Any) -> None:
-        async def run(site: "Site") -> None:
+        async def run(site: Site) -> None:
             scene = Scene(site, tmp_path, keeper)
             await scene.api.start()
             await scene.start_proxy()

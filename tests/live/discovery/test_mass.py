@@ -4,9 +4,10 @@ import asyncio
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.site import Site, play
 from tests.support.virtual.addresses import Connect, Link
 
 from balanceroute.proxy.core.scheduler import Scheduler
@@ -14,10 +15,6 @@ from balanceroute.proxy.lab.emulate.fleet import EmulatedFleet
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
 from balanceroute.proxy.live.engines.instances import Target
 from balanceroute.proxy.live.engines.pairing import Pairing
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "tiny", "prompt": "a b c", "max_tokens": 4, "ignore_eos": True}
@@ -57,22 +54,22 @@ def flags(path: Path) -> dict[str, object]:
     return {"discover": [f"file:{path}"], "discover_interval_s": 0.5, "discover_hold_s": 1.0}
 
 
-def found(site: "Site") -> int:
+def found(site: Site) -> int:
     """Return how many ranks take requests."""
     return int(site.world.scheduler.ranks.open)
 
 
-def engines(site: "Site") -> list[Target]:
+def engines(site: Site) -> list[Target]:
     return site.world.plane.deployment.roster.targets()
 
 
 def test_a_reading_configures_the_scheduler_once_and_numbers_stay(
-    play: "Play", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, counted = tmp_path / "engines.toml", Counted(monkeypatch)
     path.write_text("")
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         settings = EmulationSettings(prefillers=ENGINES, ranks=ENGINES, model="tiny")
         crowd = EmulatedFleet(settings, rng=random.Random(7))
         await crowd.start()
@@ -97,13 +94,11 @@ def test_a_reading_configures_the_scheduler_once_and_numbers_stay(
     play(scenario, prefillers=1, ranks=2, flags=flags(path))
 
 
-def test_what_does_not_answer_is_no_rank(
-    play: "Play", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_answer_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, counted = tmp_path / "engines.toml", Counted(monkeypatch)
     path.write_text("")
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         urls = [f"http://127.9.0.{number % 2 + 1}:{20_000 + number}" for number in range(200)]
         for number in range(200):
             site.loop.network.rule("127.9.0.1", 20_000 + number, Link(connect=Connect.HANG))
@@ -125,10 +120,10 @@ def test_what_does_not_answer_is_no_rank(
 
 
 @pytest.mark.parametrize("ranks", [1025, 9_000])
-def test_a_server_of_too_many_ranks_is_left_out(play: "Play", tmp_path: Path, ranks: int) -> None:
+def test_a_server_of_too_many_ranks_is_left_out(tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "engines.toml"
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         fleet = EmulatedFleet(EmulationSettings(ranks=2, model="tiny"), rng=random.Random(7))
         await fleet.start()
         large, other = fleet.decode_urls

@@ -6,19 +6,14 @@ import random
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.live.served import ENGINES, Client, Served, command, plain_environment, play
 
 from balanceroute.proxy.lab.emulate import EmulatedFleet
 
-if TYPE_CHECKING:
-    from tests.live.conftest import MakeExchanged
 
-
-def test_it_says_that_there_are_none_and_that_it_waits(
-    make_exchanged: "MakeExchanged", tmp_path: Path
-) -> None:
+def test_it_says_that_there_are_none_and_that_it_waits(tmp_path: Path) -> None:
     listed, log = tmp_path / "engines.toml", tmp_path / "log"
     listed.write_text("")
     discovery = ["--discover", f"file:{listed}", "--discover-interval-s", "0.1"]
@@ -32,7 +27,7 @@ def test_it_says_that_there_are_none_and_that_it_waits(
         )
         assert process.stdout is not None
         served = Served(process, (await process.stdout.readline()).decode())
-        client = Client(served.ports()[0], make_exchanged)
+        client = Client(served.ports()[0])
         assert (await client.get("/ready")).status == 503
         fleet = EmulatedFleet(ENGINES, rng=random.Random(5))
         await fleet.start()

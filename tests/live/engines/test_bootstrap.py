@@ -1,8 +1,7 @@
 """What a Mooncake bootstrap server tells of its engine."""
 
-from collections.abc import Callable
-
 import pytest
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.connectors import BootstrapIdentity
 from balanceroute.proxy.live.engines.engine_facts import read_identity
@@ -11,8 +10,8 @@ from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 ADDRESS = "http://10.0.0.1:8998"
 
 
-def test_the_first_rank_of_a_real_server_is_named(body_of: Callable[[str], bytes]) -> None:
-    identity = read_identity(body_of("mooncake_bootstrap_query.resp"), ADDRESS)
+def test_the_first_rank_of_a_real_server_is_named() -> None:
+    identity = read_identity(transcript("mooncake_bootstrap_query.resp"), ADDRESS)
     assert identity == BootstrapIdentity("fd6a7f72-dbd6-4709-a301-6a1566937c76", ADDRESS)
 
 

@@ -4,10 +4,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Exchanged, Site, served
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -33,7 +32,7 @@ def said(caplog: pytest.LogCaptureFixture, message: str) -> list[dict[str, str]]
     return [one.fields for one in caplog.records if one.getMessage().startswith(message)]  # type: ignore[attr-defined]
 
 
-async def counted(site: "Site") -> dict[str, float]:
+async def counted(site: Site) -> dict[str, float]:
     """Return how many prefills left no KV cache, by prefiller and reason."""
     page = (await site.admin("/metrics")).body.decode()
     found = {}
@@ -44,7 +43,7 @@ async def counted(site: "Site") -> dict[str, float]:
     return found
 
 
-async def doubts(site: "Site") -> dict[str, list[str]]:
+async def doubts(site: Site) -> dict[str, list[str]]:
     """Return what is doubted of each engine, by name, and check that all views agree."""
     rows = (await site.admin("/admin/instances")).json["instances"]
     names = {engine.url: engine.name for engine in site.fleet.engines}
@@ -64,113 +63,105 @@ async def doubts(site: "Site") -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("direct", ["decode", "prefill"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prefill_that_leaves_no_kv_cache_is_said_counted_and_shown(
-    play: "Play", caplog: pytest.LogCaptureFixture, direct: str, stream: bool
+@served(flags=lambda direct: {"direct": direct})
+async def test_a_prefill_that_leaves_no_kv_cache_is_said_counted_and_shown(
+    site: Site, caplog: pytest.LogCaptureFixture, direct: str, stream: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        names = {engine.name: engine.url for engine in site.fleet.engines}
-        site.fleet.faults.set("prefill/0", drop_kv_params=1.0)
-        for _ in range(6):
-            assert (await site.post(COMPLETIONS, BODY | {"stream": stream})).status == 200
-        bad = len([one for one in site.received("prefill/0") if "kv_transfer_params" in one.values])
-        assert bad > 1
-        await site.ended(6)
-        # Said at the first, and not at each.
-        assert said(caplog, WITHOUT_KV) == [{"url": names["prefill/0"], "reason": ABSENT}]
-        assert await counted(site) == {
-            f'prefiller="{names["prefill/0"]}",reason="absent"': bad,
-            f'prefiller="{names["prefill/1"]}",reason="absent"': 0,
-        }
-        assert await doubts(site) == {"prefill/0": [f"its last prefill left no KV cache: {ABSENT}"]}
-        site.fleet.faults.clear()
-        for _ in range(8):
-            assert (await site.post(COMPLETIONS, BODY)).status == 200
-        await site.ended(14)
-        assert await doubts(site) == {}
-        assert sum((await counted(site)).values()) == bad
-
-    play(scenario, flags={"direct": direct})
+    names = {engine.name: engine.url for engine in site.fleet.engines}
+    site.fleet.faults.set("prefill/0", drop_kv_params=1.0)
+    for _ in range(6):
+        assert (await site.post(COMPLETIONS, BODY | {"stream": stream})).status == 200
+    bad = len([one for one in site.received("prefill/0") if "kv_transfer_params" in one.values])
+    assert bad > 1
+    await site.ended(6)
+    # Said at the first, and not at each.
+    assert said(caplog, WITHOUT_KV) == [{"url": names["prefill/0"], "reason": ABSENT}]
+    assert await counted(site) == {
+        f'prefiller="{names["prefill/0"]}",reason="absent"': bad,
+        f'prefiller="{names["prefill/1"]}",reason="absent"': 0,
+    }
+    assert await doubts(site) == {"prefill/0": [f"its last prefill left no KV cache: {ABSENT}"]}
+    site.fleet.faults.clear()
+    for _ in range(8):
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+    await site.ended(14)
+    assert await doubts(site) == {}
+    assert sum((await counted(site)).values()) == bad
 
 
-def test_it_is_said_too_where_the_request_fails_for_it(
-    play: "Play", caplog: pytest.LogCaptureFixture
+@served(flags={"on_missing_kv": "fail"})
+async def test_it_is_said_too_where_the_request_fails_for_it(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("prefill", drop_kv_params=1.0)
-        assert (await site.post("/v1/chat/completions", CHAT)).status == 502
-        assert len(said(caplog, WITHOUT_KV)) == 2  # One of each.
-        assert sum((await counted(site)).values()) == len(site.received("prefill")) == 3
-
-    play(scenario, flags={"on_missing_kv": "fail"})
+    site.fleet.faults.set("prefill", drop_kv_params=1.0)
+    assert (await site.post("/v1/chat/completions", CHAT)).status == 502
+    assert len(said(caplog, WITHOUT_KV)) == 2  # One of each.
+    assert sum((await counted(site)).values()) == len(site.received("prefill")) == 3
 
 
-def test_an_engine_that_keeps_some_and_not_others_does_not_fill_the_log(
-    play: "Play", caplog: pytest.LogCaptureFixture
+@served(prefillers=1)
+async def test_an_engine_that_keeps_some_and_not_others_does_not_fill_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        for _ in range(10):
-            site.fleet.faults.set("prefill", drop_kv_params=1.0)
-            assert (await site.post(COMPLETIONS, BODY)).status == 200
-            site.fleet.faults.clear()
-            assert (await site.post(COMPLETIONS, BODY)).status == 200
-        assert len(said(caplog, WITHOUT_KV)) == 1
-        assert sum((await counted(site)).values()) == 10
-        await asyncio.sleep(60.0)
+    for _ in range(10):
         site.fleet.faults.set("prefill", drop_kv_params=1.0)
         assert (await site.post(COMPLETIONS, BODY)).status == 200
-        assert len(said(caplog, WITHOUT_KV)) == 2
-
-    play(scenario, prefillers=1)
-
-
-def test_a_restart_takes_back_what_was_said_of_an_engine(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("prefill", drop_kv_params=1.0)
-        assert (await site.post(COMPLETIONS, BODY)).status == 200
-        assert len(await doubts(site)) == 1
-        site.fleet.faults.set("prefill", refuse=True)
-        instances = site.world.plane.deployment.instances
-        await site.until(lambda: not instances.up())
         site.fleet.faults.clear()
-        await site.until(lambda: len(instances.up()) == 1)
-        assert await doubts(site) == {}
+        assert (await site.post(COMPLETIONS, BODY)).status == 200
+    assert len(said(caplog, WITHOUT_KV)) == 1
+    assert sum((await counted(site)).values()) == 10
+    await asyncio.sleep(60.0)
+    site.fleet.faults.set("prefill", drop_kv_params=1.0)
+    assert (await site.post(COMPLETIONS, BODY)).status == 200
+    assert len(said(caplog, WITHOUT_KV)) == 2
 
-    play(scenario, prefillers=1)
+
+@served(prefillers=1)
+async def test_a_restart_takes_back_what_was_said_of_an_engine(site: Site) -> None:
+    site.fleet.faults.set("prefill", drop_kv_params=1.0)
+    assert (await site.post(COMPLETIONS, BODY)).status == 200
+    assert len(await doubts(site)) == 1
+    site.fleet.faults.set("prefill", refuse=True)
+    instances = site.world.plane.deployment.instances
+    await site.until(lambda: not instances.up())
+    site.fleet.faults.clear()
+    await site.until(lambda: len(instances.up()) == 1)
+    assert await doubts(site) == {}
 
 
-async def ended_at_its_first_token(site: "Site") -> None:
+async def ended_at_its_first_token(site: Site) -> None:
     site.fleet.faults.set("prefill", eos_first=1.0)
     values = {name: value for name, value in BODY.items() if name != "ignore_eos"}
     assert (await site.post(COMPLETIONS, values)).json["choices"][0]["finish_reason"] == "stop"
 
 
-async def one_token_prompt(site: "Site") -> None:
+async def one_token_prompt(site: Site) -> None:
     for _ in range(2):  # The second finds it in a prefix cache.
         assert (await site.post(COMPLETIONS, BODY | {"prompt": [7]})).status == 200
 
 
-async def repeated_prompt(site: "Site") -> None:
+async def repeated_prompt(site: Site) -> None:
     for _ in range(4):
         assert (await site.post(COMPLETIONS, BODY | {"prompt": [7] * 64})).status == 200
 
 
-async def one_token_answer(site: "Site") -> None:
+async def one_token_answer(site: Site) -> None:
     assert (await site.post(COMPLETIONS, BODY | {"max_tokens": 1})).status == 200
 
 
-async def several_sequences(site: "Site") -> None:
+async def several_sequences(site: Site) -> None:
     assert (await site.post(COMPLETIONS, BODY | {"n": 2})).status == 200
     assert (await site.post(COMPLETIONS, BODY | {"prompt": ["t1", "t2 t3"]})).status == 200
 
 
-async def client_gone(site: "Site") -> None:
+async def client_gone(site: Site) -> None:
     exchange = site.send(COMPLETIONS, BODY)
     await asyncio.sleep(0.005)
     exchange.call.abort()
     assert (await site.post(COMPLETIONS, BODY)).status == 200
 
 
-async def aborted_by_order(site: "Site") -> None:
+async def aborted_by_order(site: Site) -> None:
     before = len(site.received("decode"))
     exchange = site.send(COMPLETIONS, BODY | {"max_tokens": 500})
     await site.until(lambda: len(site.received("decode")) > before)
@@ -178,72 +169,66 @@ async def aborted_by_order(site: "Site") -> None:
     await exchange.end()
 
 
-async def other_routes(site: "Site") -> None:
+async def other_routes(site: Site) -> None:
     assert (await site.post("/v1/chat/completions", CHAT)).status == 200
     values = {"model": "tiny", "token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}}
     assert (await site.post("/inference/v1/generate", values)).status == 200
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-ascend", "mooncake-layerwise"])
-def test_what_is_as_it_should_be_stays_unsaid(
-    play: "Play", caplog: pytest.LogCaptureFixture, connector: str
+@served("connector")
+async def test_what_is_as_it_should_be_stays_unsaid(
+    site: Site, caplog: pytest.LogCaptureFixture, connector: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        for requests in (
-            one_token_prompt,
-            repeated_prompt,
-            one_token_answer,
-            several_sequences,
-            client_gone,
-            aborted_by_order,
-            other_routes,
-        ):
-            await requests(site)
-        if connector != "mooncake-layerwise":  # Whose rank has no token of such a prefill.
-            await ended_at_its_first_token(site)
-        await asyncio.sleep(70.0)  # The engines are asked again meanwhile.
-        assert await doubts(site) == {}
-        assert not any((await counted(site)).values())
-        assert said(caplog, WITHOUT_KV) == said(caplog, DOUBTED) == []
-
-    play(scenario, connector=connector)
+    for requests in (
+        one_token_prompt,
+        repeated_prompt,
+        one_token_answer,
+        several_sequences,
+        client_gone,
+        aborted_by_order,
+        other_routes,
+    ):
+        await requests(site)
+    if connector != "mooncake-layerwise":  # Whose rank has no token of such a prefill.
+        await ended_at_its_first_token(site)
+    await asyncio.sleep(70.0)  # The engines are asked again meanwhile.
+    assert await doubts(site) == {}
+    assert not any((await counted(site)).values())
+    assert said(caplog, WITHOUT_KV) == said(caplog, DOUBTED) == []
 
 
 @pytest.mark.parametrize(
     "flags", [{"local_prefill_tokens": 1000}, {"first_token": "prefill"}, {"direct": "prefill"}]
 )
-def test_prompts_that_ranks_compute_by_choice_stay_unsaid(
-    play: "Play", caplog: pytest.LogCaptureFixture, flags: dict[str, object]
+@served("flags")
+async def test_prompts_that_ranks_compute_by_choice_stay_unsaid(
+    site: Site, caplog: pytest.LogCaptureFixture, flags: dict[str, object]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        for stream in (False, True):
-            assert (await site.post(COMPLETIONS, BODY | {"stream": stream})).status == 200
-        await asyncio.sleep(70.0)
-        assert await doubts(site) == {}
-        assert said(caplog, WITHOUT_KV) == said(caplog, DOUBTED) == []
-
-    play(scenario, flags=flags)
+    for stream in (False, True):
+        assert (await site.post(COMPLETIONS, BODY | {"stream": stream})).status == 200
+    await asyncio.sleep(70.0)
+    assert await doubts(site) == {}
+    assert said(caplog, WITHOUT_KV) == said(caplog, DOUBTED) == []
 
 
-def test_a_model_that_no_engine_serves_is_said_at_the_start(
-    play: "Play", caplog: pytest.LogCaptureFixture
+@served(flags={"model": ["other"]})
+async def test_a_model_that_no_engine_serves_is_said_at_the_start(
+    site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = "does not serve 'other', but tiny"
-
-    async def scenario(site: "Site") -> None:
-        assert (await site.get("/ready")).status == 200  # It may be loaded later.
-        found = await doubts(site)
-        assert len(found) == len(site.fleet.engines)
-        assert all(reasons == [reason] for reasons in found.values())
-        await asyncio.sleep(130.0)
-        told = said(caplog, DOUBTED)
-        assert sorted(one["url"] for one in told) == sorted(e.url for e in site.fleet.engines)
-        assert {one["reason"] for one in told} == {reason}
-
-    play(scenario, flags={"model": ["other"]})
+    assert (await site.get("/ready")).status == 200  # It may be loaded later.
+    found = await doubts(site)
+    assert len(found) == len(site.fleet.engines)
+    assert all(reasons == [reason] for reasons in found.values())
+    await asyncio.sleep(130.0)
+    told = said(caplog, DOUBTED)
+    assert sorted(one["url"] for one in told) == sorted(e.url for e in site.fleet.engines)
+    assert {one["reason"] for one in told} == {reason}
 
 
-def test_what_its_pages_say_may_change(play: "Play", caplog: pytest.LogCaptureFixture) -> None:
+@served()
+async def test_what_its_pages_say_may_change(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     page = (
         b'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
         b'vllm:prompt_tokens_total{engine="0"} 100.0\n'
@@ -254,55 +239,50 @@ def test_what_its_pages_say_may_change(play: "Play", caplog: pytest.LogCaptureFi
     def metrics(_engine: str, _request: "HttpRequest", reply: "Reply") -> None:
         reply.send(200, [], page % asked[0])
 
-    async def scenario(site: "Site") -> None:
-        site.rank_handlers[b"/metrics"] = metrics
-        await asyncio.sleep(61.0)
-        found = await doubts(site)
-        assert found.keys() == {"decode/0", "decode/1"}
-        for (reason,) in found.values():
-            assert reason.startswith("computed prompts and asked no KV connector for any: ")
-        asked[0] = 50
-        await asyncio.sleep(61.0)
-        found = await doubts(site)
-        assert {reason for (reason,) in found.values()} == {
-            "has no metrics of NIXL: its --kv-transfer-config is missing, or is of another connector"
-        }
-        site.rank_handlers.clear()
-        await asyncio.sleep(61.0)
-        assert await doubts(site) == {}
-        assert len(said(caplog, DOUBTED)) == 4
-
-    play(scenario)
+    site.rank_handlers[b"/metrics"] = metrics
+    await asyncio.sleep(61.0)
+    found = await doubts(site)
+    assert found.keys() == {"decode/0", "decode/1"}
+    for (reason,) in found.values():
+        assert reason.startswith("computed prompts and asked no KV connector for any: ")
+    asked[0] = 50
+    await asyncio.sleep(61.0)
+    found = await doubts(site)
+    assert {reason for (reason,) in found.values()} == {
+        "has no metrics of NIXL: its --kv-transfer-config is missing, or is of another connector"
+    }
+    site.rank_handlers.clear()
+    await asyncio.sleep(61.0)
+    assert await doubts(site) == {}
+    assert len(said(caplog, DOUBTED)) == 4
 
 
-def test_an_engine_is_not_used_and_not_counted_before_it_was_probed(play: "Play") -> None:
+@served(prefillers=1)
+async def test_an_engine_is_not_used_and_not_counted_before_it_was_probed(site: Site) -> None:
     held: list[Reply] = []
 
     def health(_engine: str, _request: "HttpRequest", reply: "Reply") -> None:
         held.append(reply)
 
-    async def order(site: "Site", path: str) -> "Exchanged":
+    async def order(site: Site, path: str) -> Exchanged:
         url = site.fleet.engine("prefill/0").url
         return await site.admin(path, {"role": "prefill", "url": url}, method="POST")
 
-    async def scenario(site: "Site") -> None:
-        assert (await order(site, "/admin/instances/remove")).status == 200
+    assert (await order(site, "/admin/instances/remove")).status == 200
+    assert (await site.get("/ready")).status == 503
+    site.handlers[b"/health"] = health
+    adding = asyncio.create_task(order(site, "/admin/instances"))
+    for _ in range(10):
+        await asyncio.sleep(0.15)
         assert (await site.get("/ready")).status == 503
-        site.handlers[b"/health"] = health
-        adding = asyncio.create_task(order(site, "/admin/instances"))
-        for _ in range(10):
-            await asyncio.sleep(0.15)
-            assert (await site.get("/ready")).status == 503
-            assert (await site.admin("/ready")).status == 503
-            refused = await site.post(COMPLETIONS, BODY)
-            assert refused.status == 503
-            assert "no engine of each role is up" in refused.json["error"]["message"]
-        assert site.received("prefill") == []
-        site.handlers.clear()
-        for reply in held:
-            reply.send(200, [], b"")
-        assert (await adding).status == 200
-        assert (await site.get("/ready")).status == 200
-        assert (await site.post(COMPLETIONS, BODY)).status == 200
-
-    play(scenario, prefillers=1)
+        assert (await site.admin("/ready")).status == 503
+        refused = await site.post(COMPLETIONS, BODY)
+        assert refused.status == 503
+        assert "no engine of each role is up" in refused.json["error"]["message"]
+    assert site.received("prefill") == []
+    site.handlers.clear()
+    for reply in held:
+        reply.send(200, [], b"")
+    assert (await adding).status == 200
+    assert (await site.get("/ready")).status == 200
+    assert (await site.post(COMPLETIONS, BODY)).status == 200

@@ -4,14 +4,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Exchanged, Site, served
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId
 from balanceroute.proxy.live.engines.instances import Instances, Rank, Role, Status, Target
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 CHAT = "/v1/chat/completions"
@@ -107,7 +106,7 @@ def test_a_fleet_has_ended_if_all_its_groups_have() -> None:
 # In a whole proxy.
 
 
-async def streams(site: "Site", count: int, tokens: int = 200) -> "list[Exchanged]":
+async def streams(site: Site, count: int, tokens: int = 200) -> list[Exchanged]:
     """Begin streams, once the proxy has read the pages of all engines."""
     await asyncio.sleep(6.0)
     exchanges = [site.send(CHAT, talk(number, tokens)) for number in range(count)]
@@ -116,7 +115,7 @@ async def streams(site: "Site", count: int, tokens: int = 200) -> "list[Exchange
     return exchanges
 
 
-async def right(site: "Site", exchanges: "list[Exchanged]") -> None:
+async def right(site: Site, exchanges: list[Exchanged]) -> None:
     for number, one in enumerate(exchanges):
         await one.end()
         assert one.done, (one.status, one.body[-300:])
@@ -126,113 +125,95 @@ async def right(site: "Site", exchanges: "list[Exchanged]") -> None:
 
 @pytest.mark.parametrize("death_s", [0.0, 0.3, 1.0, 2.5])
 @pytest.mark.parametrize("streaming", [1, 2, 16])
-def test_streams_of_a_group_that_dies_go_on_in_another(
-    play: "Play", death_s: float, streaming: int
+@served(flags=EXACT, dp_death_s=lambda death_s: death_s, **TWO_GROUPS)
+async def test_streams_of_a_group_that_dies_go_on_in_another(
+    site: Site, death_s: float, streaming: int
 ) -> None:
     """They went on with a rank that was about to die, and were held to have killed both."""
-
-    async def scenario(site: "Site") -> None:
-        exchanges = await streams(site, streaming)
-        (victim, *_) = [
-            engine
-            for engine in site.fleet.engines
-            if engine.name[:6] == "decode" and not engine.idle
-        ]
-        site.fleet.kill(victim.name)
-        await right(site, exchanges)
-        records = site.world.ended
-        assert {record.outcome for record in records} == {Outcome.OK}
-        # A short answer is over before the second death.
-        assert max(record.itl_max_ns for record in records) < 5e9
-        assert not site.world.plane.deployment.driver.context.suspects.deaths(b"")
-        page = (await site.get("/metrics")).body.decode()
-        assert "balanceroute_suspected_poison_total 0" in page
-
-    play(scenario, flags=EXACT, dp_death_s=death_s, **TWO_GROUPS)
+    exchanges = await streams(site, streaming)
+    (victim, *_) = [
+        engine for engine in site.fleet.engines if engine.name[:6] == "decode" and not engine.idle
+    ]
+    site.fleet.kill(victim.name)
+    await right(site, exchanges)
+    records = site.world.ended
+    assert {record.outcome for record in records} == {Outcome.OK}
+    # A short answer is over before the second death.
+    assert max(record.itl_max_ns for record in records) < 5e9
+    assert not site.world.plane.deployment.driver.context.suspects.deaths(b"")
+    page = (await site.get("/metrics")).body.decode()
+    assert "balanceroute_suspected_poison_total 0" in page
 
 
-def test_nothing_new_goes_to_a_group_that_dies(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(6.0)
-        site.fleet.kill("decode/0")
-        await site.until(lambda: site.world.plane.deployment.instances.ranks[1].doomed, 5.0)
-        before = len(site.received("decode/1"))
-        exchanges = [site.send(CHAT, talk(number)) for number in range(8)]
-        await right(site, exchanges)
-        assert len(site.received("decode/1")) == before
-        state = await site.state()
-        assert state["ranks"][0]["dp_group"] == state["ranks"][1]["dp_group"] == 0
-
-    play(scenario, flags=EXACT, dp_death_s=2.0, **TWO_GROUPS)
+@served(flags=EXACT, dp_death_s=2.0, **TWO_GROUPS)
+async def test_nothing_new_goes_to_a_group_that_dies(site: Site) -> None:
+    await asyncio.sleep(6.0)
+    site.fleet.kill("decode/0")
+    await site.until(lambda: site.world.plane.deployment.instances.ranks[1].doomed, 5.0)
+    before = len(site.received("decode/1"))
+    exchanges = [site.send(CHAT, talk(number)) for number in range(8)]
+    await right(site, exchanges)
+    assert len(site.received("decode/1")) == before
+    state = await site.state()
+    assert state["ranks"][0]["dp_group"] == state["ranks"][1]["dp_group"] == 0
 
 
-def test_a_rank_that_outlives_the_death_of_another_is_used_again(play: "Play") -> None:
+@served(flags={**EXACT, "dp_size": 2}, ranks=2, batch_limit=8)
+async def test_a_rank_that_outlives_the_death_of_another_is_used_again(site: Site) -> None:
     """The setting was wrong, or the engines of this model stand alone: nothing is lost."""
-
-    async def scenario(site: "Site") -> None:
-        exchanges = await streams(site, 8)
-        site.fleet.kill("decode/0")
-        await right(site, exchanges)
-        rank = site.world.plane.deployment.instances.ranks[1]
-        await site.until(lambda: rank.usable and not rank.on_trial, 10.0)
-        await right(site, [site.send(CHAT, talk(number)) for number in range(4)])
-
-    play(scenario, flags={**EXACT, "dp_size": 2}, ranks=2, batch_limit=8)
+    exchanges = await streams(site, 8)
+    site.fleet.kill("decode/0")
+    await right(site, exchanges)
+    rank = site.world.plane.deployment.instances.ranks[1]
+    await site.until(lambda: rank.usable and not rank.on_trial, 10.0)
+    await right(site, [site.send(CHAT, talk(number)) for number in range(4)])
 
 
-def test_requests_wait_for_a_group_as_long_as_the_setting_says(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        exchanges = await streams(site, 8)
-        site.fleet.kill("decode/0")
-        await asyncio.sleep(40.0)
-        for name in ("decode/0", "decode/1"):
-            await site.fleet.restore(name)
-        await right(site, exchanges)
-        assert all(record.resumes for record in site.world.ended)
-
-    play(scenario, flags={**EXACT, "group_return_s": 120}, **ONE_GROUP)
+@served(flags={**EXACT, "group_return_s": 120}, **ONE_GROUP)
+async def test_requests_wait_for_a_group_as_long_as_the_setting_says(site: Site) -> None:
+    exchanges = await streams(site, 8)
+    site.fleet.kill("decode/0")
+    await asyncio.sleep(40.0)
+    for name in ("decode/0", "decode/1"):
+        await site.fleet.restore(name)
+    await right(site, exchanges)
+    assert all(record.resumes for record in site.world.ended)
 
 
 @pytest.mark.parametrize("resume", ["exact", "off"])
-def test_without_it_clients_are_told_at_once(play: "Play", resume: str) -> None:
+@served(flags=lambda resume: {"batch": 8, "resume": resume}, **ONE_GROUP)
+async def test_without_it_clients_are_told_at_once(site: Site, resume: str) -> None:
     """They waited for ten seconds for what takes minutes to start."""
-
-    async def scenario(site: "Site") -> None:
-        exchanges = await streams(site, 8)
-        waiting = [site.send(CHAT, talk(number)) for number in range(8, 40)]
-        began_s = site.loop.time()
-        site.fleet.kill("decode/0")
-        for one in (*exchanges, *waiting):
-            await one.end()
-        assert site.loop.time() - began_s < 6.0
-        assert not any(one.done for one in (*exchanges, *waiting))
-        for one in (*exchanges, *waiting):
-            if one.status == 200:  # It had begun.
-                assert b'"error"' in one.events[-1]
-            else:
-                assert one.json["error"]["message"] == "the decode group has ended"
-        late = await site.post(CHAT, talk(99))
-        assert (late.status, late.header(b"retry-after")) == (503, b"1")
-
-    play(scenario, flags={"batch": 8, "resume": resume}, **ONE_GROUP)
+    exchanges = await streams(site, 8)
+    waiting = [site.send(CHAT, talk(number)) for number in range(8, 40)]
+    began_s = site.loop.time()
+    site.fleet.kill("decode/0")
+    for one in (*exchanges, *waiting):
+        await one.end()
+    assert site.loop.time() - began_s < 6.0
+    assert not any(one.done for one in (*exchanges, *waiting))
+    for one in (*exchanges, *waiting):
+        if one.status == 200:  # It had begun.
+            assert b'"error"' in one.events[-1]
+        else:
+            assert one.json["error"]["message"] == "the decode group has ended"
+    late = await site.post(CHAT, talk(99))
+    assert (late.status, late.header(b"retry-after")) == (503, b"1")
 
 
-def test_a_group_that_stands_still_is_left_out_whole(play: "Play") -> None:
+@served(flags=EXACT, at_rest=False, **TWO_GROUPS)
+async def test_a_group_that_stands_still_is_left_out_whole(site: Site) -> None:
     """A rank of it without a stream was the emptiest, and got whatever came."""
-
-    async def scenario(site: "Site") -> None:
-        exchanges = await streams(site, 24, tokens=600)
-        ranks = site.world.plane.deployment.instances.ranks
-        await asyncio.sleep(6.0)
-        for name in ("decode/0", "decode/1"):
-            site.fleet.faults.set(name, frozen="alone")
-        await site.until(lambda: not (ranks[0].usable or ranks[1].usable), 6.0)
-        assert ranks[2].usable
-        assert ranks[3].usable
-        for number, one in enumerate(exchanges):
-            await one.end()
-            assert one.done, number
-        for name in ("decode/0", "decode/1"):
-            site.fleet.faults.set(name, frozen=None)
-
-    play(scenario, flags=EXACT, at_rest=False, **TWO_GROUPS)
+    exchanges = await streams(site, 24, tokens=600)
+    ranks = site.world.plane.deployment.instances.ranks
+    await asyncio.sleep(6.0)
+    for name in ("decode/0", "decode/1"):
+        site.fleet.faults.set(name, frozen="alone")
+    await site.until(lambda: not (ranks[0].usable or ranks[1].usable), 6.0)
+    assert ranks[2].usable
+    assert ranks[3].usable
+    for number, one in enumerate(exchanges):
+        await one.end()
+        assert one.done, number
+    for name in ("decode/0", "decode/1"):
+        site.fleet.faults.set(name, frozen=None)

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.site import Exchanged, Site, served
 
 from balanceroute.proxy.core.events import PrefillerId, RankId, RequestId
 from balanceroute.proxy.lab.emulate import leases
@@ -16,8 +17,6 @@ from balanceroute.proxy.live.engines.instances import KvTransfers, Prefiller, Ra
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.wire.http1.client import Endpoint
 
 COMPLETIONS = "/v1/completions"
@@ -191,7 +190,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return failing
 
 
-async def load(site: "Site", count: int, *, stream: bool, per_s: float = 20.0) -> "list[Exchanged]":
+async def load(site: Site, count: int, *, stream: bool, per_s: float = 20.0) -> list[Exchanged]:
     """Send requests at random times, streamed or not, and wait for all answers."""
     rng = random.Random(3)
     sent = []
@@ -203,7 +202,7 @@ async def load(site: "Site", count: int, *, stream: bool, per_s: float = 20.0) -
     return sent
 
 
-async def statuses(site: "Site") -> dict[str, str]:
+async def statuses(site: Site) -> dict[str, str]:
     """Return what the admin page says of each engine, by its name."""
     page = (await site.admin("/admin/instances")).json["instances"]
     names = [*(f"prefill/{i}" for i in range(2)), *(f"decode/{i}" for i in range(4))]
@@ -223,67 +222,57 @@ def quarantines(page: str, role: str) -> float:
 
 @pytest.mark.parametrize("after_s", [0.0, 2.0])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prefiller_whose_kv_caches_cannot_be_pulled_costs_no_client_an_answer(
-    play: "Play", spoiled: dict[str, float], *, stream: bool, after_s: float
+@served(ranks=4)
+async def test_a_prefiller_whose_kv_caches_cannot_be_pulled_costs_no_client_an_answer(
+    site: Site, spoiled: dict[str, float], *, stream: bool, after_s: float
 ) -> None:
     """46 of 120 clients got 500, and decode ranks were quarantined for it."""
-
-    async def scenario(site: "Site") -> None:
-        bad = site.fleet.engine("prefill/0")
-        spoiled[bad.engine_id] = after_s
-        exchanges = await load(site, 120, stream=stream)
-        assert [one.status for one in exchanges] == [200] * 120
-        assert all(one.done for one in exchanges if one.events)
-        assert {record.outcome for record in site.world.ended} == {Outcome.OK}
-        by_name = await statuses(site)
-        page = (await site.get("/metrics")).body.decode()
-        assert quarantines(page, "prefill") > 0
-        assert quarantines(page, "decode") == 0
-        assert {by_name[name] for name in by_name if name != "prefill/0"} == {"up"}
-        failures = [line for line in page.splitlines() if "kv_transfer_failures_total{" in line]
-        assert failures
-        assert all(f'prefiller="{bad.url}"' in line for line in failures)
-
-    play(scenario, ranks=4)
+    bad = site.fleet.engine("prefill/0")
+    spoiled[bad.engine_id] = after_s
+    exchanges = await load(site, 120, stream=stream)
+    assert [one.status for one in exchanges] == [200] * 120
+    assert all(one.done for one in exchanges if one.events)
+    assert {record.outcome for record in site.world.ended} == {Outcome.OK}
+    by_name = await statuses(site)
+    page = (await site.get("/metrics")).body.decode()
+    assert quarantines(page, "prefill") > 0
+    assert quarantines(page, "decode") == 0
+    assert {by_name[name] for name in by_name if name != "prefill/0"} == {"up"}
+    failures = [line for line in page.splitlines() if "kv_transfer_failures_total{" in line]
+    assert failures
+    assert all(f'prefiller="{bad.url}"' in line for line in failures)
 
 
-def test_a_convicted_prefiller_comes_back_by_ever_rarer_trials_that_cost_no_answer(
-    play: "Play", spoiled: dict[str, float]
+@served(ranks=4)
+async def test_a_convicted_prefiller_comes_back_by_ever_rarer_trials_that_cost_no_answer(
+    site: Site, spoiled: dict[str, float]
 ) -> None:
     """One good health probe brought it back, only to fail again and again."""
-
-    async def scenario(site: "Site") -> None:
-        bad = site.fleet.engine("prefill/0")
-        spoiled[bad.engine_id] = 0.0
-        await load(site, 60, stream=True)
-        site.seen.clear()
-        exchanges = await load(site, 400, stream=True, per_s=4.0)
-        assert [one.status for one in exchanges] == [200] * 400
-        trials = [one.at_s for one in site.received("prefill/0", COMPLETIONS)]
-        # In 100 s, with pauses of 1, 2, 4, 8, 16 and 30 s.
-        assert 3 <= len(trials) <= 8
-        pauses = [b - a for a, b in itertools.pairwise(trials)]
-        assert all(b > 1.2 * a for a, b in itertools.pairwise(pauses) if a < 20.0)
-        assert (await statuses(site))["decode/0"] == "up"
-        spoiled.clear()
-        await asyncio.sleep(40.0)
-        site.seen.clear()
-        await load(site, 60, stream=True)
-        assert (await statuses(site))["prefill/0"] == "up"
-        assert len(site.received("prefill/0", COMPLETIONS)) >= 10
-
-    play(scenario, ranks=4)
+    bad = site.fleet.engine("prefill/0")
+    spoiled[bad.engine_id] = 0.0
+    await load(site, 60, stream=True)
+    site.seen.clear()
+    exchanges = await load(site, 400, stream=True, per_s=4.0)
+    assert [one.status for one in exchanges] == [200] * 400
+    trials = [one.at_s for one in site.received("prefill/0", COMPLETIONS)]
+    # In 100 s, with pauses of 1, 2, 4, 8, 16 and 30 s.
+    assert 3 <= len(trials) <= 8
+    pauses = [b - a for a, b in itertools.pairwise(trials)]
+    assert all(b > 1.2 * a for a, b in itertools.pairwise(pauses) if a < 20.0)
+    assert (await statuses(site))["decode/0"] == "up"
+    spoiled.clear()
+    await asyncio.sleep(40.0)
+    site.seen.clear()
+    await load(site, 60, stream=True)
+    assert (await statuses(site))["prefill/0"] == "up"
+    assert len(site.received("prefill/0", COMPLETIONS)) >= 10
 
 
-def test_a_rank_that_can_pull_from_nobody_is_quarantined_and_no_prefiller(
-    play: "Play",
-) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", status_500=1.0)
-        exchanges = await load(site, 120, stream=False)
-        assert [one.status for one in exchanges] == [200] * 120
-        page = (await site.get("/metrics")).body.decode()
-        assert quarantines(page, "decode") > 0
-        assert quarantines(page, "prefill") == 0
-
-    play(scenario, ranks=4)
+@served(ranks=4)
+async def test_a_rank_that_can_pull_from_nobody_is_quarantined_and_no_prefiller(site: Site) -> None:
+    site.fleet.faults.set("decode/0", status_500=1.0)
+    exchanges = await load(site, 120, stream=False)
+    assert [one.status for one in exchanges] == [200] * 120
+    page = (await site.get("/metrics")).body.decode()
+    assert quarantines(page, "decode") > 0
+    assert quarantines(page, "prefill") == 0

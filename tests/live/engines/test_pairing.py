@@ -5,12 +5,11 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Exchanged, Site, play, served
 
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -24,13 +23,13 @@ def body(number: int, tokens: int = 8) -> dict[str, object]:
     return {"model": "tiny", "prompt": f"prompt {number}", "max_tokens": tokens, "stream": True}
 
 
-async def served(site: "Site", count: int) -> None:
+async def all_served(site: Site, count: int) -> None:
     exchanges = [site.send(COMPLETIONS, body(number)) for number in range(count)]
     for exchange in exchanges:
         assert (await exchange.end()).done
 
 
-def by_engine(site: "Site") -> dict[str, int]:
+def by_engine(site: Site) -> dict[str, int]:
     """Return how many requests each engine was given."""
     counts: dict[str, int] = {}
     for one in site.received("", COMPLETIONS):
@@ -38,26 +37,26 @@ def by_engine(site: "Site") -> dict[str, int]:
     return counts
 
 
-def mixed_pairs(site: "Site") -> int:
+def mixed_pairs(site: Site) -> int:
     return int(site.fleet.stats()["mixed_pairs"])
 
 
-async def rows(site: "Site") -> dict[str, dict[str, Any]]:
+async def rows(site: Site) -> dict[str, dict[str, Any]]:
     answer = await site.admin("/admin/instances")
     names = {engine.url: engine.name for engine in site.fleet.engines}
     return {names[row["url"]]: row for row in answer.json["instances"]}
 
 
-async def order(site: "Site", path: str, engine: str) -> "Exchanged":
+async def order(site: Site, path: str, engine: str) -> Exchanged:
     url, role = site.fleet.engine(engine).url, engine.partition("/")[0]
     return await site.admin(path, {"role": role, "url": url})
 
 
-def test_two_versions_serve_side_by_side(play: "Play") -> None:
+def test_two_versions_serve_side_by_side() -> None:
     versions = {"prefill/1": NEW, "decode/1": NEW}
 
-    async def scenario(site: "Site") -> None:
-        await served(site, 20)
+    async def scenario(site: Site) -> None:
+        await all_served(site, 20)
         assert mixed_pairs(site) == 0
         assert by_engine(site).keys() == {"prefill/0", "prefill/1", "decode/0", "decode/1"}
         pulled = {one["prefiller"] + one["rank"] for one in logged(site)}
@@ -74,15 +73,15 @@ def test_two_versions_serve_side_by_side(play: "Play") -> None:
     play(scenario, engine_versions=versions)
 
 
-def logged(site: "Site") -> list[dict[str, str]]:
+def logged(site: Site) -> list[dict[str, str]]:
     return [{"prefiller": one.prefiller, "rank": one.rank} for one in site.world.ended]
 
 
 def test_an_engine_that_fits_none_takes_nothing_and_says_why(
-    play: "Play", caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await served(site, 10)
+    async def scenario(site: Site) -> None:
+        await all_served(site, 10)
         assert by_engine(site).keys() == {"prefill/0", "decode/0", "decode/1"}
         told = await rows(site)
         assert told["prefill/1"]["unfit"] == f"have vLLM {OLD} and {NEW}: {REFUSAL}"
@@ -96,19 +95,17 @@ def test_an_engine_that_fits_none_takes_nothing_and_says_why(
     assert line.fields["reason"].endswith(REFUSAL)  # type: ignore[attr-defined]
 
 
-def test_where_nothing_fits_requests_are_refused_at_once(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        answer = await site.post(COMPLETIONS, body(0))
-        assert (answer.status, by_engine(site)) == (503, {})
-        assert (await site.admin("/ready")).status == 503
-
-    play(scenario, engine_versions={"decode/0": NEW, "decode/1": NEW})
+@served(engine_versions={"decode/0": NEW, "decode/1": NEW})
+async def test_where_nothing_fits_requests_are_refused_at_once(site: Site) -> None:
+    answer = await site.post(COMPLETIONS, body(0))
+    assert (answer.status, by_engine(site)) == (503, {})
+    assert (await site.admin("/ready")).status == 503
 
 
-def test_an_operator_may_pair_them_anyway(play: "Play") -> None:
+def test_an_operator_may_pair_them_anyway() -> None:
     versions = {"decode/0": NEW, "decode/1": NEW}
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await site.post(COMPLETIONS, body(0))
         assert mixed_pairs(site) > 0, "the engines still refuse"
         assert "version" not in (await rows(site))["decode/0"]
@@ -116,12 +113,10 @@ def test_an_operator_may_pair_them_anyway(play: "Play") -> None:
     play(scenario, engine_versions=versions, flags={"check_pairs": False})
 
 
-def test_mooncake_does_not_compare_versions(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await served(site, 6)
-        assert not any("unfit" in row for row in (await rows(site)).values())
-
-    play(scenario, engine_versions={"decode/0": NEW, "decode/1": NEW}, connector="mooncake")
+@served(engine_versions={"decode/0": NEW, "decode/1": NEW}, connector="mooncake")
+async def test_mooncake_does_not_compare_versions(site: Site) -> None:
+    await all_served(site, 6)
+    assert not any("unfit" in row for row in (await rows(site)).values())
 
 
 @pytest.mark.parametrize(
@@ -134,24 +129,23 @@ def test_mooncake_does_not_compare_versions(play: "Play") -> None:
     ],
     ids=["missing", "no UTF-8", "no UTF-8 in a key", "deep"],
 )
-def test_an_engine_that_tells_nothing_is_paired(play: "Play", status: int, page: bytes) -> None:
+@served(engine_versions={"decode/1": NEW})
+async def test_an_engine_that_tells_nothing_is_paired(site: Site, status: int, page: bytes) -> None:
     def unreadable(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(status, [], page)
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[b"/version"] = unreadable
-        site.fleet.kill("decode/1")
-        await asyncio.sleep(10.0)
-        await site.fleet.restore("decode/1")
-        await asyncio.sleep(40.0)
-        await served(site, 10)
-        assert by_engine(site)["decode/1"]
-
-    play(scenario, engine_versions={"decode/1": NEW})
+    site.handlers[b"/version"] = unreadable
+    site.fleet.kill("decode/1")
+    await asyncio.sleep(10.0)
+    await site.fleet.restore("decode/1")
+    await asyncio.sleep(40.0)
+    await all_served(site, 10)
+    assert by_engine(site)["decode/1"]
 
 
-def test_an_engine_that_comes_back_takes_nothing_before_it_was_asked(play: "Play") -> None:
+@served()
+async def test_an_engine_that_comes_back_takes_nothing_before_it_was_asked(site: Site) -> None:
     asked: list[str] = []
 
     def slow(engine: str, request: "HttpRequest", reply: "Reply") -> None:
@@ -161,37 +155,32 @@ def test_an_engine_that_comes_back_takes_nothing_before_it_was_asked(play: "Play
         loop = asyncio.get_running_loop()
         loop.call_later(1.5, reply.send, 200, [], b'{"version":"0.33.0"}')
 
-    async def scenario(site: "Site") -> None:
-        site.fleet.kill("decode/1")
-        await asyncio.sleep(10.0)
-        site.handlers[b"/version"] = slow
-        await site.fleet.restore("decode/1")
-        await site.until(lambda: bool(asked))
-        await served(site, 10)
-        await asyncio.sleep(2.0)
-        await served(site, 10)
-        assert "decode/1" not in by_engine(site)
-        assert (await rows(site))["decode/1"]["unfit"]
-
-    play(scenario)
+    site.fleet.kill("decode/1")
+    await asyncio.sleep(10.0)
+    site.handlers[b"/version"] = slow
+    await site.fleet.restore("decode/1")
+    await site.until(lambda: bool(asked))
+    await all_served(site, 10)
+    await asyncio.sleep(2.0)
+    await all_served(site, 10)
+    assert "decode/1" not in by_engine(site)
+    assert (await rows(site))["decode/1"]["unfit"]
 
 
-def test_an_engine_that_was_updated_while_it_drained_is_asked_anew(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await order(site, "/admin/instances/drain", "decode/1")
-        site.world.versions["decode/1"] = NEW  # So fast that nobody noticed.
-        answer = await order(site, "/admin/instances", "decode/1")
-        assert [bool(row.get("unfit")) for row in answer.json["instances"]].count(True) == 1
-        await served(site, 10)
-        assert "decode/1" not in by_engine(site)
-
-    play(scenario)
+@served()
+async def test_an_engine_that_was_updated_while_it_drained_is_asked_anew(site: Site) -> None:
+    await order(site, "/admin/instances/drain", "decode/1")
+    site.world.versions["decode/1"] = NEW  # So fast that nobody noticed.
+    answer = await order(site, "/admin/instances", "decode/1")
+    assert [bool(row.get("unfit")) for row in answer.json["instances"]].count(True) == 1
+    await all_served(site, 10)
+    assert "decode/1" not in by_engine(site)
 
 
-def test_pooled_requests_are_prefilled_again_when_their_last_rank_goes(play: "Play") -> None:
+def test_pooled_requests_are_prefilled_again_when_their_last_rank_goes() -> None:
     versions = {"prefill/1": NEW, "decode/1": NEW}
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         exchanges = [site.send(COMPLETIONS, body(number, 200)) for number in range(12)]
         await asyncio.sleep(1.0)  # Some wait in the pool for the one slot of either rank.
         await order(site, "/admin/instances/drain", "decode/1")
@@ -213,11 +202,11 @@ def update_order(rng: random.Random) -> list[str]:
     return first + others
 
 
-def rolling_update(play: "Play", seed: int, connector: str) -> None:
+def rolling_update(seed: int, connector: str) -> None:
     """Drain each engine, restart it with the new version, and take it back, under load."""
     rng = random.Random(seed)
 
-    async def update(site: "Site", engine: str) -> None:
+    async def update(site: Site, engine: str) -> None:
         url, role = site.fleet.engine(engine).url, engine.partition("/")[0]
         waited = {"role": role, "url": url, "wait_s": 100}
         assert (await site.admin("/admin/instances/drain", waited)).status == 200
@@ -232,8 +221,8 @@ def rolling_update(play: "Play", seed: int, connector: str) -> None:
             await asyncio.sleep(0.5)
         raise AssertionError(f"{engine} did not come back")
 
-    async def scenario(site: "Site") -> None:
-        going, exchanges = True, list["Exchanged"]()
+    async def scenario(site: Site) -> None:
+        going, exchanges = True, list[Exchanged]()
 
         async def load() -> None:
             while going:
@@ -266,13 +255,11 @@ def rolling_update(play: "Play", seed: int, connector: str) -> None:
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-ascend"])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_rolling_update_loses_nothing_and_pairs_nothing_mixed(
-    play: "Play", seed: int, connector: str
-) -> None:
-    rolling_update(play, seed, connector)
+def test_a_rolling_update_loses_nothing_and_pairs_nothing_mixed(seed: int, connector: str) -> None:
+    rolling_update(seed, connector)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 60))
-def test_rolling_updates_in_any_order(play: "Play", seed: int) -> None:
-    rolling_update(play, seed, "nixl")
+def test_rolling_updates_in_any_order(seed: int) -> None:
+    rolling_update(seed, "nixl")

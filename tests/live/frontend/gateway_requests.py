@@ -1,10 +1,9 @@
 """Requests to the gateway, what its errors look like, and files of keys."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged
+from tests.support.site import Exchanged
 
 OWN = ("/health", "/ready", "/version", "/metrics", "/load")
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "ignore_eos": True}
@@ -16,7 +15,7 @@ TALK: dict[str, Any] = {
 }
 
 
-def is_error(exchanged: "Exchanged", status: int) -> str:
+def is_error(exchanged: Exchanged, status: int) -> str:
     """Check that an answer is an error in OpenAI's shape, and return its message."""
     assert exchanged.status == status, exchanged.body
     assert exchanged.header(b"content-type") == b"application/json"

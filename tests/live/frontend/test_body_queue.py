@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from tests.native import needs_native
 from tests.support.chaos.world import World
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.live.frontend.gateway import BodyQueue
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.wire.http1.pump import load_library
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.live.environment import Environment
     from balanceroute.proxy.wire.http1.pump import Pump
     from balanceroute.proxy.wire.messages import Reply
@@ -105,19 +104,16 @@ def test_a_body_that_nobody_waits_for_is_read_no_further() -> None:
     ids=["unfinished", "UTF-8", "NaN", "twice", "deep"],
 )
 @pytest.mark.parametrize("size", [1, 300_000], ids=["small", "large"])
-def test_nothing_is_left_of_a_body_that_is_refused(
-    play: "Play", cyclic: Callable[[], Counter[str]], path: str, end: bytes, size: int
+@served()
+async def test_nothing_is_left_of_a_body_that_is_refused(
+    site: Site, cyclic: Callable[[], Counter[str]], path: str, end: bytes, size: int
 ) -> None:
     body = b'{"model": "tiny", "prompt": "' + b"x" * size + end
-
-    async def scenario(site: "Site") -> None:
-        kind = [(b"content-type", b"application/json")]
-        for _ in range(3):
-            refused = await site.send(path, body, headers=kind).end()
-            assert 400 <= refused.status < 500
-        assert not cyclic().keys() & {"Request", "RequestBody", "BodyError", "Http1Reply"}
-
-    play(scenario)
+    kind = [(b"content-type", b"application/json")]
+    for _ in range(3):
+        refused = await site.send(path, body, headers=kind).end()
+        assert 400 <= refused.status < 500
+    assert not cyclic().keys() & {"Request", "RequestBody", "BodyError", "Http1Reply"}
 
 
 class IdlePump:
@@ -148,7 +144,7 @@ class IdlePump:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("size", [1, 300_000], ids=["small", "large"])
 def test_a_large_body_is_read_natively_where_the_library_is(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, path: str, size: int
+    monkeypatch: pytest.MonkeyPatch, path: str, size: int
 ) -> None:
     pump, make = IdlePump(), World._make_environment
 
@@ -165,7 +161,7 @@ def test_a_large_body_is_read_natively_where_the_library_is(
         "input": talk,
     }
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         asked = await site.send(path, values).end()
         assert asked.status == 200
         assert pump.scans == pump.bodies == (size > 1)

@@ -4,11 +4,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Exchanged, Site, play, served
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from tests.live.conftest import Exchanged, Play, Site
 
     from balanceroute.proxy.wire.messages import Headers
 
@@ -31,7 +30,7 @@ def asking(origin: bytes) -> "Headers":
     )
 
 
-async def answers(site: "Site", headers: "Headers") -> "list[Exchanged]":
+async def answers(site: Site, headers: "Headers") -> list[Exchanged]:
     """Ask for answers of every kind: whole, streamed, passed on, own, and errors of all layers."""
     return [
         await site.post(COMPLETIONS, BODY, headers),
@@ -49,29 +48,26 @@ STATUSES = [200, 200, 200, 200, 400, 404, 405, 413]
 FLAGS = {"body_limit_bytes": 1_000}
 
 
-def test_every_answer_lets_any_page_read_it_if_all_may(play: "Play") -> None:
+@served(flags=FLAGS | {"cors_origin": "*"})
+async def test_every_answer_lets_any_page_read_it_if_all_may(site: Site) -> None:
     """Web applications that worked with vLLM did not work here."""
-
-    async def scenario(site: "Site") -> None:
-        given = await answers(site, of(PAGE))
-        assert [answer.status for answer in given] == STATUSES
-        for answer in given:
-            assert [value for name, value in answer.headers if name == ALLOW] == [b"*"]
-            (exposed,) = [value for name, value in answer.headers if name == EXPOSE]
-            assert exposed.startswith(b"*, ")
-            assert b"X-Request-Id" in exposed
-        for answer in await answers(site, []):
-            assert answer.header(ALLOW) is None
-
-    play(scenario, flags=FLAGS | {"cors_origin": "*"})
+    given = await answers(site, of(PAGE))
+    assert [answer.status for answer in given] == STATUSES
+    for answer in given:
+        assert [value for name, value in answer.headers if name == ALLOW] == [b"*"]
+        (exposed,) = [value for name, value in answer.headers if name == EXPOSE]
+        assert exposed.startswith(b"*, ")
+        assert b"X-Request-Id" in exposed
+    for answer in await answers(site, []):
+        assert answer.header(ALLOW) is None
 
 
-def test_a_preflight_allows_what_was_asked_for(play: "Play", tmp_path: "Path") -> None:
+def test_a_preflight_allows_what_was_asked_for(tmp_path: "Path") -> None:
     path = tmp_path / "keys"
     path.write_text("right\n")
     path.chmod(0o600)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for target in (COMPLETIONS, "/v1/models", "/v1/nothing"):
             answer = await site.send(target, method="OPTIONS", headers=asking(PAGE)).end()
             assert (answer.status, answer.body) == (200, b"OK")
@@ -87,8 +83,8 @@ def test_a_preflight_allows_what_was_asked_for(play: "Play", tmp_path: "Path") -
     play(scenario, flags={"cors_origin": "*", "api_key_file": str(path)})
 
 
-def test_only_the_listed_sites_may(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_only_the_listed_sites_may() -> None:
+    async def scenario(site: Site) -> None:
         for answer in await answers(site, of(PAGE)):
             assert answer.header(ALLOW) == PAGE
             assert answer.header(b"vary") == b"Origin"
@@ -104,17 +100,15 @@ def test_only_the_listed_sites_may(play: "Play") -> None:
 
 
 @pytest.mark.parametrize("headers", [of(PAGE), asking(PAGE)])
-def test_without_the_setting_nothing_of_it_is_there(play: "Play", headers: "Headers") -> None:
-    async def scenario(site: "Site") -> None:
-        given = await answers(site, headers)
-        assert [answer.status for answer in given] == STATUSES
-        for answer in given:
-            assert not [name for name, _ in answer.headers if name.startswith(b"access-control")]
-
-    play(scenario, flags=FLAGS)
+@served(flags=FLAGS)
+async def test_without_the_setting_nothing_of_it_is_there(site: Site, headers: "Headers") -> None:
+    given = await answers(site, headers)
+    assert [answer.status for answer in given] == STATUSES
+    for answer in given:
+        assert not [name for name, _ in answer.headers if name.startswith(b"access-control")]
 
 
-async def told(site: "Site", head: bytes) -> tuple[int, bytes]:
+async def told(site: Site, head: bytes) -> tuple[int, bytes]:
     """Send bytes that are no readable request; return the status and the answer, in lower case."""
     reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
     writer.write(head)
@@ -140,28 +134,24 @@ ORIGIN = b"ORIGIN: \t" + PAGE + b" \r\n"
         (FIRST + ORIGIN, 408),
     ],
 )
-def test_a_page_may_read_why_its_head_was_not(
-    play: "Play", head: bytes, status: int, site_of: str
+@served(flags=lambda site_of: {"cors_origin": [site_of]})
+async def test_a_page_may_read_why_its_head_was_not(
+    site: Site, head: bytes, status: int, site_of: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        code, answer = await told(site, head)
-        assert code == status
-        allowed = b"*" if site_of == "*" else PAGE
-        assert answer.count(ALLOW + b": " + allowed + b"\r\n") == 1
-        assert answer.count(EXPOSE) == 1
-        # Another's head, and one of two pages, says nothing.
-        for origin in (b"", ORIGIN + ORIGIN, b"X-Origin: " + PAGE + b"\r\n"):
-            assert ALLOW not in (await told(site, head.replace(ORIGIN, origin)))[1]
-
-    play(scenario, flags={"cors_origin": [site_of]})
+    code, answer = await told(site, head)
+    assert code == status
+    allowed = b"*" if site_of == "*" else PAGE
+    assert answer.count(ALLOW + b": " + allowed + b"\r\n") == 1
+    assert answer.count(EXPOSE) == 1
+    # Another's head, and one of two pages, says nothing.
+    for origin in (b"", ORIGIN + ORIGIN, b"X-Origin: " + PAGE + b"\r\n"):
+        assert ALLOW not in (await told(site, head.replace(ORIGIN, origin)))[1]
 
 
-def test_a_page_may_read_that_there_are_too_many_connections(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        runs = site.send(COMPLETIONS, BODY | {"stream": True, "max_tokens": 50})
-        await runs.until_events(1)
-        code, answer = await told(site, FIRST + ORIGIN + b"\r\n")
-        assert (code, answer.count(ALLOW + b": *")) == (503, 1)
-        await runs.end()
-
-    play(scenario, flags={"cors_origin": "*", "connection_limit": 1})
+@served(flags={"cors_origin": "*", "connection_limit": 1})
+async def test_a_page_may_read_that_there_are_too_many_connections(site: Site) -> None:
+    runs = site.send(COMPLETIONS, BODY | {"stream": True, "max_tokens": 50})
+    await runs.until_events(1)
+    code, answer = await told(site, FIRST + ORIGIN + b"\r\n")
+    assert (code, answer.count(ALLOW + b": *")) == (503, 1)
+    await runs.end()

@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.openai.body import BodyError
 from balanceroute.proxy.live.openai.form_body import refuse_internal_parts
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.messages import HttpRequest, Reply
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
@@ -80,25 +79,23 @@ def test_what_an_engine_would_read_otherwise_is_refused() -> None:
         refuse_internal_parts([(b"content-type", b"a/b"), (b"content-type", FORM)], body)
 
 
-def test_a_form_that_steers_kv_transfer_reaches_no_engine(play: "Play") -> None:
+@served()
+async def test_a_form_that_steers_kv_transfer_reaches_no_engine(site: Site) -> None:
     """An engine ends when such members are no object: one form would take down every prefiller."""
 
-    async def scenario(site: "Site") -> None:
-        def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            del engine, request
-            reply.send(200, [(b"content-type", b"application/json")], b"{}")
+    def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del engine, request
+        reply.send(200, [(b"content-type", b"application/json")], b"{}")
 
-        site.handlers[TRANSCRIPTIONS.encode()] = answer
-        headers = [(b"content-type", FORM)]
-        parts = (SOUND, b"\x00"), (b'Content-Disposition: form-data; name="model"', b"tiny")
-        refused = await site.post(TRANSCRIPTIONS, form(*parts, (NAMED, XARGS)), headers)
-        assert (refused.status, refused.json["error"]["message"]) == (400, REFUSED)
-        assert refused.json["error"]["param"] == "vllm_xargs"
-        assert not site.received("prefill", TRANSCRIPTIONS)
-        whole = form(*parts, (NAMED, b'{"mine": 1}'))
-        passed = await site.post(TRANSCRIPTIONS, whole, headers)
-        assert passed.status == 200
-        (seen,) = site.received("prefill", TRANSCRIPTIONS)
-        assert seen.request.body == whole
-
-    play(scenario)
+    site.handlers[TRANSCRIPTIONS.encode()] = answer
+    headers = [(b"content-type", FORM)]
+    parts = (SOUND, b"\x00"), (b'Content-Disposition: form-data; name="model"', b"tiny")
+    refused = await site.post(TRANSCRIPTIONS, form(*parts, (NAMED, XARGS)), headers)
+    assert (refused.status, refused.json["error"]["message"]) == (400, REFUSED)
+    assert refused.json["error"]["param"] == "vllm_xargs"
+    assert not site.received("prefill", TRANSCRIPTIONS)
+    whole = form(*parts, (NAMED, b'{"mine": 1}'))
+    passed = await site.post(TRANSCRIPTIONS, whole, headers)
+    assert passed.status == 200
+    (seen,) = site.received("prefill", TRANSCRIPTIONS)
+    assert seen.request.body == whole

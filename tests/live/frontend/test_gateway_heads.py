@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.frontend.gateway_requests import BODY, OWN, TALK, is_error, keys
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.live.frontend.request_head import Clients
 from balanceroute.proxy.live.security import Secret
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.messages import Headers
 
 CHAT = "/v1/chat/completions"
@@ -22,7 +21,7 @@ COMPLETIONS = "/v1/completions"
 # What the head alone rules out.
 
 
-async def answer_to_head(site: "Site", head: bytes, port: int | None = None) -> tuple[int, bytes]:
+async def answer_to_head(site: Site, head: bytes, port: int | None = None) -> tuple[int, bytes]:
     """Send a head whose body never comes; return the status and the rest of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port or site.world.port)
     begin_s = site.loop.time()
@@ -36,10 +35,10 @@ async def answer_to_head(site: "Site", head: bytes, port: int | None = None) -> 
 LARGE = b"\r\nHost: a\r\nContent-Length: 1000000"
 
 
-def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> None:
+def test_a_hand_off_that_nobody_awaits_is_404_before_its_body() -> None:
     """Without a key, a large body for the metaserver stalled every connection."""
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         status, _ = await answer_to_head(site, b"POST /v1/metaserver/guess HTTP/1.1" + LARGE)
         assert status == 404
 
@@ -65,11 +64,11 @@ def test_a_hand_off_that_nobody_awaits_is_404_before_its_body(play: "Play") -> N
     ],
 )
 def test_what_the_head_rules_out_is_answered_before_the_body(
-    play: "Play", tmp_path: Path, head: bytes, status: int
+    tmp_path: Path, head: bytes, status: int
 ) -> None:
     """A client without a key could upload any number of bodies first."""
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         told, answer = await answer_to_head(site, head)
         assert told == status
         assert b'"error":{"message":' in answer
@@ -79,15 +78,13 @@ def test_what_the_head_rules_out_is_answered_before_the_body(
     play(scenario, flags=flags)
 
 
-def test_a_large_order_is_refused_before_its_body(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        assert site.world.proxy.admin is not None
-        port = site.world.proxy.admin.port
-        head = b"POST /admin/policy HTTP/1.1\r\nHost: localhost\r\nContent-Length: 65537"
-        status, answer = await answer_to_head(site, head, port)
-        assert (status, b'"error":{' in answer) == (413, True)
-
-    play(scenario)
+@served()
+async def test_a_large_order_is_refused_before_its_body(site: Site) -> None:
+    assert site.world.proxy.admin is not None
+    port = site.world.proxy.admin.port
+    head = b"POST /admin/policy HTTP/1.1\r\nHost: localhost\r\nContent-Length: 65537"
+    status, answer = await answer_to_head(site, head, port)
+    assert (status, b'"error":{' in answer) == (413, True)
 
 
 @pytest.mark.parametrize(
@@ -104,20 +101,17 @@ def test_a_large_order_is_refused_before_its_body(play: "Play") -> None:
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
-def test_a_body_is_json_and_not_encoded(
-    play: "Play", path: str, name: bytes, value: bytes, status: int
+@served()
+async def test_a_body_is_json_and_not_encoded(
+    site: Site, path: str, name: bytes, value: bytes, status: int
 ) -> None:
     """An encoded body was said to be no UTF-8."""
-
-    async def scenario(site: "Site") -> None:
-        answer = await site.post(path, BODY, [(name, value)])
-        assert answer.status == status
-        if status != 200:
-            is_error(answer, status)
-            assert site.seen == []
-        assert (await site.post(path, BODY)).status == 200
-
-    play(scenario)
+    answer = await site.post(path, BODY, [(name, value)])
+    assert answer.status == status
+    if status != 200:
+        is_error(answer, status)
+        assert site.seen == []
+    assert (await site.post(path, BODY)).status == 200
 
 
 # Keys.
@@ -127,7 +121,8 @@ def with_key(word: str) -> "Headers":
     return [(b"authorization", word.encode())]
 
 
-def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
+@served(flags=lambda tmp_path: {"api_key_file": keys(tmp_path, "keys", "right1", "right2")})
+async def test_a_client_needs_one_of_the_keys(site: Site, tmp_path: Path) -> None:
     """Anthropic's clients, whose key is in X-Api-Key, got 401."""
     refused: list[Headers] = [
         [],
@@ -160,47 +155,41 @@ def test_a_client_needs_one_of_the_keys(play: "Play", tmp_path: Path) -> None:
         [(b"x-api-key", b"right1"), *with_key("Bearer right2")],
         [(b"api-key", b"right1")],  # Azure's clients.
     ]
-
-    async def scenario(site: "Site") -> None:
-        for path, method in {COMPLETIONS: "POST", "/v1/models": "GET"}.items():
-            for headers in refused:
-                answer = await site.send(path, BODY, method=method, headers=headers).end()
-                is_error(answer, 401)
-                assert answer.header(b"www-authenticate") == b"Bearer"
-        assert site.seen == []
-        for headers in accepted:
-            assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
-            assert (await site.get("/v1/models", headers)).status == 200
-        assert len(site.seen) == 3 * len(accepted)
-        for name in (b"authorization", b"api-key", b"x-api-key"):
-            assert all(seen.header(name) is None for seen in site.seen)
-        # Whoever asks whether the proxy lives has no key; loads and engines' names need one.
-        for page in OWN:
-            keyed = page in ("/load", "/metrics")
-            assert (await site.get(page)).status == (401 if keyed else 200)
-            assert (await site.get(page, with_key("Bearer right1"))).status == 200
-        # Nobody without a key learns what there is.
-        is_error(await site.get("/v1/completions"), 405)
-        is_error(await site.get("/v1/nothing"), 404)
-
-    play(scenario, flags={"api_key_file": keys(tmp_path, "keys", "right1", "right2")})
+    for path, method in {COMPLETIONS: "POST", "/v1/models": "GET"}.items():
+        for headers in refused:
+            answer = await site.send(path, BODY, method=method, headers=headers).end()
+            is_error(answer, 401)
+            assert answer.header(b"www-authenticate") == b"Bearer"
+    assert site.seen == []
+    for headers in accepted:
+        assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+        assert (await site.get("/v1/models", headers)).status == 200
+    assert len(site.seen) == 3 * len(accepted)
+    for name in (b"authorization", b"api-key", b"x-api-key"):
+        assert all(seen.header(name) is None for seen in site.seen)
+    # Whoever asks whether the proxy lives has no key; loads and engines' names need one.
+    for page in OWN:
+        keyed = page in ("/load", "/metrics")
+        assert (await site.get(page)).status == (401 if keyed else 200)
+        assert (await site.get(page, with_key("Bearer right1"))).status == 200
+    # Nobody without a key learns what there is.
+    is_error(await site.get("/v1/completions"), 405)
+    is_error(await site.get("/v1/nothing"), 404)
 
 
-def test_engines_get_their_own_key_and_never_the_clients(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
-        for headers in ([], with_key("Bearer mine")):
-            assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
-            assert (await site.get("/v1/models", headers)).status == 200
-        assert len(site.seen) == 6
-        for seen in site.seen:
-            given = [value for name, value in seen.request.headers if name == b"authorization"]
-            assert given == [b"Bearer engines"]
-
-    play(scenario, flags={"engine_key_file": keys(tmp_path, "key", "engines")})
+@served(flags=lambda tmp_path: {"engine_key_file": keys(tmp_path, "key", "engines")})
+async def test_engines_get_their_own_key_and_never_the_clients(site: Site, tmp_path: Path) -> None:
+    for headers in ([], with_key("Bearer mine")):
+        assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+        assert (await site.get("/v1/models", headers)).status == 200
+    assert len(site.seen) == 6
+    for seen in site.seen:
+        given = [value for name, value in seen.request.headers if name == b"authorization"]
+        assert given == [b"Bearer engines"]
 
 
-def test_new_keys_are_used_from_the_next_request_on(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
+def test_new_keys_are_used_from_the_next_request_on(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         given = with_key("Bearer first")
         assert (await site.post(COMPLETIONS, BODY, given)).status == 200
         site.world.proxy.gateway.use_keys(Clients((Secret(b"second"),)), Secret(b"newer"))
@@ -216,49 +205,39 @@ def test_new_keys_are_used_from_the_next_request_on(play: "Play", tmp_path: Path
     play(scenario, flags=flags)
 
 
-def test_without_keys_the_clients_own_is_for_the_engines(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await site.post(COMPLETIONS, BODY, with_key("Bearer mine"))
-        await site.get("/v1/models", with_key("Bearer mine"))
-        assert [seen.header(b"authorization") for seen in site.seen] == [b"Bearer mine"] * 3
-        site.seen.clear()
-        await site.get("/v1/models", [(b"x-api-key", b"mine")])
-        assert [seen.header(b"x-api-key") for seen in site.seen] == [b"mine"]
-
-    play(scenario)
+@served()
+async def test_without_keys_the_clients_own_is_for_the_engines(site: Site) -> None:
+    await site.post(COMPLETIONS, BODY, with_key("Bearer mine"))
+    await site.get("/v1/models", with_key("Bearer mine"))
+    assert [seen.header(b"authorization") for seen in site.seen] == [b"Bearer mine"] * 3
+    site.seen.clear()
+    await site.get("/v1/models", [(b"x-api-key", b"mine")])
+    assert [seen.header(b"x-api-key") for seen in site.seen] == [b"mine"]
 
 
-def test_the_version_of_anthropics_api_reaches_the_engines(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        headers = [(b"anthropic-version", b"2023-06-01"), (b"anthropic-beta", b"a,b")]
-        await site.post(CHAT, TALK, headers)
-        for name, value in headers:
-            assert [seen.header(name) for seen in site.seen] == [value] * 2
-
-    play(scenario)
+@served()
+async def test_the_version_of_anthropics_api_reaches_the_engines(site: Site) -> None:
+    headers = [(b"anthropic-version", b"2023-06-01"), (b"anthropic-beta", b"a,b")]
+    await site.post(CHAT, TALK, headers)
+    for name, value in headers:
+        assert [seen.header(name) for seen in site.seen] == [value] * 2
 
 
-def test_metrics_can_be_kept_from_clients(play: "Play") -> None:
+@served(flags={"public_metrics": False})
+async def test_metrics_can_be_kept_from_clients(site: Site) -> None:
     """Engines' addresses and loads were there for everybody."""
-
-    async def scenario(site: "Site") -> None:
-        is_error(await site.get("/metrics"), 404)
-        assert (await site.admin("/metrics")).status == 200
-
-    play(scenario, flags={"public_metrics": False})
+    is_error(await site.get("/metrics"), 404)
+    assert (await site.admin("/metrics")).status == 200
 
 
-def test_the_page_of_metrics_is_rendered_at_most_once_a_second(play: "Play") -> None:
+@served()
+async def test_the_page_of_metrics_is_rendered_at_most_once_a_second(site: Site) -> None:
     """256 readings a second took a whole core."""
-
-    async def scenario(site: "Site") -> None:
-        before = (await site.get("/metrics")).body
-        await site.post(COMPLETIONS, BODY)
-        assert (await site.admin("/metrics")).body == before
-        await asyncio.sleep(1.0)
-        assert (await site.get("/metrics")).body != before
-
-    play(scenario)
+    before = (await site.get("/metrics")).body
+    await site.post(COMPLETIONS, BODY)
+    assert (await site.admin("/metrics")).body == before
+    await asyncio.sleep(1.0)
+    assert (await site.get("/metrics")).body != before
 
 
 # WebSockets.
@@ -277,33 +256,30 @@ OPENING = (
         (b"/v1/realtime?model=tiny", b"/v1/audio/transcriptions"),
     ],
 )
-def test_a_websocket_is_426_with_what_is_served_instead(
-    play: "Play", path: bytes, words: bytes
+@served()
+async def test_a_websocket_is_426_with_what_is_served_instead(
+    site: Site, path: bytes, words: bytes
 ) -> None:
     """Codex asks for one first, and goes over to POST at once if the answer is 426."""
-
-    async def scenario(site: "Site") -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
-        for protocol in (b"websocket", b"h2c, WebSocket"):  # The connection stays.
-            writer.write(OPENING % (path, protocol) + b"\r\n\r\n")
-            head = await reader.readuntil(b"\r\n\r\n")
-            fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
-            assert head.startswith(b"HTTP/1.1 426 Upgrade Required\r\n")
-            assert fields[b"upgrade"] == b"HTTP/1.1"
-            assert fields[b"connection"] == b"upgrade"
-            body = await reader.readexactly(int(fields[b"content-length"]))
-            assert words in body
-            assert b'"type":"UpgradeRequiredError"' in body
-        _, closed = await answer_to_head(
-            site, OPENING % (path, b"websocket") + b"\r\nContent-Length: 9"
-        )
-        assert b"upgrade: HTTP/1.1\r\nconnection: upgrade, close\r\n" in closed
-        writer.close()
-        ended = site.world.ended
-        await site.until(lambda: [record.status for record in ended] == [426] * 3)
-        assert site.seen == []
-
-    play(scenario)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+    for protocol in (b"websocket", b"h2c, WebSocket"):  # The connection stays.
+        writer.write(OPENING % (path, protocol) + b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
+        assert head.startswith(b"HTTP/1.1 426 Upgrade Required\r\n")
+        assert fields[b"upgrade"] == b"HTTP/1.1"
+        assert fields[b"connection"] == b"upgrade"
+        body = await reader.readexactly(int(fields[b"content-length"]))
+        assert words in body
+        assert b'"type":"UpgradeRequiredError"' in body
+    _, closed = await answer_to_head(
+        site, OPENING % (path, b"websocket") + b"\r\nContent-Length: 9"
+    )
+    assert b"upgrade: HTTP/1.1\r\nconnection: upgrade, close\r\n" in closed
+    writer.close()
+    ended = site.world.ended
+    await site.until(lambda: [record.status for record in ended] == [426] * 3)
+    assert site.seen == []
 
 
 @pytest.mark.parametrize(
@@ -317,42 +293,36 @@ def test_a_websocket_is_426_with_what_is_served_instead(
         (OPENING % (b"/health", b"websocket"), 200),
     ],
 )
-def test_what_else_asks_for_an_upgrade_is_answered_as_without(
-    play: "Play", head: bytes, status: int
+@served()
+async def test_what_else_asks_for_an_upgrade_is_answered_as_without(
+    site: Site, head: bytes, status: int
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        told, answer = await answer_to_head(site, head + b"\r\nConnection: close")
-        assert told == status
-        assert b"upgrade:" not in answer
-
-    play(scenario)
+    told, answer = await answer_to_head(site, head + b"\r\nConnection: close")
+    assert told == status
+    assert b"upgrade:" not in answer
 
 
-def test_a_request_that_offers_an_upgrade_is_served_without_it(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        body = b'{"model":"tiny","prompt":"a","max_tokens":2}'
-        head = OPENING.replace(b"GET", b"POST") % (COMPLETIONS.encode(), b"websocket")
-        head += b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
-        writer.write(head)
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-        writer.close()
-        assert {b"upgrade", b"connection"}.isdisjoint(
-            name for seen in site.seen for name, _ in seen.request.headers
-        )
-
-    play(scenario)
+@served()
+async def test_a_request_that_offers_an_upgrade_is_served_without_it(site: Site) -> None:
+    body = b'{"model":"tiny","prompt":"a","max_tokens":2}'
+    head = OPENING.replace(b"GET", b"POST") % (COMPLETIONS.encode(), b"websocket")
+    head += b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+    writer.write(head)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    assert {b"upgrade", b"connection"}.isdisjoint(
+        name for seen in site.seen for name, _ in seen.request.headers
+    )
 
 
-def test_probes_have_the_names_of_other_routers_too(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
-        for ready in (True, False):
-            site.world.plane.deployment.driver.draining = not ready
-            for get in (site.get, site.admin):
-                assert (await get("/liveness")).status == 200
-                for path in ("/ready", "/readiness"):
-                    answer = await get(path)
-                    assert answer.status == (200 if ready else 503), path
-                    assert ready or b"not ready" in answer.body
-
-    play(scenario, flags={"api_key_file": keys(tmp_path, "keys", "right")})
+@served(flags=lambda tmp_path: {"api_key_file": keys(tmp_path, "keys", "right")})
+async def test_probes_have_the_names_of_other_routers_too(site: Site, tmp_path: Path) -> None:
+    for ready in (True, False):
+        site.world.plane.deployment.driver.draining = not ready
+        for get in (site.get, site.admin):
+            assert (await get("/liveness")).status == 200
+            for path in ("/ready", "/readiness"):
+                answer = await get(path)
+                assert answer.status == (200 if ready else 503), path
+                assert ready or b"not ready" in answer.body

@@ -3,15 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.frontend.groups import refuse_unlisted
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 TWO = {
@@ -46,19 +44,19 @@ def test_a_long_name_is_not_repeated_whole() -> None:
     assert len(refusal[1]) < 300
 
 
-async def known(site: "Site") -> None:
+async def known(site: Site) -> None:
     """Wait until the proxy has read the lists of all engines."""
     await asyncio.sleep(2.0)
 
 
-def engines(site: "Site") -> Counter[tuple[str, str]]:
+def engines(site: Site) -> Counter[tuple[str, str]]:
     """Return how many generation requests of each model each engine received."""
     return Counter(
         (one.engine, one.values["model"]) for one in site.seen if one.path != "/v1/models"
     )
 
 
-def only_where_served(site: "Site", served: Mapping[str, tuple[str, ...]]) -> None:
+def only_where_served(site: Site, served: Mapping[str, tuple[str, ...]]) -> None:
     assert engines(site)
     for engine, model in engines(site):
         assert model in served[engine], f"{engine} got a request for {model}"
@@ -66,46 +64,40 @@ def only_where_served(site: "Site", served: Mapping[str, tuple[str, ...]]) -> No
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-layerwise"])
 @pytest.mark.parametrize("policy", ["br-h", "br-0", "br-0-bypass", "fifo", "jsq", "round-robin"])
-def test_a_request_goes_to_the_engines_of_its_model(
-    play: "Play", policy: str, connector: str
+@served("connector", flags=lambda policy: {"policy": policy}, engine_models=TWO)
+async def test_a_request_goes_to_the_engines_of_its_model(
+    site: Site, policy: str, connector: str
 ) -> None:
     """Engines were chosen by chance, so that they said 404 to their own model."""
-
-    async def scenario(site: "Site") -> None:
-        await known(site)
-        for model in ("alpha", "beta", "beta", "alpha"):
-            assert (await site.post(COMPLETIONS, ask(model))).status == 200
-        sent = [site.send(COMPLETIONS, ask(m, stream=True)) for m in ("alpha",) * 6 + ("beta",) * 2]
-        for one in sent:
-            assert (await one.end()).status == 200
-        only_where_served(site, TWO)
-
-    play(scenario, flags={"policy": policy}, engine_models=TWO, connector=connector)
+    await known(site)
+    for model in ("alpha", "beta", "beta", "alpha"):
+        assert (await site.post(COMPLETIONS, ask(model))).status == 200
+    sent = [site.send(COMPLETIONS, ask(m, stream=True)) for m in ("alpha",) * 6 + ("beta",) * 2]
+    for one in sent:
+        assert (await one.end()).status == 200
+    only_where_served(site, TWO)
 
 
-def test_an_adapter_of_some_engines_finds_them(play: "Play") -> None:
+@served(engine_models=ADAPTER)
+async def test_an_adapter_of_some_engines_finds_them(site: Site) -> None:
     """Adapters that some engines have loaded."""
-
-    async def scenario(site: "Site") -> None:
-        await known(site)
-        sent = [site.send(COMPLETIONS, ask(m, stream=True)) for m in ("adapter", "tiny") * 6]
-        for one in sent:
-            assert (await one.end()).status == 200
-        found = engines(site)
-        assert found["prefill/1", "adapter"] == found["decode/0", "adapter"] == 6
-        assert not found["prefill/0", "adapter"] + found["decode/1", "adapter"]
-        assert found["prefill/0", "tiny"] > 0
-        assert found["decode/1", "tiny"] > 0
-        # An engine may load one on demand: it is asked.
-        unlisted = await site.post(COMPLETIONS, ask("gamma"))
-        assert (unlisted.status, site.seen[-1].values["model"]) == (404, "gamma")
-
-    play(scenario, engine_models=ADAPTER)
+    await known(site)
+    sent = [site.send(COMPLETIONS, ask(m, stream=True)) for m in ("adapter", "tiny") * 6]
+    for one in sent:
+        assert (await one.end()).status == 200
+    found = engines(site)
+    assert found["prefill/1", "adapter"] == found["decode/0", "adapter"] == 6
+    assert not found["prefill/0", "adapter"] + found["decode/1", "adapter"]
+    assert found["prefill/0", "tiny"] > 0
+    assert found["decode/1", "tiny"] > 0
+    # An engine may load one on demand: it is asked.
+    unlisted = await site.post(COMPLETIONS, ask("gamma"))
+    assert (unlisted.status, site.seen[-1].values["model"]) == (404, "gamma")
 
 
 @pytest.mark.parametrize("policy", ["br-h", "br-0", "br-0-bypass", "fifo"])
-def test_one_model_that_is_full_does_not_hold_up_another(play: "Play", policy: str) -> None:
-    async def scenario(site: "Site") -> None:
+def test_one_model_that_is_full_does_not_hold_up_another(policy: str) -> None:
+    async def scenario(site: Site) -> None:
         await known(site)
         slow = [site.send(COMPLETIONS, ask("alpha", max_tokens=400, stream=True)) for _ in range(6)]
         await asyncio.sleep(1.0)
@@ -119,8 +111,8 @@ def test_one_model_that_is_full_does_not_hold_up_another(play: "Play", policy: s
     play(scenario, flags=flags, engine_models=TWO, batch_limit=1)
 
 
-def test_a_model_that_nobody_serves_is_refused(play: "Play", caplog: Any) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_model_that_nobody_serves_is_refused(caplog: Any) -> None:
+    async def scenario(site: Site) -> None:
         await known(site)
         missing = await site.post(COMPLETIONS, ask("gamma"))
         assert missing.status == 404
@@ -148,8 +140,8 @@ def test_a_model_that_nobody_serves_is_refused(play: "Play", caplog: Any) -> Non
     assert line.fields["engines"].count("alpha") == line.fields["engines"].count("beta") == 2
 
 
-def test_a_model_without_a_rank_is_refused_by_name(play: "Play", caplog: Any) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_model_without_a_rank_is_refused_by_name(caplog: Any) -> None:
+    async def scenario(site: Site) -> None:
         await known(site)
         missing = await site.post(COMPLETIONS, ask("beta"))
         assert missing.status == 404
@@ -165,50 +157,45 @@ def test_a_model_without_a_rank_is_refused_by_name(play: "Play", caplog: Any) ->
     )
 
 
-def test_requests_of_a_model_whose_engines_are_gone_are_given_up(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await known(site)
-        site.fleet.kill("decode/1")
-        waiting = [site.send(COMPLETIONS, ask("beta")) for _ in range(3)]
-        for one in waiting:
-            assert (await one.end()).status in (502, 503)
-        assert (await site.post(COMPLETIONS, ask("alpha"))).status == 200
-        only_where_served(site, TWO)
-
-    play(scenario, engine_models=TWO)
+@served(engine_models=TWO)
+async def test_requests_of_a_model_whose_engines_are_gone_are_given_up(site: Site) -> None:
+    await known(site)
+    site.fleet.kill("decode/1")
+    waiting = [site.send(COMPLETIONS, ask("beta")) for _ in range(3)]
+    for one in waiting:
+        assert (await one.end()).status in (502, 503)
+    assert (await site.post(COMPLETIONS, ask("alpha"))).status == 200
+    only_where_served(site, TWO)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
-def test_what_one_engine_answers_alone_goes_to_one_of_its_model(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        await known(site)
-        for model in ("alpha", "beta") * 3:
-            values = {"model": model, "prompt": "a", "input": "a"}
-            assert (await site.post(path, values)).status == 200
-        only_where_served(site, TWO)
-        assert (await site.post(path, {"prompt": "a", "input": "a"})).status == 200
-        assert (await site.post(path, {"model": "gamma", "prompt": "a"})).status == 404
-        assert (await site.post(path, b"[")).status == 400
+@served(engine_models=TWO)
+async def test_what_one_engine_answers_alone_goes_to_one_of_its_model(
+    site: Site, path: str
+) -> None:
+    await known(site)
+    for model in ("alpha", "beta") * 3:
+        values = {"model": model, "prompt": "a", "input": "a"}
+        assert (await site.post(path, values)).status == 200
+    only_where_served(site, TWO)
+    assert (await site.post(path, {"prompt": "a", "input": "a"})).status == 200
+    assert (await site.post(path, {"model": "gamma", "prompt": "a"})).status == 404
+    assert (await site.post(path, b"[")).status == 400
 
-    play(scenario, engine_models=TWO)
 
-
-def test_the_list_of_models_is_that_of_all_engines(play: "Play") -> None:
+@served(engine_models=TWO)
+async def test_the_list_of_models_is_that_of_all_engines(site: Site) -> None:
     """It was now the one engine's, now the other's."""
-
-    async def scenario(site: "Site") -> None:
-        await known(site)
-        for _ in range(3):
-            listed = (await site.get("/v1/models")).json
-            assert listed["object"] == "list"
-            assert [one["id"] for one in listed["data"]] == ["alpha", "beta"]
-        assert (await site.get("/v1/models/beta")).json["id"] == "beta"
-
-    play(scenario, engine_models=TWO)
+    await known(site)
+    for _ in range(3):
+        listed = (await site.get("/v1/models")).json
+        assert listed["object"] == "list"
+        assert [one["id"] for one in listed["data"]] == ["alpha", "beta"]
+    assert (await site.get("/v1/models/beta")).json["id"] == "beta"
 
 
-def test_nothing_is_restricted_where_all_serve_the_same(play: "Play", caplog: Any) -> None:
-    async def scenario(site: "Site") -> None:
+def test_nothing_is_restricted_where_all_serve_the_same(caplog: Any) -> None:
+    async def scenario(site: Site) -> None:
         await known(site)
         site.fleet.kill("prefill/1")
         routes = site.world.proxy.deployment.model_routes

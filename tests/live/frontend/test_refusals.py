@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.site import Site, play, served
 
 from balanceroute.proxy.live.frontend.refusals import BURST, PER_S, outcome_of
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -15,7 +16,6 @@ from balanceroute.proxy.live.telemetry.request_log import line_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 KEY = "sk-secret"
@@ -31,7 +31,7 @@ def key_file(folder: "Path") -> str:
     return str(path)
 
 
-async def counted(site: "Site") -> dict[tuple[str, str, str], float]:
+async def counted(site: Site) -> dict[tuple[str, str, str], float]:
     """Return the requests counted, by endpoint, outcome and status."""
     page = (await site.get("/metrics", [(b"x-api-key", KEY.encode())])).body.decode()
     found: dict[tuple[str, str, str], float] = {}
@@ -56,7 +56,6 @@ async def counted(site: "Site") -> dict[tuple[str, str, str], float]:
     ],
 )
 def test_what_the_gateway_refuses_is_answered_with_an_id_counted_and_logged(
-    play: "Play",
     tmp_path: "Path",
     method: str,
     path: str,
@@ -68,7 +67,7 @@ def test_what_the_gateway_refuses_is_answered_with_an_id_counted_and_logged(
     if status != 401:
         headers = [*headers, (b"authorization", f"Bearer {KEY}".encode())]
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         agent = (b"user-agent", b"x" * 1000)
         refused = await site.send(path, BODY, method=method, headers=[*headers, agent]).end()
         assert refused.status == status
@@ -107,32 +106,29 @@ def test_what_the_gateway_refuses_is_answered_with_an_id_counted_and_logged(
         ),
     ],
 )
-def test_what_the_server_refuses_is_counted_and_logged_too(
-    play: "Play", sent: bytes, status: int, endpoint: str
+@served()
+async def test_what_the_server_refuses_is_counted_and_logged_too(
+    site: Site, sent: bytes, status: int, endpoint: str
 ) -> None:
     """The gateway never saw these, and nothing was noted."""
-
-    async def scenario(site: "Site") -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
-        writer.write(sent)
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-        assert head.startswith(b"HTTP/1.1 %d " % status), head
-        (record,) = site.world.ended
-        assert b"x-request-id: " + record.request_id.encode() in head
-        assert (record.status, record.endpoint) == (status, endpoint)
-        assert record.outcome is Outcome.CLIENT_ERROR
-        assert record.reason == json.loads(body)["error"]["message"]
-        assert record.peer.startswith("127.0.0.1:")
-        assert await counted(site) == {(endpoint or "other", "client_error", str(status)): 1}
-
-    play(scenario)
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.world.port)
+    writer.write(sent)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 %d " % status), head
+    (record,) = site.world.ended
+    assert b"x-request-id: " + record.request_id.encode() in head
+    assert (record.status, record.endpoint) == (status, endpoint)
+    assert record.outcome is Outcome.CLIENT_ERROR
+    assert record.reason == json.loads(body)["error"]["message"]
+    assert record.peer.startswith("127.0.0.1:")
+    assert await counted(site) == {(endpoint or "other", "client_error", str(status)): 1}
 
 
 def test_a_flood_of_refused_requests_is_counted_but_not_written(
-    play: "Play", caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for _ in range(BURST + 50):
             await site.get("/nothing")
         written = len(site.world.ended)
@@ -151,10 +147,8 @@ def test_a_flood_of_refused_requests_is_counted_but_not_written(
     assert BURST + PER_S < 1000
 
 
-def test_the_rest_of_a_flood_is_told_at_the_end(
-    play: "Play", caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_rest_of_a_flood_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(site: Site) -> None:
         for _ in range(BURST + 50):
             await site.get("/nothing")
 
@@ -162,56 +156,48 @@ def test_the_rest_of_a_flood_is_told_at_the_end(
     assert [entry for entry in caplog.records if "left out" in entry.getMessage()]
 
 
-def test_a_request_says_who_it_was(play: "Play", tmp_path: "Path") -> None:
+@served(flags=lambda tmp_path: {"api_key_file": key_file(tmp_path)})
+async def test_a_request_says_who_it_was(site: Site, tmp_path: "Path") -> None:
     """The log did not tell one client from another."""
-
-    async def scenario(site: "Site") -> None:
-        headers = [(b"authorization", f"bearer {KEY}".encode()), (b"user-agent", b"curl/8.5.0")]
-        assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
-        (record,) = site.world.ended
-        assert record.peer.startswith("127.0.0.1:")
-        assert (record.api_key_id, record.user_agent) == (KEY_ID, "curl/8.5.0")
-
-    play(scenario, flags={"api_key_file": key_file(tmp_path)})
+    headers = [(b"authorization", f"bearer {KEY}".encode()), (b"user-agent", b"curl/8.5.0")]
+    assert (await site.post(COMPLETIONS, BODY, headers)).status == 200
+    (record,) = site.world.ended
+    assert record.peer.startswith("127.0.0.1:")
+    assert (record.api_key_id, record.user_agent) == (KEY_ID, "curl/8.5.0")
 
 
-def test_a_key_that_is_not_the_proxys_is_not_logged(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await site.post(COMPLETIONS, BODY, [(b"authorization", b"Bearer sk-engines")])
-        (record,) = site.world.ended
-        assert record.api_key_id == ""
-
-    play(scenario)
+@served()
+async def test_a_key_that_is_not_the_proxys_is_not_logged(site: Site) -> None:
+    await site.post(COMPLETIONS, BODY, [(b"authorization", b"Bearer sk-engines")])
+    (record,) = site.world.ended
+    assert record.api_key_id == ""
 
 
-def test_the_secret_path_of_a_hand_off_is_not_logged(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await site.post("/v1/metaserver/secret", {})
-        (record,) = site.world.ended
-        assert record.endpoint == "/v1/metaserver/"
-
-    play(scenario)
+@served()
+async def test_the_secret_path_of_a_hand_off_is_not_logged(site: Site) -> None:
+    await site.post("/v1/metaserver/secret", {})
+    (record,) = site.world.ended
+    assert record.endpoint == "/v1/metaserver/"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/ping", "/load"])
-def test_the_proxys_own_pages_have_a_request_id_and_are_not_logged(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        assert (await site.get(path)).header(b"x-request-id")
-        assert site.world.ended == []
+@served()
+async def test_the_proxys_own_pages_have_a_request_id_and_are_not_logged(
+    site: Site, path: str
+) -> None:
+    assert (await site.get(path)).header(b"x-request-id")
+    assert site.world.ended == []
 
-    play(scenario)
 
-
-def test_a_refusal_of_the_messages_api_has_anthropics_shape(play: "Play", tmp_path: "Path") -> None:
+@served(flags=lambda tmp_path: {"api_key_file": key_file(tmp_path)})
+async def test_a_refusal_of_the_messages_api_has_anthropics_shape(
+    site: Site, tmp_path: "Path"
+) -> None:
     """Anthropic's clients read the kind of an error from its own shape."""
-
-    async def scenario(site: "Site") -> None:
-        refused = await site.post("/v1/messages", {})
-        assert refused.status == 401
-        assert refused.json["type"] == "error"
-        assert refused.json["error"]["type"] == "authentication_error"
-
-    play(scenario, flags={"api_key_file": key_file(tmp_path)})
+    refused = await site.post("/v1/messages", {})
+    assert refused.status == 401
+    assert refused.json["type"] == "error"
+    assert refused.json["error"]["type"] == "authentication_error"
 
 
 @pytest.mark.parametrize(
@@ -248,9 +234,9 @@ def test_the_outcome_says_whose_fault_it_was(status: int, outcome: Outcome) -> N
     ],
 )
 def test_a_refusal_for_a_size_names_what_sets_it(
-    play: "Play", path: str, headers: list[tuple[bytes, bytes]], size: int, words: str
+    path: str, headers: list[tuple[bytes, bytes]], size: int, words: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         refused = await site.post(path, b"0" * size, headers)
         assert refused.json["error"]["message"] == words
         assert [record.reason for record in site.world.ended] == [words]

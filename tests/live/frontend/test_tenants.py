@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.frontend.gateway_requests import BODY, TALK, is_error
+from tests.support.site import Exchanged, Site, play, served
 
 from balanceroute.proxy.live.security import digest_of
 from balanceroute.proxy.live.telemetry import metrics, request_metrics
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.wire.messages import Headers
 
 COMPLETIONS = "/v1/completions"
@@ -38,11 +37,11 @@ def flags(folder: Path, *tenants: str) -> dict[str, object]:
     return {"tenants": str(path)}
 
 
-def page_of(site: "Site") -> bytes:
+def page_of(site: Site) -> bytes:
     return site.world.proxy.metrics.render()
 
 
-def metric(site: "Site", name: str, *labels: str) -> float:
+def metric(site: Site, name: str, *labels: str) -> float:
     rows = [
         row
         for row in page_of(site).decode().splitlines()
@@ -52,23 +51,21 @@ def metric(site: "Site", name: str, *labels: str) -> float:
     return sum(float(row.rpartition(" ")[2]) for row in found)
 
 
-def test_a_key_that_is_nobodys_is_refused_and_a_tenants_is_not_passed_on(
-    play: "Play", tmp_path: Path
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme")))
+async def test_a_key_that_is_nobodys_is_refused_and_a_tenants_is_not_passed_on(
+    site: Site, tmp_path: Path
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        for headers in ([], given("guess")):
-            refused = await site.post(COMPLETIONS, BODY, headers)
-            is_error(refused, 401)
-            assert refused.header(b"www-authenticate") == b"Bearer"
-            assert (await site.get("/metrics", headers)).status == 401
-        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
-        assert {seen.header(b"authorization") for seen in site.seen} == {None}
-
-    play(scenario, flags=flags(tmp_path, tenant("acme")))
+    for headers in ([], given("guess")):
+        refused = await site.post(COMPLETIONS, BODY, headers)
+        is_error(refused, 401)
+        assert refused.header(b"www-authenticate") == b"Bearer"
+        assert (await site.get("/metrics", headers)).status == 401
+    assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
+    assert {seen.header(b"authorization") for seen in site.seen} == {None}
 
 
-def test_a_rate_of_requests_is_told_and_kept(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_rate_of_requests_is_told_and_kept(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         first = await site.post(COMPLETIONS, BODY, given("acme"))
         assert first.status == 200
         assert first.header(b"x-ratelimit-limit-requests") == b"2"
@@ -93,10 +90,8 @@ def test_a_rate_of_requests_is_told_and_kept(play: "Play", tmp_path: Path) -> No
     play(scenario, flags=flags(tmp_path, tenant("acme", limits), tenant("other-one")))
 
 
-def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(
-    play: "Play", tmp_path: Path
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         # Its prompt has three tokens, estimated as two.
         asked = BODY | {"max_tokens": 90, "ignore_eos": False, "stop": "t"}
         first = site.send(COMPLETIONS, asked, headers=given("acme"))
@@ -118,31 +113,29 @@ def test_tokens_are_charged_by_what_is_asked_and_settled_by_what_is_used(
     play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
 
 
-def test_requests_in_flight_have_a_limit_and_count_until_they_end(
-    play: "Play", tmp_path: Path
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme", "concurrency = 2")))
+async def test_requests_in_flight_have_a_limit_and_count_until_they_end(
+    site: Site, tmp_path: Path
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        running = [site.send(COMPLETIONS, LONG, headers=given("acme")) for _ in range(2)]
-        await asyncio.sleep(0.2)
-        refused = await site.post("/v1/messages", TALK, given("acme"))
-        # Anthropic's shape, where that is spoken.
-        assert "2 requests of the tenant are in flight" in is_error(refused, 429)
-        assert refused.json["error"]["type"] == "rate_limit_error"
-        assert int(refused.header(b"retry-after") or b"0") >= 1
-        (state,) = (await site.state())["tenants"]
-        assert (state["name"], state["in_flight"], state["waiting"]) == ("acme", 2, 0)
-        assert metric(site, "requests_in_flight", 'tenant="acme"') == 2
-        # One leaves, the other one is answered.
-        running[0].call.abort()
-        assert (await running[1].end()).status == 200
-        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
-        assert metric(site, "requests_in_flight", 'tenant="acme"') == 0
-
-    play(scenario, flags=flags(tmp_path, tenant("acme", "concurrency = 2")))
+    running = [site.send(COMPLETIONS, LONG, headers=given("acme")) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    refused = await site.post("/v1/messages", TALK, given("acme"))
+    # Anthropic's shape, where that is spoken.
+    assert "2 requests of the tenant are in flight" in is_error(refused, 429)
+    assert refused.json["error"]["type"] == "rate_limit_error"
+    assert int(refused.header(b"retry-after") or b"0") >= 1
+    (state,) = (await site.state())["tenants"]
+    assert (state["name"], state["in_flight"], state["waiting"]) == ("acme", 2, 0)
+    assert metric(site, "requests_in_flight", 'tenant="acme"') == 2
+    # One leaves, the other one is answered.
+    running[0].call.abort()
+    assert (await running[1].end()).status == 200
+    assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
+    assert metric(site, "requests_in_flight", 'tenant="acme"') == 0
 
 
-def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
+def test_requests_that_one_engine_answers_alone_count_too(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         first = await site.post("/tokenize", BODY, given("acme"))
         assert first.status == 200
         assert first.header(b"x-ratelimit-remaining-requests") == b"1"
@@ -160,8 +153,8 @@ def test_requests_that_one_engine_answers_alone_count_too(play: "Play", tmp_path
     play(scenario, flags=flags(tmp_path, tenant("acme", limits)))
 
 
-def test_a_body_that_is_refused_in_any_case_is_not_read(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_body_that_is_refused_in_any_case_is_not_read(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
         refused = await site.post(COMPLETIONS, b"{" * 200_000, given("acme"))
         assert "requests per minute" in is_error(refused, 429)
@@ -178,8 +171,8 @@ def test_a_body_that_is_refused_in_any_case_is_not_read(play: "Play", tmp_path: 
     play(scenario, flags=limited)
 
 
-def test_a_tenants_queue_has_a_limit_of_its_own(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_tenants_queue_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         running = [site.send(COMPLETIONS, LONG, headers=given("acme")) for _ in range(6)]
         await asyncio.sleep(0.001)
         statuses = [one.status for one in running if one.over]
@@ -195,10 +188,8 @@ def test_a_tenants_queue_has_a_limit_of_its_own(play: "Play", tmp_path: Path) ->
     play(scenario, prefillers=1, flags=limited | {"probe_limit": 1})
 
 
-def test_a_proxy_that_is_full_is_an_overload_and_no_tenants_fault(
-    play: "Play", tmp_path: Path
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_proxy_that_is_full_is_an_overload_and_no_tenants_fault(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         running = [site.send(COMPLETIONS, LONG, headers=given("acme")) for _ in range(4)]
         answers = [await one.end() for one in running]
         refused = [one for one in answers if one.status != 200]
@@ -214,25 +205,23 @@ def test_a_proxy_that_is_full_is_an_overload_and_no_tenants_fault(
     play(scenario, prefillers=1, flags=limited)
 
 
-def test_a_tenant_may_use_its_models_alone(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
-        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
-        for path, values in ((COMPLETIONS, BODY), ("/v1/messages", TALK), ("/v1/embeddings", BODY)):
-            refused = await site.post(path, values | {"model": "secret"}, given("acme"))
-            assert "does not exist or you do not have access" in is_error(refused, 404)
-            unnamed = {name: value for name, value in values.items() if name != "model"}
-            assert "must provide a model" in is_error(
-                await site.post(path, unnamed, given("acme")), 400
-            )
-        form = await site.post("/v1/audio/transcriptions", b"x", given("acme"))
-        assert "models cannot be told" in is_error(form, 403)
-        assert all(seen.values["model"] == "tiny" for seen in site.seen)
-
-    play(scenario, flags=flags(tmp_path, tenant("acme", 'models = ["tiny"]')))
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme", 'models = ["tiny"]')))
+async def test_a_tenant_may_use_its_models_alone(site: Site, tmp_path: Path) -> None:
+    assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
+    for path, values in ((COMPLETIONS, BODY), ("/v1/messages", TALK), ("/v1/embeddings", BODY)):
+        refused = await site.post(path, values | {"model": "secret"}, given("acme"))
+        assert "does not exist or you do not have access" in is_error(refused, 404)
+        unnamed = {name: value for name, value in values.items() if name != "model"}
+        assert "must provide a model" in is_error(
+            await site.post(path, unnamed, given("acme")), 400
+        )
+    form = await site.post("/v1/audio/transcriptions", b"x", given("acme"))
+    assert "models cannot be told" in is_error(form, 403)
+    assert all(seen.values["model"] == "tiny" for seen in site.seen)
 
 
-def test_the_default_tenant_has_the_requests_without_a_key(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_default_tenant_has_the_requests_without_a_key(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
         assert (await site.post(COMPLETIONS, BODY)).status == 200
         is_error(await site.post(COMPLETIONS, BODY), 429)
         assert [record.tenant for record in site.world.ended] == ["walk-in"] * 2
@@ -253,9 +242,9 @@ def test_the_default_tenant_has_the_requests_without_a_key(play: "Play", tmp_pat
     ],
 )
 def test_a_deadline_is_the_tenants_unless_the_request_may_say(
-    play: "Play", tmp_path: Path, members: str, header: bytes | None, status: int
+    tmp_path: Path, members: str, header: bytes | None, status: int
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         ahead = site.send(COMPLETIONS, LONG, headers=given("calm"))
         await asyncio.sleep(0.01)
         more = [] if header is None else [(b"x-request-deadline-ms", header)]
@@ -273,10 +262,10 @@ def test_a_deadline_is_the_tenants_unless_the_request_may_say(
     [({"queue_order": "abs"}, "axyzbcd"), ({"fair_queue": "request"}, "axbycdz")],
 )
 def test_levels_and_weights_are_the_tenants(
-    play: "Play", tmp_path: Path, order: dict[str, object], expected: str
+    tmp_path: Path, order: dict[str, object], expected: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        def send(name: str, key: str) -> "Exchanged":
+    async def scenario(site: Site) -> None:
+        def send(name: str, key: str) -> Exchanged:
             headers = given(key, (b"x-request-id", name.encode()))
             return site.send(COMPLETIONS, BODY, headers=headers)
 
@@ -291,35 +280,35 @@ def test_levels_and_weights_are_the_tenants(
     play(scenario, prefillers=1, flags=limited | {"probe_limit": 1} | order)
 
 
-def test_every_request_is_counted_and_logged_under_its_tenant(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
-        assert (await site.post(COMPLETIONS, STREAM, given("acme"))).status == 200
-        is_error(await site.post(COMPLETIONS, b"{", given("acme")), 400)
-        is_error(await site.post("/v1/nothing", BODY, given("acme")), 404)
-        is_error(await site.post(COMPLETIONS, BODY, given("guess")), 401)
-        assert [record.tenant for record in site.world.ended] == ["acme"] * 3 + [""]
-        assert metric(site, "requests_total", 'tenant="acme"', 'outcome="ok"') == 1
-        assert metric(site, "requests_total", 'tenant="acme"') == 3
-        assert metric(site, "prompt_tokens_total", 'tenant="acme"') == 3
-        assert metric(site, "output_tokens_total", 'tenant="acme"') == 4
-        assert metric(site, "queue_time_seconds_count", 'tenant="acme"') == 1
-        assert metric(site, "time_to_first_token_seconds_count", 'tenant="acme"') == 1
-        assert metric(site, "time_to_first_token_seconds_sum", 'tenant="acme"') > 0
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme")))
+async def test_every_request_is_counted_and_logged_under_its_tenant(
+    site: Site, tmp_path: Path
+) -> None:
+    assert (await site.post(COMPLETIONS, STREAM, given("acme"))).status == 200
+    is_error(await site.post(COMPLETIONS, b"{", given("acme")), 400)
+    is_error(await site.post("/v1/nothing", BODY, given("acme")), 404)
+    is_error(await site.post(COMPLETIONS, BODY, given("guess")), 401)
+    assert [record.tenant for record in site.world.ended] == ["acme"] * 3 + [""]
+    assert metric(site, "requests_total", 'tenant="acme"', 'outcome="ok"') == 1
+    assert metric(site, "requests_total", 'tenant="acme"') == 3
+    assert metric(site, "prompt_tokens_total", 'tenant="acme"') == 3
+    assert metric(site, "output_tokens_total", 'tenant="acme"') == 4
+    assert metric(site, "queue_time_seconds_count", 'tenant="acme"') == 1
+    assert metric(site, "time_to_first_token_seconds_count", 'tenant="acme"') == 1
+    assert metric(site, "time_to_first_token_seconds_sum", 'tenant="acme"') > 0
 
-    play(scenario, flags=flags(tmp_path, tenant("acme")))
 
-
-def test_gauges_tell_the_limits_and_the_share_of_each_tenant(play: "Play", tmp_path: Path) -> None:
+def test_gauges_tell_the_limits_and_the_share_of_each_tenant(tmp_path: Path) -> None:
     gauges = ("share_ratio", "concurrency_limit", "queue_limit", "tokens_per_minute_limit")
 
-    def told(site: "Site") -> dict[str, list[float]]:
+    def told(site: Site) -> dict[str, list[float]]:
         names = re.findall(rb'tenant_share_ratio{tenant="(.*?)"}', page_of(site))
         return {
             one: [metric(site, gauge, f'tenant="{one}"') for gauge in gauges]
             for one in map(bytes.decode, names)
         }
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         assert told(site) == {"acme": [0.75, 8, 5, 900], "other-one": [0.25, 0, 0, 0]}
         # Without a limit there is no sample: 0 would be one.
         assert b'_limit{tenant="other-one"}' not in page_of(site)
@@ -332,12 +321,12 @@ def test_gauges_tell_the_limits_and_the_share_of_each_tenant(play: "Play", tmp_p
 
 
 def test_of_many_tenants_the_first_have_labels(
-    play: "Play", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_metrics, "MAX_TENANTS", 2)
     monkeypatch.setattr(metrics, "MAX_TENANTS", 2)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for name in ("d", "b", "c", "a"):
             assert (await site.post(COMPLETIONS, STREAM, given(name))).status == 200
         for name, count in (("d", 1), ("b", 1), ("other", 2), ("", 4)):
@@ -349,58 +338,52 @@ def test_of_many_tenants_the_first_have_labels(
     play(scenario, flags=flags(tmp_path, *map(tenant, "abcd")))
 
 
-def test_a_proxy_without_tenants_has_no_metrics_of_tenants(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        done = await site.post(COMPLETIONS, BODY, given("anybody"))
-        assert done.status == 200
-        assert not [name for name, _ in done.headers if name.startswith(b"x-ratelimit")]
-        assert b"balanceroute_tenant" not in site.world.proxy.metrics.render()
-
-    play(scenario)
+@served()
+async def test_a_proxy_without_tenants_has_no_metrics_of_tenants(site: Site) -> None:
+    done = await site.post(COMPLETIONS, BODY, given("anybody"))
+    assert done.status == 200
+    assert not [name for name, _ in done.headers if name.startswith(b"x-ratelimit")]
+    assert b"balanceroute_tenant" not in site.world.proxy.metrics.render()
 
 
 # Reading the file again.
 
 
-def test_another_file_counts_at_once_and_running_requests_go_on(
-    play: "Play", tmp_path: Path
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme"), tenant("gone")))
+async def test_another_file_counts_at_once_and_running_requests_go_on(
+    site: Site, tmp_path: Path
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        running = [site.send(COMPLETIONS, LONG, headers=given(name)) for name in ("acme", "gone")]
-        await asyncio.sleep(0.2)
-        flags(tmp_path, tenant("acme", "concurrency = 1"), tenant("fresh"))
-        assert (await site.admin("/admin/reload", {})).json == {"api_keys": 0, "tenants": 2}
-        # What is in flight counts under the new limit.
-        is_error(await site.post(COMPLETIONS, BODY, given("acme")), 429)
-        is_error(await site.post(COMPLETIONS, BODY, given("gone")), 401)
-        assert (await site.post(COMPLETIONS, BODY, given("fresh"))).status == 200
-        assert [(await one.end()).status for one in running] == [200, 200]
-        assert metric(site, "requests_total", 'tenant="other"') == 1
-        assert [one["name"] for one in (await site.state())["tenants"]] == ["acme", "fresh"]
-        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
-
-    play(scenario, flags=flags(tmp_path, tenant("acme"), tenant("gone")))
+    running = [site.send(COMPLETIONS, LONG, headers=given(name)) for name in ("acme", "gone")]
+    await asyncio.sleep(0.2)
+    flags(tmp_path, tenant("acme", "concurrency = 1"), tenant("fresh"))
+    assert (await site.admin("/admin/reload", {})).json == {"api_keys": 0, "tenants": 2}
+    # What is in flight counts under the new limit.
+    is_error(await site.post(COMPLETIONS, BODY, given("acme")), 429)
+    is_error(await site.post(COMPLETIONS, BODY, given("gone")), 401)
+    assert (await site.post(COMPLETIONS, BODY, given("fresh"))).status == 200
+    assert [(await one.end()).status for one in running] == [200, 200]
+    assert metric(site, "requests_total", 'tenant="other"') == 1
+    assert [one["name"] for one in (await site.state())["tenants"]] == ["acme", "fresh"]
+    assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
 
 
-def test_a_bad_file_changes_nothing_and_is_told(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
-        flags(tmp_path, tenant("fresh"), tenant("acme", "wieght = 2"))
-        message = is_error(await site.admin("/admin/reload", {}), 400)
-        assert "[tenant[1]].wieght: unknown key; did you mean 'weight'?" in message
-        assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
-        is_error(await site.post(COMPLETIONS, BODY, given("fresh")), 401)
-
-    play(scenario, flags=flags(tmp_path, tenant("acme")))
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme")))
+async def test_a_bad_file_changes_nothing_and_is_told(site: Site, tmp_path: Path) -> None:
+    flags(tmp_path, tenant("fresh"), tenant("acme", "wieght = 2"))
+    message = is_error(await site.admin("/admin/reload", {}), 400)
+    assert "[tenant[1]].wieght: unknown key; did you mean 'weight'?" in message
+    assert (await site.post(COMPLETIONS, BODY, given("acme"))).status == 200
+    is_error(await site.post(COMPLETIONS, BODY, given("fresh")), 401)
 
 
-def test_a_tenant_that_goes_while_its_body_comes_is_refused(play: "Play", tmp_path: Path) -> None:
-    async def scenario(site: "Site") -> None:
-        # A body that is read in slices.
-        body = BODY | {"prompt": "t1 " * 400_000}
-        slow = site.send(COMPLETIONS, body, headers=given("gone"))
-        await site.until(lambda: bool(site.world.proxy.server.bodies.used))
-        flags(tmp_path, tenant("acme"))
-        site.world.proxy.reload()
-        is_error(await slow.end(), 401)
-
-    play(scenario, flags=flags(tmp_path, tenant("acme"), tenant("gone")))
+@served(flags=lambda tmp_path: flags(tmp_path, tenant("acme"), tenant("gone")))
+async def test_a_tenant_that_goes_while_its_body_comes_is_refused(
+    site: Site, tmp_path: Path
+) -> None:
+    # A body that is read in slices.
+    body = BODY | {"prompt": "t1 " * 400_000}
+    slow = site.send(COMPLETIONS, body, headers=given("gone"))
+    await site.until(lambda: bool(site.world.proxy.server.bodies.used))
+    flags(tmp_path, tenant("acme"))
+    site.world.proxy.reload()
+    is_error(await slow.end(), 401)

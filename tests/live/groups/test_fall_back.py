@@ -2,16 +2,12 @@
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
-from tests.live.conftest import LARGE, SMALL
 from tests.support.chaos.groups import GroupSettings
+from tests.support.site import LARGE, SMALL, Exchanged, Site, play_groups, served_by_groups
 
 from balanceroute.proxy.live.telemetry.record import Outcome
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
 
 COMPLETIONS = "/v1/completions"
 GROUPS = {"small": GroupSettings(SMALL), "large": GroupSettings(LARGE)}
@@ -25,7 +21,7 @@ def ask(model: str = "auto", **values: object) -> dict[str, object]:
     return {"model": model, "prompt": "t1 t2", "max_tokens": 12, "ignore_eos": True} | values
 
 
-async def fill(site: "Site", model: str) -> "list[Exchanged]":
+async def fill(site: Site, model: str) -> list[Exchanged]:
     """Have two requests run in a group of two slots, and one wait."""
     sent = []
     for _ in range(3):
@@ -35,8 +31,8 @@ async def fill(site: "Site", model: str) -> "list[Exchanged]":
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_full_group_leaves_requests_to_the_next_one(play_groups: "Play", stream: bool) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_full_group_leaves_requests_to_the_next_one(stream: bool) -> None:
+    async def scenario(site: Site) -> None:
         full = await fill(site, "large")
         answer = await site.post(COMPLETIONS, ask(stream=stream))
         assert answer.status == 200, answer.body
@@ -59,8 +55,8 @@ def test_a_full_group_leaves_requests_to_the_next_one(play_groups: "Play", strea
     play_groups(scenario, groups=groups, more=CHAIN)
 
 
-def test_without_a_chain_the_refusal_is_the_answer(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_without_a_chain_the_refusal_is_the_answer() -> None:
+    async def scenario(site: Site) -> None:
         full = await fill(site, "large")
         assert (await site.post(COMPLETIONS, ask())).status == 429
         for one in full:
@@ -76,8 +72,8 @@ def test_without_a_chain_the_refusal_is_the_answer(play_groups: "Play") -> None:
     play_groups(scenario, groups=groups, more=without)
 
 
-def test_a_request_that_waits_too_long_is_answered_by_the_next_group(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_request_that_waits_too_long_is_answered_by_the_next_group() -> None:
+    async def scenario(site: Site) -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
         await asyncio.sleep(0.5)
         # It expires in the queue of the large model: 503.
@@ -97,8 +93,8 @@ def test_a_request_that_waits_too_long_is_answered_by_the_next_group(play_groups
     play_groups(scenario, groups=groups, more=CHAIN)
 
 
-def test_a_stream_that_does_not_begin_goes_on_after_a_while(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_stream_that_does_not_begin_goes_on_after_a_while() -> None:
+    async def scenario(site: Site) -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
         await asyncio.sleep(0.5)
         begin_s = site.loop.time()
@@ -123,10 +119,8 @@ def test_a_stream_that_does_not_begin_goes_on_after_a_while(play_groups: "Play")
 
 
 @pytest.mark.parametrize("why", ["timeout", "503"])
-def test_a_sign_of_life_leaves_the_answer_to_whoever_gives_one(
-    play_groups: "Play", why: str
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_sign_of_life_leaves_the_answer_to_whoever_gives_one(why: str) -> None:
+    async def scenario(site: Site) -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
         await asyncio.sleep(0.5)
         answer = await site.post(COMPLETIONS, ask(stream=True))
@@ -155,10 +149,8 @@ def test_a_sign_of_life_leaves_the_answer_to_whoever_gives_one(
 
 
 @pytest.mark.parametrize("relays_away", ["small"])
-def test_behind_a_sign_of_life_the_last_refusal_is_an_error_event(
-    play_groups: "Play", relays_away: str
-) -> None:
-    async def scenario(site: "Site") -> None:
+def test_behind_a_sign_of_life_the_last_refusal_is_an_error_event(relays_away: str) -> None:
+    async def scenario(site: Site) -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
         full += await fill(site, relays_away)
         answer = await site.post(COMPLETIONS, ask(stream=True))
@@ -181,8 +173,8 @@ def test_behind_a_sign_of_life_the_last_refusal_is_an_error_event(
     play_groups(scenario, groups=groups, more=CHAIN)
 
 
-def test_who_leaves_behind_a_sign_of_life_has_had_its_status(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_who_leaves_behind_a_sign_of_life_has_had_its_status() -> None:
+    async def scenario(site: Site) -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
         full += await fill(site, "small")
         leaving = site.send(COMPLETIONS, ask(stream=True))
@@ -206,8 +198,8 @@ def test_who_leaves_behind_a_sign_of_life_has_had_its_status(play_groups: "Play"
     play_groups(scenario, groups=groups, more=CHAIN + "fall_back_after_s = 1.5\n")
 
 
-def test_who_leaves_meanwhile_is_one_request(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_who_leaves_meanwhile_is_one_request() -> None:
+    async def scenario(site: Site) -> None:
         full = [site.send(COMPLETIONS, ask("large", max_tokens=300)) for _ in range(4)]
         await asyncio.sleep(0.5)
         leaving = site.send(COMPLETIONS, ask(stream=True, max_tokens=400))
@@ -224,8 +216,8 @@ def test_who_leaves_meanwhile_is_one_request(play_groups: "Play") -> None:
     play_groups(scenario, groups=groups, more=CHAIN + "fall_back_after_s = 1.5\n")
 
 
-def test_the_last_groups_refusal_is_the_answer(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_the_last_groups_refusal_is_the_answer() -> None:
+    async def scenario(site: Site) -> None:
         one, two = [await fill(site, model) for model in ("large", "small")]
         answer = await site.post(COMPLETIONS, ask())
         assert answer.status == 429
@@ -251,18 +243,14 @@ requests_per_minute = 1
 """
 
 
-def test_a_tenant_that_is_over_its_limit_falls_back_on_nobody(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        assert (await site.post(COMPLETIONS, ask())).status == 200
-        assert (await site.post(COMPLETIONS, ask())).status == 429
-        assert not [one for one in site.seen if one.engine.startswith("small:")]
-
-    play_groups(scenario, groups=GROUPS, more=CHAIN, tenants=TENANTS)
+@served_by_groups(groups=GROUPS, more=CHAIN, tenants=TENANTS)
+async def test_a_tenant_that_is_over_its_limit_falls_back_on_nobody(site: Site) -> None:
+    assert (await site.post(COMPLETIONS, ask())).status == 200
+    assert (await site.post(COMPLETIONS, ask())).status == 429
+    assert not [one for one in site.seen if one.engine.startswith("small:")]
 
 
-def test_a_bad_request_falls_back_on_nobody(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        assert (await site.post(COMPLETIONS, ask(max_tokens=0))).status == 400
-        assert not [one for one in site.seen if one.engine.startswith("small:")]
-
-    play_groups(scenario, groups=GROUPS, more=CHAIN)
+@served_by_groups(groups=GROUPS, more=CHAIN)
+async def test_a_bad_request_falls_back_on_nobody(site: Site) -> None:
+    assert (await site.post(COMPLETIONS, ask(max_tokens=0))).status == 400
+    assert not [one for one in site.seen if one.engine.startswith("small:")]

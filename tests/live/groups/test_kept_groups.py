@@ -2,16 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from tests.live.conftest import LARGE, SMALL
 from tests.support.chaos.groups import GroupSettings, GroupWorld
+from tests.support.site import LARGE, SMALL, Site, play_groups, served_by_groups
 
 from balanceroute.proxy.live.control.order_store import OrderStore
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 
@@ -20,12 +16,12 @@ def ask(model: str) -> dict[str, object]:
     return {"model": model, "prompt": "t1 t2", "max_tokens": 3}
 
 
-def world_of(site: "Site") -> GroupWorld:
+def world_of(site: Site) -> GroupWorld:
     assert isinstance(site.world, GroupWorld)
     return site.world
 
 
-async def add(site: "Site", name: str, **more: object) -> None:
+async def add(site: Site, name: str, **more: object) -> None:
     """Add a group before the engines of `large`, which is gone."""
     fleet = world_of(site).fleets["large"]
     table = {
@@ -36,64 +32,56 @@ async def add(site: "Site", name: str, **more: object) -> None:
     assert (await site.admin("/admin/groups", table | more)).status == 200
 
 
-async def remove(site: "Site", name: str) -> None:
+async def remove(site: Site, name: str) -> None:
     for path in ("drain", "remove"):
         assert (await site.admin(f"/admin/groups/{path}", {"group": name})).status == 200
 
 
-def names(site: "Site") -> list[str]:
+def names(site: Site) -> list[str]:
     return list(site.world.plane.deployments)
 
 
-def test_groups_are_as_they_were_ordered_after_a_restart(
-    play_groups: "Play", tmp_path: Path
+@served_by_groups(orders=lambda tmp_path: OrderStore(tmp_path / "orders"))
+async def test_groups_are_as_they_were_ordered_after_a_restart(site: Site, tmp_path: Path) -> None:
+    await remove(site, "large")
+    await add(site, "huge", model=["large"], proxy={"policy": "jsq"})
+    await world_of(site).restart()
+    assert names(site) == ["small", "huge"]
+    assert site.world.plane.deployments["huge"].policy == "jsq"
+    assert (await site.post(COMPLETIONS, ask("large"))).status == 200
+    assert (await site.post(COMPLETIONS, ask("small"))).status == 200
+    # What was added is removed for good, and what the file has stays away.
+    await remove(site, "huge")
+    await world_of(site).restart()
+    assert names(site) == ["small"]
+
+
+@served_by_groups(orders=lambda tmp_path: OrderStore(tmp_path / "orders"))
+async def test_a_group_that_is_added_again_is_not_as_it_was_left(
+    site: Site, tmp_path: Path
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await remove(site, "large")
-        await add(site, "huge", model=["large"], proxy={"policy": "jsq"})
-        await world_of(site).restart()
-        assert names(site) == ["small", "huge"]
-        assert site.world.plane.deployments["huge"].policy == "jsq"
-        assert (await site.post(COMPLETIONS, ask("large"))).status == 200
-        assert (await site.post(COMPLETIONS, ask("small"))).status == 200
-        # What was added is removed for good, and what the file has stays away.
-        await remove(site, "huge")
-        await world_of(site).restart()
-        assert names(site) == ["small"]
-
-    play_groups(scenario, orders=OrderStore(tmp_path / "orders"))
+    await remove(site, "large")
+    await add(site, "large")
+    # Its engines were drained when it was removed.
+    assert (await site.post(COMPLETIONS, ask("large"))).status == 200
+    await world_of(site).restart()
+    assert (await site.post(COMPLETIONS, ask("large"))).status == 200
 
 
-def test_a_group_that_is_added_again_is_not_as_it_was_left(
-    play_groups: "Play", tmp_path: Path
-) -> None:
-    async def scenario(site: "Site") -> None:
-        await remove(site, "large")
-        await add(site, "large")
-        # Its engines were drained when it was removed.
-        assert (await site.post(COMPLETIONS, ask("large"))).status == 200
-        await world_of(site).restart()
-        assert (await site.post(COMPLETIONS, ask("large"))).status == 200
-
-    play_groups(scenario, orders=OrderStore(tmp_path / "orders"))
-
-
-def test_without_a_file_groups_are_those_of_the_settings(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await remove(site, "large")
-        await world_of(site).restart()
-        assert names(site) == ["small", "large"]
-
-    play_groups(scenario)
+@served_by_groups()
+async def test_without_a_file_groups_are_those_of_the_settings(site: Site) -> None:
+    await remove(site, "large")
+    await world_of(site).restart()
+    assert names(site) == ["small", "large"]
 
 
 def test_orders_for_other_groups_are_dropped(
-    play_groups: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await remove(site, "large")
 
-    async def later(site: "Site") -> None:
+    async def later(site: Site) -> None:
         assert names(site) == ["small", "large", "more"]
 
     keeper = OrderStore(tmp_path / "orders")
@@ -117,9 +105,9 @@ def test_orders_for_other_groups_are_dropped(
     ],
 )
 def test_what_cannot_be_read_is_logged_and_the_settings_hold(
-    play_groups: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bytes
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bytes
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         assert names(site) == ["small", "large"]
 
     path = tmp_path / "orders"
@@ -129,11 +117,11 @@ def test_what_cannot_be_read_is_logged_and_the_settings_hold(
 
 
 def test_a_group_that_cannot_be_served_any_more_is_left_out(
-    play_groups: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "orders"
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await remove(site, "large")
         await add(site, "huge")
         kept = json.loads(path.read_bytes())

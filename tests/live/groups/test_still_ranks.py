@@ -2,13 +2,9 @@
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from tests.live.conftest import LARGE, SMALL
 from tests.support.chaos.groups import GroupSettings
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
+from tests.support.site import LARGE, SMALL, Site, served_by_groups
 
 GROUPS = {
     "small": GroupSettings(replace(SMALL, step_base_ns=50_000_000)),
@@ -21,30 +17,26 @@ def body(model: str, number: int) -> dict[str, object]:
     return values | {"ignore_eos": True, "stream": True, "temperature": 0}
 
 
-def test_a_rank_is_compared_with_those_of_its_own_group(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        world = site.world
-        streams = [
-            site.send("/v1/completions", body(model, number))
-            for model in GROUPS
-            for number in range(6)
-        ]
-        await asyncio.sleep(6.0)
-        fleets = world.fleets  # type: ignore[attr-defined]
-        # One rank of a group, and all ranks of the other: that says nothing of either of them.
-        fleets["small"].faults.set("decode/0", frozen="alone")
-        fleets["large"].faults.set("decode/0", frozen="barrier")
-        await asyncio.sleep(3.0)
-        small, large = (world.plane.deployments[name].driver.veto for name in GROUPS)
-        assert (dict(small.vetoes), small.still_ranks) == ({0: 1}, 0)
-        assert (dict(large.vetoes), large.still_ranks) == ({}, 2)
-        page = (await site.get("/metrics")).body.decode()
-        assert 'balanceroute_decode_still_ranks{group="large"} 2\n' in page
-        assert 'balanceroute_decode_still_ranks{group="small"} 0\n' in page
-        for fleet in fleets.values():
-            fleet.faults.clear()
-        for stream in streams:
-            await stream.end()
-            assert stream.done
-
-    play_groups(scenario, groups=GROUPS, flags={"resume": "exact"})
+@served_by_groups(groups=GROUPS, flags={"resume": "exact"})
+async def test_a_rank_is_compared_with_those_of_its_own_group(site: Site) -> None:
+    world = site.world
+    streams = [
+        site.send("/v1/completions", body(model, number)) for model in GROUPS for number in range(6)
+    ]
+    await asyncio.sleep(6.0)
+    fleets = world.fleets  # type: ignore[attr-defined]
+    # One rank of a group, and all ranks of the other: that says nothing of either of them.
+    fleets["small"].faults.set("decode/0", frozen="alone")
+    fleets["large"].faults.set("decode/0", frozen="barrier")
+    await asyncio.sleep(3.0)
+    small, large = (world.plane.deployments[name].driver.veto for name in GROUPS)
+    assert (dict(small.vetoes), small.still_ranks) == ({0: 1}, 0)
+    assert (dict(large.vetoes), large.still_ranks) == ({}, 2)
+    page = (await site.get("/metrics")).body.decode()
+    assert 'balanceroute_decode_still_ranks{group="large"} 2\n' in page
+    assert 'balanceroute_decode_still_ranks{group="small"} 0\n' in page
+    for fleet in fleets.values():
+        fleet.faults.clear()
+    for stream in streams:
+        await stream.end()
+        assert stream.done

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from tests.live.conftest import Exchanged
 from tests.live.leader.lease_server import NAME, LeaseServer
 from tests.support.chaos.world import World, WorldSettings
+from tests.support.site import Exchanged
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 

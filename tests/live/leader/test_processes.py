@@ -7,17 +7,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.live.conftest import MakeExchanged
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
 from tests.live.test_hand_over import begin, children, kill_successors, until_waiting
 
 
 @asynccontextmanager
-async def two(make: MakeExchanged, folder: Path) -> AsyncIterator[tuple[Served, Served]]:
+async def two(folder: Path) -> AsyncIterator[tuple[Served, Served]]:
     """Two proxies, of which the first leads."""
     flags = ("--leader-lock", str(folder / "leader"), "--leader-lease-s", "2", "--batch", "16")
     async with engines() as fleet:
-        where = (make, fleet.prefill_urls, fleet.decode_urls)
+        where = (fleet.prefill_urls, fleet.decode_urls)
         async with serving(*where, *flags) as first:
             try:
                 await ready(first)
@@ -33,11 +32,9 @@ async def ready(served: Served) -> None:
         await asyncio.sleep(0.02)
 
 
-def run_two(
-    make: MakeExchanged, folder: Path, scenario: Callable[[Served, Served], Awaitable[None]]
-) -> None:
+def run_two(folder: Path, scenario: Callable[[Served, Served], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with two(make, folder) as (first, second):
+        async with two(folder) as (first, second):
             while b"follower of" not in (await second.client.get("/ready")).body:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             refused = await second.client.post(COMPLETIONS, STREAM)
@@ -50,9 +47,7 @@ def run_two(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_the_other_one_serves_when_the_leader_ends(
-    make_exchanged: MakeExchanged, tmp_path: Path, how: signal.Signals
-) -> None:
+def test_the_other_one_serves_when_the_leader_ends(tmp_path: Path, how: signal.Signals) -> None:
     async def scenario(first: Served, second: Served) -> None:
         stream = first.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 600})
         await stream.until_events(3)
@@ -63,15 +58,15 @@ def test_the_other_one_serves_when_the_leader_ends(
         assert stream.done == (how == signal.SIGTERM)
         await first.exit()
 
-    run_two(make_exchanged, tmp_path, scenario)
+    run_two(tmp_path, scenario)
 
 
-def test_an_update_keeps_the_lead(make_exchanged: MakeExchanged, tmp_path: Path) -> None:
+def test_an_update_keeps_the_lead(tmp_path: Path) -> None:
     async def scenario(first: Served, second: Served) -> None:
         over = asyncio.Event()
 
         async def keep_asking() -> None:
-            client = Client(first.ports()[0], make_exchanged)
+            client = Client(first.ports()[0])
             while not over.is_set():
                 answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
                 assert answer.done, (answer.status, answer.body, answer.error)
@@ -94,4 +89,4 @@ def test_an_update_keeps_the_lead(make_exchanged: MakeExchanged, tmp_path: Path)
         await ready(second)
         await first.exit()
 
-    run_two(make_exchanged, tmp_path, scenario)
+    run_two(tmp_path, scenario)

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.live.conftest import Exchanged
 from tests.live.leader.replicas import Replicas, play_replicas
+from tests.support.site import Exchanged
 
 from balanceroute.proxy.live.engines.instances import Role
 

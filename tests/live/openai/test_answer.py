@@ -1,9 +1,9 @@
 """Whole answers: which headers pass, what is read out of the body, and the one correction."""
 
 import json
-from collections.abc import Callable
 
 import pytest
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.answer import (
     counts_of,
@@ -143,11 +143,9 @@ def test_what_an_engine_gave_up_is_told(api: Api, body: bytes, aborted: bool) ->
         ("solo_err_unknown_model.resp", (0, 0)),
     ],
 )
-def test_tokens_of_a_real_answer_are_counted(
-    body_of: Callable[[str], bytes], name: str, counts: tuple[int, int]
-) -> None:
-    assert counts_of(body_of(name)) == counts
-    assert not is_recomputed(Api.CHAT, body_of(name))
+def test_tokens_of_a_real_answer_are_counted(name: str, counts: tuple[int, int]) -> None:
+    assert counts_of(transcript(name)) == counts
+    assert not is_recomputed(Api.CHAT, transcript(name))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Errors as OpenAI clients and vLLM's know them."""
 
 import json
-from collections.abc import Callable
 
 import pytest
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.errors import error_body, error_event
 from balanceroute.proxy.wire.sse import EventScanner, event_data
@@ -12,8 +12,8 @@ from balanceroute.proxy.wire.sse import EventScanner, event_data
 @pytest.mark.parametrize(
     "name", ["solo_err_unknown_model.resp", "mooncake_chat_stream_n2_decode.resp"]
 )
-def test_an_error_has_the_form_of_the_engines(body_of: Callable[[str], bytes], name: str) -> None:
-    theirs = body_of(name)
+def test_an_error_has_the_form_of_the_engines(name: str) -> None:
+    theirs = transcript(name)
     error = json.loads(theirs)["error"]
     ours = error_body(error["code"], error["message"], param=error["param"])
     assert ours == theirs

@@ -2,12 +2,12 @@
 
 import json
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai import json_scan
 from balanceroute.proxy.live.openai.body import (
@@ -252,8 +252,8 @@ def test_an_empty_object_is_an_object(text: bytes) -> None:
     "name",
     ["nixl_chat_stream_usage_decode.req", "mooncake_cmpl_stream_logprobs_decode.req"],
 )
-def test_a_real_body_goes_through_byte_for_byte(body_of: Callable[[str], bytes], name: str) -> None:
-    assert RequestBody(body_of(name)).encode({}) == body_of(name)
+def test_a_real_body_goes_through_byte_for_byte(name: str) -> None:
+    assert RequestBody(transcript(name)).encode({}) == transcript(name)
 
 
 def test_what_may_be_encoded_again_is_told_from_what_may_not() -> None:

@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.engines.instances import Status
 from balanceroute.proxy.live.openai.errors import (
@@ -16,8 +17,6 @@ from balanceroute.proxy.live.openai.errors import (
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -198,7 +197,7 @@ def values_for(path: str, **more: object) -> dict[str, object]:
     return {"model": "tiny", "max_tokens": 4, **BODIES[path], **more}
 
 
-async def check_refused(site: "Site", path: str, values: object, error: dict[str, Any]) -> None:
+async def check_refused(site: Site, path: str, values: object, error: dict[str, Any]) -> None:
     known = read_error(error)
     assert known is not None
     answer = await site.post(path, values)
@@ -214,74 +213,63 @@ async def check_refused(site: "Site", path: str, values: object, error: dict[str
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("ranks_only", [True, False])
-def test_a_clients_error_of_any_form_costs_one_prefill(
-    play: "Play", *, stream: bool, ranks_only: bool
+@served(flags={"quarantine_failures": 1})
+async def test_a_clients_error_of_any_form_costs_one_prefill(
+    site: Site, *, stream: bool, ranks_only: bool
 ) -> None:
     path = "/v1/completions"
-
-    async def scenario(site: "Site") -> None:
-        for count, error in enumerate(REFUSALS, start=1):
-            handler = Refusing(error)
-            (site.rank_handlers if ranks_only else site.handlers)[path.encode()] = handler
-            await check_refused(site, path, values_for(path, stream=stream), error)
-            assert handler.asked == 1
-            assert len(site.received("prefill")) == count
-
-    play(scenario, flags={"quarantine_failures": 1})
+    for count, error in enumerate(REFUSALS, start=1):
+        handler = Refusing(error)
+        (site.rank_handlers if ranks_only else site.handlers)[path.encode()] = handler
+        await check_refused(site, path, values_for(path, stream=stream), error)
+        assert handler.asked == 1
+        assert len(site.received("prefill")) == count
 
 
-def test_a_clients_error_is_one_on_every_route(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for path in BODIES:
-            for stream in (True, False):
-                for error in (FORMS[12][0], FORMS[27][0], FORMS[31][0]):
-                    site.rank_handlers[path.encode()] = handler = Refusing(error)
-                    values = values_for(path, stream=stream)
-                    await check_refused(site, path, values, error)
-                    assert handler.asked == 1
-
-    play(scenario, flags={"direct": "decode", "quarantine_failures": 1})
+@served(flags={"direct": "decode", "quarantine_failures": 1})
+async def test_a_clients_error_is_one_on_every_route(site: Site) -> None:
+    for path in BODIES:
+        for stream in (True, False):
+            for error in (FORMS[12][0], FORMS[27][0], FORMS[31][0]):
+                site.rank_handlers[path.encode()] = handler = Refusing(error)
+                values = values_for(path, stream=stream)
+                await check_refused(site, path, values, error)
+                assert handler.asked == 1
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": "exact"}, {"first_token": "prefill"}], ids=str)
-def test_however_its_event_ends_and_whatever_the_proxy_asks(
-    play: "Play", flags: dict[str, object]
+@served(flags=lambda flags: {"quarantine_failures": 1, **flags})
+async def test_however_its_event_ends_and_whatever_the_proxy_asks(
+    site: Site, flags: dict[str, object]
 ) -> None:
     path, error = "/v1/chat/completions", FORMS[12][0]
-
-    async def scenario(site: "Site") -> None:
-        for line_end in ("\n", "\r\n", "\r"):
-            for tail in (True, False):
-                handler = Refusing(error, line_end=line_end, tail=tail)
-                site.rank_handlers[path.encode()] = handler
-                answer = await site.post(path, values_for(path, stream=True, temperature=0))
-                assert handler.asked == 1
-                assert b"no" in answer.body
-                assert b"[DONE]" not in answer.body
-                assert site.world.ended[-1].retries == 0
-
-    play(scenario, flags={"quarantine_failures": 1, **flags})
+    for line_end in ("\n", "\r\n", "\r"):
+        for tail in (True, False):
+            handler = Refusing(error, line_end=line_end, tail=tail)
+            site.rank_handlers[path.encode()] = handler
+            answer = await site.post(path, values_for(path, stream=True, temperature=0))
+            assert handler.asked == 1
+            assert b"no" in answer.body
+            assert b"[DONE]" not in answer.body
+            assert site.world.ended[-1].retries == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engines_error_of_any_form_is_mended(play: "Play", *, stream: bool) -> None:
+@served()
+async def test_an_engines_error_of_any_form_is_mended(site: Site, *, stream: bool) -> None:
     path = "/v1/completions"
+    for error in (form for form, status in FORMS if status == 500):
+        failing = Refusing(error)
 
-    async def scenario(site: "Site") -> None:
-        for error in (form for form, status in FORMS if status == 500):
-            failing = Refusing(error)
+        def once(
+            engine: str, request: "HttpRequest", reply: "Reply", failing: Refusing = failing
+        ) -> None:
+            del site.rank_handlers[path.encode()]
+            failing(engine, request, reply)
 
-            def once(
-                engine: str, request: "HttpRequest", reply: "Reply", failing: Refusing = failing
-            ) -> None:
-                del site.rank_handlers[path.encode()]
-                failing(engine, request, reply)
-
-            site.rank_handlers[path.encode()] = once
-            answer = await site.post(path, values_for(path, stream=stream))
-            assert answer.status == 200
-            assert answer.done if stream else answer.json["choices"]
-            record = site.world.ended[-1]
-            assert (record.outcome, record.retries) == (Outcome.OK, 1)
-
-    play(scenario)
+        site.rank_handlers[path.encode()] = once
+        answer = await site.post(path, values_for(path, stream=stream))
+        assert answer.status == 200
+        assert answer.done if stream else answer.json["choices"]
+        record = site.world.ended[-1]
+        assert (record.outcome, record.retries) == (Outcome.OK, 1)

@@ -1,12 +1,12 @@
 """The bodies of the legs: next to nothing differs from the client's, and nothing internal is its."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.connectors import make_connector
 from balanceroute.proxy.live.openai.body import RequestBody, dump
@@ -36,11 +36,9 @@ def client_body(decode_request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_prefill_leg_is_the_one_that_worked_with_a_real_engine(
-    body_of: Callable[[str], bytes], name: str
-) -> None:
-    decode = body_of(f"{name}_decode.req")
-    worked = json.loads(body_of(f"{name}_prefill.req"))
+def test_the_prefill_leg_is_the_one_that_worked_with_a_real_engine(name: str) -> None:
+    decode = transcript(f"{name}_decode.req")
+    worked = json.loads(transcript(f"{name}_prefill.req"))
     connector = make_connector(name.partition("_")[0])
     params = connector.prefill_params(worked["kv_transfer_params"].get("transfer_id", ""))
     made = json.loads(bytes(prefill_body(RequestBody(client_body(decode)), {}, params)))
@@ -49,10 +47,8 @@ def test_the_prefill_leg_is_the_one_that_worked_with_a_real_engine(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_decode_leg_is_the_clients_bytes_and_the_parameters(
-    body_of: Callable[[str], bytes], name: str
-) -> None:
-    decode = body_of(f"{name}_decode.req")
+def test_the_decode_leg_is_the_clients_bytes_and_the_parameters(name: str) -> None:
+    decode = transcript(f"{name}_decode.req")
     params = json.loads(decode)["kv_transfer_params"]
     assert decode_body(RequestBody(client_body(decode)), {}, dump(params)) == decode
 

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.stream_client import GONE, Client
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.openai.named_events import Turn, name_of, read_turn
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -260,36 +259,31 @@ class Engine:
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-def test_a_stream_with_its_final_event_is_well(play: "Play", path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        site.handlers[path.encode()] = Engine(BEGIN[path], FINAL[path])
-        answer = await site.post(path, BODY)
-        assert answer.body == BEGIN[path] + FINAL[path]
-        assert answer.error is None
-        (record,) = site.world.ended
-        assert (record.outcome, record.output_tokens) == (Outcome.OK, 7)
-
-    play(scenario)
+@served()
+async def test_a_stream_with_its_final_event_is_well(site: Site, path: str) -> None:
+    site.handlers[path.encode()] = Engine(BEGIN[path], FINAL[path])
+    answer = await site.post(path, BODY)
+    assert answer.body == BEGIN[path] + FINAL[path]
+    assert answer.error is None
+    (record,) = site.world.ended
+    assert (record.outcome, record.output_tokens) == (Outcome.OK, 7)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-def test_a_stream_without_its_final_event_is_cut_short(play: "Play", path: str) -> None:
+@served()
+async def test_a_stream_without_its_final_event_is_cut_short(site: Site, path: str) -> None:
     """Such a stream ended cleanly, as if it were whole, and counted as ok."""
-
-    async def scenario(site: "Site") -> None:
-        site.handlers[path.encode()] = Engine(BEGIN[path])
-        answer = await site.post(path, BODY)
-        assert answer.body.startswith(BEGIN[path])
-        assert answer.error is not None
-        assert answer.events[-1].startswith(b"event: error\ndata: ")
-        error = json.loads(answer.events[-1].partition(b"data: ")[2])["error"]
-        assert "cut short" in error["message"]
-        if path == MESSAGES:
-            assert error["type"] == "api_error"
-        (record,) = site.world.ended
-        assert record.outcome is Outcome.UPSTREAM_ERROR
-
-    play(scenario)
+    site.handlers[path.encode()] = Engine(BEGIN[path])
+    answer = await site.post(path, BODY)
+    assert answer.body.startswith(BEGIN[path])
+    assert answer.error is not None
+    assert answer.events[-1].startswith(b"event: error\ndata: ")
+    error = json.loads(answer.events[-1].partition(b"data: ")[2])["error"]
+    assert "cut short" in error["message"]
+    if path == MESSAGES:
+        assert error["type"] == "api_error"
+    (record,) = site.world.ended
+    assert record.outcome is Outcome.UPSTREAM_ERROR
 
 
 @pytest.mark.parametrize(
@@ -300,53 +294,45 @@ def test_a_stream_without_its_final_event_is_cut_short(play: "Play", path: str) 
         (RESPONSES, event("error", message="no memory")),
     ],
 )
-def test_an_error_event_is_seen_and_passed_on(play: "Play", path: str, failure: bytes) -> None:
+@served()
+async def test_an_error_event_is_seen_and_passed_on(site: Site, path: str, failure: bytes) -> None:
     """A stream that ended with an error event counted as ok."""
-
-    async def scenario(site: "Site") -> None:
-        site.handlers[path.encode()] = Engine(BEGIN[path], failure)
-        answer = await site.post(path, BODY)
-        assert answer.body == BEGIN[path] + failure
-        (record,) = site.world.ended
-        assert record.outcome is Outcome.UPSTREAM_ERROR
-        assert "no memory" in record.reason
-
-    play(scenario)
+    site.handlers[path.encode()] = Engine(BEGIN[path], failure)
+    answer = await site.post(path, BODY)
+    assert answer.body == BEGIN[path] + failure
+    (record,) = site.world.ended
+    assert record.outcome is Outcome.UPSTREAM_ERROR
+    assert "no memory" in record.reason
 
 
-def test_an_error_that_comes_first_is_mended_by_another_engine(play: "Play") -> None:
+@served()
+async def test_an_error_that_comes_first_is_mended_by_another_engine(site: Site) -> None:
     failure = event("error", error={"type": "internal_error", "message": "no memory"})
     engines = [Engine(failure), Engine(BEGIN[MESSAGES], FINAL[MESSAGES])]
 
-    async def scenario(site: "Site") -> None:
-        def in_turn(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            turn = engines[0] if engine.startswith("prefill") else engines.pop(0)
-            turn(engine, request, reply)
+    def in_turn(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        turn = engines[0] if engine.startswith("prefill") else engines.pop(0)
+        turn(engine, request, reply)
 
-        site.handlers[MESSAGES.encode()] = in_turn
-        answer = await site.post(MESSAGES, BODY)
-        assert answer.body == BEGIN[MESSAGES] + FINAL[MESSAGES]
-        (record,) = site.world.ended
-        assert (record.outcome, record.retries) == (Outcome.OK, 1)
-
-    play(scenario)
+    site.handlers[MESSAGES.encode()] = in_turn
+    answer = await site.post(MESSAGES, BODY)
+    assert answer.body == BEGIN[MESSAGES] + FINAL[MESSAGES]
+    (record,) = site.world.ended
+    assert (record.outcome, record.retries) == (Outcome.OK, 1)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 @pytest.mark.parametrize("whole", [True, False])
-def test_who_leaves_after_the_final_event_had_the_answer(
-    play: "Play", path: str, whole: bool
+@served()
+async def test_who_leaves_after_the_final_event_had_the_answer(
+    site: Site, path: str, whole: bool
 ) -> None:
     """A client that closes after the last event was logged as cancelled."""
     engine = Engine(BEGIN[path], FINAL[path] if whole else b"", then="hold")
-
-    async def scenario(site: "Site") -> None:
-        site.handlers[path.encode()] = engine
-        exchange = site.send(path, BODY)
-        count = (BEGIN[path] + (FINAL[path] if whole else b"")).count(b"\n\n")
-        await exchange.until_events(count)
-        exchange.call.abort()
-        await site.until(lambda: len(site.world.ended) == 1 and engine.left)
-        assert site.world.ended[0].outcome is (Outcome.OK if whole else Outcome.CANCELLED)
-
-    play(scenario)
+    site.handlers[path.encode()] = engine
+    exchange = site.send(path, BODY)
+    count = (BEGIN[path] + (FINAL[path] if whole else b"")).count(b"\n\n")
+    await exchange.until_events(count)
+    exchange.call.abort()
+    await site.until(lambda: len(site.world.ended) == 1 and engine.left)
+    assert site.world.ended[0].outcome is (Outcome.OK if whole else Outcome.CANCELLED)

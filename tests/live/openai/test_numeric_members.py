@@ -1,14 +1,11 @@
 """Numbers of clients: read as vLLM reads them, and no value of any of them ends service."""
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.openai.shape import MOST_TOKENS, count, flag, integer
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 HUGE = (2**31, 2**63, 10**400)
@@ -72,47 +69,42 @@ def test_counts_are_bounded_from_both_sides() -> None:
 
 
 @pytest.mark.parametrize("predictor", ["survival", "exact-match"])
-def test_no_number_of_a_client_keeps_others_from_being_served(play: "Play", predictor: str) -> None:
+@served(flags=lambda predictor: {"policy": "br-h", "predictor": predictor}, max_model_len=64)
+async def test_no_number_of_a_client_keeps_others_from_being_served(
+    site: Site, predictor: str
+) -> None:
     """Max_tokens from 2**63 on stopped all admissions while that request was open."""
-
-    async def scenario(site: "Site") -> None:
-        hostile = []
-        for name in NUMERIC:
-            for number in HUGE:
-                for value in (number, -number, [number]):
-                    members = {"prompt": f"{name} {number}", "max_tokens": 3, name: value}
-                    hostile.append(site.send(COMPLETIONS, members))
-                    if len(hostile) % 50 == 0:
-                        good = await site.post(COMPLETIONS, {"prompt": "a b c", "max_tokens": 2})
-                        assert good.status == 200
-        for one in hostile:
-            await one.end()
-            assert one.error is None
-            assert one.status in (200, 400), (one.status, one.body)
-
-    play(scenario, flags={"policy": "br-h", "predictor": predictor}, max_model_len=64)
+    hostile = []
+    for name in NUMERIC:
+        for number in HUGE:
+            for value in (number, -number, [number]):
+                members = {"prompt": f"{name} {number}", "max_tokens": 3, name: value}
+                hostile.append(site.send(COMPLETIONS, members))
+                if len(hostile) % 50 == 0:
+                    good = await site.post(COMPLETIONS, {"prompt": "a b c", "max_tokens": 2})
+                    assert good.status == 200
+    for one in hostile:
+        await one.end()
+        assert one.error is None
+        assert one.status in (200, 400), (one.status, one.body)
 
 
 @pytest.mark.parametrize("limit", [2**63, 2**64 - 1, 10**20])
-def test_an_unlimited_answer_that_waits_does_not_hold_up_others(play: "Play", limit: int) -> None:
+@served(flags={"policy": "br-h", "predictor": "survival"}, max_model_len=64)
+async def test_an_unlimited_answer_that_waits_does_not_hold_up_others(
+    site: Site, limit: int
+) -> None:
     """It stayed in the pool, and each decision of the scheduler ended in an error."""
-
-    async def scenario(site: "Site") -> None:
-        body = {"prompt": "a b c", "max_tokens": limit}
-        first = [site.send(COMPLETIONS, body) for _ in range(4)]
-        assert (await site.post(COMPLETIONS, {"prompt": "d", "max_tokens": 4})).status == 200
-        # Beyond the context, as the decode rank finds out.
-        assert [(await one.end()).status for one in first] == [400] * 4
-
-    play(scenario, flags={"policy": "br-h", "predictor": "survival"}, max_model_len=64)
+    body = {"prompt": "a b c", "max_tokens": limit}
+    first = [site.send(COMPLETIONS, body) for _ in range(4)]
+    assert (await site.post(COMPLETIONS, {"prompt": "d", "max_tokens": 4})).status == 200
+    # Beyond the context, as the decode rank finds out.
+    assert [(await one.end()).status for one in first] == [400] * 4
 
 
-def test_a_byte_order_mark_is_passed_over(play: "Play") -> None:
+@served()
+async def test_a_byte_order_mark_is_passed_over(site: Site) -> None:
     """FastAPI takes a body with one, and so does vLLM."""
-
-    async def scenario(site: "Site") -> None:
-        body = b"\xef\xbb\xbf" + json.dumps({"prompt": "caf\u00e9", "max_tokens": 2}).encode()
-        assert (await site.post(COMPLETIONS, body)).status == 200
-        assert {seen.values["prompt"] for seen in site.seen} == {"caf\u00e9"}
-
-    play(scenario)
+    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "caf\u00e9", "max_tokens": 2}).encode()
+    assert (await site.post(COMPLETIONS, body)).status == 200
+    assert {seen.values["prompt"] for seen in site.seen} == {"caf\u00e9"}

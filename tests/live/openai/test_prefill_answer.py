@@ -1,12 +1,12 @@
 """Reading a probe's answer."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.legs import (
     BadPrefillAnswerError,
@@ -31,8 +31,8 @@ def read(**members: Any) -> PrefillAnswer:
     return read_prefill_answer(json.dumps(answer(**members)).encode())
 
 
-def test_a_real_nixl_answer_is_read(body_of: Callable[[str], bytes]) -> None:
-    body = body_of("nixl_chat_stream_usage_prefill.resp")
+def test_a_real_nixl_answer_is_read() -> None:
+    body = transcript("nixl_chat_stream_usage_prefill.resp")
     read = read_prefill_answer(body)
     assert (read.prompt_tokens, read.cached_tokens, read.complete) == (187, None, False)
     assert read.kv_transfer_params == json.loads(body)["kv_transfer_params"]
@@ -69,10 +69,8 @@ def test_an_answer_is_read_even_if_it_is_no_strict_json(value: str) -> None:
     "name",
     ["mooncake_chat_nonstream_prefill.resp", "mooncake_cmpl_stream_logprobs_prefill.resp"],
 )
-def test_a_real_mooncake_answer_has_no_parameters(
-    body_of: Callable[[str], bytes], name: str
-) -> None:
-    read = read_prefill_answer(body_of(name))
+def test_a_real_mooncake_answer_has_no_parameters(name: str) -> None:
+    read = read_prefill_answer(transcript(name))
     assert read.kv_transfer_params is None
     assert read.prompt_tokens > 100
     assert not read.complete

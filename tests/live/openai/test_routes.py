@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.openai.routes import ROUTES, Handling, Media, find
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -72,7 +71,10 @@ def test_a_path_is_matched_as_a_whole(path: bytes, expected: str | None) -> None
 
 
 @pytest.mark.parametrize("route", SINGLE, ids=lambda route: route.path)
-def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(play: "Play", route: Any) -> None:
+@served()
+async def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(
+    site: Site, route: Any
+) -> None:
     form = route.media is Media.FORM
     body = b"" if route.media is Media.NONE else b'{"model": "tiny",  "input": "t1"}'
     kind = b"multipart/form-data; boundary=b1" if form else b"application/json"
@@ -81,95 +83,81 @@ def test_what_one_engine_answers_reaches_a_prefiller_as_it_came(play: "Play", ro
         del engine, request
         reply.send(200, [(b"content-type", b"application/x-answer")], b"answer")
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[route.path.encode()] = answer
-        for name in route.methods:
-            method = name.decode()
-            exchange = site.send(route.path, body, method=method, headers=[(b"content-type", kind)])
-            got = await exchange.end()
-            assert (got.status, got.body) == (200, b"" if method == "HEAD" else b"answer")
-            assert got.header(b"content-type") == b"application/x-answer"
-            seen = site.seen[-1]
-            assert seen.engine.startswith("prefill/")
-            assert seen.request.body == body
-            assert seen.request.method == (b"GET" if method == "HEAD" else name)
-            assert seen.header(b"content-type") == kind
-
-    play(scenario)
+    site.handlers[route.path.encode()] = answer
+    for name in route.methods:
+        method = name.decode()
+        exchange = site.send(route.path, body, method=method, headers=[(b"content-type", kind)])
+        got = await exchange.end()
+        assert (got.status, got.body) == (200, b"" if method == "HEAD" else b"answer")
+        assert got.header(b"content-type") == b"application/x-answer"
+        seen = site.seen[-1]
+        assert seen.engine.startswith("prefill/")
+        assert seen.request.body == body
+        assert seen.request.method == (b"GET" if method == "HEAD" else name)
+        assert seen.header(b"content-type") == kind
 
 
-def test_no_member_that_steers_kv_transfer_reaches_an_engine(play: "Play") -> None:
+@served()
+async def test_no_member_that_steers_kv_transfer_reaches_an_engine(site: Site) -> None:
     def answer(engine: str, request: "HttpRequest", reply: "Reply") -> None:
         del engine, request
         reply.send(200, [], b"{}")
 
-    async def scenario(site: "Site") -> None:
-        site.handlers[BATCH.encode()] = answer
-        body = {"messages": [], "kv_transfer_params": {"do_remote_prefill": True}}
-        assert (await site.post(BATCH, body)).status == 200
-        assert site.seen[-1].values == {"messages": []}
-        site.seen.clear()
-        refused = await site.post(BATCH, {"vllm_xargs": {"kv_transfer_params": "x"}})
-        assert refused.status == 400
-        assert refused.json["error"]["param"] == "vllm_xargs"
-        assert "kv_transfer_params" in refused.json["error"]["message"]
-        assert (await site.post(BATCH, b"no JSON")).status == 400
-        assert site.seen == []
-
-    play(scenario)
+    site.handlers[BATCH.encode()] = answer
+    body = {"messages": [], "kv_transfer_params": {"do_remote_prefill": True}}
+    assert (await site.post(BATCH, body)).status == 200
+    assert site.seen[-1].values == {"messages": []}
+    site.seen.clear()
+    refused = await site.post(BATCH, {"vllm_xargs": {"kv_transfer_params": "x"}})
+    assert refused.status == 400
+    assert refused.json["error"]["param"] == "vllm_xargs"
+    assert "kv_transfer_params" in refused.json["error"]["message"]
+    assert (await site.post(BATCH, b"no JSON")).status == 400
+    assert site.seen == []
 
 
 @pytest.mark.parametrize(
     "route", [route for route in ROUTES if route.reason], ids=lambda route: route.path
 )
-def test_what_is_not_served_says_why(play: "Play", route: Any) -> None:
-    async def scenario(site: "Site") -> None:
-        refused = await site.post(route.path.replace("{id}", "resp_1"), {})
-        assert refused.status == 404
-        assert route.reason in refused.json["error"]["message"]
-        assert site.seen == []
-
-    play(scenario)
+@served()
+async def test_what_is_not_served_says_why(site: Site, route: Any) -> None:
+    refused = await site.post(route.path.replace("{id}", "resp_1"), {})
+    assert refused.status == 404
+    assert route.reason in refused.json["error"]["message"]
+    assert site.seen == []
 
 
 @pytest.mark.parametrize(
     ("member", "value"), [("previous_response_id", "resp_1"), ("background", True)]
 )
-def test_a_response_that_somebody_must_keep_is_refused(
-    play: "Play", member: str, value: object
+@served()
+async def test_a_response_that_somebody_must_keep_is_refused(
+    site: Site, member: str, value: object
 ) -> None:
     """Such a request went to a random rank, which knew nothing of the other response."""
-
-    async def scenario(site: "Site") -> None:
-        refused = await site.post(RESPONSES, {"model": "tiny", "input": "t1", member: value})
-        assert refused.status == 400
-        assert refused.json["error"]["param"] == member
-        assert "not kept" in refused.json["error"]["message"]
-        assert site.seen == []
-
-    play(scenario)
+    refused = await site.post(RESPONSES, {"model": "tiny", "input": "t1", member: value})
+    assert refused.status == 400
+    assert refused.json["error"]["param"] == member
+    assert "not kept" in refused.json["error"]["message"]
+    assert site.seen == []
 
 
-def test_store_is_let_pass_since_engines_ignore_it(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        body = {"input": "t1", "store": True, "background": False, "previous_response_id": None}
-        assert (await site.post(RESPONSES, body)).status == 200
-        # A prefiller keeps nothing, whatever its settings.
-        assert [seen.values["store"] for seen in site.seen] == [False, True]
-
-    play(scenario)
+@served()
+async def test_store_is_let_pass_since_engines_ignore_it(site: Site) -> None:
+    body = {"input": "t1", "store": True, "background": False, "previous_response_id": None}
+    assert (await site.post(RESPONSES, body)).status == 200
+    # A prefiller keeps nothing, whatever its settings.
+    assert [seen.values["store"] for seen in site.seen] == [False, True]
 
 
-def test_ping_and_load_are_the_proxys_own(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for method in ("GET", "HEAD", "POST"):
-            assert (await site.send("/ping", method=method).end()).status == 200
-        assert (await site.get("/load")).json == {"server_load": 0}
-        prompt = {"model": "tiny", "prompt": "t1", "max_tokens": 50, "ignore_eos": True}
-        running = site.send("/v1/completions", prompt | {"stream": True})
-        await running.until_events(1)
-        assert (await site.get("/load")).json == {"server_load": 1}
-        await running.end()
-        assert {seen.path for seen in site.seen} == {"/v1/completions"}
-
-    play(scenario)
+@served()
+async def test_ping_and_load_are_the_proxys_own(site: Site) -> None:
+    for method in ("GET", "HEAD", "POST"):
+        assert (await site.send("/ping", method=method).end()).status == 200
+    assert (await site.get("/load")).json == {"server_load": 0}
+    prompt = {"model": "tiny", "prompt": "t1", "max_tokens": 50, "ignore_eos": True}
+    running = site.send("/v1/completions", prompt | {"stream": True})
+    await running.until_events(1)
+    assert (await site.get("/load")).json == {"server_load": 1}
+    await running.end()
+    assert {seen.path for seen in site.seen} == {"/v1/completions"}

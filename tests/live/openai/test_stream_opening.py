@@ -1,10 +1,10 @@
 """The beginning of a stream, before which nothing may commit the answer."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 from tests.live.stream_client import DONE, ERROR, GONE, OPENING, Client, chat, event, in_pieces
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.stream_reader import StreamOpening
 
@@ -44,8 +44,8 @@ def test_heartbeats_before_a_first_error_commit_nothing() -> None:
     assert client.turns == ["error first"]
 
 
-def test_an_error_first_is_told_and_not_sent(body_of: Callable[[str], bytes]) -> None:
-    body = body_of("nixl_pd_prefiller_dead_stream.resp")
+def test_an_error_first_is_told_and_not_sent() -> None:
+    body = transcript("nixl_pd_prefiller_dead_stream.resp")
     first, rest = body[: body.index(b"\n\n") + 2], body[body.index(b"\n\n") + 2 :]
     for pieces in ([body], [first, rest], in_pieces(body, 1)):
         client = Client().answer(*pieces).end()

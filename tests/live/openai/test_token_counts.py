@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.live.stream_client import (
     total,
     usage,
 )
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.legs import decode_body
@@ -138,19 +139,17 @@ def as_one(body: bytes) -> bytes:
 )
 @pytest.mark.parametrize("size", [1, 7, 333, 1_000_000])
 def test_a_client_gets_the_stream_that_it_asked_for(
-    body_of: Callable[[str], bytes], options: Mapping[str, bool] | None, same: str, size: int
+    options: Mapping[str, bool] | None, same: str, size: int
 ) -> None:
-    body = body_of("solo_chat_stream_usage_continuous.resp")
+    body = transcript("solo_chat_stream_usage_continuous.resp")
     client = Client(counts=counts(options)).answer(*in_pieces(body, size)).end()
-    assert as_one(client.received) == as_one(body_of(f"{same}.resp"))
+    assert as_one(client.received) == as_one(transcript(f"{same}.resp"))
     assert client.tokens == client.usage_tokens == 8
     assert client.turns[-1] == "ended"
 
 
-def test_it_does_not_matter_where_a_counted_stream_is_split(
-    body_of: Callable[[str], bytes],
-) -> None:
-    body = body_of("solo_chat_stream_usage_continuous.resp")
+def test_it_does_not_matter_where_a_counted_stream_is_split() -> None:
+    body = transcript("solo_chat_stream_usage_continuous.resp")
     right = Client(counts=counts()).answer(body).end().received
     for at in range(1, len(body)):
         client = Client(counts=counts()).answer(body[:at], body[at:]).end()

@@ -1,14 +1,10 @@
 """The tokens of a prompt before it was counted: texts, several of them, images, and what is no text."""
 
-from typing import TYPE_CHECKING
-
 import pytest
 from msgspec import structs
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.openai.shape import DATA_TOKENS, Api, Shape, TokenEstimate
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -57,36 +53,30 @@ def test_all_sequences_together_stay_countable(characters: int) -> None:
     assert TokenEstimate().tokens(exact) * 128 < 2**31
 
 
-def test_several_texts_are_charged_what_they_have(play: "Play") -> None:
+@served()
+async def test_several_texts_are_charged_what_they_have(site: Site) -> None:
     """Sixteen prompts of a thousand tokens were charged sixteen times their sum."""
-
-    async def scenario(site: "Site") -> None:
-        prompts = [" ".join(f"t{i}" for i in range(start, start + 1_000)) for start in range(16)]
-        values = {"model": "tiny", "prompt": prompts, "max_tokens": 4, "stream": True}
-        exchange = site.send(COMPLETIONS, values)
-        await exchange.until_events(1)
-        (rank,) = [load for load in site.world.scheduler.ledger.loads.tolist() if load]
-        assert 10_000 < rank < 30_000
-        await exchange.end()
-
-    play(scenario)
+    prompts = [" ".join(f"t{i}" for i in range(start, start + 1_000)) for start in range(16)]
+    values = {"model": "tiny", "prompt": prompts, "max_tokens": 4, "stream": True}
+    exchange = site.send(COMPLETIONS, values)
+    await exchange.until_events(1)
+    (rank,) = [load for load in site.world.scheduler.ledger.loads.tolist() if load]
+    assert 10_000 < rank < 30_000
+    await exchange.end()
 
 
-def test_an_image_does_not_move_what_texts_are_charged(play: "Play") -> None:
+@served()
+async def test_an_image_does_not_move_what_texts_are_charged(site: Site) -> None:
     """After one image of a megabyte a text of 400 tokens counted as one."""
     text = " ".join(f"t{i}" for i in range(400))
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
-
-    async def scenario(site: "Site") -> None:
-        for content in (text, [image, {"type": "text", "text": "t1"}], text):
-            talk = [{"role": "user", "content": content}]
-            values = {"model": "tiny", "messages": talk, "max_tokens": 2}
-            assert (await site.post(CHAT, values)).status == 200
-        before, picture, after = (record.prompt_estimate for record in site.world.ended)
-        assert picture < 2 * DATA_TOKENS
-        assert after == pytest.approx(before, rel=0.2)
-
-    play(scenario)
+    for content in (text, [image, {"type": "text", "text": "t1"}], text):
+        talk = [{"role": "user", "content": content}]
+        values = {"model": "tiny", "messages": talk, "max_tokens": 2}
+        assert (await site.post(CHAT, values)).status == 200
+    before, picture, after = (record.prompt_estimate for record in site.world.ended)
+    assert picture < 2 * DATA_TOKENS
+    assert after == pytest.approx(before, rel=0.2)
 
 
 # The priority of a request.
@@ -94,17 +84,14 @@ def test_an_image_does_not_move_what_texts_are_charged(play: "Play") -> None:
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake-layerwise"])
 @pytest.mark.parametrize("passed", [False, True])
-def test_a_priority_reaches_both_legs_if_it_is_to(
-    play: "Play", connector: str, passed: bool
+@served("connector", flags=lambda passed: {"pass_priority": passed})
+async def test_a_priority_reaches_both_legs_if_it_is_to(
+    site: Site, connector: str, passed: bool
 ) -> None:
     """`priority` was dropped without a word."""
-
-    async def scenario(site: "Site") -> None:
-        values = {"model": "tiny", "prompt": "t1", "max_tokens": 3, "priority": -5}
-        assert (await site.post(COMPLETIONS, values)).status == 200
-        assert {seen.engine.partition("/")[0] for seen in site.seen} == {"prefill", "decode"}
-        assert {seen.values.get("priority") for seen in site.seen} == {-5 if passed else None}
-        refused = await site.post(COMPLETIONS, values | {"priority": 2**63})
-        assert refused.status == 400
-
-    play(scenario, connector=connector, flags={"pass_priority": passed})
+    values = {"model": "tiny", "prompt": "t1", "max_tokens": 3, "priority": -5}
+    assert (await site.post(COMPLETIONS, values)).status == 200
+    assert {seen.engine.partition("/")[0] for seen in site.seen} == {"prefill", "decode"}
+    assert {seen.values.get("priority") for seen in site.seen} == {-5 if passed else None}
+    refused = await site.post(COMPLETIONS, values | {"priority": 2**63})
+    assert refused.status == 400

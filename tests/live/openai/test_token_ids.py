@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.live.opcodes import counted
 from tests.live.stream_client import Client
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.stream_reader import RepeatedText, parsed
 from balanceroute.proxy.live.openai.token_ids import BackedUpIds, Care, TokenIds
@@ -249,14 +250,14 @@ def test_without_the_prompts_ids_nothing_can_be_continued() -> None:
     assert not ids.usable
 
 
-def test_a_real_stream_becomes_the_one_without_ids(body_of: Callable[[str], bytes]) -> None:
+def test_a_real_stream_becomes_the_one_without_ids() -> None:
     """The same request to vLLM 0.32 with and without `return_token_ids`."""
     ids = TokenIds()
     scanner = EventScanner()
-    *events, done = scanner.feed(body_of("solo_chat_stream_tokenids.resp"))
+    *events, done = scanner.feed(transcript("solo_chat_stream_tokenids.resp"))
     assert event_data(done) == b"[DONE]"
     passed = read(ids, *events) + done
-    plain = body_of("solo_chat_stream.resp")
+    plain = transcript("solo_chat_stream.resp")
     assert _NAMES.sub(b"", passed) == _NAMES.sub(b"", plain)
     assert ids.prompt.startswith(b"1,1534,201,456,")
     # But for the one with which the answer ends.

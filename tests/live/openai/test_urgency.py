@@ -1,17 +1,14 @@
 """Levels and deadlines: what clients may say, what is ignored, and what a proxy does with them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.live.frontend.gateway_requests import BODY, TALK, is_error
+from tests.support.site import Exchanged, Site, play, served
 
 from balanceroute.proxy.live.openai.urgency import urgency
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 
@@ -63,7 +60,7 @@ def test_no_priority_header_fails(field: str) -> None:
     assert 0 <= urgency([(b"priority", field.encode())]) <= 7
 
 
-async def started(site: "Site", requests: "list[Exchanged]") -> list[str | None]:
+async def started(site: Site, requests: list[Exchanged]) -> list[str | None]:
     """Wait for all requests; return the order in which their prefills started."""
     for request in requests:
         assert (await request.end()).status == 200, request.body
@@ -75,9 +72,9 @@ ONE_AT_A_TIME = {"probe_limit": 1}
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_levels_decide_who_starts_if_they_are_allowed(play: "Play", allowed: bool) -> None:
-    async def scenario(site: "Site") -> None:
-        def send(name: bytes, level: int | None = None, field: bytes | None = None) -> "Exchanged":
+def test_levels_decide_who_starts_if_they_are_allowed(allowed: bool) -> None:
+    async def scenario(site: Site) -> None:
+        def send(name: bytes, level: int | None = None, field: bytes | None = None) -> Exchanged:
             headers = [(b"x-request-id", name)]
             if field is not None:
                 headers.append((b"priority", field))
@@ -94,13 +91,11 @@ def test_levels_decide_who_starts_if_they_are_allowed(play: "Play", allowed: boo
     play(scenario, prefillers=1, flags=flags)
 
 
-def test_a_message_has_only_the_header(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = TALK | {"priority": "high"}
-        answer = await site.post(MESSAGES, values, [(b"priority", b"u=1")])
-        assert answer.status == 200, answer.body
-
-    play(scenario, flags={"client_priority": True})
+@served(flags={"client_priority": True})
+async def test_a_message_has_only_the_header(site: Site) -> None:
+    values = TALK | {"priority": "high"}
+    answer = await site.post(MESSAGES, values, [(b"priority", b"u=1")])
+    assert answer.status == 200, answer.body
 
 
 WRONG = [b"", b"0", b"-5", b"1.5", b"1e309", b"NaN", b"soon", b"5, 5", b"86400001", b"1" * 30]
@@ -108,13 +103,11 @@ WRONG = [b"", b"0", b"-5", b"1.5", b"1e309", b"NaN", b"soon", b"5, 5", b"8640000
 
 @pytest.mark.parametrize("value", [*WRONG, None])
 @pytest.mark.parametrize("name", ["X-Request-Deadline-Ms", "X-Answer-Deadline-Ms"])
-def test_a_wrong_deadline_is_refused_whatever_it_would_do(
-    play: "Play", name: str, value: bytes | None
-) -> None:
+def test_a_wrong_deadline_is_refused_whatever_it_would_do(name: str, value: bytes | None) -> None:
     line = (name.lower().encode(), b"5" if value is None else value)
     lines = [line, line] if value is None else [line]
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         message = f"{name} must be given once, as an integer from 1 to 86400000"
         for path, values in ((CHAT, TALK), (COMPLETIONS, BODY), ("/v1/embeddings", BODY)):
             answer = await site.post(path, values, lines)
@@ -129,12 +122,12 @@ def test_a_wrong_deadline_is_refused_whatever_it_would_do(
         play(scenario, flags={"client_deadline": allowed})
 
 
-def test_only_who_may_come_is_told_of_a_wrong_deadline(play: "Play", tmp_path: Path) -> None:
+def test_only_who_may_come_is_told_of_a_wrong_deadline(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     keys.chmod(0o600)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         wrong = [(b"x-answer-deadline-ms", b"soon")]
         assert (await site.post(CHAT, TALK, wrong)).status == 401
         key = (b"authorization", b"Bearer secret")
@@ -143,35 +136,31 @@ def test_only_who_may_come_is_told_of_a_wrong_deadline(play: "Play", tmp_path: P
     play(scenario, flags={"api_key_file": str(keys)})
 
 
-def test_the_deadline_of_an_answer_is_none_of_its_first_token(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        answer = await site.post(CHAT, TALK, [(b"x-answer-deadline-ms", b"1")])
-        assert answer.status == 200
-        assert all(one.header(b"x-answer-deadline-ms") is None for one in site.seen)
-
-    play(scenario, flags={"client_deadline": True})
+@served(flags={"client_deadline": True})
+async def test_the_deadline_of_an_answer_is_none_of_its_first_token(site: Site) -> None:
+    answer = await site.post(CHAT, TALK, [(b"x-answer-deadline-ms", b"1")])
+    assert answer.status == 200
+    assert all(one.header(b"x-answer-deadline-ms") is None for one in site.seen)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_request_past_its_deadline_starts_no_leg(play: "Play", allowed: bool) -> None:
-    async def scenario(site: "Site") -> None:
-        first = site.send(COMPLETIONS, BODY)
-        due = [(b"x-request-deadline-ms", b"1")]
-        second = await site.post(COMPLETIONS, BODY, due)
-        assert (await first.end()).status == 200
-        if allowed:
-            assert is_error(second, 503) == "the request waited longer than it may"
-            assert second.header(b"retry-after") == b"1"
-        else:
-            assert second.status == 200
-        assert len(site.received("prefill")) == 2 - allowed
-
-    play(scenario, prefillers=1, flags=ONE_AT_A_TIME | {"client_deadline": allowed})
+@served(prefillers=1, flags=lambda allowed: ONE_AT_A_TIME | {"client_deadline": allowed})
+async def test_a_request_past_its_deadline_starts_no_leg(site: Site, allowed: bool) -> None:
+    first = site.send(COMPLETIONS, BODY)
+    due = [(b"x-request-deadline-ms", b"1")]
+    second = await site.post(COMPLETIONS, BODY, due)
+    assert (await first.end()).status == 200
+    if allowed:
+        assert is_error(second, 503) == "the request waited longer than it may"
+        assert second.header(b"retry-after") == b"1"
+    else:
+        assert second.status == 200
+    assert len(site.received("prefill")) == 2 - allowed
 
 
-def test_the_earliest_deadline_goes_first(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        def send(name: bytes, deadline_ms: bytes) -> "Exchanged":
+def test_the_earliest_deadline_goes_first() -> None:
+    async def scenario(site: Site) -> None:
+        def send(name: bytes, deadline_ms: bytes) -> Exchanged:
             headers = [(b"x-request-id", name), (b"x-request-deadline-ms", deadline_ms)]
             return site.send(COMPLETIONS, BODY, headers=headers)
 
@@ -182,14 +171,12 @@ def test_the_earliest_deadline_goes_first(play: "Play") -> None:
     play(scenario, prefillers=1, flags=flags)
 
 
-def test_the_least_work_goes_first(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        def send(name: bytes, max_tokens: int) -> "Exchanged":
-            values = BODY | {"max_tokens": max_tokens}
-            return site.send(COMPLETIONS, values, headers=[(b"x-request-id", name)])
+@served(prefillers=1, flags=ONE_AT_A_TIME | {"queue_order": "srpt"})
+async def test_the_least_work_goes_first(site: Site) -> None:
+    def send(name: bytes, max_tokens: int) -> Exchanged:
+        values = BODY | {"max_tokens": max_tokens}
+        return site.send(COMPLETIONS, values, headers=[(b"x-request-id", name)])
 
-        # Without history the survival predictor expects every output to reach its limit.
-        requests = [send(b"a", 9), send(b"b", 30), send(b"c", 20)]
-        assert await started(site, requests) == ["a", "c", "b"]
-
-    play(scenario, prefillers=1, flags=ONE_AT_A_TIME | {"queue_order": "srpt"})
+    # Without history the survival predictor expects every output to reach its limit.
+    requests = [send(b"a", 9), send(b"b", 30), send(b"c", 20)]
+    assert await started(site, requests) == ["a", "c", "b"]

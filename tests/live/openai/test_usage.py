@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.live.stream_client import DONE, LAST, Client, chat, event, in_pieces
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.token_counts import PromptUsage, UsageRewrite, with_prompt_usage
 
@@ -28,28 +28,22 @@ def with_details(body: bytes, cached: int) -> bytes:
     ["solo_chat_stream_usage", "solo_chat_stream_usage_continuous", "solo_cmpl_stream_usage"],
 )
 @pytest.mark.parametrize("size", [1, 400, 10_000])
-def test_cached_tokens_are_those_of_the_prefill(
-    body_of: Callable[[str], bytes], name: str, size: int
-) -> None:
-    body = with_details(body_of(f"{name}.resp"), 51)
+def test_cached_tokens_are_those_of_the_prefill(name: str, size: int) -> None:
+    body = with_details(transcript(f"{name}.resp"), 51)
     client = Client(cached_tokens=16).answer(*in_pieces(body, size)).end()
-    assert client.received == with_details(body_of(f"{name}.resp"), 16)
+    assert client.received == with_details(transcript(f"{name}.resp"), 16)
     assert client.usage_tokens == 8
     assert client.tokens == 8
 
 
-def test_without_a_correction_every_byte_of_the_usage_stays(
-    body_of: Callable[[str], bytes],
-) -> None:
-    body = with_details(body_of("solo_chat_stream_usage_continuous.resp"), 51)
+def test_without_a_correction_every_byte_of_the_usage_stays() -> None:
+    body = with_details(transcript("solo_chat_stream_usage_continuous.resp"), 51)
     assert Client().answer(body).end().received == body
 
 
 @pytest.mark.parametrize("cached", [None, 16])
-def test_usage_of_a_resumed_answer_is_that_of_the_whole(
-    body_of: Callable[[str], bytes], cached: int | None
-) -> None:
-    body = with_details(body_of("solo_chat_stream_usage_continuous.resp"), 51)
+def test_usage_of_a_resumed_answer_is_that_of_the_whole(cached: int | None) -> None:
+    body = with_details(transcript("solo_chat_stream_usage_continuous.resp"), 51)
     client = Client(resumed_tokens=5, cached_tokens=cached).answer(*in_pieces(body, 333)).end()
     before, after = usage_of(body), usage_of(client.received)
     del before[0]  # The opening's, which is not repeated.
@@ -142,9 +136,9 @@ def test_cached_tokens_of_a_whole_answer_are_those_of_the_prefill() -> None:
     assert json.loads(corrected)["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
-def test_an_answer_without_cached_tokens_stays_as_it_is(body_of: Callable[[str], bytes]) -> None:
+def test_an_answer_without_cached_tokens_stays_as_it_is() -> None:
     for name in ("nixl_cmpl_nonstream_decode.resp", "solo_err_unknown_model.resp"):
-        assert with_prompt_usage(body_of(name), PromptUsage(5)) == body_of(name)
+        assert with_prompt_usage(transcript(name), PromptUsage(5)) == transcript(name)
 
 
 def test_what_was_written_to_the_cache_is_what_the_prefill_wrote() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.site import Site, play, served
 
 from balanceroute.predictors import NoPrediction, PastRequest, RequestFeatures, Survival
 from balanceroute.predictors.exact_match import ExactMatch
@@ -22,8 +23,6 @@ from balanceroute.proxy.live.telemetry.request_log import line_of
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.live.prediction import PredictorSet
 
 COMPLETIONS = "/v1/completions"
@@ -34,11 +33,11 @@ ENGINES: dict[str, Any] = {"prefill": ["http://p"], "decode": ["http://d"]}
 TOPOLOGY = 'name = "x"\n[[prefill]]\nurl = "http://p"\n[[decode]]\nurl = "http://d"\n[proxy]\n'
 
 
-def predictors_of(site: "Site") -> "PredictorSet":
+def predictors_of(site: Site) -> "PredictorSet":
     return site.world.proxy.deployment.predictors
 
 
-def told_to(site: "Site") -> dict[int, RequestFeatures]:
+def told_to(site: Site) -> dict[int, RequestFeatures]:
     """Return what the predictors are told of each request from now on, the latest of each."""
     told: dict[int, RequestFeatures] = {}
     predictors = predictors_of(site)
@@ -52,12 +51,12 @@ def told_to(site: "Site") -> dict[int, RequestFeatures]:
     return told
 
 
-def expected_tokens(site: "Site", number: int, *, age: int = 0, steps: int = 400) -> float:
+def expected_tokens(site: Site, number: int, *, age: int = 0, steps: int = 400) -> float:
     survival = predictors_of(site).survival([RequestId(number)], np.array([age]), steps)
     return float(survival[0, :-1].sum())
 
 
-def metric(site: "Site", name: str, **labels: str) -> float:
+def metric(site: Site, name: str, **labels: str) -> float:
     shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
     begin = f"balanceroute_{name}{{{shown}}} " if labels else f"balanceroute_{name} "
     page = site.world.proxy.metrics.render().decode()
@@ -147,88 +146,77 @@ def test_a_trained_predictor_is_never_written_to(tmp_path: Path) -> None:
 # What they are told, and learn.
 
 
-def test_recurring_prompts_are_recognised(play: "Play") -> None:
+@served(flags={"predictor": "exact-match"}, mean_output_tokens=60.0)
+async def test_recurring_prompts_are_recognised(site: Site) -> None:
     prompts = [f"t{i} why" for i in range(8)]
-
-    async def scenario(site: "Site") -> None:
-        told = told_to(site)
-        lengths: dict[str, int] = {}
-        for turn in range(4):
-            for prompt in prompts:
-                await site.post(COMPLETIONS, STREAM | {"prompt": prompt, "user": f"u{turn}"})
-                lengths[prompt] = site.world.ended[-1].output_tokens
-        mean = sum(lengths.values()) / len(lengths)
-        blind = known = 0.0
-        for prompt, length in lengths.items():
-            exchange = await site.send(COMPLETIONS, STREAM | {"prompt": prompt}).until_events(1)
-            known += abs(expected_tokens(site, max(told)) - length)
-            blind += abs(mean - length)
-            await exchange.end()
-        assert blind / len(prompts) > 10
-        assert known < 0.3 * blind
-
-    play(scenario, flags={"predictor": "exact-match"}, mean_output_tokens=60.0)
-
-
-def test_no_prediction_exceeds_max_tokens(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAM | {"ignore_eos": True}
-        for i in range(5):
-            await site.post(COMPLETIONS, values | {"prompt": f"t{i}"})
-        exchange = site.send(COMPLETIONS, values | {"prompt": "t9", "max_tokens": 30})
-        await exchange.until_events(10)
-        (number,) = site.world.proxy.deployment.driver.sessions
-        assert expected_tokens(site, number, age=10) == pytest.approx(20, abs=0.1)
+    told = told_to(site)
+    lengths: dict[str, int] = {}
+    for turn in range(4):
+        for prompt in prompts:
+            await site.post(COMPLETIONS, STREAM | {"prompt": prompt, "user": f"u{turn}"})
+            lengths[prompt] = site.world.ended[-1].output_tokens
+    mean = sum(lengths.values()) / len(lengths)
+    blind = known = 0.0
+    for prompt, length in lengths.items():
+        exchange = await site.send(COMPLETIONS, STREAM | {"prompt": prompt}).until_events(1)
+        known += abs(expected_tokens(site, max(told)) - length)
+        blind += abs(mean - length)
         await exchange.end()
-
-    play(scenario, flags={"predictor": "survival"})
-
-
-def test_predictors_are_told_what_the_client_expects(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        told = told_to(site)
-        hint = [(b"x-expected-output-tokens", b"1200")]
-        await site.post(COMPLETIONS, STREAM | {"prompt": "t1"}, hint)
-        await site.post(COMPLETIONS, STREAM | {"prompt": "t2"})
-        assert [told[number].expected_tokens for number in sorted(told)] == [1200, None]
-        assert all(one.header(b"x-expected-output-tokens") is None for one in site.seen)
-
-    play(scenario, flags={"predictor": "survival"})
+    assert blind / len(prompts) > 10
+    assert known < 0.3 * blind
 
 
-def test_the_log_tells_the_hints_that_were_used(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        hint = [(b"x-expected-output-tokens", b"1200")]
-        limited = STREAM | {"max_tokens": 30, "ignore_eos": True}
-        for number in range(LEAST_ANSWERS + 1):
-            await site.post(COMPLETIONS, limited | {"prompt": f"t{number}"})
-        await site.post(COMPLETIONS, limited | {"prompt": "t98"}, hint)
-        await site.post(COMPLETIONS, STREAM | {"prompt": "t99"})
-        await site.rest()
-        told = [(record.hint, record.hint_source) for record in site.world.ended]
-        assert told == [(None, "")] * LEAST_ANSWERS + [(30, "limit"), (1200, "client"), (None, "")]
-
-    play(scenario, flags={"predictor": "survival"})
+@served(flags={"predictor": "survival"})
+async def test_no_prediction_exceeds_max_tokens(site: Site) -> None:
+    values = STREAM | {"ignore_eos": True}
+    for i in range(5):
+        await site.post(COMPLETIONS, values | {"prompt": f"t{i}"})
+    exchange = site.send(COMPLETIONS, values | {"prompt": "t9", "max_tokens": 30})
+    await exchange.until_events(10)
+    (number,) = site.world.proxy.deployment.driver.sessions
+    assert expected_tokens(site, number, age=10) == pytest.approx(20, abs=0.1)
+    await exchange.end()
 
 
-def test_a_limit_that_answers_reach_is_expected_to_be_reached(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for number in range(60):
-            values = {"max_tokens": 80, "ignore_eos": True} if number % 2 else {}
-            await site.post(COMPLETIONS, STREAM | {"prompt": f"t{number}"} | values)
-        exchanges = [
-            site.send(COMPLETIONS, STREAM | {"prompt": "t50"} | values)
-            for values in ({"max_tokens": 80}, {})
-        ]
-        for exchange in exchanges:
-            await exchange.until_events(1)
-        limited, other = sorted(site.world.proxy.deployment.driver.sessions)
-        assert expected_tokens(site, limited) > 72
-        assert expected_tokens(site, other) < 60
-        for exchange in exchanges:
-            await exchange.end()
+@served(flags={"predictor": "survival"})
+async def test_predictors_are_told_what_the_client_expects(site: Site) -> None:
+    told = told_to(site)
+    hint = [(b"x-expected-output-tokens", b"1200")]
+    await site.post(COMPLETIONS, STREAM | {"prompt": "t1"}, hint)
+    await site.post(COMPLETIONS, STREAM | {"prompt": "t2"})
+    assert [told[number].expected_tokens for number in sorted(told)] == [1200, None]
+    assert all(one.header(b"x-expected-output-tokens") is None for one in site.seen)
 
-    play(scenario, flags={"predictor": "survival"}, mean_output_tokens=20.0)
+
+@served(flags={"predictor": "survival"})
+async def test_the_log_tells_the_hints_that_were_used(site: Site) -> None:
+    hint = [(b"x-expected-output-tokens", b"1200")]
+    limited = STREAM | {"max_tokens": 30, "ignore_eos": True}
+    for number in range(LEAST_ANSWERS + 1):
+        await site.post(COMPLETIONS, limited | {"prompt": f"t{number}"})
+    await site.post(COMPLETIONS, limited | {"prompt": "t98"}, hint)
+    await site.post(COMPLETIONS, STREAM | {"prompt": "t99"})
+    await site.rest()
+    told = [(record.hint, record.hint_source) for record in site.world.ended]
+    assert told == [(None, "")] * LEAST_ANSWERS + [(30, "limit"), (1200, "client"), (None, "")]
+
+
+@served(flags={"predictor": "survival"}, mean_output_tokens=20.0)
+async def test_a_limit_that_answers_reach_is_expected_to_be_reached(site: Site) -> None:
+    for number in range(60):
+        values = {"max_tokens": 80, "ignore_eos": True} if number % 2 else {}
+        await site.post(COMPLETIONS, STREAM | {"prompt": f"t{number}"} | values)
+    exchanges = [
+        site.send(COMPLETIONS, STREAM | {"prompt": "t50"} | values)
+        for values in ({"max_tokens": 80}, {})
+    ]
+    for exchange in exchanges:
+        await exchange.until_events(1)
+    limited, other = sorted(site.world.proxy.deployment.driver.sessions)
+    assert expected_tokens(site, limited) > 72
+    assert expected_tokens(site, other) < 60
+    for exchange in exchanges:
+        await exchange.end()
 
 
 @pytest.mark.parametrize(
@@ -241,50 +229,45 @@ def test_a_limit_that_answers_reach_is_expected_to_be_reached(play: "Play") -> N
         ({"predictor": "exact-match"}, 2),
     ],
 )
-def test_keys_are_computed_for_those_who_use_them(
-    play: "Play", flags: dict[str, object], keys: int
+@served("flags")
+async def test_keys_are_computed_for_those_who_use_them(
+    site: Site, flags: dict[str, object], keys: int
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await site.post(COMPLETIONS, STREAM | {"prompt": "why " * 100})
-        assert len(site.world.ended[0].keys) == keys
-
-    play(scenario, flags=flags)
+    await site.post(COMPLETIONS, STREAM | {"prompt": "why " * 100})
+    assert len(site.world.ended[0].keys) == keys
 
 
-def test_training_on_the_log_sees_what_serving_saw(play: "Play", tmp_path: Path) -> None:
+@served(flags={"predictor": "exact-match"})
+async def test_training_on_the_log_sees_what_serving_saw(site: Site, tmp_path: Path) -> None:
     system = {"role": "system", "content": "be brief"}
-
-    async def scenario(site: "Site") -> None:
-        told = told_to(site)
-        for i in range(6):
-            user = {"role": "user", "content": f"t{i % 3} why"}
-            chat = STREAM | {"messages": [system, user], "n": 1 + i % 2, "max_tokens": 20 + i}
-            await site.post(CHAT, chat | {"stream": i < 4, "temperature": 1})
-            await site.post(COMPLETIONS, STREAM | {"prompt": list(range(5, 300))})
-        # Direct: no prefiller counts its prompt. And one that its client leaves.
-        await site.post(COMPLETIONS, STREAM | {"prompt": "t7 t8", "echo": True})
-        exchange = site.send(COMPLETIONS, STREAM | {"prompt": "t1 " * 50, "ignore_eos": True})
-        await exchange.until_events(3)
-        exchange.call.abort()
-        await site.rest()
-        path = tmp_path / "requests.jsonl"
-        path.write_bytes(b"".join(map(line_of, site.world.ended)))
-        past = read_log(path)
-        assert len(past) == 13
-        assert [one.features for one in past] == [told[number] for number in range(13)]
-        assert {len(one.features.keys) for one in past} == {1, 3}
-        assert {one.choices for one in site.world.ended} == {1, 2}
-        assert [one.output_tokens for one in past] == [
-            round(record.output_tokens / record.choices) for record in site.world.ended[:-1]
-        ]
-
-    play(scenario, flags={"predictor": "exact-match"})
+    told = told_to(site)
+    for i in range(6):
+        user = {"role": "user", "content": f"t{i % 3} why"}
+        chat = STREAM | {"messages": [system, user], "n": 1 + i % 2, "max_tokens": 20 + i}
+        await site.post(CHAT, chat | {"stream": i < 4, "temperature": 1})
+        await site.post(COMPLETIONS, STREAM | {"prompt": list(range(5, 300))})
+    # Direct: no prefiller counts its prompt. And one that its client leaves.
+    await site.post(COMPLETIONS, STREAM | {"prompt": "t7 t8", "echo": True})
+    exchange = site.send(COMPLETIONS, STREAM | {"prompt": "t1 " * 50, "ignore_eos": True})
+    await exchange.until_events(3)
+    exchange.call.abort()
+    await site.rest()
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"".join(map(line_of, site.world.ended)))
+    past = read_log(path)
+    assert len(past) == 13
+    assert [one.features for one in past] == [told[number] for number in range(13)]
+    assert {len(one.features.keys) for one in past} == {1, 3}
+    assert {one.choices for one in site.world.ended} == {1, 2}
+    assert [one.output_tokens for one in past] == [
+        round(record.output_tokens / record.choices) for record in site.world.ended[:-1]
+    ]
 
 
-def test_training_on_the_log_gives_what_serving_learned(play: "Play", tmp_path: Path) -> None:
+def test_training_on_the_log_gives_what_serving_learned(tmp_path: Path) -> None:
     state, log = tmp_path / "state.json", tmp_path / "requests.jsonl"
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for i in range(12):
             await site.post(COMPLETIONS, STREAM | {"prompt": f"t{i % 4} why " * 40})
         log.write_bytes(b"".join(map(line_of, site.world.ended)))
@@ -305,12 +288,12 @@ def test_training_on_the_log_gives_what_serving_learned(play: "Play", tmp_path: 
 # What is kept.
 
 
-def test_what_was_learned_survives_a_restart(play: "Play", tmp_path: Path) -> None:
+def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     flags = {"predictor": "survival", "predictor_state": str(path)}
     learned = []
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         learned.append(expected_tokens(site, 0, steps=20))
         for i in range(3):
             values = {"prompt": f"t{i}", "max_tokens": 5 + i, "ignore_eos": True}
@@ -323,10 +306,10 @@ def test_what_was_learned_survives_a_restart(play: "Play", tmp_path: Path) -> No
     assert learned == [20.0, pytest.approx(6.0, abs=0.1)]
 
 
-def test_it_is_saved_every_minute_if_anything_is_new(play: "Play", tmp_path: Path) -> None:
+def test_it_is_saved_every_minute_if_anything_is_new(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(130.0)
         assert not path.exists()
         await site.post(COMPLETIONS, STREAM | {"prompt": "t1"})
@@ -340,12 +323,12 @@ def test_it_is_saved_every_minute_if_anything_is_new(play: "Play", tmp_path: Pat
     assert isinstance(load(path), Survival)
 
 
-def test_a_trained_predictor_goes_on_learning_in_its_state(play: "Play", tmp_path: Path) -> None:
+def test_a_trained_predictor_goes_on_learning_in_its_state(tmp_path: Path) -> None:
     trained, state = tmp_path / "trained.json", tmp_path / "state.json"
     save(trained, Survival([9]))
     before = trained.read_bytes()
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         values = {"prompt": "t1", "max_tokens": 5, "ignore_eos": True}
         await site.post(COMPLETIONS, STREAM | values)
         text = site.world.proxy.metrics.render().decode()
@@ -359,12 +342,12 @@ def test_a_trained_predictor_goes_on_learning_in_its_state(play: "Play", tmp_pat
     assert load(state).state() == Survival([9, 5, 5]).state()
 
 
-def test_a_state_that_cannot_be_used_is_put_aside_and_counted(play: "Play", tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_used_is_put_aside_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     save(path, ExactMatch())
     foreign = path.read_bytes()
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         assert metric(site, "predictor_state_refusals_total") == 1
         assert path.read_bytes() == foreign  # Until there is something better.
         values = {"prompt": "t1", "max_tokens": 5, "ignore_eos": True}
@@ -375,7 +358,7 @@ def test_a_state_that_cannot_be_used_is_put_aside_and_counted(play: "Play", tmp_
     assert (tmp_path / "state.json.bad").read_bytes() == foreign
 
 
-def test_a_trained_model_serves_and_is_kept_with_what_it_saw(play: "Play", tmp_path: Path) -> None:
+def test_a_trained_model_serves_and_is_kept_with_what_it_saw(tmp_path: Path) -> None:
     pytest.importorskip("lightgbm")
     rng = random.Random(3)
     past = []
@@ -386,7 +369,7 @@ def test_a_trained_model_serves_and_is_kept_with_what_it_saw(play: "Play", tmp_p
     trained, state = tmp_path / "gbdt.json", tmp_path / "state.json"
     save(trained, train("gbdt", past))
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         assert metric(site, "predictor_state_refusals_total") == 0
         for i in range(4):
             await site.post(COMPLETIONS, STREAM | {"prompt": f"t{i} why", "ignore_eos": True})
@@ -404,85 +387,74 @@ def test_a_trained_model_serves_and_is_kept_with_what_it_saw(play: "Play", tmp_p
 # How they are judged.
 
 
-def test_the_active_predictor_and_its_shadows_are_scored_on_the_same_rows(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for _ in range(6):
-            exchanges = [
-                site.send(COMPLETIONS, STREAM | {"prompt": f"t{i} why"}) for i in range(12)
-            ]
-            for exchange in exchanges:
-                await exchange.end()
-        active, matched, blind = (await site.admin("/admin/state")).json["state"]["predictors"]
-        assert [one["name"] for one in (active, matched, blind)] == [
-            "survival",
-            "exact-match",
-            "none",
-        ]
-        assert (active["active"], matched["active"]) == (True, False)
-        assert active["rows"] == matched["rows"] == blind["rows"] > 50
-        assert (await site.state())["rows_judged"] == active["rows"]
-        assert blind["auc"] == 0.5
-        assert sum(blind["decile_rows"]) == blind["decile_rows"][0] == blind["rows"]
-        # Whoever never expects an end errs as often as there is one.
-        assert blind["brier"] == blind["observed"][0]
-        # Each prompt has its length, so keys tell more than all lengths together do.
-        assert matched["brier"] < 0.7 * active["brier"]
-        assert matched["auc"] > active["auc"] > 0.5
-        for one in (active, matched):
-            for name, score in {"auc_ratio": "auc", "brier_ratio": "brier"}.items():
-                assert metric(site, f"predictor_{name}", predictor=one["name"]) == one[score]
-        assert metric(site, "predictor_error_tokens_count") == active["rows"]
-        assert metric(site, "predictor_scoring_duration_seconds_count") > 10
-        await site.rest()
-        assert len(predictors_of(site)._board) == 0
-
-    play(
-        scenario,
-        flags={"predictor": "survival", "shadow_predictor": ["exact-match", "none"], "batch": 16},
-        batch_limit=16,
-        mean_output_tokens=80.0,
-    )
+@served(
+    flags={"predictor": "survival", "shadow_predictor": ["exact-match", "none"], "batch": 16},
+    batch_limit=16,
+    mean_output_tokens=80.0,
+)
+async def test_the_active_predictor_and_its_shadows_are_scored_on_the_same_rows(site: Site) -> None:
+    for _ in range(6):
+        exchanges = [site.send(COMPLETIONS, STREAM | {"prompt": f"t{i} why"}) for i in range(12)]
+        for exchange in exchanges:
+            await exchange.end()
+    active, matched, blind = (await site.admin("/admin/state")).json["state"]["predictors"]
+    assert [one["name"] for one in (active, matched, blind)] == [
+        "survival",
+        "exact-match",
+        "none",
+    ]
+    assert (active["active"], matched["active"]) == (True, False)
+    assert active["rows"] == matched["rows"] == blind["rows"] > 50
+    assert (await site.state())["rows_judged"] == active["rows"]
+    assert blind["auc"] == 0.5
+    assert sum(blind["decile_rows"]) == blind["decile_rows"][0] == blind["rows"]
+    # Whoever never expects an end errs as often as there is one.
+    assert blind["brier"] == blind["observed"][0]
+    # Each prompt has its length, so keys tell more than all lengths together do.
+    assert matched["brier"] < 0.7 * active["brier"]
+    assert matched["auc"] > active["auc"] > 0.5
+    for one in (active, matched):
+        for name, score in {"auc_ratio": "auc", "brier_ratio": "brier"}.items():
+            assert metric(site, f"predictor_{name}", predictor=one["name"]) == one[score]
+    assert metric(site, "predictor_error_tokens_count") == active["rows"]
+    assert metric(site, "predictor_scoring_duration_seconds_count") > 10
+    await site.rest()
+    assert len(predictors_of(site)._board) == 0
 
 
 @pytest.mark.parametrize("policy", ["br-0", "jsq"])
-def test_predictors_are_scored_whatever_the_policy(play: "Play", policy: str) -> None:
-    async def scenario(site: "Site") -> None:
-        values = {"ignore_eos": True, "max_tokens": 200}
-        await site.post(COMPLETIONS, STREAM | values | {"prompt": "t1"})
-        assert metric(site, "predictor_refreshes_total") == 0
-        assert metric(site, "predictor_rows_judged_total") >= 3
-
-    play(scenario, flags={"policy": policy})
+@served(flags=lambda policy: {"policy": policy})
+async def test_predictors_are_scored_whatever_the_policy(site: Site, policy: str) -> None:
+    values = {"ignore_eos": True, "max_tokens": 200}
+    await site.post(COMPLETIONS, STREAM | values | {"prompt": "t1"})
+    assert metric(site, "predictor_refreshes_total") == 0
+    assert metric(site, "predictor_rows_judged_total") >= 3
 
 
-def test_answers_that_are_not_streamed_are_scored_by_the_clock(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        values = STREAM | {"ignore_eos": True, "max_tokens": 200, "stream": False}
-        for i in range(3):
-            await site.post(COMPLETIONS, values | {"prompt": f"t{i}"})
-        # The first tells the time of a step; the other two are a window after the other.
-        assert metric(site, "predictor_rows_judged_total") >= 6
-
-    play(scenario)
+@served()
+async def test_answers_that_are_not_streamed_are_scored_by_the_clock(site: Site) -> None:
+    values = STREAM | {"ignore_eos": True, "max_tokens": 200, "stream": False}
+    for i in range(3):
+        await site.post(COMPLETIONS, values | {"prompt": f"t{i}"})
+    # The first tells the time of a step; the other two are a window after the other.
+    assert metric(site, "predictor_rows_judged_total") >= 6
 
 
-def test_a_client_that_leaves_spoils_no_score(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        exchange = site.send(
-            COMPLETIONS, STREAM | {"prompt": "t1", "ignore_eos": True, "max_tokens": 300}
-        )
-        await exchange.until_events(60)
-        judged = metric(site, "predictor_rows_judged_total")
-        assert judged == 1  # The first 40 tokens are over.
-        exchange.call.abort()
-        await site.rest()
-        assert metric(site, "predictor_rows_judged_total") == judged
-        assert len(predictors_of(site)._board) == 0
-
-    play(scenario)
+@served()
+async def test_a_client_that_leaves_spoils_no_score(site: Site) -> None:
+    exchange = site.send(
+        COMPLETIONS, STREAM | {"prompt": "t1", "ignore_eos": True, "max_tokens": 300}
+    )
+    await exchange.until_events(60)
+    judged = metric(site, "predictor_rows_judged_total")
+    assert judged == 1  # The first 40 tokens are over.
+    exchange.call.abort()
+    await site.rest()
+    assert metric(site, "predictor_rows_judged_total") == judged
+    assert len(predictors_of(site)._board) == 0
 
 
-def test_nothing_is_done_for_a_chunk(play: "Play", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_for_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
     def counted(kind: type, name: str) -> None:
@@ -498,7 +470,7 @@ def test_nothing_is_done_for_a_chunk(play: "Play", monkeypatch: pytest.MonkeyPat
     for name in ("begin", "survival", "observe", "forget"):
         counted(ExactMatch, name)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         nonlocal calls
         values = STREAM | {"prompt": "t1", "ignore_eos": True, "max_tokens": 400}
         exchange = site.send(COMPLETIONS, values)

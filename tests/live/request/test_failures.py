@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.live.stream_client import DONE, LAST, OPENING
+from tests.support.site import Site, served
 
 from balanceroute.proxy.lab.emulate.faults import AfterPull, ErrorForm
 from balanceroute.proxy.lab.emulate.settings import DpMode
@@ -26,8 +27,6 @@ from balanceroute.proxy.live.telemetry.record import Leg, Outcome
 from balanceroute.proxy.wire.messages import WireError, WireFault
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -182,46 +181,42 @@ def test_the_docs_show_these_rules() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", [ErrorForm.DIGITS, ErrorForm.NO_CODE, ErrorForm.FLAT])
-def test_a_rank_that_is_busy_within_an_answer_of_200_is_left_for_another_one(
-    play: "Play", form: ErrorForm, stream: bool
+@served(dp_mode=DpMode.PORTS)
+async def test_a_rank_that_is_busy_within_an_answer_of_200_is_left_for_another_one(
+    site: Site, form: ErrorForm, stream: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        busy: dict[str, Any] = {"errors_in_200": True, "error_form": form, "status_429": 1.0}
-        site.fleet.faults.set("decode/0", **busy)
-        body = {"model": "tiny", "prompt": "t1 t2", "max_tokens": 4, "stream": stream}
-        answers = [await site.post("/v1/completions", body) for _ in range(4)]
-        assert [one.status for one in answers] == [200] * 4
-        assert all(one.done or one.json["usage"]["completion_tokens"] for one in answers)
-        site.fleet.faults.set("decode/1", **busy)
-        refused = await site.post("/v1/completions", body)
-        assert (refused.status, refused.header(b"retry-after")) == (429, b"1")
-        rows = (await site.admin("/admin/instances")).json["instances"]
-        assert {one["status"] for one in rows} == {"up"}
-
-    play(scenario, dp_mode=DpMode.PORTS)
+    busy: dict[str, Any] = {"errors_in_200": True, "error_form": form, "status_429": 1.0}
+    site.fleet.faults.set("decode/0", **busy)
+    body = {"model": "tiny", "prompt": "t1 t2", "max_tokens": 4, "stream": stream}
+    answers = [await site.post("/v1/completions", body) for _ in range(4)]
+    assert [one.status for one in answers] == [200] * 4
+    assert all(one.done or one.json["usage"]["completion_tokens"] for one in answers)
+    site.fleet.faults.set("decode/1", **busy)
+    refused = await site.post("/v1/completions", body)
+    assert (refused.status, refused.header(b"retry-after")) == (429, b"1")
+    rows = (await site.admin("/admin/instances")).json["instances"]
+    assert {one["status"] for one in rows} == {"up"}
 
 
 @pytest.mark.parametrize("told", [None, b"7"])
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/embeddings"])
-def test_who_is_to_come_again_is_told_when(
-    play: "Play", path: str, status: int, told: bytes | None
+@served()
+async def test_who_is_to_come_again_is_told_when(
+    site: Site, path: str, status: int, told: bytes | None
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        def busy(engine: str, request: "HttpRequest", reply: "Reply") -> None:
-            del engine, request
-            headers = [(b"content-type", b"application/json")]
-            headers += [] if told is None else [(b"retry-after", told)]
-            error = {"message": "busy", "type": "RateLimitError", "param": None, "code": status}
-            reply.send(status, headers, json.dumps({"error": error}).encode())
+    def busy(engine: str, request: "HttpRequest", reply: "Reply") -> None:
+        del engine, request
+        headers = [(b"content-type", b"application/json")]
+        headers += [] if told is None else [(b"retry-after", told)]
+        error = {"message": "busy", "type": "RateLimitError", "param": None, "code": status}
+        reply.send(status, headers, json.dumps({"error": error}).encode())
 
-        site.handlers[path.encode()] = busy
-        body: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "prompt": "a", "input": "a"}
-        body["messages"] = [{"role": "user", "content": "a"}]
-        answer = await site.post(path, body)
-        assert (answer.status, answer.header(b"retry-after")) == (status, told or b"1")
-
-    play(scenario)
+    site.handlers[path.encode()] = busy
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "prompt": "a", "input": "a"}
+    body["messages"] = [{"role": "user", "content": "a"}]
+    answer = await site.post(path, body)
+    assert (answer.status, answer.header(b"retry-after")) == (status, told or b"1")
 
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "t1 t2 t3"}]}
@@ -232,29 +227,23 @@ CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content"
 @pytest.mark.parametrize(
     "flags", [{}, {"resume": "exact"}, {"first_token": "prefill", "resume": "valid"}]
 )
-def test_a_chat_whose_role_was_told_goes_elsewhere_as_long_as_it_has_no_token(
-    play: "Play",
-    after_pull: AfterPull,
-    connector: str,
-    flags: dict[str, object],
+@served("connector", "flags")
+async def test_a_chat_whose_role_was_told_goes_elsewhere_as_long_as_it_has_no_token(
+    site: Site, after_pull: AfterPull, connector: str, flags: dict[str, object]
 ) -> None:
     """The role is named before vLLM tells that the KV cache could not be pulled."""
     values = CHAT | {"max_tokens": 8, "stream": True, "seed": 7}
-
-    async def scenario(site: "Site") -> None:
-        port = site.fleet.engine("decode/1").port
-        right = await site.send("/v1/chat/completions", values, port=port).end()
-        site.fleet.faults.set("decode/0", after_pull=after_pull)
-        # One of them goes to that rank.
-        both = [site.send("/v1/chat/completions", values) for _ in range(2)]
-        for answer in [await one.end() for one in both]:
-            assert (answer.status, answer.done) == (200, True)
-            assert told(answer.body) == told(right.body)
-        records = await site.ended(2)
-        assert {record.outcome for record in records} == {Outcome.OK}
-        assert any(record.retries or record.resumes for record in records)
-
-    play(scenario, connector=connector, flags=flags)
+    port = site.fleet.engine("decode/1").port
+    right = await site.send("/v1/chat/completions", values, port=port).end()
+    site.fleet.faults.set("decode/0", after_pull=after_pull)
+    # One of them goes to that rank.
+    both = [site.send("/v1/chat/completions", values) for _ in range(2)]
+    for answer in [await one.end() for one in both]:
+        assert (answer.status, answer.done) == (200, True)
+        assert told(answer.body) == told(right.body)
+    records = await site.ended(2)
+    assert {record.outcome for record in records} == {Outcome.OK}
+    assert any(record.retries or record.resumes for record in records)
 
 
 def told(body: bytes) -> list[bytes]:
@@ -264,7 +253,8 @@ def told(body: bytes) -> list[bytes]:
     )
 
 
-def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play") -> None:
+@served()
+async def test_a_role_reaches_its_client_soon_though_nothing_follows(site: Site) -> None:
     """A parser of tools, for example, tells nothing before an argument is complete."""
     replies: list[Reply] = []
 
@@ -274,16 +264,13 @@ def test_a_role_reaches_its_client_soon_though_nothing_follows(play: "Play") -> 
         reply.write(OPENING)
         replies.append(reply)
 
-    async def scenario(site: "Site") -> None:
-        site.rank_handlers[b"/v1/chat/completions"] = names_the_role
-        answer = site.send("/v1/chat/completions", CHAT | {"max_tokens": 8, "stream": True})
-        await site.until(lambda: bool(replies))
-        begun_s = site.loop.time()
-        await answer.until_events(1)
-        assert site.loop.time() - begun_s < 0.5
-        assert answer.body == OPENING
-        replies[0].write(LAST + DONE)
-        replies[0].end()
-        assert (await answer.end()).body == OPENING + LAST + DONE
-
-    play(scenario)
+    site.rank_handlers[b"/v1/chat/completions"] = names_the_role
+    answer = site.send("/v1/chat/completions", CHAT | {"max_tokens": 8, "stream": True})
+    await site.until(lambda: bool(replies))
+    begun_s = site.loop.time()
+    await answer.until_events(1)
+    assert site.loop.time() - begun_s < 0.5
+    assert answer.body == OPENING
+    replies[0].write(LAST + DONE)
+    replies[0].end()
+    assert (await answer.end()).body == OPENING + LAST + DONE

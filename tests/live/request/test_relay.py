@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from tests.live.stream_client import (
     total,
     usage,
 )
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.continuation_stream import TokenStream
 from balanceroute.proxy.live.openai.token_ids import BackedUpIds, Care, GeneratedIds, TokenIds
@@ -87,27 +88,21 @@ def check_real(name: str, body: bytes, pieces: Iterable[bytes], **options: Any) 
 
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 239, 1_000, 100_000])
-def test_a_real_stream_reaches_the_client_byte_for_byte(
-    body_of: Callable[[str], bytes], name: str, size: int
-) -> None:
-    body = body_of(f"{name}.resp")
+def test_a_real_stream_reaches_the_client_byte_for_byte(name: str, size: int) -> None:
+    body = transcript(f"{name}.resp")
     check_real(name, body, in_pieces(body, size))
 
 
 @pytest.mark.parametrize("name", ["mooncake_decode_before_prefill", "solo_chat_stream_usage"])
-def test_it_does_not_matter_where_a_stream_is_split(
-    body_of: Callable[[str], bytes], name: str
-) -> None:
-    body = body_of(f"{name}.resp")
+def test_it_does_not_matter_where_a_stream_is_split(name: str) -> None:
+    body = transcript(f"{name}.resp")
     for at in range(1, len(body)):
         check_real(name, body, [body[:at], body[at:]])
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_a_real_stream_is_the_same_when_its_text_is_kept(
-    body_of: Callable[[str], bytes], name: str
-) -> None:
-    body = body_of(f"{name}.resp")
+def test_a_real_stream_is_the_same_when_its_text_is_kept(name: str) -> None:
+    body = transcript(f"{name}.resp")
     client = check_real(name, body, re.findall(rb"data: .*\n\n", body), keep_text=True)
     if STREAMS[name][0] > 1 or "tools" in name:
         assert client.text is None
@@ -140,10 +135,8 @@ def test_a_stream_in_other_line_ends_is_the_same_in_any_pieces(
     assert client.tokens == 8
 
 
-def test_a_client_has_only_whole_events_whenever_a_stream_breaks_off(
-    body_of: Callable[[str], bytes],
-) -> None:
-    body = body_of("nixl_pd_client_disconnect.resp")
+def test_a_client_has_only_whole_events_whenever_a_stream_breaks_off() -> None:
+    body = transcript("nixl_pd_client_disconnect.resp")
     for at in range(len(body)):
         client = Client().answer(*filter(None, [body[:at]])).end()
         whole = body[: body.rfind(b"\n\n", 0, at) + 2] if b"\n\n" in body[:at] else b""

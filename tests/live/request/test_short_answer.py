@@ -1,10 +1,10 @@
 """The probe's answer as the whole answer: as a decode engine would have given it."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.support.site import transcript
 
 from balanceroute.proxy.live.openai.answer import is_message, message_events
 from balanceroute.proxy.live.openai.shape import Api
@@ -27,18 +27,16 @@ def sent(stream: bytes) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS, Api.GENERATE])
-def test_a_stream_leaves_out_what_is_null_in_usage_at_any_depth(
-    body_of: Callable[[str], bytes], api: Api
-) -> None:
-    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+def test_a_stream_leaves_out_what_is_null_in_usage_at_any_depth(api: Api) -> None:
+    message = stopped(transcript("nixl_chat_stream_usage_prefill.resp"))
     details = {"cached_tokens": 3, "created_cache_tokens": None, "multimodal_tokens": None}
     message["usage"] |= {"prompt_tokens_details": details}
     *_, last = sent(short_answer_events(api, message, include_usage=True))
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-def test_a_whole_answer_tells_nothing_of_the_kv_cache(body_of: Callable[[str], bytes]) -> None:
-    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+def test_a_whole_answer_tells_nothing_of_the_kv_cache() -> None:
+    message = stopped(transcript("nixl_chat_stream_usage_prefill.resp"))
     body = json.loads(short_answer_body(message))
     assert body == message | {"kv_transfer_params": None}
     assert list(body) == list(message)
@@ -53,11 +51,11 @@ def test_a_whole_answer_tells_nothing_of_the_kv_cache(body_of: Callable[[str], b
     ],
 )
 def test_a_stream_has_the_members_of_a_real_one_in_their_order(
-    body_of: Callable[[str], bytes], api: Api, probe: str, stream: str
+    api: Api, probe: str, stream: str
 ) -> None:
-    message = stopped(body_of(probe))
+    message = stopped(transcript(probe))
     ours = sent(short_answer_events(api, message, include_usage=True))
-    real = sent(body_of(stream))
+    real = sent(transcript(stream))
     # The first events, the last token's, and the usage. Null members that some versions add may lack.
     theirs = [real[0], real[-2], real[-1]] if api is Api.CHAT else [real[-2], real[-1]]
     assert len(ours) == len(theirs)
@@ -72,17 +70,15 @@ def test_a_stream_has_the_members_of_a_real_one_in_their_order(
     assert ours[-1]["system_fingerprint"] == message["system_fingerprint"]
 
 
-def test_the_fingerprint_is_in_the_last_event_if_there_is_no_usage(
-    body_of: Callable[[str], bytes],
-) -> None:
-    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+def test_the_fingerprint_is_in_the_last_event_if_there_is_no_usage() -> None:
+    message = stopped(transcript("nixl_chat_stream_usage_prefill.resp"))
     opening, token = sent(short_answer_events(Api.CHAT, message, include_usage=False))
     assert "system_fingerprint" not in opening
     assert list(token)[-1] == "system_fingerprint"
 
 
-def test_a_chat_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]) -> None:
-    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+def test_a_chat_stream_says_what_the_answer_says() -> None:
+    message = stopped(transcript("nixl_chat_stream_usage_prefill.resp"))
     message["choices"][0]["message"]["content"] = "Ja \U0001f999"
     message["choices"][0]["logprobs"] = {"content": [{"token": "Ja"}]}
     opening, token = sent(short_answer_events(Api.CHAT, message, include_usage=False))
@@ -107,8 +103,8 @@ def test_a_chat_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]
     ]
 
 
-def test_a_completion_stream_says_what_the_answer_says(body_of: Callable[[str], bytes]) -> None:
-    message = stopped(body_of("mooncake_cmpl_stream_logprobs_prefill.resp"))
+def test_a_completion_stream_says_what_the_answer_says() -> None:
+    message = stopped(transcript("mooncake_cmpl_stream_logprobs_prefill.resp"))
     (event,) = sent(short_answer_events(Api.COMPLETIONS, message, include_usage=False))
     choice = message["choices"][0]
     assert event["choices"] == [
@@ -124,8 +120,8 @@ def test_a_completion_stream_says_what_the_answer_says(body_of: Callable[[str], 
     ]
 
 
-def test_the_usage_is_the_answers(body_of: Callable[[str], bytes]) -> None:
-    message = stopped(body_of("nixl_chat_stream_usage_prefill.resp"))
+def test_the_usage_is_the_answers() -> None:
+    message = stopped(transcript("nixl_chat_stream_usage_prefill.resp"))
     usage = sent(short_answer_events(Api.CHAT, message, include_usage=True))[-1]
     assert usage["choices"] == []
     assert usage["usage"] == {"prompt_tokens": 187, "total_tokens": 188, "completion_tokens": 1}

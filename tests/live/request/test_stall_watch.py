@@ -1,15 +1,11 @@
 """Since when something that is read now may have been waiting."""
 
-from typing import TYPE_CHECKING
-
 import pytest
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.request.prefill_attempt import PrefillAttempt
 from balanceroute.proxy.live.request.session import Session
 from balanceroute.proxy.live.request.shared import StallWatch
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 INTERVAL_S = 0.25
 BODY = {"prompt": "t1 t2 t3", "max_tokens": 3, "ignore_eos": True}
@@ -63,30 +59,27 @@ def test_a_time_without_ticks_is_no_stall() -> None:
     assert stalls.waiting_since_s() == 500.0
 
 
-def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(play: "Play") -> None:
+@served()
+async def test_a_prefill_answer_that_waited_longer_than_its_lease_is_not_used(site: Site) -> None:
     """A proxy that stood still pulls nothing that may be another prompt's by now."""
-
-    async def scenario(site: "Site") -> None:
-        stalls = site.world.proxy.deployment.driver.context.stalls
-        exchange = site.send("/v1/completions", BODY)
-        await site.until(lambda: len(site.received("prefill")) == 1)
-        # As after 40 s, which began when the leg had been sent.
-        now_s = stalls._clock()
-        stalls._stalled_s, stalls._over_s = now_s - 40.0, now_s + 0.2
-        session = next(iter(site.world.proxy.deployment.driver.sessions.values()))
-        assert isinstance(session, Session)
-        attempt = session.held
-        assert isinstance(attempt, PrefillAttempt)
-        attempt.sent_s -= 40.0
-        await exchange.end()
-        assert exchange.status == 200
-        (record,) = site.world.ended
-        assert record.lease_lapses == 1  # The second prefill was sent after the stall.
-        assert len(site.received("prefill")) == 2
-        assert len(site.received("decode")) == 1
-        assert site.fleet.misreads == []
-
-    play(scenario)
+    stalls = site.world.proxy.deployment.driver.context.stalls
+    exchange = site.send("/v1/completions", BODY)
+    await site.until(lambda: len(site.received("prefill")) == 1)
+    # As after 40 s, which began when the leg had been sent.
+    now_s = stalls._clock()
+    stalls._stalled_s, stalls._over_s = now_s - 40.0, now_s + 0.2
+    session = next(iter(site.world.proxy.deployment.driver.sessions.values()))
+    assert isinstance(session, Session)
+    attempt = session.held
+    assert isinstance(attempt, PrefillAttempt)
+    attempt.sent_s -= 40.0
+    await exchange.end()
+    assert exchange.status == 200
+    (record,) = site.world.ended
+    assert record.lease_lapses == 1  # The second prefill was sent after the stall.
+    assert len(site.received("prefill")) == 2
+    assert len(site.received("decode")) == 1
+    assert site.fleet.misreads == []
 
 
 def test_the_first_tick_after_a_standstill_is_known_and_never_two_in_a_row() -> None:

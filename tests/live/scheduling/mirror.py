@@ -4,10 +4,11 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
+from tests.support.site import Site
+
 from balanceroute.proxy.core.events import Admit, Tick, TokensEmitted
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Site
     from tests.support.chaos.world import SchedulerStep
 
 COMPLETIONS = "/v1/completions"
@@ -24,7 +25,7 @@ def body(i: int, **more: Any) -> dict[str, Any]:
     return STREAM | {"prompt": f"t{i} u"} | more
 
 
-def watch(site: "Site", saw: Any) -> None:
+def watch(site: Site, saw: Any) -> None:
     """Have a function see every step of the scheduler."""
     site.world.observer.watch = saw
 
@@ -32,7 +33,7 @@ def watch(site: "Site", saw: Any) -> None:
 class Mirror:
     """Compares the loads of the ledger with the truth, at every decision."""
 
-    def __init__(self, site: "Site") -> None:
+    def __init__(self, site: Site) -> None:
         self.off = 0
         self.load = 0
         self.decisions = 0
@@ -65,7 +66,7 @@ class Mirror:
         return self.off / self.load
 
 
-async def run_load(site: "Site", *, streamed: float, requests: int) -> None:
+async def run_load(site: Site, *, streamed: float, requests: int) -> None:
     """Send requests of many sizes, more than the slots, and wait for all answers."""
     rng = random.Random(3)
     exchanges = []

@@ -1,12 +1,10 @@
 """With `--first-token prefill` the first token of what waits for a rank does not wait before prefill."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
+from tests.support.site import Site, play
 
 COMPLETIONS = "/v1/completions"
 # Of two ranks of four slots: the limit that balance needs is 27.
@@ -18,9 +16,9 @@ REQUESTS = 260
     ("first_token", "least_s", "most_s"), [("prefill", 0, 0.3), ("decode", 5, 10)]
 )
 def test_a_first_token_waits_for_its_prefill_alone(
-    play: "Play", first_token: str, least_s: float, most_s: float
+    first_token: str, least_s: float, most_s: float
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         def send(number: int) -> Any:
             values = {"model": "tiny", "prompt": [1 + number % 50] * 20, "max_tokens": 10}
             values |= {"ignore_eos": True, "stream": True, "temperature": 0}
@@ -45,11 +43,11 @@ def test_a_first_token_waits_for_its_prefill_alone(
     play(scenario, flags=flags, step_base_ns=150_000_000, prefill_ns_per_token=1_000.0)
 
 
-def test_before_anything_is_learned_prefillers_hold_no_more_than_fits(play: "Play") -> None:
+def test_before_anything_is_learned_prefillers_hold_no_more_than_fits() -> None:
     """All slots are taken at once, and a deep pool begins with half as many."""
     fits, prompt = 2_000, 100
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(3.0)  # Engines tell once a second.
         prefillers = site.world.scheduler.prefillers
         values = {"model": "tiny", "max_tokens": 60, "ignore_eos": True, "stream": True}

@@ -15,6 +15,7 @@ from tests.live.scheduling.mirror import (
     run_load,
     watch,
 )
+from tests.support.site import Exchanged, Scenario, Site, play, served
 
 from balanceroute.predictors import NoPrediction
 from balanceroute.proxy.core.events import (
@@ -33,30 +34,27 @@ from balanceroute.proxy.live.telemetry.record import Outcome
 from balanceroute.topologies import CONNECTORS, KvFlow
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Scenario, Site
     from tests.support.chaos.world import SchedulerStep
 
 
 @pytest.mark.parametrize("streamed", [1.0, 0.5, 0.0])
-def test_the_mirror_of_the_loads_is_true(play: "Play", streamed: float) -> None:
-    async def scenario(site: "Site") -> None:
-        if not streamed:
-            # The clock learns the time of a step from the first long answer.
-            await site.post(COMPLETIONS, BODY | {"max_tokens": 200})
-        mirror = Mirror(site)
-        await run_load(site, streamed=streamed, requests=150)
-        assert mirror.decisions > 100
-        assert mirror.deviation < 0.01
-
-    play(scenario, **FLEET)
+@served(**FLEET)
+async def test_the_mirror_of_the_loads_is_true(site: Site, streamed: float) -> None:
+    if not streamed:
+        # The clock learns the time of a step from the first long answer.
+        await site.post(COMPLETIONS, BODY | {"max_tokens": 200})
+    mirror = Mirror(site)
+    await run_load(site, streamed=streamed, requests=150)
+    assert mirror.decisions > 100
+    assert mirror.deviation < 0.01
 
 
 @pytest.mark.parametrize("policy", ["br-0", "jsq"])
-def test_another_scheduler_decides_the_same_of_the_same_events(play: "Play", policy: str) -> None:
+def test_another_scheduler_decides_the_same_of_the_same_events(policy: str) -> None:
     """Nothing but its events tells a scheduler anything: the driver changes nothing behind its back."""
     heard: list[tuple[Event, list[Action], int]] = []
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         def saw(step: "SchedulerStep") -> None:
             heard.append((step.event, step.actions, round(site.loop.time() * 1e9)))
 
@@ -95,9 +93,9 @@ def test_another_scheduler_decides_the_same_of_the_same_events(play: "Play", pol
     ids=["unequal", "speculative", "pausing"],
 )
 def test_the_mirror_is_true_of_engines_that_are_not_plain(
-    play: "Play", engines: SimulatedEngineOptions, streamed: float
+    engines: SimulatedEngineOptions, streamed: float
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         mirror = Mirror(site)
         await run_load(site, streamed=streamed, requests=150)
         assert mirror.decisions > 100
@@ -110,40 +108,36 @@ def test_the_mirror_is_true_of_engines_that_are_not_plain(
     play(scenario, **(FLEET | {"engines": engines, "step_ns_per_token": 20_000.0}))
 
 
-def test_the_costs_of_a_late_request_are_measured(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        fleet, pace = site.fleet.settings, site.world.scheduler.leases.pace
-        assert pace is not None
-        for _ in range(3):
-            await run_load(site, streamed=1.0, requests=150)
-        assert pace.step_model.ns_per_token == pytest.approx(fleet.step_ns_per_token, rel=0.1)
-        assert pace.tokens_left_per_step is not None
-        # A prefill of 175 tokens in the mean, of which a part is the constant time of the engine.
-        per_token = fleet.prefill_ns_per_token + fleet.prefill_base_ns / 175
-        assert pace.prefill_ns_per_token == pytest.approx(per_token, rel=0.3)
-
-    play(scenario, **(FLEET | {"step_ns_per_token": 20_000.0}))
+@served(**FLEET | {"step_ns_per_token": 20_000.0})
+async def test_the_costs_of_a_late_request_are_measured(site: Site) -> None:
+    fleet, pace = site.fleet.settings, site.world.scheduler.leases.pace
+    assert pace is not None
+    for _ in range(3):
+        await run_load(site, streamed=1.0, requests=150)
+    assert pace.step_model.ns_per_token == pytest.approx(fleet.step_ns_per_token, rel=0.1)
+    assert pace.tokens_left_per_step is not None
+    # A prefill of 175 tokens in the mean, of which a part is the constant time of the engine.
+    per_token = fleet.prefill_ns_per_token + fleet.prefill_base_ns / 175
+    assert pace.prefill_ns_per_token == pytest.approx(per_token, rel=0.3)
 
 
-def test_the_time_lost_at_the_barrier_is_told(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await run_load(site, streamed=1.0, requests=100)
-        driver, stats = site.world.proxy.deployment.driver, site.fleet.stats()
-        # The engines' last steps may run out after the clients have their answers.
-        assert driver.decisions.progress.steps.steps == pytest.approx(stats["steps"], rel=0.1)
-        barrier = driver.decisions.progress.barrier
-        told = barrier.idle_tokens / barrier.capacity_tokens
-        assert told == pytest.approx(stats["idle_fraction"], rel=0.1)
-        assert driver.decisions.progress.steps.step_s == pytest.approx(0.032, rel=0.1)
-
-    play(scenario, **FLEET)
+@served(**FLEET)
+async def test_the_time_lost_at_the_barrier_is_told(site: Site) -> None:
+    await run_load(site, streamed=1.0, requests=100)
+    driver, stats = site.world.proxy.deployment.driver, site.fleet.stats()
+    # The engines' last steps may run out after the clients have their answers.
+    assert driver.decisions.progress.steps.steps == pytest.approx(stats["steps"], rel=0.1)
+    barrier = driver.decisions.progress.barrier
+    told = barrier.idle_tokens / barrier.capacity_tokens
+    assert told == pytest.approx(stats["idle_fraction"], rel=0.1)
+    assert driver.decisions.progress.steps.step_s == pytest.approx(0.032, rel=0.1)
 
 
-def test_ranks_of_different_speeds_are_balanced_in_time_if_they_are_told(play: "Play") -> None:
+def test_ranks_of_different_speeds_are_balanced_in_time_if_they_are_told() -> None:
     idle: dict[bool, float] = {}
 
-    def scenario(told: bool) -> "Scenario":
-        async def load(site: "Site") -> None:
+    def scenario(told: bool) -> Scenario:
+        async def load(site: Site) -> None:
             await run_load(site, streamed=1.0, requests=500)
             barrier = site.world.proxy.deployment.driver.decisions.progress.barrier
             idle[told] = site.fleet.stats()["idle_fraction"]
@@ -159,121 +153,103 @@ def test_ranks_of_different_speeds_are_balanced_in_time_if_they_are_told(play: "
     assert idle[True] < 0.7 * idle[False]
 
 
-def test_sequences_of_one_request_count_each(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        mirror = Mirror(site)
-        first = site.send(COMPLETIONS, body(0, n=3, max_tokens=60, prompt=list(range(5, 405))))
-        await first.until_events(30)
-        others = [site.send(COMPLETIONS, body(i, max_tokens=30)) for i in range(1, 4)]
-        await others[-1].until_events(1)
-        bound = site.world.scheduler.ledger.bound.tolist()
-        assert sorted(bound) == [0, 3, 3] or sorted(bound) == [3, 3]
-        for exchange in (first, *others):
-            assert (await exchange.end()).done
-        assert mirror.deviation < 0.01
-        assert {record.choices: record.output_tokens for record in site.world.ended} == {
-            3: 180,
-            1: 30,
-        }
-
-    play(scenario, batch_limit=4, flags={"batch": 4, "policy": "br-0"})
+@served(batch_limit=4, flags={"batch": 4, "policy": "br-0"})
+async def test_sequences_of_one_request_count_each(site: Site) -> None:
+    mirror = Mirror(site)
+    first = site.send(COMPLETIONS, body(0, n=3, max_tokens=60, prompt=list(range(5, 405))))
+    await first.until_events(30)
+    others = [site.send(COMPLETIONS, body(i, max_tokens=30)) for i in range(1, 4)]
+    await others[-1].until_events(1)
+    bound = site.world.scheduler.ledger.bound.tolist()
+    assert sorted(bound) == [0, 3, 3] or sorted(bound) == [3, 3]
+    for exchange in (first, *others):
+        assert (await exchange.end()).done
+    assert mirror.deviation < 0.01
+    assert {record.choices: record.output_tokens for record in site.world.ended} == {
+        3: 180,
+        1: 30,
+    }
 
 
 # Decisions.
 
 
-def test_requests_that_end_with_one_step_are_seen_by_one_decision(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        begun = [site.send(COMPLETIONS, body(i)) for i in range(4)]
-        for exchange in begun:
-            await exchange.until_events(1)
-        waiting = [site.send(COMPLETIONS, body(i)) for i in range(4, 8)]
-        await site.until(lambda: len(site.world.scheduler.pool) == 4)
-        decisions: list[int] = []
-        watch(
-            site,
-            lambda step: decisions.append(sum(isinstance(one, Admit) for one in step.actions)),
-        )
-        for exchange in begun + waiting:
-            assert (await exchange.end()).done
-        assert [count for count in decisions if count] == [4]
-
-    # Two slots on each rank; all four begin and end with the same steps.
-    play(scenario, prefillers=4, prefill_ns_per_token=0.0, flags={"batch": 2})
+@served(prefillers=4, prefill_ns_per_token=0.0, flags={"batch": 2})
+async def test_requests_that_end_with_one_step_are_seen_by_one_decision(site: Site) -> None:
+    begun = [site.send(COMPLETIONS, body(i)) for i in range(4)]
+    for exchange in begun:
+        await exchange.until_events(1)
+    waiting = [site.send(COMPLETIONS, body(i)) for i in range(4, 8)]
+    await site.until(lambda: len(site.world.scheduler.pool) == 4)
+    decisions: list[int] = []
+    watch(
+        site,
+        lambda step: decisions.append(sum(isinstance(one, Admit) for one in step.actions)),
+    )
+    for exchange in begun + waiting:
+        assert (await exchange.end()).done
+    assert [count for count in decisions if count] == [4]
 
 
-def test_a_slot_that_is_free_is_used_at_once(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for i in range(3):
-            await site.post(COMPLETIONS, body(i))
-        prefills, decodes = site.received("prefill"), site.received("decode")
-        for prefill, decode in zip(prefills, decodes, strict=True):
-            # 20 ms of prefill, and next to nothing between its end and the decode leg.
-            assert decode.at_s - prefill.at_s < 0.021
-
-    play(scenario)
+@served()
+async def test_a_slot_that_is_free_is_used_at_once(site: Site) -> None:
+    for i in range(3):
+        await site.post(COMPLETIONS, body(i))
+    prefills, decodes = site.received("prefill"), site.received("decode")
+    for prefill, decode in zip(prefills, decodes, strict=True):
+        # 20 ms of prefill, and next to nothing between its end and the decode leg.
+        assert decode.at_s - prefill.at_s < 0.021
 
 
-def test_a_freed_slot_waits_for_others_no_longer_than_a_moment(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        first = site.send(COMPLETIONS, body(0))
-        await first.until_events(1)
-        second = site.send(COMPLETIONS, body(1))
-        await site.until(lambda: len(site.world.scheduler.pool) == 1)
-        await first.end()
-        ended_s = site.loop.time()
-        assert (await second.end()).done
-        assert site.received("decode")[1].at_s - ended_s == pytest.approx(0.002, abs=0.001)
-
-    play(scenario, ranks=1, flags={"batch": 1})
+@served(ranks=1, flags={"batch": 1})
+async def test_a_freed_slot_waits_for_others_no_longer_than_a_moment(site: Site) -> None:
+    first = site.send(COMPLETIONS, body(0))
+    await first.until_events(1)
+    second = site.send(COMPLETIONS, body(1))
+    await site.until(lambda: len(site.world.scheduler.pool) == 1)
+    await first.end()
+    ended_s = site.loop.time()
+    assert (await second.end()).done
+    assert site.received("decode")[1].at_s - ended_s == pytest.approx(0.002, abs=0.001)
 
 
 # Waiting too long.
 
 
-def expired(exchange: "Exchanged") -> None:
+def expired(exchange: Exchanged) -> None:
     assert exchange.status == 503
     assert exchange.header(b"retry-after") == b"1"
     assert "longer than it may" in exchange.json["error"]["message"]
 
 
-def test_a_request_that_waits_too_long_for_a_prefiller_is_given_up(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        begin_s = site.loop.time()
-        first = site.send(COMPLETIONS, body(0))
-        second = site.send(COMPLETIONS, body(1))
-        expired(await second.end())
-        assert site.loop.time() - begin_s == pytest.approx(2.0, abs=0.26)
-        assert (await first.end()).done
-        assert len(site.received("prefill")) == 1
-        assert [record.outcome for record in site.world.ended] == [Outcome.EXPIRED, Outcome.OK]
-
-    play(
-        scenario,
-        prefillers=1,
-        prefill_base_ns=5_000_000_000,
-        flags={"queue_ttl_s": 2.0, "probe_limit": 1},
-    )
+@served(prefillers=1, prefill_base_ns=5_000_000_000, flags={"queue_ttl_s": 2.0, "probe_limit": 1})
+async def test_a_request_that_waits_too_long_for_a_prefiller_is_given_up(site: Site) -> None:
+    begin_s = site.loop.time()
+    first = site.send(COMPLETIONS, body(0))
+    second = site.send(COMPLETIONS, body(1))
+    expired(await second.end())
+    assert site.loop.time() - begin_s == pytest.approx(2.0, abs=0.26)
+    assert (await first.end()).done
+    assert len(site.received("prefill")) == 1
+    assert [record.outcome for record in site.world.ended] == [Outcome.EXPIRED, Outcome.OK]
 
 
-def test_a_request_that_waits_too_long_for_a_rank_is_given_up(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        first = site.send(COMPLETIONS, body(0, max_tokens=300))
-        await first.until_events(1)
-        begin_s = site.loop.time()
-        second = site.send(COMPLETIONS, body(1))
-        expired(await second.end())
-        assert site.loop.time() - begin_s == pytest.approx(2.0, abs=0.3)
-        assert (await first.end()).done
-        assert len(site.received("decode")) == 1
-        page = (await site.get("/metrics")).body
-        assert b'balanceroute_abandoned_leases_total{reason="ended"} 1.0' in page
-
-    play(scenario, ranks=1, flags={"pool_ttl_s": 2.0, "batch": 1})
+@served(ranks=1, flags={"pool_ttl_s": 2.0, "batch": 1})
+async def test_a_request_that_waits_too_long_for_a_rank_is_given_up(site: Site) -> None:
+    first = site.send(COMPLETIONS, body(0, max_tokens=300))
+    await first.until_events(1)
+    begin_s = site.loop.time()
+    second = site.send(COMPLETIONS, body(1))
+    expired(await second.end())
+    assert site.loop.time() - begin_s == pytest.approx(2.0, abs=0.3)
+    assert (await first.end()).done
+    assert len(site.received("decode")) == 1
+    page = (await site.get("/metrics")).body
+    assert b'balanceroute_abandoned_leases_total{reason="ended"} 1.0' in page
 
 
-def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_lease_that_lapses_in_the_pool_is_prefilled_again() -> None:
+    async def scenario(site: Site) -> None:
         first = site.send(COMPLETIONS, body(0, max_tokens=300))
         await first.until_events(1)
         second = site.send(COMPLETIONS, body(1))
@@ -309,9 +285,9 @@ def test_a_lease_that_lapses_in_the_pool_is_prefilled_again(play: "Play") -> Non
 )
 @pytest.mark.parametrize("resume", ["off", "exact"])
 def test_a_lease_that_lapsed_while_the_machine_stood_still_costs_no_attempt(
-    play: "Play", connector: str, resume: str, *, stream: bool
+    connector: str, resume: str, *, stream: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(1.0)
         values = body(1) | {"stream": stream}
         alone = await site.ask("decode/0", COMPLETIONS, values)
@@ -334,61 +310,53 @@ def test_a_lease_that_lapsed_while_the_machine_stood_still_costs_no_attempt(
 # Time limits of the legs.
 
 
-def test_a_prefiller_that_hangs_is_passed_over(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("prefill/0", hang=True)
-        exchange = await site.post(COMPLETIONS, STREAM)
-        assert exchange.done
-        engines = [seen.engine for seen in site.received("prefill")]
-        assert engines == ["prefill/0", "prefill/1"]
-        assert site.fleet.engine("prefill/0").idle
-
-    play(scenario, flags={"prefill_timeout_s": 1.0})
+@served(flags={"prefill_timeout_s": 1.0})
+async def test_a_prefiller_that_hangs_is_passed_over(site: Site) -> None:
+    site.fleet.faults.set("prefill/0", hang=True)
+    exchange = await site.post(COMPLETIONS, STREAM)
+    assert exchange.done
+    engines = [seen.engine for seen in site.received("prefill")]
+    assert engines == ["prefill/0", "prefill/1"]
+    assert site.fleet.engine("prefill/0").idle
 
 
-def test_when_every_prefiller_hangs_the_client_is_told(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("prefill", hang=True)
-        begin_s = site.loop.time()
-        exchange = await site.post(COMPLETIONS, STREAM)
-        assert exchange.status == 504
-        assert "prefill" in exchange.json["error"]["message"]
-        assert len(site.received("prefill")) == 3
-        assert site.loop.time() - begin_s == pytest.approx(3.0, abs=1.2)
-
-    play(scenario, flags={"prefill_timeout_s": 1.0})
+@served(flags={"prefill_timeout_s": 1.0})
+async def test_when_every_prefiller_hangs_the_client_is_told(site: Site) -> None:
+    site.fleet.faults.set("prefill", hang=True)
+    begin_s = site.loop.time()
+    exchange = await site.post(COMPLETIONS, STREAM)
+    assert exchange.status == 504
+    assert "prefill" in exchange.json["error"]["message"]
+    assert len(site.received("prefill")) == 3
+    assert site.loop.time() - begin_s == pytest.approx(3.0, abs=1.2)
 
 
-def test_a_rank_without_a_first_token_is_passed_over(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode/0", hang=True)
-        site.fleet.faults.set("decode/1", hang=True)
-        exchange = site.send(COMPLETIONS, STREAM)
-        await site.until(lambda: len(site.received("decode")) == 1)
-        site.fleet.faults.clear()
-        await exchange.end()
-        assert exchange.done
-        # What became of the first KV cache nobody knows.
-        assert len(site.received("prefill")) == 2
-
-    play(scenario, flags={"first_token_timeout_s": 1.0})
+@served(flags={"first_token_timeout_s": 1.0})
+async def test_a_rank_without_a_first_token_is_passed_over(site: Site) -> None:
+    site.fleet.faults.set("decode/0", hang=True)
+    site.fleet.faults.set("decode/1", hang=True)
+    exchange = site.send(COMPLETIONS, STREAM)
+    await site.until(lambda: len(site.received("decode")) == 1)
+    site.fleet.faults.clear()
+    await exchange.end()
+    assert exchange.done
+    # What became of the first KV cache nobody knows.
+    assert len(site.received("prefill")) == 2
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_stands_still_ends_truthfully(play: "Play", stream: bool) -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("decode", stall_after_tokens=5)
-        exchange = await site.post(COMPLETIONS, BODY | {"stream": stream})
-        if stream:
-            assert exchange.status == 200
-            assert exchange.error is not None
-            assert len(exchange.events) == 6
-            assert exchange.chunks[-1]["error"]["code"] == 504
-        else:
-            assert exchange.status == 504
-        await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
-
-    play(scenario, flags={"idle_stream_timeout_s": 2.0, "answer_timeout_s": 3.0})
+@served(flags={"idle_stream_timeout_s": 2.0, "answer_timeout_s": 3.0})
+async def test_an_answer_that_stands_still_ends_truthfully(site: Site, stream: bool) -> None:
+    site.fleet.faults.set("decode", stall_after_tokens=5)
+    exchange = await site.post(COMPLETIONS, BODY | {"stream": stream})
+    if stream:
+        assert exchange.status == 200
+        assert exchange.error is not None
+        assert len(exchange.events) == 6
+        assert exchange.chunks[-1]["error"]["code"] == 504
+    else:
+        assert exchange.status == 504
+    await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
 
 
 # Retries.
@@ -397,196 +365,171 @@ def test_an_answer_that_stands_still_ends_truthfully(play: "Play", stream: bool)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_engine_is_passed_over_and_not_blamed(
-    play: "Play", role: str, status: int, stream: bool
+@served(flags={"quarantine_failures": 1})
+async def test_a_busy_engine_is_passed_over_and_not_blamed(
+    site: Site, role: str, status: int, stream: bool
 ) -> None:
     values = BODY | {"stream": stream}
-
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set(f"{role}/0", **{f"status_{status}": 1.0}, retry_after_s=7)
-        for _ in range(3):
-            answer = await site.post(COMPLETIONS, values)
-            assert answer.status == 200
-        site.fleet.faults.set(role, **{f"status_{status}": 1.0}, retry_after_s=7)
-        # When all are, it is told as the engine tells it.
+    site.fleet.faults.set(f"{role}/0", **{f"status_{status}": 1.0}, retry_after_s=7)
+    for _ in range(3):
         answer = await site.post(COMPLETIONS, values)
-        alone = await site.ask(f"{role}/0", COMPLETIONS, values)
-        assert (answer.status, answer.body) == (status, alone.body)
-        assert answer.header(b"retry-after") == b"7"
-        assert all(not state.reason for state in site.world.proxy.deployment.health.states())
+        assert answer.status == 200
+    site.fleet.faults.set(role, **{f"status_{status}": 1.0}, retry_after_s=7)
+    # When all are, it is told as the engine tells it.
+    answer = await site.post(COMPLETIONS, values)
+    alone = await site.ask(f"{role}/0", COMPLETIONS, values)
+    assert (answer.status, answer.body) == (status, alone.body)
+    assert answer.header(b"retry-after") == b"7"
+    assert all(not state.reason for state in site.world.proxy.deployment.health.states())
 
-    play(scenario, flags={"quarantine_failures": 1})
 
-
-def test_an_outage_is_not_answered_with_a_storm_of_retries(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        site.fleet.faults.set("prefill", status_500=1.0)
-        exchanges = [site.send(COMPLETIONS, body(i)) for i in range(60)]
-        for exchange in exchanges:
-            await exchange.end()
-            assert exchange.status == 500
-        assert len(site.received("prefill")) <= 60 * 1.2 + 10
-
-    play(scenario)
+@served()
+async def test_an_outage_is_not_answered_with_a_storm_of_retries(site: Site) -> None:
+    site.fleet.faults.set("prefill", status_500=1.0)
+    exchanges = [site.send(COMPLETIONS, body(i)) for i in range(60)]
+    for exchange in exchanges:
+        await exchange.end()
+        assert exchange.status == 500
+    assert len(site.received("prefill")) <= 60 * 1.2 + 10
 
 
 # Clients that leave.
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "pooled", "admitted", "streaming"])
-def test_a_client_that_leaves_frees_everything_at_once(play: "Play", phase: str) -> None:
-    async def scenario(site: "Site") -> None:
-        scheduler, driver = site.world.scheduler, site.world.proxy.deployment.driver
-        others = []
-        if phase == "pooled":
-            others = [site.send(COMPLETIONS, body(i, max_tokens=60)) for i in range(2)]
-            for other in others:
-                await other.until_events(1)
-        if phase == "queued":
-            others = [site.send(COMPLETIONS, body(i)) for i in range(2)]
-            await site.until(lambda: len(site.received("prefill")) == 2)
-        before = len(site.seen)
-        exchange = site.send(COMPLETIONS, body(9, max_tokens=60))
-        number = RequestId(len(others))
-        await site.until(lambda: number in driver.sessions)
-        if phase == "prefilling":
-            await site.until(lambda: len(site.seen) == before + 1)
-        elif phase == "pooled":
-            await site.until(lambda: len(scheduler.pool) == 1)
-        elif phase == "admitted":
-            await site.until(lambda: len(site.received("decode")) == 1)
-        elif phase == "streaming":
-            await exchange.until_events(3)
-        exchange.call.abort()
-        await site.until(lambda: number not in driver.sessions, limit_s=0.05)
-        scheduler.check()
-        if not others:
-            await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
+@served(prefill_base_ns=100_000_000, flags={"batch": 1, "probe_limit": 1})
+async def test_a_client_that_leaves_frees_everything_at_once(site: Site, phase: str) -> None:
+    scheduler, driver = site.world.scheduler, site.world.proxy.deployment.driver
+    others = []
+    if phase == "pooled":
+        others = [site.send(COMPLETIONS, body(i, max_tokens=60)) for i in range(2)]
         for other in others:
-            assert (await other.end()).done
-        left = next(one for one in site.world.ended if one.outcome is Outcome.CANCELLED)
-        assert left.output_tokens == (3 if phase == "streaming" else 0)
-        assert len(site.received("decode")) == len(others) + (phase in ("admitted", "streaming"))
-
-    play(
-        scenario,
-        prefill_base_ns=100_000_000,
-        flags={"batch": 1, "probe_limit": 1},
-    )
-
-
-def test_a_client_that_does_not_read_pauses_its_engine(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        exchange = site.send(COMPLETIONS, STREAM | {"max_tokens": 2_000})
-        other = site.send(COMPLETIONS, body(1, max_tokens=100))
+            await other.until_events(1)
+    if phase == "queued":
+        others = [site.send(COMPLETIONS, body(i)) for i in range(2)]
+        await site.until(lambda: len(site.received("prefill")) == 2)
+    before = len(site.seen)
+    exchange = site.send(COMPLETIONS, body(9, max_tokens=60))
+    number = RequestId(len(others))
+    await site.until(lambda: number in driver.sessions)
+    if phase == "prefilling":
+        await site.until(lambda: len(site.seen) == before + 1)
+    elif phase == "pooled":
+        await site.until(lambda: len(scheduler.pool) == 1)
+    elif phase == "admitted":
+        await site.until(lambda: len(site.received("decode")) == 1)
+    elif phase == "streaming":
         await exchange.until_events(3)
-        exchange.call.pause()
+    exchange.call.abort()
+    await site.until(lambda: number not in driver.sessions, limit_s=0.05)
+    scheduler.check()
+    if not others:
+        await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
+    for other in others:
         assert (await other.end()).done
-        # It stands still for longer than a stream may, which is not the engine's fault, and long
-        # after the engine has said its last token.
-        await asyncio.sleep(100.0)
-        assert all(engine.idle for engine in site.fleet.engines)
-        assert len(site.world.proxy.deployment.driver.sessions) == 1
-        exchange.call.resume()
-        await exchange.end()
-        assert exchange.done
-        assert len(exchange.events) == 2_001
+    left = next(one for one in site.world.ended if one.outcome is Outcome.CANCELLED)
+    assert left.output_tokens == (3 if phase == "streaming" else 0)
+    assert len(site.received("decode")) == len(others) + (phase in ("admitted", "streaming"))
 
-    play(
-        scenario,
-        flags={"idle_stream_timeout_s": 5.0, "write_buffer_bytes": 4_096, "write_timeout_s": 300},
-    )
+
+@served(flags={"idle_stream_timeout_s": 5.0, "write_buffer_bytes": 4_096, "write_timeout_s": 300})
+async def test_a_client_that_does_not_read_pauses_its_engine(site: Site) -> None:
+    exchange = site.send(COMPLETIONS, STREAM | {"max_tokens": 2_000})
+    other = site.send(COMPLETIONS, body(1, max_tokens=100))
+    await exchange.until_events(3)
+    exchange.call.pause()
+    assert (await other.end()).done
+    # It stands still for longer than a stream may, which is not the engine's fault, and long
+    # after the engine has said its last token.
+    await asyncio.sleep(100.0)
+    assert all(engine.idle for engine in site.fleet.engines)
+    assert len(site.world.proxy.deployment.driver.sessions) == 1
+    exchange.call.resume()
+    await exchange.end()
+    assert exchange.done
+    assert len(exchange.events) == 2_001
 
 
 # The end.
 
 
-def test_a_drain_waits_for_every_answer(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        held: list[Any] = []
-        site.handlers[b"/tokenize"] = lambda _, __, reply: held.append(reply)
-        exchange = site.send(COMPLETIONS, STREAM)
-        await exchange.until_events(2)
-        passed = site.send("/tokenize", {"prompt": "t1"})
-        await site.until(lambda: bool(held))
-        drain = asyncio.create_task(site.world.proxy.drain())
-        await exchange.end()
-        assert exchange.done
-        await asyncio.sleep(1.0)
-        assert not drain.done()
-        held[0].send(200, [], b"x")
-        assert (await passed.end()).body == b"x"
-        await drain
-        refused = await site.get("/health")
-        assert refused.error is not None
-
-    play(scenario)
+@served()
+async def test_a_drain_waits_for_every_answer(site: Site) -> None:
+    held: list[Any] = []
+    site.handlers[b"/tokenize"] = lambda _, __, reply: held.append(reply)
+    exchange = site.send(COMPLETIONS, STREAM)
+    await exchange.until_events(2)
+    passed = site.send("/tokenize", {"prompt": "t1"})
+    await site.until(lambda: bool(held))
+    drain = asyncio.create_task(site.world.proxy.drain())
+    await exchange.end()
+    assert exchange.done
+    await asyncio.sleep(1.0)
+    assert not drain.done()
+    held[0].send(200, [], b"x")
+    assert (await passed.end()).body == b"x"
+    await drain
+    refused = await site.get("/health")
+    assert refused.error is not None
 
 
-def test_a_drain_lasts_no_longer_than_it_may(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        exchange = site.send(COMPLETIONS, STREAM | {"max_tokens": 1_000})
-        await exchange.until_events(2)
-        begin_s = site.loop.time()
-        await site.world.proxy.drain()
-        assert site.loop.time() - begin_s == pytest.approx(3.0)
-        await site.world.proxy.close()
-        await exchange.end()
-        assert exchange.error is not None
-        assert "shutting down" in exchange.chunks[-1]["error"]["message"]
-        assert all(engine.idle for engine in site.fleet.engines)
-
-    play(scenario, flags={"drain_timeout_s": 3.0})
+@served(flags={"drain_timeout_s": 3.0})
+async def test_a_drain_lasts_no_longer_than_it_may(site: Site) -> None:
+    exchange = site.send(COMPLETIONS, STREAM | {"max_tokens": 1_000})
+    await exchange.until_events(2)
+    begin_s = site.loop.time()
+    await site.world.proxy.drain()
+    assert site.loop.time() - begin_s == pytest.approx(3.0)
+    await site.world.proxy.close()
+    await exchange.end()
+    assert exchange.error is not None
+    assert "shutting down" in exchange.chunks[-1]["error"]["message"]
+    assert all(engine.idle for engine in site.fleet.engines)
 
 
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "streaming", "whole"])
-def test_what_is_cut_off_is_told_so(play: "Play", phase: str) -> None:
-    async def scenario(site: "Site") -> None:
-        count = 2 if phase == "queued" else 1
-        stream = phase != "whole"
-        exchanges = [site.send(COMPLETIONS, body(i, stream=stream)) for i in range(count)]
-        exchange = exchanges[-1]
-        if phase == "streaming":
-            await exchange.until_events(2)
-        elif phase == "whole":
-            await site.until(lambda: sum(site.fleet.stats()["running"]) == 1)
-        else:
-            await site.until(lambda: len(site.received("prefill")) == 1)
-        await site.world.proxy.close()
-        await exchange.end()
-        if phase == "streaming":
-            assert exchange.error is not None
-            assert exchange.chunks[-1]["error"]["code"] == 503
-        else:
-            assert exchange.status == 503
-            assert "shutting down" in exchange.json["error"]["message"]
-        await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
-
-    play(scenario, prefillers=1, flags={"probe_limit": 1})
+@served(prefillers=1, flags={"probe_limit": 1})
+async def test_what_is_cut_off_is_told_so(site: Site, phase: str) -> None:
+    count = 2 if phase == "queued" else 1
+    stream = phase != "whole"
+    exchanges = [site.send(COMPLETIONS, body(i, stream=stream)) for i in range(count)]
+    exchange = exchanges[-1]
+    if phase == "streaming":
+        await exchange.until_events(2)
+    elif phase == "whole":
+        await site.until(lambda: sum(site.fleet.stats()["running"]) == 1)
+    else:
+        await site.until(lambda: len(site.received("prefill")) == 1)
+    await site.world.proxy.close()
+    await exchange.end()
+    if phase == "streaming":
+        assert exchange.error is not None
+        assert exchange.chunks[-1]["error"]["code"] == 503
+    else:
+        assert exchange.status == 503
+        assert "shutting down" in exchange.json["error"]["message"]
+    await site.until(lambda: all(one.idle for one in site.fleet.engines), limit_s=0.1)
 
 
-def test_a_task_of_the_proxys_own_that_fails_is_begun_again(play: "Play") -> None:
+@served()
+async def test_a_task_of_the_proxys_own_that_fails_is_begun_again(site: Site) -> None:
     """An exception in a probe or a scrape ended the process with all its streams."""
+    watching = asyncio.create_task(site.world.proxy.watch())
+    await asyncio.sleep(1.0)
+    assert not watching.done()
 
-    async def scenario(site: "Site") -> None:
-        watching = asyncio.create_task(site.world.proxy.watch())
-        await asyncio.sleep(1.0)
-        assert not watching.done()
+    def fail() -> list[Any]:
+        raise ValueError("a defect")
 
-        def fail() -> list[Any]:
-            raise ValueError("a defect")
-
-        proxy = site.world.proxy
-        due = proxy.deployment.health.due
-        proxy.deployment.health.due = fail  # type: ignore[method-assign]
-        await asyncio.sleep(5.0)
-        page = (await site.get("/metrics")).body
-        assert b'balanceroute_decision_failures_total{what="health"} ' in page
-        proxy.deployment.health.due = due  # type: ignore[method-assign]
-        site.fleet.faults.set("decode/0", unhealthy=True)
-        quarantined = proxy.deployment.instances.ranks[0]
-        await site.until(lambda: quarantined.status is Status.QUARANTINED)
-        assert not watching.done()
-        watching.cancel()
-
-    play(scenario)
+    proxy = site.world.proxy
+    due = proxy.deployment.health.due
+    proxy.deployment.health.due = fail  # type: ignore[method-assign]
+    await asyncio.sleep(5.0)
+    page = (await site.get("/metrics")).body
+    assert b'balanceroute_decision_failures_total{what="health"} ' in page
+    proxy.deployment.health.due = due  # type: ignore[method-assign]
+    site.fleet.faults.set("decode/0", unhealthy=True)
+    quarantined = proxy.deployment.instances.ranks[0]
+    await site.until(lambda: quarantined.status is Status.QUARANTINED)
+    assert not watching.done()
+    watching.cancel()

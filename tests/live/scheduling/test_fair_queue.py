@@ -1,13 +1,10 @@
 """Fair queueing in a proxy: one key's backlog does not hold up another key."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.frontend.gateway_requests import BODY, keys
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
+from tests.support.site import Exchanged, Site, play
 
 
 @pytest.mark.parametrize(
@@ -20,10 +17,10 @@ if TYPE_CHECKING:
     ],
 )
 def test_a_key_with_a_backlog_shares_the_prefiller(
-    play: "Play", tmp_path: Path, cost: str, expected: str
+    tmp_path: Path, cost: str, expected: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        def send(name: str, key: bytes, tokens: int) -> "Exchanged":
+    async def scenario(site: Site) -> None:
+        def send(name: str, key: bytes, tokens: int) -> Exchanged:
             headers = [(b"x-request-id", name.encode()), (b"authorization", b"Bearer " + key)]
             values = BODY | {"prompt": list(range(100, 100 + tokens))}
             return site.send("/v1/completions", values, headers=headers)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Site, play, served
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.core.events import Action
@@ -19,8 +20,6 @@ from balanceroute.proxy.live.scheduling.decisions import Decisions
 from balanceroute.proxy.live.telemetry.record import Outcome
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.wire.http1.server import Reply
     from balanceroute.proxy.wire.messages import HttpRequest
 
@@ -44,14 +43,14 @@ def body(text: str = "a b c", tokens: int = 5, *, stream: bool = False) -> dict[
     return {"prompt": text, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
 
 
-async def counted(site: "Site", what: str) -> int:
+async def counted(site: Site, what: str) -> int:
     page = (await site.get("/metrics")).body.decode()
     name = f'balanceroute_decision_failures_total{{what="{what}"}} '
     found = [line for line in page.splitlines() if line.startswith(name)]
     return int(float(found[0].removeprefix(name))) if found else 0
 
 
-def outcomes(site: "Site") -> list[Outcome | None]:
+def outcomes(site: Site) -> list[Outcome | None]:
     return [record.outcome for record in site.world.ended]
 
 
@@ -67,7 +66,7 @@ def outcomes(site: "Site") -> list[Outcome | None]:
     ],
 )
 def test_an_exception_in_a_session_ends_its_request_alone(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, what: str, stream: bool
+    monkeypatch: pytest.MonkeyPatch, method: str, what: str, stream: bool
 ) -> None:
     """A session whose callback raised hung for ever, and held what it held."""
     starts: dict[str, Any] = {"start_prefill": start_prefill, "start_decode": start_decode}
@@ -76,7 +75,7 @@ def test_an_exception_in_a_session_ends_its_request_alone(
     else:
         monkeypatch.setattr(Session, method, poisoned(getattr(Session, method)))
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         bad = site.send(COMPLETIONS, body(stream=stream), headers=POISONED)
         good = [await site.post(COMPLETIONS, body(stream=stream)) for _ in range(3)]
         await bad.end()
@@ -96,7 +95,7 @@ def test_an_exception_in_a_session_ends_its_request_alone(
 
 
 def test_an_exception_in_the_stream_itself_is_an_error_event(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the wire calls is part of a request's handling."""
     usual = Relay.on_end
@@ -108,7 +107,7 @@ def test_an_exception_in_the_stream_itself_is_an_error_event(
 
     monkeypatch.setattr(Relay, "on_end", on_end)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         bad = await site.post(COMPLETIONS, body(stream=True))
         assert b'"code":500' in bad.events[-1].replace(b" ", b"")
         assert (await site.post(COMPLETIONS, body())).status == 200
@@ -118,7 +117,7 @@ def test_an_exception_in_the_stream_itself_is_an_error_event(
 
 
 def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     performed: list[tuple[str, str]] = []
     act = Decisions._act
@@ -130,7 +129,7 @@ def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
     monkeypatch.setattr(Decisions, "_act", note)
     monkeypatch.setattr(f"{Decisions.__module__}.start_prefill", poisoned(start_prefill))
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         driver = site.world.proxy.deployment.driver
         driver.instances.prefillers[0].crowded = True
         driver.reopen()
@@ -148,9 +147,7 @@ def test_what_follows_from_a_failed_action_waits_for_the_actions_before_it(
     play(scenario, prefillers=1, flags={"scrape_interval_s": 60.0})
 
 
-def test_an_exception_at_arrival_leaves_no_session(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_at_arrival_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """`submit` had registered the session before what could raise."""
 
     def keys(*_: object) -> None:
@@ -158,7 +155,7 @@ def test_an_exception_at_arrival_leaves_no_session(
 
     monkeypatch.setattr(driver_module, "prompt_keys", keys)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         answer = await site.post(COMPLETIONS, body())
         assert answer.status == 500
         assert not site.world.proxy.deployment.driver.sessions
@@ -168,12 +165,12 @@ def test_an_exception_at_arrival_leaves_no_session(
 
 
 def test_deadlines_go_on_though_one_sessions_deadline_raises(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After an exception in a sweep no deadline was looked at ever again."""
     monkeypatch.setattr(Session, "check_deadline", poisoned(Session.check_deadline))
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for number in range(2):
             site.fleet.faults.set(f"decode/{number}", hang=True)
         bad = site.send(COMPLETIONS, body(), headers=POISONED)
@@ -195,51 +192,47 @@ def test_deadlines_go_on_though_one_sessions_deadline_raises(
         ("decisions", "dispatched"),
     ],
 )
-def test_metrics_that_raise_end_nothing(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, metrics: str, method: str
+@served()
+async def test_metrics_that_raise_end_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, metrics: str, method: str
 ) -> None:
     """No exception in a sweep, a tick or an end keeps others from being served."""
 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    async def scenario(site: "Site") -> None:
-        monkeypatch.setattr(getattr(site.world.proxy.metrics, metrics), method, fails)
-        asked = [site.send(COMPLETIONS, body(tokens=200)) for _ in range(8)]
-        for one in asked:
-            assert (await one.end()).status == 200
-        driver = site.world.proxy.deployment.driver
-        assert not driver.sessions
-        await driver.table.drained()
-
-    play(scenario)
+    monkeypatch.setattr(getattr(site.world.proxy.metrics, metrics), method, fails)
+    asked = [site.send(COMPLETIONS, body(tokens=200)) for _ in range(8)]
+    for one in asked:
+        assert (await one.end()).status == 200
+    driver = site.world.proxy.deployment.driver
+    assert not driver.sessions
+    await driver.table.drained()
 
 
-def test_an_active_predictor_that_raises_is_one_that_knows_nothing(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+@served(flags={"policy": "br-h", "predictor": "survival", "batch": 2}, batch_limit=2)
+async def test_an_active_predictor_that_raises_is_one_that_knows_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its exception came out of every decision."""
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
 
-    async def scenario(site: "Site") -> None:
-        for method in ("begin", "survival", "observe", "forget"):
-            monkeypatch.setattr(Survival, method, fails)
-        asked = [site.send(COMPLETIONS, body(tokens=20)) for _ in range(12)]
-        for one in asked:
-            assert (await one.end()).status == 200
-        assert await counted(site, "predictor") > 12
-        assert await counted(site, "policy") == 0
-        (active,) = (await site.state())["predictors"]
-        assert active["failed"]
-        assert (await site.get("/ready")).status == 200
-
-    play(scenario, flags={"policy": "br-h", "predictor": "survival", "batch": 2}, batch_limit=2)
+    for method in ("begin", "survival", "observe", "forget"):
+        monkeypatch.setattr(Survival, method, fails)
+    asked = [site.send(COMPLETIONS, body(tokens=20)) for _ in range(12)]
+    for one in asked:
+        assert (await one.end()).status == 200
+    assert await counted(site, "predictor") > 12
+    assert await counted(site, "policy") == 0
+    (active,) = (await site.state())["predictors"]
+    assert active["failed"]
+    assert (await site.get("/ready")).status == 200
 
 
 def test_a_policy_that_goes_on_failing_makes_the_proxy_unready(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """/ready looked at the engines alone."""
     usual = TwoStage.dispatch
@@ -252,16 +245,16 @@ def test_a_policy_that_goes_on_failing_makes_the_proxy_unready(
 
     monkeypatch.setattr(TwoStage, "dispatch", dispatch)
 
-    async def load(site: "Site", seconds: float) -> None:
+    async def load(site: Site, seconds: float) -> None:
         end_s = site.loop.time() + seconds
         while site.loop.time() < end_s:
             assert (await site.post(COMPLETIONS, body())).status == 200
             await asyncio.sleep(0.5)
 
-    async def ready(site: "Site") -> tuple[int, int]:
+    async def ready(site: Site) -> tuple[int, int]:
         return (await site.get("/ready")).status, (await site.admin("/ready")).status
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         nonlocal broken
         await load(site, 7)
         assert await ready(site) == (200, 200)
@@ -281,7 +274,7 @@ def test_a_policy_that_goes_on_failing_makes_the_proxy_unready(
 
 @pytest.mark.parametrize(("method", "streams"), [("on_end", False), ("on_data", True)])
 def test_an_exception_in_a_request_of_one_engine_ends_that_request_alone(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, method: str, streams: bool
+    monkeypatch: pytest.MonkeyPatch, method: str, streams: bool
 ) -> None:
     usual = getattr(SingleExchange, method)
     poison = [True]
@@ -305,7 +298,7 @@ def test_an_exception_in_a_request_of_one_engine_ends_that_request_alone(
         asyncio.get_running_loop().call_later(1.0, reply.write, b"data: 2\n\n")
         asyncio.get_running_loop().call_later(2.0, reply.end)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         site.handlers[b"/tokenize"] = answer
         # The second waits for the room that the first one holds.
         bad, good = (site.send("/tokenize", {"prompt": "a"}) for _ in range(2))

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.site import Site, play
 
 from balanceroute.predictors import Survival
 from balanceroute.proxy.live import deployment
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.core.events import RequestId
 
 MEAN = 60
@@ -39,14 +38,12 @@ class Seen:
     last_s: float = 0.0
 
 
-def seen_of(
-    play: "Play", monkeypatch: pytest.MonkeyPatch, factor: float, quantile: float | None
-) -> Seen:
+def seen_of(monkeypatch: pytest.MonkeyPatch, factor: float, quantile: float | None) -> Seen:
     """Send all at once, under a predictor that is wrong by a factor."""
     monkeypatch.setattr(deployment, "make_predictor", lambda _: Wrong(factor))
     seen = Seen()
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         rng = random.Random(2)
         begin_s = site.loop.time()
         exchanges = [
@@ -74,9 +71,9 @@ def seen_of(
     return seen
 
 
-def test_a_wrong_predictor_blocks_nothing(play: "Play", monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = seen_of(play, monkeypatch, 1.0, None)
-    short, right, long = (seen_of(play, monkeypatch, factor, 0.99) for factor in (0.25, 1.0, 4.0))
+def test_a_wrong_predictor_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = seen_of(monkeypatch, 1.0, None)
+    short, right, long = (seen_of(monkeypatch, factor, 0.99) for factor in (0.25, 1.0, 4.0))
     assert {one.ok for one in (plain, short, right, long)} == {REQUESTS}
     assert plain.preemptions > REQUESTS
     # Expected to be short, they preempt nearly as before; expected to be long, they wait.

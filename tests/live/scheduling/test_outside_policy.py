@@ -2,12 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
+from tests.support.site import Site, play
 
 MODULE = """
 from balanceroute.proxy.core.policies import OldestFirst
@@ -25,14 +22,14 @@ BODY = {"prompt": "a b c", "max_tokens": 3, "ignore_eos": True}
 
 
 def test_it_decides_and_an_administrator_can_name_no_other(
-    play: "Play", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "outside_policy.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     mine = "outside_policy:last_rank"
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for _ in range(3):
             assert (await site.post("/v1/completions", BODY)).status == 200
         served = {seen.engine for seen in site.received("decode", "/v1/completions")}

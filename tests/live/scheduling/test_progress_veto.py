@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.site import Exchanged, Site, play, served
 from tests.support.virtual.addresses import Link
 
 from balanceroute.proxy.core.steps import FLOOR_S
@@ -13,8 +14,6 @@ from balanceroute.proxy.live.engines.instances import Rank, Status
 from balanceroute.proxy.live.scheduling import progress_veto
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
     from balanceroute.proxy.live.request.session import Session
     from balanceroute.proxy.live.scheduling.progress_veto import ProgressVeto
 
@@ -43,7 +42,7 @@ def talk(number: int, tokens: int = 400, **more: object) -> dict[str, Any]:
 class Streams:
     """Streams of a site, and how long each was silent."""
 
-    site: "Site"
+    site: Site
     open: "list[Exchanged]" = field(default_factory=list)  # What was sent.
     gaps_s: list[float] = field(default_factory=list)  # The longest silence of each so far.
     _seen: list[tuple[int, float]] = field(default_factory=list)
@@ -80,25 +79,25 @@ class Streams:
             assert stream.done, (stream.status, stream.error, stream.events[-2:])
 
 
-def ranks(site: "Site") -> list[Rank]:
+def ranks(site: Site) -> list[Rank]:
     return site.world.plane.deployment.instances.ranks
 
 
-def sessions(site: "Site") -> "list[Session]":
+def sessions(site: Site) -> "list[Session]":
     """Return the live ones."""
     driver = site.world.plane.deployment.driver
     return list(driver.sessions.values())
 
 
-def bound(site: "Site") -> list[int]:
+def bound(site: Site) -> list[int]:
     return [int(one) for one in site.world.scheduler.ledger.bound]
 
 
-def veto(site: "Site") -> "ProgressVeto":
+def veto(site: Site) -> "ProgressVeto":
     return site.world.plane.deployment.driver.veto
 
 
-async def until_out(site: "Site", streams: Streams, number: int, limit_s: float) -> float:
+async def until_out(site: Site, streams: Streams, number: int, limit_s: float) -> float:
     """Return after how long a rank is out."""
     begin_s = site.loop.time()
     while not ranks(site)[number].still:
@@ -107,7 +106,7 @@ async def until_out(site: "Site", streams: Streams, number: int, limit_s: float)
     return site.loop.time() - begin_s
 
 
-def freeze(site: "Site", number: int, how: str) -> None:
+def freeze(site: Site, number: int, how: str) -> None:
     engine = site.fleet.engine(f"decode/{number}")
     if how == "process":
         site.loop.network.silence(engine.host, engine.port)
@@ -115,73 +114,69 @@ def freeze(site: "Site", number: int, how: str) -> None:
         site.fleet.faults.set(engine.name, frozen=how)
 
 
-def thaw(site: "Site", number: int) -> None:
+def thaw(site: Site, number: int) -> None:
     engine = site.fleet.engine(f"decode/{number}")
     site.loop.network.restore(engine.host, engine.port)
     site.fleet.faults.set(engine.name, frozen=None)
 
 
 @pytest.mark.parametrize("how", ["alone", "process"])
-def test_a_frozen_rank_is_out_within_three_seconds_and_its_streams_go_on(
-    play: "Play", how: str
+@served(flags=EXACT, **FLEET)
+async def test_a_frozen_rank_is_out_within_three_seconds_and_its_streams_go_on(
+    site: Site, how: str
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        right = [await site.ask("decode/0", CHAT, talk(number)) for number in range(9)]
-        streams = Streams(site)
-        streams.send(9)
-        await streams.go_on(WARM_S)
-        started = int(site.world.scheduler.ledger.started[1])
-        assert started
-        freeze(site, 1, how)
-        assert await until_out(site, streams, 1, 3.0) <= 3.0
-        assert ranks(site)[1].state == "still"
-        assert not ranks(site)[1].open
-        streams.send(3, 40)
-        await streams.end()
-        assert max(streams.gaps_s) <= 5.0
-        assert [one.text for one in streams.open[:9]] == [one.text for one in right]
-        ended = await site.ended(12)
-        assert sum(record.resumes for record in ended) == started
-        # Those that came since were not sent there, but for one that tried it.
-        assert sum(record.retries for record in ended) <= 1
-        thaw(site, 1)
-
-    play(scenario, flags=EXACT, **FLEET)
+    right = [await site.ask("decode/0", CHAT, talk(number)) for number in range(9)]
+    streams = Streams(site)
+    streams.send(9)
+    await streams.go_on(WARM_S)
+    started = int(site.world.scheduler.ledger.started[1])
+    assert started
+    freeze(site, 1, how)
+    assert await until_out(site, streams, 1, 3.0) <= 3.0
+    assert ranks(site)[1].state == "still"
+    assert not ranks(site)[1].open
+    streams.send(3, 40)
+    await streams.end()
+    assert max(streams.gaps_s) <= 5.0
+    assert [one.text for one in streams.open[:9]] == [one.text for one in right]
+    ended = await site.ended(12)
+    assert sum(record.resumes for record in ended) == started
+    # Those that came since were not sent there, but for one that tried it.
+    assert sum(record.retries for record in ended) <= 1
+    thaw(site, 1)
 
 
-def test_a_stream_that_cannot_go_on_elsewhere_stays_until_its_rank_comes_back(
-    play: "Play",
+@served(flags=OFF, **FLEET)
+async def test_a_stream_that_cannot_go_on_elsewhere_stays_until_its_rank_comes_back(
+    site: Site,
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(9)
-        await streams.go_on(WARM_S)
-        freeze(site, 1, "alone")
-        # Sent while nobody knows; these begin elsewhere, without the retry budget.
-        await streams.go_on(1.0)
-        streams.send(6, 20)
-        await until_out(site, streams, 1, 3.0)
-        await streams.go_on(8.0)
-        assert [one.over for one in streams.open] == [False] * 9 + [True] * 6
-        thaw(site, 1)
-        await streams.go_on(4.0)
-        assert ranks(site)[1].open
-        streams.send(20, 20)
-        await streams.go_on(2.0)
-        assert not ranks(site)[1].on_trial
-        await streams.end()
-        ended = await site.ended(len(streams.open))
-        assert not any(record.resumes for record in ended)
-        assert sum(record.retries for record in ended) >= 2
-
-    play(scenario, flags=OFF, **FLEET)
+    streams = Streams(site)
+    streams.send(9)
+    await streams.go_on(WARM_S)
+    freeze(site, 1, "alone")
+    # Sent while nobody knows; these begin elsewhere, without the retry budget.
+    await streams.go_on(1.0)
+    streams.send(6, 20)
+    await until_out(site, streams, 1, 3.0)
+    await streams.go_on(8.0)
+    assert [one.over for one in streams.open] == [False] * 9 + [True] * 6
+    thaw(site, 1)
+    await streams.go_on(4.0)
+    assert ranks(site)[1].open
+    streams.send(20, 20)
+    await streams.go_on(2.0)
+    assert not ranks(site)[1].on_trial
+    await streams.end()
+    ended = await site.ended(len(streams.open))
+    assert not any(record.resumes for record in ended)
+    assert sum(record.retries for record in ended) >= 2
 
 
 @pytest.mark.parametrize("flags", [EXACT, OFF], ids=["exact", "off"])
 def test_a_fleet_that_waits_for_one_rank_is_told_apart(
-    play: "Play", flags: dict[str, object], caplog: pytest.LogCaptureFixture
+    flags: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         streams = Streams(site)
         streams.send(9)
         await streams.go_on(WARM_S)
@@ -206,55 +201,51 @@ def test_a_fleet_that_waits_for_one_rank_is_told_apart(
     assert messages.count("decode goes on") == 1
 
 
-def test_a_rank_whose_server_answers_is_tried_with_one_request_at_a_time(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(9)
-        await streams.go_on(WARM_S)
-        freeze(site, 1, "alone")
-        await until_out(site, streams, 1, 3.0)
-        before = len(site.received("decode", CHAT))
-        for _ in range(60):  # More than its window each second.
-            streams.send(1, 10)
-            await streams.go_on(0.5)
-        sent = [s for s in site.received("decode", CHAT)[before:] if s.engine == "decode/1"]
-        # Half a minute has trials after 1, 2, 4, 8 s and so on, and the time that each takes.
-        assert 2 <= len(sent) <= 5
-        assert max(streams.gaps_s[9:]) <= 5.0
-        thaw(site, 1)
-        for _ in range(40):
-            streams.send(1, 10)
-            await streams.go_on(1.0)
-            if ranks(site)[1].open and not ranks(site)[1].on_trial:
-                break
-        assert ranks(site)[1].open
-        await streams.end()
-        (count,) = veto(site).vetoes.values()
-        assert 3 <= count <= 6
-
-    play(scenario, flags=EXACT, **FLEET)
+@served(flags=EXACT, **FLEET)
+async def test_a_rank_whose_server_answers_is_tried_with_one_request_at_a_time(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(9)
+    await streams.go_on(WARM_S)
+    freeze(site, 1, "alone")
+    await until_out(site, streams, 1, 3.0)
+    before = len(site.received("decode", CHAT))
+    for _ in range(60):  # More than its window each second.
+        streams.send(1, 10)
+        await streams.go_on(0.5)
+    sent = [s for s in site.received("decode", CHAT)[before:] if s.engine == "decode/1"]
+    # Half a minute has trials after 1, 2, 4, 8 s and so on, and the time that each takes.
+    assert 2 <= len(sent) <= 5
+    assert max(streams.gaps_s[9:]) <= 5.0
+    thaw(site, 1)
+    for _ in range(40):
+        streams.send(1, 10)
+        await streams.go_on(1.0)
+        if ranks(site)[1].open and not ranks(site)[1].on_trial:
+            break
+    assert ranks(site)[1].open
+    await streams.end()
+    (count,) = veto(site).vetoes.values()
+    assert 3 <= count <= 6
 
 
-def test_no_more_than_half_of_the_ranks_are_left_out(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(12, 200)
-        await streams.go_on(WARM_S)
-        for number in (0, 1, 2):
-            freeze(site, number, "alone")
-        for _ in range(60):
-            await streams.go_on(0.1)
-            assert sum(rank.still for rank in ranks(site)) <= 2
-        assert len(veto(site).vetoes) == 2
-        for number in (0, 1, 2):
-            thaw(site, number)
-        await streams.end()
-
-    play(scenario, flags=OFF, **{**FLEET, "ranks": 4})
+@served(flags=OFF, **{**FLEET, "ranks": 4})
+async def test_no_more_than_half_of_the_ranks_are_left_out(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(12, 200)
+    await streams.go_on(WARM_S)
+    for number in (0, 1, 2):
+        freeze(site, number, "alone")
+    for _ in range(60):
+        await streams.go_on(0.1)
+        assert sum(rank.still for rank in ranks(site)) <= 2
+    assert len(veto(site).vetoes) == 2
+    for number in (0, 1, 2):
+        thaw(site, number)
+    await streams.end()
 
 
 def test_a_review_looks_at_all_requests_once_however_many_ranks_are_suspect(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reviews, looks = 0, 0
     review, here = progress_veto.ProgressVeto._review_all, progress_veto._Here
@@ -269,7 +260,7 @@ def test_a_review_looks_at_all_requests_once_however_many_ranks_are_suspect(
         looks += 1
         return here(*args)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         nonlocal reviews, looks
         streams = Streams(site)
         streams.send(16, 200)
@@ -290,202 +281,182 @@ def test_a_review_looks_at_all_requests_once_however_many_ranks_are_suspect(
     play(scenario, flags=OFF, **{**FLEET, "ranks": 8})
 
 
-def test_a_rank_that_stands_still_is_used_again_if_no_other_is_left(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(4, 300)
-        await streams.go_on(WARM_S)
-        freeze(site, 1, "alone")
-        await until_out(site, streams, 1, 3.0)
-        await site.admin(
-            "/admin/instances/drain", {"role": "decode", "url": site.fleet.engine("decode/0").url}
-        )
-        assert ranks(site)[0].status is Status.DRAINING
-        assert ranks(site)[1].open
-        thaw(site, 1)
-        streams.send(2, 10)
-        await streams.end()
-
-    play(scenario, flags=OFF, **{**FLEET, "ranks": 2})
+@served(flags=OFF, **{**FLEET, "ranks": 2})
+async def test_a_rank_that_stands_still_is_used_again_if_no_other_is_left(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(4, 300)
+    await streams.go_on(WARM_S)
+    freeze(site, 1, "alone")
+    await until_out(site, streams, 1, 3.0)
+    await site.admin(
+        "/admin/instances/drain", {"role": "decode", "url": site.fleet.engine("decode/0").url}
+    )
+    assert ranks(site)[0].status is Status.DRAINING
+    assert ranks(site)[1].open
+    thaw(site, 1)
+    streams.send(2, 10)
+    await streams.end()
 
 
-def test_the_last_streams_of_what_is_drained_are_no_fleet_that_stands_still(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(2, 300)
-        await streams.go_on(WARM_S)
-        url = site.fleet.engine("decode/0").url
-        await site.admin("/admin/instances/drain", {"role": "decode", "url": url})
-        freeze(site, 0, "alone")
-        await streams.go_on(4.0)
-        assert not veto(site).standstills
-        thaw(site, 0)
-        await streams.end()
+@served(flags=OFF, **{**FLEET, "ranks": 1})
+async def test_the_last_streams_of_what_is_drained_are_no_fleet_that_stands_still(
+    site: Site,
+) -> None:
+    streams = Streams(site)
+    streams.send(2, 300)
+    await streams.go_on(WARM_S)
+    url = site.fleet.engine("decode/0").url
+    await site.admin("/admin/instances/drain", {"role": "decode", "url": url})
+    freeze(site, 0, "alone")
+    await streams.go_on(4.0)
+    assert not veto(site).standstills
+    thaw(site, 0)
+    await streams.end()
 
-    play(scenario, flags=OFF, **{**FLEET, "ranks": 1})
 
-
-def test_a_rank_that_froze_while_it_was_idle_does_not_get_all_that_comes(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(2, 600)
-        await streams.go_on(WARM_S)
-        idle = [number for number, rank in enumerate(ranks(site)) if not bound(site)[rank.id]]
-        freeze(site, idle[0], "alone")
-        for _ in range(40):
-            streams.send(1, 10)
-            await streams.go_on(0.3)
-        assert veto(site).vetoes.keys() == {idle[0]}
-        assert max(streams.gaps_s) < 6.0
-        await streams.end()
-        thaw(site, idle[0])
-
-    play(scenario, flags=OFF, **FLEET)
+@served(flags=OFF, **FLEET)
+async def test_a_rank_that_froze_while_it_was_idle_does_not_get_all_that_comes(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(2, 600)
+    await streams.go_on(WARM_S)
+    idle = [number for number, rank in enumerate(ranks(site)) if not bound(site)[rank.id]]
+    freeze(site, idle[0], "alone")
+    for _ in range(40):
+        streams.send(1, 10)
+        await streams.go_on(0.3)
+    assert veto(site).vetoes.keys() == {idle[0]}
+    assert max(streams.gaps_s) < 6.0
+    await streams.end()
+    thaw(site, idle[0])
 
 
 @pytest.mark.parametrize(
     "connector", ["mooncake", "mooncake-ascend", "mooncake-hybrid", "mooncake-layerwise"]
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-def test_each_connector_has_the_same(play: "Play", connector: str, path: str) -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(6, 200, path)
-        await streams.go_on(WARM_S)
-        freeze(site, 1, "alone")
-        assert await until_out(site, streams, 1, 3.0) <= 3.0
-        for one in streams.open:
-            await one.end()
-            assert (one.status, one.error) == (200, None)
-        assert any(record.resumes for record in await site.ended(6))
-        thaw(site, 1)
-
-    # Messages have no `ignore_eos`.
-    play(scenario, flags=EXACT, connector=connector, mean_output_tokens=5e3, **FLEET)
+@served("connector", flags=EXACT, mean_output_tokens=5e3, **FLEET)
+async def test_each_connector_has_the_same(site: Site, connector: str, path: str) -> None:
+    streams = Streams(site)
+    streams.send(6, 200, path)
+    await streams.go_on(WARM_S)
+    freeze(site, 1, "alone")
+    assert await until_out(site, streams, 1, 3.0) <= 3.0
+    for one in streams.open:
+        await one.end()
+        assert (one.status, one.error) == (200, None)
+    assert any(record.resumes for record in await site.ended(6))
+    thaw(site, 1)
 
 
-def test_of_several_ranks_behind_one_server_one_is_left_out(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(9, 200)
-        await streams.go_on(WARM_S)
-        site.fleet._hub.barrier.freeze([1], holds=False)
-        assert await until_out(site, streams, 1, 3.0) <= 3.0
-        assert [rank.state for rank in ranks(site)] == ["up", "still", "up"]
-        (row,) = [
-            one
-            for one in (await site.admin("/admin/instances")).json["instances"]
-            if one["role"] == "decode"
-        ]
-        assert (row["status"], row["still"]) == ("up", [ranks(site)[1].name])
-        await streams.end()
-        assert max(streams.gaps_s) <= 5.0
-        site.fleet._hub.barrier.thaw([1])
-
-    play(scenario, flags=EXACT, dp_mode=DpMode.HEADER, **FLEET)
+@served(flags=EXACT, dp_mode=DpMode.HEADER, **FLEET)
+async def test_of_several_ranks_behind_one_server_one_is_left_out(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(9, 200)
+    await streams.go_on(WARM_S)
+    site.fleet._hub.barrier.freeze([1], holds=False)
+    assert await until_out(site, streams, 1, 3.0) <= 3.0
+    assert [rank.state for rank in ranks(site)] == ["up", "still", "up"]
+    (row,) = [
+        one
+        for one in (await site.admin("/admin/instances")).json["instances"]
+        if one["role"] == "decode"
+    ]
+    assert (row["status"], row["still"]) == ("up", [ranks(site)[1].name])
+    await streams.end()
+    assert max(streams.gaps_s) <= 5.0
+    site.fleet._hub.barrier.thaw([1])
 
 
 # What must not look like a rank that stands still.
 
 
-def quiet(site: "Site") -> None:
+def quiet(site: Site) -> None:
     assert not veto(site).vetoes
     assert not veto(site).standstills
 
 
-def test_a_rank_whose_first_tokens_come_in_bursts_is_no_silent_rank(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        for engine in (site.fleet.engine(f"decode/{number}") for number in (1, 2)):
-            site.loop.network.rule(engine.host, engine.port, Link(coalesce_s=3.0))
-        streams = Streams(site)
-        streams.send(1, 600)  # To the first rank, whose pace is known then.
-        await streams.go_on(WARM_S)
-        streams.send(6, 200)
-        await streams.go_on(20.0)
-        assert all(stream.events for stream in streams.open)
-        await streams.end()
-        quiet(site)
-
-    play(scenario, flags=OFF, **FLEET)
+@served(flags=OFF, **FLEET)
+async def test_a_rank_whose_first_tokens_come_in_bursts_is_no_silent_rank(site: Site) -> None:
+    for engine in (site.fleet.engine(f"decode/{number}") for number in (1, 2)):
+        site.loop.network.rule(engine.host, engine.port, Link(coalesce_s=3.0))
+    streams = Streams(site)
+    streams.send(1, 600)  # To the first rank, whose pace is known then.
+    await streams.go_on(WARM_S)
+    streams.send(6, 200)
+    await streams.go_on(20.0)
+    assert all(stream.events for stream in streams.open)
+    await streams.end()
+    quiet(site)
 
 
-def test_a_client_that_reads_nothing_is_no_silent_rank(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(3, 3000)  # One for each rank.
-        await streams.go_on(WARM_S)
-        slow = streams.open[1]
-        slow.call.pause()
-        await site.until(lambda: any(one.answer.is_paused for one in sessions(site)))
-        await streams.go_on(8.0)
-        assert any(one.answer.is_paused for one in sessions(site))
-        quiet(site)
-        slow.call.resume()
-        await streams.go_on(1.0)
-        await streams.end()
-        quiet(site)
-
-    play(scenario, flags=OFF, **{**FLEET, "step_base_ns": 10_000_000})
+@served(flags=OFF, **{**FLEET, "step_base_ns": 10_000_000})
+async def test_a_client_that_reads_nothing_is_no_silent_rank(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(3, 3000)  # One for each rank.
+    await streams.go_on(WARM_S)
+    slow = streams.open[1]
+    slow.call.pause()
+    await site.until(lambda: any(one.answer.is_paused for one in sessions(site)))
+    await streams.go_on(8.0)
+    assert any(one.answer.is_paused for one in sessions(site))
+    quiet(site)
+    slow.call.resume()
+    await streams.go_on(1.0)
+    await streams.end()
+    quiet(site)
 
 
 @pytest.mark.parametrize(("more", "vetoes"), [({}, 1), ({"tools": True}, 0)], ids=["text", "tools"])
-def test_a_parser_that_holds_text_back_is_no_silent_rank(
-    play: "Play", more: dict[str, bool], vetoes: int
+@served(flags={"batch": 8}, at_rest=False, **FLEET)
+async def test_a_parser_that_holds_text_back_is_no_silent_rank(
+    site: Site, more: dict[str, bool], vetoes: int
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     members: dict[str, Any] = {"tools": [tool], "tool_choice": "none"} if more else {}
-
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        site.fleet.faults.set("decode/1", stall_after_tokens=140)
-        streams.send(3, 300, **members)
-        await streams.go_on(WARM_S + 6.0)
-        assert len(veto(site).vetoes) == vetoes
-        for one in streams.open:
-            if not one.over:
-                one.call.abort()
-
-    play(scenario, flags={"batch": 8}, at_rest=False, **FLEET)
+    streams = Streams(site)
+    site.fleet.faults.set("decode/1", stall_after_tokens=140)
+    streams.send(3, 300, **members)
+    await streams.go_on(WARM_S + 6.0)
+    assert len(veto(site).vetoes) == vetoes
+    for one in streams.open:
+        if not one.over:
+            one.call.abort()
 
 
-def test_a_proxy_that_stood_still_blames_nobody(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(6)
-        await streams.go_on(WARM_S)
-        for seconds in (0.7, 3.0, 10.0):
-            site.world.stand_still(seconds)
-            await streams.go_on(1.5)
-        await streams.end()
-        quiet(site)
-
-    play(scenario, flags=OFF, **FLEET)
+@served(flags=OFF, **FLEET)
+async def test_a_proxy_that_stood_still_blames_nobody(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(6)
+    await streams.go_on(WARM_S)
+    for seconds in (0.7, 3.0, 10.0):
+        site.world.stand_still(seconds)
+        await streams.go_on(1.5)
+    await streams.end()
+    quiet(site)
 
 
-def test_engines_that_an_administrator_has_wait_are_not_blamed(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(6)
-        await streams.go_on(WARM_S)
-        waits = site.loop.create_task(site.admin("/pause?mode=wait&engines=false", {}))
-        await streams.go_on(0.5)
-        freeze(site, 1, "alone")
-        await streams.go_on(6.0)
-        quiet(site)
-        thaw(site, 1)
-        await streams.end()
-        assert (await waits).status == 200
-        await site.admin("/resume?engines=false", {})
-        quiet(site)
-
-    play(scenario, flags=OFF, **FLEET)
+@served(flags=OFF, **FLEET)
+async def test_engines_that_an_administrator_has_wait_are_not_blamed(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(6)
+    await streams.go_on(WARM_S)
+    waits = site.loop.create_task(site.admin("/pause?mode=wait&engines=false", {}))
+    await streams.go_on(0.5)
+    freeze(site, 1, "alone")
+    await streams.go_on(6.0)
+    quiet(site)
+    thaw(site, 1)
+    await streams.end()
+    assert (await waits).status == 200
+    await site.admin("/resume?engines=false", {})
+    quiet(site)
 
 
 @pytest.mark.parametrize("step_s", [0.6, 1.5])
-def test_a_slow_engine_with_one_request_is_left_alone(play: "Play", step_s: float) -> None:
+def test_a_slow_engine_with_one_request_is_left_alone(step_s: float) -> None:
     """Each rank has one stream, and a whole fleet is as slow as its slowest rank."""
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         streams = Streams(site)
         streams.send(3, 60)
         await streams.end()
@@ -494,24 +465,22 @@ def test_a_slow_engine_with_one_request_is_left_alone(play: "Play", step_s: floa
     play(scenario, flags=OFF, **{**FLEET, "step_base_ns": round(step_s * 1e9)})
 
 
-def test_a_rank_that_computes_a_long_prompt_has_the_time_for_it(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        streams = Streams(site)
-        streams.send(6)
-        await streams.go_on(WARM_S)
-        words = " ".join(f"w{number}" for number in range(3000))
-        long = talk(99, 5, n=2, temperature=1) | {"messages": [{"role": "user", "content": words}]}
-        exchanges = [site.send(CHAT, long) for _ in range(3)]
-        await site.until(lambda: int(site.world.scheduler.ledger.bound.sum()) == 12)
-        freeze(site, 1, "alone")
-        freeze(site, 2, "alone")
-        await streams.go_on(FLOOR_S + 0.6)
-        assert bound(site)[1:] == [4, 4]
-        quiet(site)
-        thaw(site, 1)
-        thaw(site, 2)
-        await streams.end()
-        for one in exchanges:
-            await one.end()
-
-    play(scenario, flags=OFF | {"direct_decode_tokens": 100_000}, **FLEET)
+@served(flags=OFF | {"direct_decode_tokens": 100_000}, **FLEET)
+async def test_a_rank_that_computes_a_long_prompt_has_the_time_for_it(site: Site) -> None:
+    streams = Streams(site)
+    streams.send(6)
+    await streams.go_on(WARM_S)
+    words = " ".join(f"w{number}" for number in range(3000))
+    long = talk(99, 5, n=2, temperature=1) | {"messages": [{"role": "user", "content": words}]}
+    exchanges = [site.send(CHAT, long) for _ in range(3)]
+    await site.until(lambda: int(site.world.scheduler.ledger.bound.sum()) == 12)
+    freeze(site, 1, "alone")
+    freeze(site, 2, "alone")
+    await streams.go_on(FLOOR_S + 0.6)
+    assert bound(site)[1:] == [4, 4]
+    quiet(site)
+    thaw(site, 1)
+    thaw(site, 2)
+    await streams.end()
+    for one in exchanges:
+        await one.end()

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.support.chaos.world import RANK_PORT
+from tests.support.site import Seen, Site, play, served
 
 from balanceroute.proxy.core.events import RankId, Ticket
 from balanceroute.proxy.core.prefill.engine_blocks import Knowledge
@@ -13,9 +14,6 @@ from balanceroute.proxy.lab.emulate import DpMode
 from balanceroute.proxy.live.openai.body import RequestBody
 from balanceroute.proxy.live.openai.prompt_keys import prompt_blocks
 from balanceroute.proxy.live.openai.shape import Api
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Seen, Site
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENGINES: dict[str, Any] = {
@@ -31,7 +29,7 @@ WORDS = " ".join(f"w{number}" for number in range(1_000))
 IDS = list(range(2_000))
 
 
-def name_of(seen: "Seen") -> bytes | None:
+def name_of(seen: Seen) -> bytes | None:
     return seen.request.header(b"x-session-id")
 
 
@@ -51,69 +49,58 @@ def name_of(seen: "Seen") -> bytes | None:
         (COMPLETIONS, {"prompt": "short"}, False),
     ],
 )
-def test_the_prefill_leg_alone_names_a_text(
-    play: "Play", path: str, values: dict[str, object], named: bool
+@served(flags=FLAGS, **ENGINES)
+async def test_the_prefill_leg_alone_names_a_text(
+    site: Site, path: str, values: dict[str, object], named: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(2.0)  # Until the models are known.
-        body = {"model": "tiny", "max_tokens": 3, "session_id": "mine", **values}
-        client = [(b"x-session-id", b"of the client")]
-        assert (await site.post(path, body, client)).status == 200
-        (prefill,), (decode,) = site.received("prefill", path), site.received("decode", path)
-        name = name_of(prefill)
-        assert (name is not None and name.startswith(b"br-")) is named
-        assert ("session_id" in prefill.values) is not named
-        assert name_of(decode) is None
-        assert decode.values["session_id"] == "mine"
-
-    play(scenario, flags=FLAGS, **ENGINES)
+    await asyncio.sleep(2.0)  # Until the models are known.
+    body = {"model": "tiny", "max_tokens": 3, "session_id": "mine", **values}
+    client = [(b"x-session-id", b"of the client")]
+    assert (await site.post(path, body, client)).status == 200
+    (prefill,), (decode,) = site.received("prefill", path), site.received("decode", path)
+    name = name_of(prefill)
+    assert (name is not None and name.startswith(b"br-")) is named
+    assert ("session_id" in prefill.values) is not named
+    assert name_of(decode) is None
+    assert decode.values["session_id"] == "mine"
 
 
-def test_what_goes_on_behind_its_ids_has_no_name(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(2.0)
-        body = {"model": "tiny", "prompt": WORDS, "max_tokens": 20, "stream": True}
-        body |= {"temperature": 0, "ignore_eos": True}
-        site.fleet.faults.set("decode/0", reset_after_tokens=7)
-        exchange = await site.send(COMPLETIONS, body).end()
-        assert exchange.done, exchange.body
-        (record,) = await site.ended()
-        assert (record.output_tokens, record.resumes) == (20, 1)
-        first, again = site.received("prefill", COMPLETIONS)
-        assert name_of(first)
-        assert name_of(again) is None
-
-    play(scenario, flags=FLAGS | {"resume": "exact"}, **ENGINES)
+@served(flags=FLAGS | {"resume": "exact"}, **ENGINES)
+async def test_what_goes_on_behind_its_ids_has_no_name(site: Site) -> None:
+    await asyncio.sleep(2.0)
+    body = {"model": "tiny", "prompt": WORDS, "max_tokens": 20, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    site.fleet.faults.set("decode/0", reset_after_tokens=7)
+    exchange = await site.send(COMPLETIONS, body).end()
+    assert exchange.done, exchange.body
+    (record,) = await site.ended()
+    assert (record.output_tokens, record.resumes) == (20, 1)
+    first, again = site.received("prefill", COMPLETIONS)
+    assert name_of(first)
+    assert name_of(again) is None
 
 
-def test_nobody_is_told_names_where_nobody_listens(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        body = {"model": "tiny", "prompt": WORDS, "max_tokens": 3, "session_id": "mine"}
-        assert (await site.post(COMPLETIONS, body)).status == 200
-        assert all(name_of(seen) is None for seen in site.seen)
-        assert all(seen.values["session_id"] == "mine" for seen in site.received("", COMPLETIONS))
-
-    play(scenario, flags=FLAGS, **{**ENGINES, "kv_events": False})
+@served(flags=FLAGS, **{**ENGINES, "kv_events": False})
+async def test_nobody_is_told_names_where_nobody_listens(site: Site) -> None:
+    body = {"model": "tiny", "prompt": WORDS, "max_tokens": 3, "session_id": "mine"}
+    assert (await site.post(COMPLETIONS, body)).status == 200
+    assert all(name_of(seen) is None for seen in site.seen)
+    assert all(seen.values["session_id"] == "mine" for seen in site.received("", COMPLETIONS))
 
 
-def test_what_other_prefillers_computed_is_found_by_its_text(play: "Play") -> None:
+@served(flags=FLAGS, **ENGINES)
+async def test_what_other_prefillers_computed_is_found_by_its_text(site: Site) -> None:
     """A conversation that one prefiller has by name, and another by its own doing."""
-
-    async def scenario(site: "Site") -> None:
-        await asyncio.sleep(2.0)
-        body = {"model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
-        assert (await site.post(CHAT, body)).status == 200
-        (seen,) = site.received("prefill", CHAT)
-        other = next(one for one in ("prefill/0", "prefill/1") if one != seen.engine)
-        assert (await site.ask(other, CHAT, body)).status == 200
-        blocks = site.world.scheduler.prefillers._choice._memory._reported  # type: ignore[attr-defined]
-        await site.until(lambda: min(map(blocks.engines.blocks, (0, 1))) > 50)
-        (text,) = blocks.engines.texts._prompts.values()
-        assert [blocks.engines.leading(one, text.tokens) for one in (0, 1)] == [
-            len(text.tokens)
-        ] * 2
-
-    play(scenario, flags=FLAGS, **ENGINES)
+    await asyncio.sleep(2.0)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
+    assert (await site.post(CHAT, body)).status == 200
+    (seen,) = site.received("prefill", CHAT)
+    other = next(one for one in ("prefill/0", "prefill/1") if one != seen.engine)
+    assert (await site.ask(other, CHAT, body)).status == 200
+    blocks = site.world.scheduler.prefillers._choice._memory._reported  # type: ignore[attr-defined]
+    await site.until(lambda: min(map(blocks.engines.blocks, (0, 1))) > 50)
+    (text,) = blocks.engines.texts._prompts.values()
+    assert [blocks.engines.leading(one, text.tokens) for one in (0, 1)] == [len(text.tokens)] * 2
 
 
 def ticket_of(body: dict[str, object], tokens: int) -> Ticket:
@@ -122,10 +109,10 @@ def ticket_of(body: dict[str, object], tokens: int) -> Ticket:
 
 
 @pytest.mark.parametrize("texts", [False, True])
-def test_what_ranks_keep_is_what_they_tell(play: "Play", texts: bool) -> None:
+def test_what_ranks_keep_is_what_they_tell(texts: bool) -> None:
     """Also of a chat, whose tokens only the prefillers' events tell."""
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(2.0)
         memory = site.world.scheduler.intake.memory
         assert memory is not None
@@ -175,8 +162,8 @@ def test_what_ranks_keep_is_what_they_tell(play: "Play", texts: bool) -> None:
     play(scenario, flags=flags, dp_mode=DpMode.HEADER, **ENGINES)
 
 
-def test_a_rank_that_comes_back_is_followed_again(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_a_rank_that_comes_back_is_followed_again() -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(2.0)
         memory = site.world.scheduler.intake.memory
         assert memory is not None

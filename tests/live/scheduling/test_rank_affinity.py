@@ -1,12 +1,9 @@
 """Conversations whose turns return to the rank that has their beginning, in the whole proxy."""
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
+from tests.support.site import Site, served
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -27,7 +24,7 @@ def messages(turns: int, conversation: int = 0) -> list[dict[str, object]]:
     ]
 
 
-async def talk(site: "Site", *, stream: bool) -> None:
+async def talk(site: Site, *, stream: bool) -> None:
     """Have turns of three conversations at the same time, in another order each time."""
     for turns in range(1, TURNS + 1):
         exchanges = []
@@ -41,7 +38,7 @@ async def talk(site: "Site", *, stream: bool) -> None:
             assert (await exchange.end()).status == 200, exchange.body
 
 
-def homes(site: "Site") -> list[set[str]]:
+def homes(site: Site) -> list[set[str]]:
     """Return which ranks each conversation was on."""
     seen = site.received("decode", CHAT)
     return [
@@ -61,62 +58,53 @@ def homes(site: "Site") -> list[set[str]]:
         ("mooncake-hybrid", "br-h", False),
     ],
 )
-def test_turns_return_to_their_rank(
-    play: "Play", connector: str, policy: str, stream: bool
+@served("connector", flags=lambda policy: FLAGS | {"policy": policy}, **WORLD)
+async def test_turns_return_to_their_rank(
+    site: Site, connector: str, policy: str, stream: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await talk(site, stream=stream)
-        assert [len(ranks) for ranks in homes(site)] == [1, 1, 1]
-        page = (await site.get("/metrics")).body.decode()
-        (line,) = (one for one in page.splitlines() if one.startswith(METRIC + " "))
-        # Of three conversations the first two KiB blocks and so on, at every later turn.
-        assert float(line.split()[1]) > 3 * 1_000 * (1 + 2 + 3) / 2
-
-    play(scenario, flags=FLAGS | {"policy": policy}, connector=connector, **WORLD)
+    await talk(site, stream=stream)
+    assert [len(ranks) for ranks in homes(site)] == [1, 1, 1]
+    page = (await site.get("/metrics")).body.decode()
+    (line,) = (one for one in page.splitlines() if one.startswith(METRIC + " "))
+    # Of three conversations the first two KiB blocks and so on, at every later turn.
+    assert float(line.split()[1]) > 3 * 1_000 * (1 + 2 + 3) / 2
 
 
 @pytest.mark.parametrize("flags", [{}, {"prefix_affinity": 0.0}, FLAGS | {"policy": "fifo"}])
-def test_without_the_price_they_go_where_there_is_most_room(
-    play: "Play", flags: dict[str, object]
+@served("flags", **WORLD)
+async def test_without_the_price_they_go_where_there_is_most_room(
+    site: Site, flags: dict[str, object]
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await talk(site, stream=False)
-        assert max(len(ranks) for ranks in homes(site)) > 1
-
-    play(scenario, flags=flags, **WORLD)
+    await talk(site, stream=False)
+    assert max(len(ranks) for ranks in homes(site)) > 1
 
 
 @pytest.mark.parametrize(("connector", "paper"), [("mooncake-layerwise", False), ("nixl", True)])
-def test_nothing_is_remembered_where_it_would_save_nothing(
-    play: "Play", connector: str, *, paper: bool
+@served("connector", flags=lambda paper: FLAGS | {"paper": paper}, **WORLD)
+async def test_nothing_is_remembered_where_it_would_save_nothing(
+    site: Site, connector: str, *, paper: bool
 ) -> None:
-    async def scenario(site: "Site") -> None:
-        await talk(site, stream=False)
-        assert site.world.scheduler.intake.memory is None
-        assert not site.world.proxy.deployment.driver._settings.uses_blocks
-
-    play(scenario, flags=FLAGS | {"paper": paper}, connector=connector, **WORLD)
+    await talk(site, stream=False)
+    assert site.world.scheduler.intake.memory is None
+    assert not site.world.proxy.deployment.driver._settings.uses_blocks
 
 
 @pytest.mark.parametrize("session", [b"", b"one"])
-def test_what_a_rank_pulls_is_what_it_lacks(play: "Play", session: bytes) -> None:
+@served(flags=FLAGS, **WORLD)
+async def test_what_a_rank_pulls_is_what_it_lacks(site: Site, session: bytes) -> None:
     """Of a session also where its client writes earlier turns otherwise."""
-
-    async def scenario(site: "Site") -> None:
-        for turns in range(1, 5):
-            said = messages(turns)
-            if session and turns % 2:
-                said = [dict(reversed(message.items())) for message in said]
-            body = {"model": "tiny", "messages": said, "max_tokens": 2}
-            headers = [(b"x-session-id", session)] if session else []
-            assert (await site.post(CHAT, body, headers)).status == 200
-            other = {"model": "tiny", "prompt": [turns] * 9, "max_tokens": 2}
-            assert (await site.post(COMPLETIONS, other)).status == 200
-        assert len({one.engine for one in site.received("decode", CHAT)}) == 1
-        pages = [(await site.ask(f"decode/{n}", "/metrics", None, "GET")).body for n in range(3)]
-        lines = b"".join(pages).decode().splitlines()
-        pulled = sum(float(one.split()[-1]) for one in lines if one.startswith(PULLED))
-        # 10,000 words in all, of which each of four turns adds 1,000.
-        assert 0.0 < pulled < 0.5 * sum(one.prompt_tokens for one in site.world.ended)
-
-    play(scenario, flags=FLAGS, **WORLD)
+    for turns in range(1, 5):
+        said = messages(turns)
+        if session and turns % 2:
+            said = [dict(reversed(message.items())) for message in said]
+        body = {"model": "tiny", "messages": said, "max_tokens": 2}
+        headers = [(b"x-session-id", session)] if session else []
+        assert (await site.post(CHAT, body, headers)).status == 200
+        other = {"model": "tiny", "prompt": [turns] * 9, "max_tokens": 2}
+        assert (await site.post(COMPLETIONS, other)).status == 200
+    assert len({one.engine for one in site.received("decode", CHAT)}) == 1
+    pages = [(await site.ask(f"decode/{n}", "/metrics", None, "GET")).body for n in range(3)]
+    lines = b"".join(pages).decode().splitlines()
+    pulled = sum(float(one.split()[-1]) for one in lines if one.startswith(PULLED))
+    # 10,000 words in all, of which each of four turns adds 1,000.
+    assert 0.0 < pulled < 0.5 * sum(one.prompt_tokens for one in site.world.ended)

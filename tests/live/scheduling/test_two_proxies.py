@@ -3,17 +3,15 @@
 import asyncio
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.chaos.world import SchedulerStep, World, WorldSettings
+from tests.support.site import Site, served
 
 from balanceroute.proxy.core.events import Event, OthersOnRank
 from balanceroute.proxy.lab.emulate.settings import DpMode
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 BATCH, RANKS = 12, 2
 FLEET: dict[str, Any] = {
@@ -28,7 +26,7 @@ FLEET: dict[str, Any] = {
 FLAGS = {"batch": BATCH}
 
 
-async def second_proxy(site: "Site") -> World:
+async def second_proxy(site: Site) -> World:
     """Start another proxy before the same engines."""
     flags = {"admin": True, "admin_port": 0, **FLAGS}
     settings = WorldSettings(site.fleet.settings, flags)
@@ -41,7 +39,7 @@ async def second_proxy(site: "Site") -> World:
 class Clients:
     """So many clients of a proxy, each of which sends its next request when one is answered."""
 
-    def __init__(self, site: "Site", port: int, count: int) -> None:
+    def __init__(self, site: Site, port: int, count: int) -> None:
         self.served = 0  # The answers that came to their ends.
         self._site, self._port = site, port
         self._going = True
@@ -91,67 +89,61 @@ class Loads:
 
 
 @pytest.mark.parametrize("dp_mode", list(DpMode))
-def test_a_new_proxy_takes_the_slots_that_the_old_one_leaves(play: "Play", dp_mode: DpMode) -> None:
-    async def scenario(site: "Site") -> None:
-        old = Clients(site, site.world.port, 36)
-        await asyncio.sleep(4.0)
-        world = await second_proxy(site)
-        loads = Loads(site.world, world)
-        new = Clients(site, world.port, 36)
-        await asyncio.sleep(6.0)
-        await old.stop()
-        await asyncio.sleep(4.0)
-        seen = await loads.stop()
-        assert seen.sum(axis=1).max() <= BATCH + 1  # The one that is always its own.
-        assert (seen[-1] == [[0] * RANKS, [BATCH] * RANKS]).all()
-        await new.stop()
-        assert new.served > BATCH * RANKS
-        world.scheduler.check()
-        assert not world.scheduler.requests
-        await world.close_proxy()
+@served("dp_mode", flags=FLAGS, **FLEET)
+async def test_a_new_proxy_takes_the_slots_that_the_old_one_leaves(
+    site: Site, dp_mode: DpMode
+) -> None:
+    old = Clients(site, site.world.port, 36)
+    await asyncio.sleep(4.0)
+    world = await second_proxy(site)
+    loads = Loads(site.world, world)
+    new = Clients(site, world.port, 36)
+    await asyncio.sleep(6.0)
+    await old.stop()
+    await asyncio.sleep(4.0)
+    seen = await loads.stop()
+    assert seen.sum(axis=1).max() <= BATCH + 1  # The one that is always its own.
+    assert (seen[-1] == [[0] * RANKS, [BATCH] * RANKS]).all()
+    await new.stop()
+    assert new.served > BATCH * RANKS
+    world.scheduler.check()
+    assert not world.scheduler.requests
+    await world.close_proxy()
 
-    play(scenario, flags=FLAGS, dp_mode=dp_mode, **FLEET)
 
-
-def test_two_that_stay_share_each_rank(play: "Play") -> None:
+@served(flags=FLAGS, **FLEET)
+async def test_two_that_stay_share_each_rank(site: Site) -> None:
     """From an empty fleet, so that nobody has anything to give."""
-
-    async def scenario(site: "Site") -> None:
-        world = await second_proxy(site)
-        loads = Loads(site.world, world)
-        clients = [Clients(site, one.port, 36) for one in (site.world, world)]
-        await asyncio.sleep(9.0)
-        seen = await loads.stop()
-        # Three readings, one a second, until each knows of the other, and requests of 2 s.
-        assert seen[-60:].sum(axis=1).max() <= BATCH
-        assert seen[-60:].min() >= BATCH // 2 - 1
-        for one in clients:
-            await one.stop()
-        assert not world.scheduler.requests
-        await world.close_proxy()
-
-    play(scenario, flags=FLAGS, **FLEET)
+    world = await second_proxy(site)
+    loads = Loads(site.world, world)
+    clients = [Clients(site, one.port, 36) for one in (site.world, world)]
+    await asyncio.sleep(9.0)
+    seen = await loads.stop()
+    # Three readings, one a second, until each knows of the other, and requests of 2 s.
+    assert seen[-60:].sum(axis=1).max() <= BATCH
+    assert seen[-60:].min() >= BATCH // 2 - 1
+    for one in clients:
+        await one.stop()
+    assert not world.scheduler.requests
+    await world.close_proxy()
 
 
-def test_a_proxy_alone_never_sees_others(play: "Play") -> None:
+@served(flags=FLAGS, **FLEET)
+async def test_a_proxy_alone_never_sees_others(site: Site) -> None:
     """Also if clients leave, so that engines run for a moment what is not there any more."""
+    told: list[Event] = []
 
-    async def scenario(site: "Site") -> None:
-        told: list[Event] = []
+    def watch(step: SchedulerStep) -> None:
+        if isinstance(step.event, OthersOnRank):
+            told.append(step.event)
 
-        def watch(step: SchedulerStep) -> None:
-            if isinstance(step.event, OthersOnRank):
-                told.append(step.event)
-
-        site.world.observer.watch = watch
-        clients = Clients(site, site.world.port, 36)
-        body = {"model": "tiny", "prompt": "t1 t2", "max_tokens": 200, "ignore_eos": True}
-        for _ in range(30):
-            left = site.send("/v1/completions", body | {"stream": True})
-            await asyncio.sleep(0.2)
-            left.call.abort()
-        await clients.stop()
-        assert clients.served > 60
-        assert not told
-
-    play(scenario, flags=FLAGS, **FLEET)
+    site.world.observer.watch = watch
+    clients = Clients(site, site.world.port, 36)
+    body = {"model": "tiny", "prompt": "t1 t2", "max_tokens": 200, "ignore_eos": True}
+    for _ in range(30):
+        left = site.send("/v1/completions", body | {"stream": True})
+        await asyncio.sleep(0.2)
+        left.call.abort()
+    await clients.stop()
+    assert clients.served > 60
+    assert not told

@@ -2,13 +2,11 @@
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tests.support.site import Exchanged, Site, served
 
 from balanceroute.proxy.lab.emulate.faults import Faults
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
-
 
 COMPLETIONS = "/v1/completions"
 BATCH = 16
@@ -26,7 +24,7 @@ def body(number: int) -> dict[str, object]:
     }
 
 
-async def join(site: "Site", *, cold_s: float = 0.0) -> list[int]:
+async def join(site: Site, *, cold_s: float = 0.0) -> list[int]:
     """Return what a rank gets in each tenth of a second of the first two after it came back.
 
     There are twice as many requests as slots. `cold_s` is what its first token takes.
@@ -61,44 +59,36 @@ async def join(site: "Site", *, cold_s: float = 0.0) -> list[int]:
     return [got[tenth] for tenth in range(20)]
 
 
-def test_a_rank_that_comes_back_gets_its_full_share_within_two_seconds(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        got = await join(site)
-        # A round takes the transfer and a step of 50 ms: 1, 2, 4, 8 and the rest.
-        assert sum(got[:1]) <= 3
-        assert sum(got[:2]) <= 7
-        assert sum(got[:10]) >= BATCH
-
-    play(scenario, flags=FLAGS, **FLEET)
+@served(flags=FLAGS, **FLEET)
+async def test_a_rank_that_comes_back_gets_its_full_share_within_two_seconds(site: Site) -> None:
+    got = await join(site)
+    # A round takes the transfer and a step of 50 ms: 1, 2, 4, 8 and the rest.
+    assert sum(got[:1]) <= 3
+    assert sum(got[:2]) <= 7
+    assert sum(got[:10]) >= BATCH
 
 
-def test_without_the_setting_it_gets_all_at_once(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        got = await join(site)
-        assert sum(got[:1]) == BATCH
-
-    play(scenario, flags=FLAGS | {"warm_up": False}, **FLEET)
+@served(flags=FLAGS | {"warm_up": False}, **FLEET)
+async def test_without_the_setting_it_gets_all_at_once(site: Site) -> None:
+    got = await join(site)
+    assert sum(got[:1]) == BATCH
 
 
-def test_one_that_is_cold_gets_no_more_before_its_first_token(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        assert sum(await join(site, cold_s=1.5)) <= 3
-
-    play(scenario, flags=FLAGS, **FLEET)
+@served(flags=FLAGS, **FLEET)
+async def test_one_that_is_cold_gets_no_more_before_its_first_token(site: Site) -> None:
+    assert sum(await join(site, cold_s=1.5)) <= 3
 
 
-def test_a_proxy_that_begins_serves_at_its_full_rate(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
-        asked = [site.send(COMPLETIONS, body(number)) for number in range(2 * BATCH)]
-        await site.until(lambda: len(site.world.scheduler.ledger) == 2 * BATCH)
-        begin_s = site.received("decode", COMPLETIONS)[0].at_s
-        await asyncio.sleep(0.2)
-        sent = site.received("decode", COMPLETIONS)
-        assert len(sent) == 2 * BATCH
-        # No longer than their prefills took.
-        assert not site.world.scheduler.ranks.warm_up.active
-        assert site.loop.time() - begin_s < 3.0
-        for one in asked:
-            await one.end()
-
-    play(scenario, flags=FLAGS, **FLEET)
+@served(flags=FLAGS, **FLEET)
+async def test_a_proxy_that_begins_serves_at_its_full_rate(site: Site) -> None:
+    asked = [site.send(COMPLETIONS, body(number)) for number in range(2 * BATCH)]
+    await site.until(lambda: len(site.world.scheduler.ledger) == 2 * BATCH)
+    begin_s = site.received("decode", COMPLETIONS)[0].at_s
+    await asyncio.sleep(0.2)
+    sent = site.received("decode", COMPLETIONS)
+    assert len(sent) == 2 * BATCH
+    # No longer than their prefills took.
+    assert not site.world.scheduler.ranks.warm_up.active
+    assert site.loop.time() - begin_s < 3.0
+    for one in asked:
+        await one.end()

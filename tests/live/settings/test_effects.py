@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.live.settings.configs import SETTINGS, of_file, of_flags
+from tests.support.site import Site, play
 
 from balanceroute.proxy.live.settings.configure import make_config
 from balanceroute.proxy.live.settings.effects import _TABLE, without_effect
 from balanceroute.topologies import read_topology
 
 if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
-
     from balanceroute.proxy.live.security import Credentials
     from balanceroute.proxy.live.settings.config import ProxyConfig
 
@@ -318,7 +317,7 @@ def test_what_all_groups_have_is_told_only_if_it_does_nothing_in_any(tmp_path: P
 
 
 def test_the_start_tells_of_it_and_so_does_a_reload(
-    play: "Play", tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "tenants.toml"
     tenant = '[[tenant]]\nname = "a"\ndefault = true\n'
@@ -329,7 +328,7 @@ def test_the_start_tells_of_it_and_so_does_a_reload(
         caplog.clear()
         return messages
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         assert told() == ["--aimd-ttft-s has no effect without --aimd"]
         path.write_text(tenant)
         for _ in range(2):

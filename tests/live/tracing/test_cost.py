@@ -3,14 +3,12 @@
 import subprocess
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.opcodes import counted, share
 from tests.live.tracing.otlp import URL, Collector
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
+from tests.support.site import Site, play
 
 # What there is for traces alone.
 OF_TRACES = ("live/tracing/", "live/request/session_trace.py", "live/telemetry/stages.py")
@@ -18,11 +16,11 @@ BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 1, 
 REQUESTS = 32
 
 
-def opcodes_of(play: "Play", *, traced: bool, stream: bool) -> "Counter[str]":
+def opcodes_of(*, traced: bool, stream: bool) -> "Counter[str]":
     """Return the opcodes of some requests, by file."""
     opcodes = Counter[str]()
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         collector = Collector()
         await collector.start()
         await site.post("/v1/completions", BODY | {"stream": stream})  # What is made once.
@@ -36,9 +34,9 @@ def opcodes_of(play: "Play", *, traced: bool, stream: bool) -> "Counter[str]":
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_trace_is_a_small_part_of_the_shortest_request(play: "Play", stream: bool) -> None:
-    off = opcodes_of(play, traced=False, stream=stream)
-    on = opcodes_of(play, traced=True, stream=stream)
+def test_a_trace_is_a_small_part_of_the_shortest_request(stream: bool) -> None:
+    off = opcodes_of(traced=False, stream=stream)
+    on = opcodes_of(traced=True, stream=stream)
     assert (on - off).total() < 0.06 * share(off)  # It is 4.7 % (Python 3.11) to 5.1 % (3.13).
     # Off, nothing of it is executed.
     assert not [name for name in off if name.startswith(OF_TRACES)]

@@ -3,18 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.live.tracing.otlp import URL, Collector, plain
+from tests.support.site import Site, play
 
 from balanceroute.proxy.live.tracing import exporter
 from balanceroute.proxy.live.tracing.exporter import DELAY_S
 from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import HttpRequest
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Play, Site
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 20, "ignore_eos": True}
@@ -25,15 +23,15 @@ PARENT = [(b"traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01".encode())]
 SERVER, CLIENT = 2, 3
 ERROR = 2
 
-Traced = Callable[["Site", Collector], Awaitable[None]]
+Traced = Callable[[Site, Collector], Awaitable[None]]
 
 
 @pytest.fixture
-def play_traced(play: "Play") -> Callable[..., None]:
+def play_traced() -> Callable[..., None]:
     """Play a scenario with a collector there."""
 
     def play_with(scenario: Traced, **flags: Any) -> None:
-        async def whole(site: "Site") -> None:
+        async def whole(site: Site) -> None:
             collector = Collector()
             await collector.start()
             await scenario(site, collector)
@@ -44,7 +42,7 @@ def play_traced(play: "Play") -> Callable[..., None]:
     return play_with
 
 
-async def took(site: "Site", collector: Collector, count: int = 1) -> list[Any]:
+async def took(site: Site, collector: Collector, count: int = 1) -> list[Any]:
     """Wait until the collector has the spans of so many requests; return those, one each."""
 
     def own() -> list[Any]:
@@ -61,7 +59,7 @@ def children(collector: Collector, span: Any) -> list[Any]:
 def test_a_request_has_a_span_with_a_child_for_each_stage(
     play_traced: Callable[..., None],
 ) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         headers = [*PARENT, (b"x-request-id", b"r1"), (b"tracestate", b"v=1")]
         await site.post(COMPLETIONS, STREAM, headers)
         (span,) = await took(site, collector)
@@ -103,7 +101,7 @@ def test_a_request_has_a_span_with_a_child_for_each_stage(
 
 
 def test_engines_get_the_span_as_their_parent(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         await site.post(COMPLETIONS, BODY, PARENT)
         await site.post("/v1/embeddings", {"model": "tiny", "input": "t1"})
         first, second = await took(site, collector, 2)
@@ -123,7 +121,7 @@ def test_engines_get_the_span_as_their_parent(play_traced: Callable[..., None]) 
 
 
 def test_of_a_request_that_is_not_traced_engines_hear_so(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         await site.post(COMPLETIONS, BODY)
         await site.post(COMPLETIONS, BODY, PARENT)
         (span,) = await took(site, collector)
@@ -138,7 +136,7 @@ def test_of_a_request_that_is_not_traced_engines_hear_so(play_traced: Callable[.
 def test_what_fails_on_the_way_is_an_event_and_a_stage_of_its_own(
     play_traced: Callable[..., None],
 ) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
             del request
             site.handlers.clear()
@@ -164,7 +162,7 @@ def test_what_fails_on_the_way_is_an_event_and_a_stage_of_its_own(
 
 
 def test_a_refused_request_has_a_span_alone(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         await site.post("/nothing/of/ours", BODY, PARENT)
         await site.post(COMPLETIONS, BODY | {"max_tokens": -1})
         unknown, invalid = await took(site, collector, 2)
@@ -180,7 +178,7 @@ def test_a_refused_request_has_a_span_alone(play_traced: Callable[..., None]) ->
 
 
 def test_a_request_that_the_engines_fail_is_an_error(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
             del engine, request
             reply.send(500, [], b'{"error": {"message": "no"}}')
@@ -198,14 +196,14 @@ def test_a_request_that_the_engines_fail_is_an_error(play_traced: Callable[..., 
 # What becomes of them on the way.
 
 
-def metric(site: "Site", name: str) -> float:
+def metric(site: Site, name: str) -> float:
     page = site.world.plane.metrics.render().decode()
     lines = [line.split() for line in page.splitlines() if line.startswith(f"balanceroute_{name}")]
     return sum(float(value) for _, value in lines)
 
 
 def test_spans_wait_for_others(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         began_s = site.loop.time()
         exchanges = [site.send(COMPLETIONS, BODY) for _ in range(10)]
         for exchange in exchanges:
@@ -221,7 +219,7 @@ def test_spans_wait_for_others(play_traced: Callable[..., None]) -> None:
 def test_a_busy_collector_gets_them_again_when_it_asks_for_them(
     play_traced: Callable[..., None],
 ) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         collector.answers = [(503, [(b"retry-after", b"20")]), (429, [])]
         await site.post(COMPLETIONS, BODY)
         began_s = site.loop.time()
@@ -237,7 +235,7 @@ def test_a_busy_collector_gets_them_again_when_it_asks_for_them(
 def test_what_a_collector_refuses_is_dropped_and_counted(
     play_traced: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         collector.answers = [(400, [])]
         await site.post(COMPLETIONS, BODY)
         await asyncio.sleep(2 * DELAY_S)
@@ -252,11 +250,11 @@ def test_what_a_collector_refuses_is_dropped_and_counted(
 
 
 def test_a_collector_that_is_gone_costs_nothing_but_the_traces(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exporter, "MOST_WAITING", 5)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         for exchange in [site.send(COMPLETIONS, BODY) for _ in range(8)]:
             await exchange.end()
             assert exchange.status == 200
@@ -273,7 +271,7 @@ def test_a_full_batch_does_not_wait(
 ) -> None:
     monkeypatch.setattr(exporter, "BATCH", 4)
 
-    async def scenario(site: "Site", collector: Collector) -> None:
+    async def scenario(site: Site, collector: Collector) -> None:
         for exchange in [site.send(COMPLETIONS, BODY) for _ in range(9)]:
             await exchange.end()
         began_s = site.loop.time()
@@ -285,11 +283,11 @@ def test_a_full_batch_does_not_wait(
     play_traced(scenario)
 
 
-def test_what_waits_at_the_end_is_sent(play: "Play", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_at_the_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "DELAY_S", 1_000.0)
     collector = Collector()
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await collector.start()
         await site.post(COMPLETIONS, BODY)
         assert not collector.requests
@@ -306,11 +304,11 @@ def test_what_waits_at_the_end_is_sent(play: "Play", monkeypatch: pytest.MonkeyP
 
 
 def test_the_end_does_not_wait_for_a_collector_that_is_gone(
-    play: "Play", monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(exporter, "DELAY_S", 1_000.0)
 
-    async def scenario(site: "Site") -> None:
+    async def scenario(site: Site) -> None:
         await site.post(COMPLETIONS, BODY)
         close = site.world.close_proxy
 

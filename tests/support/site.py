@@ -1,10 +1,12 @@
-"""Bodies that a real engine was sent and that it answered; and a whole proxy in virtual time."""
+"""A whole proxy in virtual time before emulated engines, and a client that speaks to each of them."""
 
 import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate.generation import Routes
 from balanceroute.proxy.lab.emulate.settings import EmulationSettings
-from balanceroute.proxy.live.control.order_store import OrderStore
 from balanceroute.proxy.live.deployment import Deployment
 from balanceroute.proxy.live.telemetry.record import RequestRecord
 from balanceroute.proxy.wire.http1.chunked import ChunkedDecoder
@@ -25,18 +26,13 @@ from balanceroute.proxy.wire.http1.server import Reply
 from balanceroute.proxy.wire.messages import Headers, HttpRequest, WireError, first_value
 from balanceroute.proxy.wire.sse import EventScanner, event_data
 
-TRANSCRIPTS = Path(__file__).parent / "transcripts"
+TRANSCRIPTS = Path(__file__).parents[1] / "live" / "transcripts"
 
 
-@pytest.fixture(scope="session")
-def body_of() -> Callable[[str], bytes]:
-    """Return the body of a transcript, without its framing."""
-
-    def read(name: str) -> bytes:
-        head, _, body = (TRANSCRIPTS / name).read_bytes().partition(b"\r\n\r\n")
-        return ChunkedDecoder().feed(body) if b"transfer-encoding: chunked" in head else body
-
-    return read
+def transcript(name: str) -> bytes:
+    """Return the body that a real engine was sent or that it answered, without its framing."""
+    head, _, body = (TRANSCRIPTS / name).read_bytes().partition(b"\r\n\r\n")
+    return ChunkedDecoder().feed(body) if b"transfer-encoding: chunked" in head else body
 
 
 class Exchanged:
@@ -282,12 +278,9 @@ def at_rest(deployment: Deployment) -> None:
 
 
 Scenario = Callable[[Site], Awaitable[None]]
-Play = Callable[..., None]
 
 
-async def play_in(
-    world: World, scenario: Scenario, monkeypatch: pytest.MonkeyPatch, *, at_rest: bool
-) -> None:
+async def _play_in(world: World, scenario: Scenario, *, at_rest: bool) -> None:
     """Play a scenario in a world that is not started yet."""
     site = Site(world)
     answer = Routes.answer
@@ -298,7 +291,7 @@ async def play_in(
         if not site.take(name, request, reply):
             answer(routes, request, reply)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Routes, "answer", tapped)
         await world.start()
         try:
@@ -310,37 +303,26 @@ async def play_in(
             await world.close()
 
 
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+def play(
+    scenario: Scenario,
+    *,
+    flags: Mapping[str, object] | None = None,
+    at_rest: bool = True,
+    tenants: str = "",
+    **changes: Any,
+) -> None:
     """Play a scenario in virtual time, before a small fleet; then nothing may be held anywhere."""
+    engines: dict[str, Any] = {"model": "tiny", "prefillers": 2, "ranks": 2, "max_model_len": 4096}
 
-    def play_with(
-        scenario: Scenario,
-        *,
-        flags: Mapping[str, object] | None = None,
-        at_rest: bool = True,
-        tenants: str = "",
-        **changes: Any,
-    ) -> None:
-        engines: dict[str, Any] = {
-            "model": "tiny",
-            "prefillers": 2,
-            "ranks": 2,
-            "max_model_len": 4096,
-        }
+    async def main(loop: VirtualLoop) -> None:
+        settings = WorldSettings(
+            EmulationSettings(**(engines | changes)),
+            {"admin": True, "admin_port": 0, **(flags or {})},
+            tenants,
+        )
+        await _play_in(World(settings, loop, random.Random(7)), scenario, at_rest=at_rest)
 
-        async def main(loop: VirtualLoop) -> None:
-            settings = WorldSettings(
-                EmulationSettings(**(engines | changes)),
-                {"admin": True, "admin_port": 0, **(flags or {})},
-                tenants,
-            )
-            world = World(settings, loop, random.Random(7))
-            await play_in(world, scenario, monkeypatch, at_rest=at_rest)
-
-        run(main, seed=1, limit_s=10_000.0)
-
-    return play_with
+    run(main, seed=1, limit_s=10_000.0)
 
 
 SMALL = EmulationSettings(
@@ -356,41 +338,63 @@ LARGE = EmulationSettings(
 )
 
 
-@pytest.fixture
-def play_groups(monkeypatch: pytest.MonkeyPatch) -> Play:
+def play_groups(
+    scenario: Scenario,
+    *,
+    groups: Mapping[str, GroupSettings] | None = None,
+    flags: Mapping[str, object] | None = None,
+    at_rest: bool = True,
+    **more: Any,
+) -> None:
     """Play a scenario before two groups of engines, `small` and `large`, unless it says others."""
 
-    def play_with(
-        scenario: Scenario,
-        *,
-        groups: Mapping[str, GroupSettings] | None = None,
-        flags: Mapping[str, object] | None = None,
-        more: str = "",
-        tenants: str = "",
-        orders: OrderStore | None = None,
-        at_rest: bool = True,
-    ) -> None:
-        async def main(loop: VirtualLoop) -> None:
-            world = GroupWorld(
-                groups or {"small": GroupSettings(SMALL), "large": GroupSettings(LARGE)},
-                loop,
-                random.Random(7),
-                flags={"admin": True, "admin_port": 0, **(flags or {})},
-                more=more,
-                tenants=tenants,
-                orders=orders,
-            )
-            await play_in(world, scenario, monkeypatch, at_rest=at_rest)
+    async def main(loop: VirtualLoop) -> None:
+        world = GroupWorld(
+            groups or {"small": GroupSettings(SMALL), "large": GroupSettings(LARGE)},
+            loop,
+            random.Random(7),
+            flags={"admin": True, "admin_port": 0, **(flags or {})},
+            **more,
+        )
+        await _play_in(world, scenario, at_rest=at_rest)
 
-        run(main, seed=1, limit_s=10_000.0)
-
-    return play_with
+    run(main, seed=1, limit_s=10_000.0)
 
 
-MakeExchanged = Callable[[], Exchanged]
+Maker = Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]
 
 
-@pytest.fixture
-def make_exchanged() -> MakeExchanged:
-    """Return what makes exchanges, for tests that have a client of their own."""
-    return Exchanged
+def tests_played(player: Callable[..., None], first: str) -> Callable[..., Maker]:
+    """Return a decorator that makes a test of a scenario: a coroutine function, given `first` by its player.
+
+    The decorator takes the player's settings. One that is a function is given those parameters of the
+    test that it names. The name of a parameter alone makes it a setting, and `**name` all that are in it.
+    """
+
+    def decorator(*told: str, **settings: Any) -> Maker:
+        def make(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+            @wraps(scenario)
+            def test(**given: Any) -> None:
+                found = {
+                    name: value(*(given[one] for one in signature(value).parameters))
+                    if callable(value)
+                    else value
+                    for name, value in settings.items()
+                }
+                for name in told:
+                    found |= given[name[2:]] if name.startswith("**") else {name: given[name]}
+                player(partial(scenario, **given), **found)
+
+            place, *others = signature(scenario).parameters.values()
+            assert place.name == first
+            asked = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in others]
+            test.__signature__ = Signature(asked)  # type: ignore[attr-defined]
+            return test
+
+        return make
+
+    return decorator
+
+
+served = tests_played(play, "site")
+served_by_groups = tests_played(play_groups, "site")
