@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.support.certificate import CERT, KEY
+from tests.support.played import in_real_time
 from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.errors import ConfigError
@@ -219,22 +220,20 @@ def test_a_certificate_is_verified(tmp_path: Path) -> None:
     )
 
 
-def test_another_port_than_tls_is_said() -> None:
-    async def main() -> None:
-        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            writer.close()
+@in_real_time()
+async def test_another_port_than_tls_is_said() -> None:
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with PageClient.of_flags(None, timeout_s=9.0) as pages:
-            try:
-                with pytest.raises(UnansweredError, match="speaks no TLS: is it http://"):
-                    await pages.page(f"https://127.0.0.1:{port}/")
-            finally:
-                server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with PageClient.of_flags(None, timeout_s=9.0) as pages:
+        try:
+            with pytest.raises(UnansweredError, match="speaks no TLS: is it http://"):
+                await pages.page(f"https://127.0.0.1:{port}/")
+        finally:
+            server.close()
 
 
 def test_a_certificate_for_another_name_is_refused(

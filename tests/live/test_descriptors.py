@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 from tests.live.served import COMPLETIONS, STREAM, Client, engines, play, serving
+from tests.support.played import in_virtual_time
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -125,8 +126,9 @@ def test_a_lack_of_descriptors_is_counted_and_logged_once_a_minute(
 
 
 @pytest.mark.parametrize(("limit", "is_short"), [(1_017, False), (1_016, True), (1_000, True)])
-def test_nothing_is_accepted_when_only_a_few_descriptors_are_left(
-    limit: int, *, is_short: bool
+@in_virtual_time()
+async def test_nothing_is_accepted_when_only_a_few_descriptors_are_left(
+    loop: VirtualLoop, limit: int, *, is_short: bool
 ) -> None:
     def probe() -> int:
         """Take the lowest that is free where all up to 999 are in use."""
@@ -135,49 +137,42 @@ def test_nothing_is_accepted_when_only_a_few_descriptors_are_left(
         os.close(number)
         return high
 
-    async def main(loop: VirtualLoop) -> None:
-        server = Listening()
-        watch = DescriptorWatch(lambda: [server.server], probe=probe, limit=lambda: limit)
-        task = loop.create_task(watch.run())
-        await asyncio.sleep(1.5)
-        assert watch.shortages == is_short
-        assert server.said == ["spares", "pause"][: 1 + is_short]
-        task.cancel()
-
-    run(main, seed=1)
+    server = Listening()
+    watch = DescriptorWatch(lambda: [server.server], probe=probe, limit=lambda: limit)
+    task = loop.create_task(watch.run())
+    await asyncio.sleep(1.5)
+    assert watch.shortages == is_short
+    assert server.said == ["spares", "pause"][: 1 + is_short]
+    task.cancel()
 
 
-def test_a_listener_that_somebody_closed_ends_the_watch() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        number = listener.fileno()
-        watch = DescriptorWatch(lambda: [Listening(number).server])
+@in_virtual_time()
+async def test_a_listener_that_somebody_closed_ends_the_watch(loop: VirtualLoop) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    number = listener.fileno()
+    watch = DescriptorWatch(lambda: [Listening(number).server])
+    task = loop.create_task(watch.run())
+    await asyncio.sleep(5.0)
+    assert not task.done()
+    listener.close()
+    # Its number may belong to something else by then.
+    assert taken() == number
+    with pytest.raises(RuntimeError, match="was closed"):
+        await task
+    os.close(number)
+
+
+@in_virtual_time()
+async def test_a_listener_that_is_meant_to_be_closed_does_not_end_it(loop: VirtualLoop) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Listening(listener.fileno())
+        watch = DescriptorWatch(lambda: [server.server])
         task = loop.create_task(watch.run())
         await asyncio.sleep(5.0)
-        assert not task.done()
-        listener.close()
-        # Its number may belong to something else by then.
-        assert taken() == number
-        with pytest.raises(RuntimeError, match="was closed"):
-            await task
-        os.close(number)
-
-    run(main, seed=1)
-
-
-def test_a_listener_that_is_meant_to_be_closed_does_not_end_it() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = Listening(listener.fileno())
-            watch = DescriptorWatch(lambda: [server.server])
-            task = loop.create_task(watch.run())
-            await asyncio.sleep(5.0)
-            server.listening.clear()
-        await asyncio.sleep(5.0)
-        assert not task.done()
-        task.cancel()
-
-    run(main, seed=1)
+        server.listening.clear()
+    await asyncio.sleep(5.0)
+    assert not task.done()
+    task.cancel()
 
 
 def test_who_connects_while_no_descriptor_is_left_waits_and_is_served(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from tests.live.served import COMPLETIONS, STREAM, engines, play, serving
+from tests.support.played import in_real_time
 
 
 def test_it_serves_on_and_its_log_has_whole_lines_when_there_is_room_again(tmp_path: Path) -> None:
@@ -59,17 +60,15 @@ def test_it_serves_on_and_its_log_has_whole_lines_when_there_is_room_again(tmp_p
 DROPPED = "balanceroute_log_lines_dropped_total"
 
 
-def test_a_log_that_takes_nothing_costs_its_lines_alone() -> None:
-    async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(fleet.prefill_urls, fleet.decode_urls, "--log", "/dev/full") as served,
-        ):
-            for _ in range(3):
-                assert (await served.client.post(COMPLETIONS, STREAM)).done
-            served.process.send_signal(signal.SIGTERM)
-            status, said = await served.exit()
-            assert status == 0
-            assert "lines of the log /dev/full were dropped: No space left on device" in said
-
-    play(main())
+@in_real_time()
+async def test_a_log_that_takes_nothing_costs_its_lines_alone() -> None:
+    async with (
+        engines() as fleet,
+        serving(fleet.prefill_urls, fleet.decode_urls, "--log", "/dev/full") as served,
+    ):
+        for _ in range(3):
+            assert (await served.client.post(COMPLETIONS, STREAM)).done
+        served.process.send_signal(signal.SIGTERM)
+        status, said = await served.exit()
+        assert status == 0
+        assert "lines of the log /dev/full were dropped: No space left on device" in said

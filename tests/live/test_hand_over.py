@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.live.control.test_admin import INSTANCE, ORDERS, PAGES, Bench
 from tests.live.served import COMPLETIONS, STREAM, Client, Served, engines, play, serving
+from tests.support.played import in_real_time
 from tests.support.site import Exchanged
 
 from balanceroute.proxy.live.engines.instances import Role
@@ -101,67 +102,61 @@ async def policy(served: Served) -> str:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_new_version_takes_over_and_no_request_notices(tmp_path: Path, keeps: bool) -> None:
+@in_real_time()
+async def test_a_new_version_takes_over_and_no_request_notices(tmp_path: Path, keeps: bool) -> None:
     log = tmp_path / "log"
     flags = ["--roster-state", str(tmp_path / "roster")] if keeps else []
+    async with served_by(*flags, log=log) as served:
+        over = asyncio.Event()
 
-    async def main() -> None:
-        async with served_by(*flags, log=log) as served:
-            over = asyncio.Event()
+        async def keep_asking(*, reuse: bool) -> None:
+            client = Client(served.ports()[0])
+            while not over.is_set():
+                answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
+                assert answer.done, (answer.status, answer.body, answer.error)
+                if not reuse:
+                    client.close()
+            client.close()
 
-            async def keep_asking(*, reuse: bool) -> None:
-                client = Client(served.ports()[0])
-                while not over.is_set():
-                    answer = await client.post(COMPLETIONS, STREAM | {"max_tokens": 5})
-                    assert answer.done, (answer.status, answer.body, answer.error)
-                    if not reuse:
-                        client.close()
-                client.close()
-
-            streams = await long_streams(served, 8)
-            assert (await served.admin.post("/admin/policy", {"policy": "jsq"})).status == 200
-            async with asyncio.TaskGroup() as group:
-                for i in range(8):
-                    group.create_task(keep_asking(reuse=i % 2 == 0))
-                await begin(served)
-                for one in streams:
-                    await one.end()
-                    assert one.done
-                    assert len(one.events) == 401
-                await until_waiting(served.process.pid)
-                over.set()
-            # It holds next to nothing of a proxy: many updates leave many of them.
-            mapped = mapped_by(served.process.pid)
-            assert not any(
-                module in mapped for module in ("_asyncio", "_socket", "_json", "uvloop")
-            )
-            assert (await served.admin.get("/ready")).status == 200
-            assert await policy(served) == "jsq"
-            # Signals to the first process reach the one that serves.
-            served.process.send_signal(signal.SIGTERM)
-            status, printed = await served.exit()
-            assert status == 0
-            assert printed == f"{served.line}\n"  # The new one's, after the first was read.
-
-    play(main())
-
-
-def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-
-    async def main() -> None:
-        async with served_by(log=log) as served:
-            second = await begin(served)
+        streams = await long_streams(served, 8)
+        assert (await served.admin.post("/admin/policy", {"policy": "jsq"})).status == 200
+        async with asyncio.TaskGroup() as group:
+            for i in range(8):
+                group.create_task(keep_asking(reuse=i % 2 == 0))
+            await begin(served)
+            for one in streams:
+                await one.end()
+                assert one.done
+                assert len(one.events) == 401
             await until_waiting(served.process.pid)
-            assert (await served.client.post(COMPLETIONS, STREAM)).done
-            served.process.send_signal(signal.SIGUSR2)
-            await until_waiting(second)
-            (third,) = children(second)
-            assert (await served.client.post(COMPLETIONS, STREAM)).done
-            os.kill(third, signal.SIGKILL)
-            assert (await served.exit())[0] == 128 + signal.SIGKILL
+            over.set()
+        # It holds next to nothing of a proxy: many updates leave many of them.
+        mapped = mapped_by(served.process.pid)
+        assert not any(module in mapped for module in ("_asyncio", "_socket", "_json", "uvloop"))
+        assert (await served.admin.get("/ready")).status == 200
+        assert await policy(served) == "jsq"
+        # Signals to the first process reach the one that serves.
+        served.process.send_signal(signal.SIGTERM)
+        status, printed = await served.exit()
+        assert status == 0
+        assert printed == f"{served.line}\n"  # The new one's, after the first was read.
 
-    play(main())
+
+@in_real_time()
+async def test_versions_follow_each_other_and_the_last_status_is_the_first_ones(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    async with served_by(log=log) as served:
+        second = await begin(served)
+        await until_waiting(served.process.pid)
+        assert (await served.client.post(COMPLETIONS, STREAM)).done
+        served.process.send_signal(signal.SIGUSR2)
+        await until_waiting(second)
+        (third,) = children(second)
+        assert (await served.client.post(COMPLETIONS, STREAM)).done
+        os.kill(third, signal.SIGKILL)
+        assert (await served.exit())[0] == 128 + signal.SIGKILL
 
 
 def test_a_version_that_does_not_start_leaves_everything_as_it_is(tmp_path: Path) -> None:
@@ -194,71 +189,66 @@ def test_a_version_that_does_not_start_leaves_everything_as_it_is(tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_end_reaches_both_once_while_the_old_one_drains(
+@in_real_time()
+async def test_a_signal_to_end_reaches_both_once_while_the_old_one_drains(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     log = tmp_path / "log"
+    async with served_by(log=log) as served:
+        old = await long_streams(served, 2)
+        pid = await begin(served)
+        await told(log, "a new version serves")
+        # So a terminal's signals reach it through the first process alone.
+        assert os.getpgid(pid) == pid
+        client = Client(served.ports()[0])
+        new = client.send(b"POST", COMPLETIONS, LONG)
+        while len(new.events) < 3:  # noqa: ASYNC110 - nobody tells.
+            await asyncio.sleep(0.005)
+        served.process.send_signal(number)
+        for one in (*old, new):
+            await one.end()
+            assert one.done
+            assert len(one.events) == 401
+        client.close()
+        assert (await served.exit())[0] == 0
 
-    async def main() -> None:
-        async with served_by(log=log) as served:
-            old = await long_streams(served, 2)
-            pid = await begin(served)
-            await told(log, "a new version serves")
-            # So a terminal's signals reach it through the first process alone.
-            assert os.getpgid(pid) == pid
-            client = Client(served.ports()[0])
-            new = client.send(b"POST", COMPLETIONS, LONG)
-            while len(new.events) < 3:  # noqa: ASYNC110 - nobody tells.
-                await asyncio.sleep(0.005)
-            served.process.send_signal(number)
-            for one in (*old, new):
-                await one.end()
-                assert one.done
-                assert len(one.events) == 401
+
+@in_real_time()
+async def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    async with served_by(log=log) as served:
+        pid = await begin(served)
+        os.kill(pid, signal.SIGSTOP)
+        served.process.send_signal(signal.SIGTERM)
+        assert (await served.exit())[0] == 0
+        assert not exists(pid)
+
+
+@in_real_time()
+async def test_an_order_while_a_new_version_starts_is_refused_until_that_takes_it(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    async with served_by(log=log) as served:
+        pid = await begin(served)
+        os.kill(pid, signal.SIGSTOP)  # So the old one is still asked.
+        answer = await served.admin.post("/admin/policy", {"policy": "jsq"})
+        assert (answer.status, answer.header(b"retry-after")) == (503, b"1")
+        assert "order again" in answer.json["error"]["message"]
+        assert await policy(served) == "br-h"
+        os.kill(pid, signal.SIGCONT)
+        statuses = []
+        while 200 not in statuses:
+            client = Client(served.ports()[1])
+            statuses.append((await client.post("/admin/policy", {"policy": "jsq"})).status)
             client.close()
-            assert (await served.exit())[0] == 0
-
-    play(main())
-
-
-def test_the_end_of_the_old_one_ends_a_new_one_that_does_not_serve_yet(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-
-    async def main() -> None:
-        async with served_by(log=log) as served:
-            pid = await begin(served)
-            os.kill(pid, signal.SIGSTOP)
-            served.process.send_signal(signal.SIGTERM)
-            assert (await served.exit())[0] == 0
-            assert not exists(pid)
-
-    play(main())
-
-
-def test_an_order_while_a_new_version_starts_is_refused_until_that_takes_it(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-
-    async def main() -> None:
-        async with served_by(log=log) as served:
-            pid = await begin(served)
-            os.kill(pid, signal.SIGSTOP)  # So the old one is still asked.
-            answer = await served.admin.post("/admin/policy", {"policy": "jsq"})
-            assert (answer.status, answer.header(b"retry-after")) == (503, b"1")
-            assert "order again" in answer.json["error"]["message"]
-            assert await policy(served) == "br-h"
-            os.kill(pid, signal.SIGCONT)
-            statuses = []
-            while 200 not in statuses:
-                client = Client(served.ports()[1])
-                statuses.append((await client.post("/admin/policy", {"policy": "jsq"})).status)
-                client.close()
-            assert set(statuses) <= {200, 503}
-            await until_waiting(served.process.pid)
-            assert await policy(served) == "jsq"
-            served.process.send_signal(signal.SIGTERM)
-            assert (await served.exit())[0] == 0
-
-    play(main())
+        assert set(statuses) <= {200, 503}
+        await until_waiting(served.process.pid)
+        assert await policy(served) == "jsq"
+        served.process.send_signal(signal.SIGTERM)
+        assert (await served.exit())[0] == 0
 
 
 SUCCESSOR = """
@@ -364,41 +354,37 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
-def test_an_order_that_a_new_version_would_not_be_told_of_is_refused(
+@in_real_time()
+async def test_an_order_that_a_new_version_would_not_be_told_of_is_refused(
     method: str, path: str
 ) -> None:
-    async def main() -> None:
-        bench = Bench()
-        await bench.admin.stop_orders(1.0)
-        refused = bench.ask(method, path, ORDERS.get(path, {}))
-        assert (refused.status, refused.message) == (
-            503,
-            "a new version of the proxy is taking over: order again",
-        )
-        assert refused.headers[b"retry-after"] == b"1"
-        assert bench.fleet.orders == []
-        # What changes nothing is answered, and what is about requests of this process.
-        assert all(bench.get(page).status == 200 for page in PAGES)
-        bench.post("/abort_requests", {})
+    bench = Bench()
+    await bench.admin.stop_orders(1.0)
+    refused = bench.ask(method, path, ORDERS.get(path, {}))
+    assert (refused.status, refused.message) == (
+        503,
+        "a new version of the proxy is taking over: order again",
+    )
+    assert refused.headers[b"retry-after"] == b"1"
+    assert bench.fleet.orders == []
+    # What changes nothing is answered, and what is about requests of this process.
+    assert all(bench.get(page).status == 200 for page in PAGES)
+    bench.post("/abort_requests", {})
+    await asyncio.sleep(0)
+    bench.admin.takes_orders = True
+    assert bench.ask(method, path, ORDERS.get(path, {})).status != 503
+
+
+@in_real_time()
+async def test_a_new_version_waits_for_the_orders_that_are_being_carried_out() -> None:
+    bench = Bench()
+    bench.fleet.gate.clear()
+    added = bench.post("/admin/instances", INSTANCE)
+    stopped = asyncio.ensure_future(bench.admin.stop_orders(60.0))
+    for _ in range(5):
         await asyncio.sleep(0)
-        bench.admin.takes_orders = True
-        assert bench.ask(method, path, ORDERS.get(path, {})).status != 503
-
-    asyncio.run(main())
-
-
-def test_a_new_version_waits_for_the_orders_that_are_being_carried_out() -> None:
-    async def main() -> None:
-        bench = Bench()
-        bench.fleet.gate.clear()
-        added = bench.post("/admin/instances", INSTANCE)
-        stopped = asyncio.ensure_future(bench.admin.stop_orders(60.0))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not stopped.done()
-        bench.fleet.gate.set()
-        await stopped
-        assert added.status == 200
-        assert bench.fleet.orders == [("add", Role.DECODE, "http://d:8000", None, None)]
-
-    asyncio.run(main())
+    assert not stopped.done()
+    bench.fleet.gate.set()
+    await stopped
+    assert added.status == 200
+    assert bench.fleet.orders == [("add", Role.DECODE, "http://d:8000", None, None)]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.live.served import Served, engines, play, serving
+from tests.live.served import Served, engines, serving
 from tests.live.test_hand_over import begin, served_by, until_waiting
 from tests.native import needs_native
+from tests.support.played import in_real_time
 from tests.support.site import Exchanged
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ async def both_ways(
     return results, logs
 
 
-def test_every_stream_is_the_same(tmp_path: Path) -> None:
+@in_real_time(patience_s=PATIENCE_S)
+async def test_every_stream_is_the_same(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = [served.client.send(b"POST", *one) for one in ASKED]
         for one in sent:
@@ -118,16 +120,13 @@ def test_every_stream_is_the_same(tmp_path: Path) -> None:
             assert (one.status, one.error) == (200, None)
         return [shown(one.events) for one in sent]
 
-    async def guarded() -> None:
-        (off, native), logs = await both_ways(tmp_path, main)
-        for without, with_it in zip(off, native, strict=True):
-            assert with_it == without
-            assert len(without) > 20
-        off_log, native_log = (sorted(map(str, one)) for one in logs)
-        assert len(off_log) == len(ASKED)
-        assert native_log == off_log
-
-    play(guarded(), PATIENCE_S)
+    (off, native), logs = await both_ways(tmp_path, main)
+    for without, with_it in zip(off, native, strict=True):
+        assert with_it == without
+        assert len(without) > 20
+    off_log, native_log = (sorted(map(str, one)) for one in logs)
+    assert len(off_log) == len(ASKED)
+    assert native_log == off_log
 
 
 GENERATE = (
@@ -138,7 +137,8 @@ GENERATE = (
 
 
 @pytest.mark.parametrize("fault", ["reset_after_tokens", "stall_after_tokens"])
-def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
+@in_real_time(patience_s=PATIENCE_S)
+async def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
     tmp_path: Path, fault: str
 ) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
@@ -153,44 +153,39 @@ def test_a_stream_goes_on_elsewhere_from_the_ids_that_were_kept_natively(
             told.append(shown(sent.events))
         return told
 
-    async def guarded() -> None:
-        flags = ("--resume", "valid", "--idle-stream-timeout-s", "1", "--policy", "round-robin")
-        (off, native), logs = await both_ways(tmp_path, main, *flags, ranks=2)
-        assert native == off
-        assert logs[0] == logs[1]
-
-    play(guarded(), PATIENCE_S)
+    flags = ("--resume", "valid", "--idle-stream-timeout-s", "1", "--policy", "round-robin")
+    (off, native), logs = await both_ways(tmp_path, main, *flags, ranks=2)
+    assert native == off
+    assert logs[0] == logs[1]
 
 
-def test_nearly_all_of_it_is_moved_natively() -> None:
-    async def guarded() -> None:
-        async with (
-            engines(step_base_ns=STEP_NS) as fleet,
-            serving(
-                fleet.prefill_urls,
-                fleet.decode_urls,
-                *("--native", "require", "--native-threads", "2"),
-            ) as served,
-        ):
-            asked = [asking(path, max_tokens=LONG) for path in (CHAT, COMPLETIONS, CHAT)]
-            sent = [served.client.send(b"POST", *one) for one in asked]
-            await asyncio.gather(*(one.until_events(100) for one in sent))
-            state = (await served.admin.get("/admin/state?requests=1")).json["state"]
-            assert len(state["requests"]) == 3
-            assert all(row["emitted_tokens"] > 50 for row in state["requests"])
-            assert state["steps"] > 50
-            for one in sent:
-                await one.end()
-            moved = await metric(served, "pumped_events_total")
-            returns = await reasons(served)
-            assert 0.95 * ORDINARY <= moved <= ORDINARY, returns
-            assert await metric(served, "pumped_streams_total") == sum(returns.values()) >= 3
-            assert returns["event"] >= 3  # The last of each is none that goes on.
-            gaps = await metric(served, "inter_token_latency_seconds_count")
-            # One for each event that came alone, but for the first.
-            assert 0.8 * 3 * LONG < gaps <= 3 * LONG
-
-    play(guarded(), PATIENCE_S)
+@in_real_time(patience_s=PATIENCE_S)
+async def test_nearly_all_of_it_is_moved_natively() -> None:
+    async with (
+        engines(step_base_ns=STEP_NS) as fleet,
+        serving(
+            fleet.prefill_urls,
+            fleet.decode_urls,
+            *("--native", "require", "--native-threads", "2"),
+        ) as served,
+    ):
+        asked = [asking(path, max_tokens=LONG) for path in (CHAT, COMPLETIONS, CHAT)]
+        sent = [served.client.send(b"POST", *one) for one in asked]
+        await asyncio.gather(*(one.until_events(100) for one in sent))
+        state = (await served.admin.get("/admin/state?requests=1")).json["state"]
+        assert len(state["requests"]) == 3
+        assert all(row["emitted_tokens"] > 50 for row in state["requests"])
+        assert state["steps"] > 50
+        for one in sent:
+            await one.end()
+        moved = await metric(served, "pumped_events_total")
+        returns = await reasons(served)
+        assert 0.95 * ORDINARY <= moved <= ORDINARY, returns
+        assert await metric(served, "pumped_streams_total") == sum(returns.values()) >= 3
+        assert returns["event"] >= 3  # The last of each is none that goes on.
+        gaps = await metric(served, "inter_token_latency_seconds_count")
+        # One for each event that came alone, but for the first.
+        assert 0.8 * 3 * LONG < gaps <= 3 * LONG
 
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
@@ -206,7 +201,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_engines_that_fail_are_told_as_ever(tmp_path: Path) -> None:
+@in_real_time(patience_s=PATIENCE_S)
+async def test_engines_that_fail_are_told_as_ever(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         told = []
         for number, (fault, _) in enumerate(FAULTS):
@@ -220,16 +216,13 @@ def test_engines_that_fail_are_told_as_ever(tmp_path: Path) -> None:
             fleet.faults.clear("decode")
         return told
 
-    async def guarded() -> None:
-        flags = ("--idle-stream-timeout-s", "1", "--quarantine-failures", "100")
-        (off, native), logs = await both_ways(tmp_path, main, *flags)
-        for without, with_it in zip(off, native, strict=True):
-            assert with_it == without
-        for log in logs:
-            assert [line["outcome"] for line in log] == [outcome for _, outcome in FAULTS]
-        assert logs[0] == logs[1]
-
-    play(guarded(), PATIENCE_S)
+    flags = ("--idle-stream-timeout-s", "1", "--quarantine-failures", "100")
+    (off, native), logs = await both_ways(tmp_path, main, *flags)
+    for without, with_it in zip(off, native, strict=True):
+        assert with_it == without
+    for log in logs:
+        assert [line["outcome"] for line in log] == [outcome for _, outcome in FAULTS]
+    assert logs[0] == logs[1]
 
 
 async def in_use(served: Served) -> int:
@@ -238,39 +231,38 @@ async def in_use(served: Served) -> int:
     return len(os.listdir(f"/proc/{served.process.pid}/fd")) - int(state["engine_connections"])
 
 
-def test_no_descriptor_is_lost_of_streams_that_end_in_any_way() -> None:
-    async def guarded() -> None:
-        flags = ("--native", "require", "--quarantine-failures", "1000")
-        async with (
-            engines(step_base_ns=STEP_NS) as fleet,
-            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
-        ):
-            await served.client.send(b"POST", *asking(CHAT)).end()
-            served.client.close()
-            before = await in_use(served)
-            # One engine breaks its streams off, of the other's some clients leave.
-            fleet.faults.set("decode/0", reset_after_tokens=100)
-            sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(28)]
-            await asyncio.gather(*(one.until_events(50) for one in sent))
-            for one in sent[::4]:
-                one.call.abort()
-            rest = [one for place, one in enumerate(sent) if place % 4]
-            await asyncio.gather(*(one.end() for one in rest))
-            assert {one.error is None for one in rest} == {True, False}
-            served.client.close()
-            while await in_use(served) > before:
-                pass
-            returns = await reasons(served)
-            assert await metric(served, "pumped_streams_total") == sum(returns.values()) >= 28
-            broken = returns["end"] + returns["engine"]
-            assert min(returns["event"], broken, returns["asked"]) > 0, returns
-            served.process.send_signal(signal.SIGTERM)
-            assert await served.exit() == (0, "")
-
-    play(guarded(), PATIENCE_S)
+@in_real_time(patience_s=PATIENCE_S)
+async def test_no_descriptor_is_lost_of_streams_that_end_in_any_way() -> None:
+    flags = ("--native", "require", "--quarantine-failures", "1000")
+    async with (
+        engines(step_base_ns=STEP_NS) as fleet,
+        serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+    ):
+        await served.client.send(b"POST", *asking(CHAT)).end()
+        served.client.close()
+        before = await in_use(served)
+        # One engine breaks its streams off, of the other's some clients leave.
+        fleet.faults.set("decode/0", reset_after_tokens=100)
+        sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(28)]
+        await asyncio.gather(*(one.until_events(50) for one in sent))
+        for one in sent[::4]:
+            one.call.abort()
+        rest = [one for place, one in enumerate(sent) if place % 4]
+        await asyncio.gather(*(one.end() for one in rest))
+        assert {one.error is None for one in rest} == {True, False}
+        served.client.close()
+        while await in_use(served) > before:
+            pass
+        returns = await reasons(served)
+        assert await metric(served, "pumped_streams_total") == sum(returns.values()) >= 28
+        broken = returns["end"] + returns["engine"]
+        assert min(returns["event"], broken, returns["asked"]) > 0, returns
+        served.process.send_signal(signal.SIGTERM)
+        assert await served.exit() == (0, "")
 
 
-def test_a_client_that_leaves_is_noticed(tmp_path: Path) -> None:
+@in_real_time(patience_s=PATIENCE_S)
+async def test_a_client_that_leaves_is_noticed(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = served.client.send(b"POST", *asking(CHAT, max_tokens=100_000))
         await sent.until_events(40)
@@ -278,16 +270,14 @@ def test_a_client_that_leaves_is_noticed(tmp_path: Path) -> None:
         while any(fleet.stats()["running"]):  # Else its engine would go on for minutes.
             await served.admin.get("/health")
 
-    async def guarded() -> None:
-        _, logs = await both_ways(tmp_path, main)
-        for (line,) in logs:
-            assert line["outcome"] == "cancelled"
-            assert line["output_tokens"] >= 30
-
-    play(guarded(), PATIENCE_S)
+    _, logs = await both_ways(tmp_path, main)
+    for (line,) in logs:
+        assert line["outcome"] == "cancelled"
+        assert line["output_tokens"] >= 30
 
 
-def test_a_drain_ends_what_is_under_way(tmp_path: Path) -> None:
+@in_real_time(patience_s=PATIENCE_S)
+async def test_a_drain_ends_what_is_under_way(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Exchanged:
         sent = served.client.send(b"POST", *asking(CHAT))
         await sent.until_events(30)
@@ -296,48 +286,43 @@ def test_a_drain_ends_what_is_under_way(tmp_path: Path) -> None:
         assert sent.done
         return sent
 
-    async def guarded() -> None:
-        async with (
-            engines(step_base_ns=STEP_NS) as fleet,
-            serving(
-                fleet.prefill_urls,
-                fleet.decode_urls,
-                *("--native", "require"),
-            ) as served,
-        ):
-            await main(fleet, served)
-            assert (await served.exit())[0] == 0
-
-    play(guarded(), PATIENCE_S)
+    async with (
+        engines(step_base_ns=STEP_NS) as fleet,
+        serving(
+            fleet.prefill_urls,
+            fleet.decode_urls,
+            *("--native", "require"),
+        ) as served,
+    ):
+        await main(fleet, served)
+        assert (await served.exit())[0] == 0
 
 
-def test_a_new_version_takes_over_from_one_whose_streams_are_away(tmp_path: Path) -> None:
+@in_real_time(patience_s=PATIENCE_S)
+async def test_a_new_version_takes_over_from_one_whose_streams_are_away(tmp_path: Path) -> None:
     log = tmp_path / "log"
-
-    async def guarded() -> None:
-        flags = ("--native", "require")
-        async with served_by(*flags, log=log, step_base_ns=STEP_NS) as served:
-            sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(8)]
-            await asyncio.gather(*(one.until_events(50) for one in sent))
+    flags = ("--native", "require")
+    async with served_by(*flags, log=log, step_base_ns=STEP_NS) as served:
+        sent = [served.client.send(b"POST", *asking(CHAT, max_tokens=LONG)) for _ in range(8)]
+        await asyncio.gather(*(one.until_events(50) for one in sent))
+        returned = sum((await reasons(served)).values())
+        while await metric(served, "pumped_streams_total") - returned < len(sent):
             returned = sum((await reasons(served)).values())
-            while await metric(served, "pumped_streams_total") - returned < len(sent):
-                returned = sum((await reasons(served)).values())
-            await begin(served)
-            # Of these the old process has the half and more left when the new one serves.
-            for one in sent:
-                await one.end()
-                assert (one.done, one.error) == (True, None)
-                assert len(one.events) == LONG + 2
-            await until_waiting(served.process.pid)
-            again = served.client.send(b"POST", *asking(CHAT))
-            await again.end()
-            assert again.done
-            assert await metric(served, "pumped_streams_total") > 0  # Of the new one.
-
-    play(guarded(), PATIENCE_S)
+        await begin(served)
+        # Of these the old process has the half and more left when the new one serves.
+        for one in sent:
+            await one.end()
+            assert (one.done, one.error) == (True, None)
+            assert len(one.events) == LONG + 2
+        await until_waiting(served.process.pid)
+        again = served.client.send(b"POST", *asking(CHAT))
+        await again.end()
+        assert again.done
+        assert await metric(served, "pumped_streams_total") > 0  # Of the new one.
 
 
-def test_a_client_hears_that_its_engine_is_silent(tmp_path: Path) -> None:
+@in_real_time(patience_s=PATIENCE_S)
+async def test_a_client_hears_that_its_engine_is_silent(tmp_path: Path) -> None:
     async def main(fleet: "EmulatedFleet", served: Served) -> Any:
         sent = served.client.send(b"POST", *asking(CHAT))
         await sent.until_events(30)
@@ -349,9 +334,6 @@ def test_a_client_hears_that_its_engine_is_silent(tmp_path: Path) -> None:
         assert sent.done
         return shown([one for one in sent.events if one[:1] != b":"])
 
-    async def guarded() -> None:
-        flags = ("--sse-keep-alive-s", "1")
-        (off, native), _ = await both_ways(tmp_path, main, *flags)
-        assert native == off
-
-    play(guarded(), PATIENCE_S)
+    flags = ("--sse-keep-alive-s", "1")
+    (off, native), _ = await both_ways(tmp_path, main, *flags)
+    assert native == off

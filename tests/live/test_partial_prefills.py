@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.live.test_early_tokens import EARLY, SAID, say
 from tests.live.test_proxy_connectors import PULL_KEYS
+from tests.support.played import played_by
 from tests.support.site import Site, play
 
 from balanceroute.proxy.live.telemetry.record import Outcome
@@ -63,55 +64,54 @@ def play_with(
     play(main, flags=EARLY | {"direct": "decode"}, **changes)
 
 
+played = played_by(play_with)
+
+
 @pytest.mark.parametrize("finish", ["length", "stop"])
-def test_the_first_token_of_a_shorter_prompt_is_not_the_clients(finish: str) -> None:
-    async def scenario(site: Site) -> None:
-        for number in (1, 2, 3):
-            exchange = await site.post(COMPLETIONS, ASKED)
-            assert (exchange.done, exchange.text) == (True, "bc")
-            record = (await site.ended(number))[-1]
-            assert (record.outcome, record.early_first_token) == (Outcome.OK, False)
-            assert (record.first_token_differences, record.retries) == (0, 0)
-        legs = [leg.values for leg in site.received("prefill", COMPLETIONS)]
-        # Two prefillers were asked what only the first token of an answer needs, once each.
-        assert sorted("return_token_ids" in leg for leg in legs) == [False, True, True]
-
-    play_with(scenario, finish=finish, computed=1)
-
-
-def test_one_that_computes_whole_prompts_is_trusted() -> None:
-    async def scenario(site: Site) -> None:
-        exchange = await site.post(COMPLETIONS, ASKED)
-        assert exchange.text == "abc"
-        (record,) = await site.ended()
-        assert (record.early_first_token, record.first_token_differences) == (True, 1)
-
-    play_with(scenario, computed=2)
-
-
-def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines() -> None:
-    async def scenario(site: Site) -> None:
+@played("finish", computed=1)
+async def test_the_first_token_of_a_shorter_prompt_is_not_the_clients(
+    site: Site, finish: str
+) -> None:
+    for number in (1, 2, 3):
         exchange = await site.post(COMPLETIONS, ASKED)
         assert (exchange.done, exchange.text) == (True, "bc")
-        (leg,) = site.received("decode", COMPLETIONS)
-        assert "kv_transfer_params" not in leg.values
-        (record,) = await site.ended()
+        record = (await site.ended(number))[-1]
         assert (record.outcome, record.early_first_token) == (Outcome.OK, False)
+        assert (record.first_token_differences, record.retries) == (0, 0)
+    legs = [leg.values for leg in site.received("prefill", COMPLETIONS)]
+    # Two prefillers were asked what only the first token of an answer needs, once each.
+    assert sorted("return_token_ids" in leg for leg in legs) == [False, True, True]
 
-    play_with(scenario, finish="stop", computed=None, connector="mooncake-ascend")
+
+@played(computed=2)
+async def test_one_that_computes_whole_prompts_is_trusted(site: Site) -> None:
+    exchange = await site.post(COMPLETIONS, ASKED)
+    assert exchange.text == "abc"
+    (record,) = await site.ended()
+    assert (record.early_first_token, record.first_token_differences) == (True, 1)
 
 
-def test_where_nothing_is_told_ever_differing_tokens_are_never_given() -> None:
-    async def scenario(site: Site) -> None:
-        for number in range(1, 61):
-            exchange = await site.post(COMPLETIONS, ASKED)
-            assert (exchange.done, exchange.text) == (True, "bc")
-            record = (await site.ended(number))[-1]
-            assert (record.early_first_token, record.first_token_differences) == (False, 0)
-        # They are not asked for any more, either.
-        assert "return_token_ids" not in site.received("prefill", COMPLETIONS)[-1].values
+@played(finish="stop", computed=None, connector="mooncake-ascend")
+async def test_where_nothing_is_told_an_answer_that_ends_at_once_is_another_engines(
+    site: Site,
+) -> None:
+    exchange = await site.post(COMPLETIONS, ASKED)
+    assert (exchange.done, exchange.text) == (True, "bc")
+    (leg,) = site.received("decode", COMPLETIONS)
+    assert "kv_transfer_params" not in leg.values
+    (record,) = await site.ended()
+    assert (record.outcome, record.early_first_token) == (Outcome.OK, False)
 
-    play_with(scenario, computed=None, connector="mooncake-ascend")
+
+@played(computed=None, connector="mooncake-ascend")
+async def test_where_nothing_is_told_ever_differing_tokens_are_never_given(site: Site) -> None:
+    for number in range(1, 61):
+        exchange = await site.post(COMPLETIONS, ASKED)
+        assert (exchange.done, exchange.text) == (True, "bc")
+        record = (await site.ended(number))[-1]
+        assert (record.early_first_token, record.first_token_differences) == (False, 0)
+    # They are not asked for any more, either.
+    assert "return_token_ids" not in site.received("prefill", COMPLETIONS)[-1].values
 
 
 def test_where_nothing_is_told_trust_follows_agreement_and_ends_with_the_process() -> None:

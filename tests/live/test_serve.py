@@ -28,6 +28,7 @@ from tests.live.served import (
     until_unready,
 )
 from tests.support.certificate import make_certificate
+from tests.support.played import in_real_time
 
 from balanceroute.predictors import Survival
 from balanceroute.predictors.files import load
@@ -38,54 +39,47 @@ from balanceroute.proxy.wire.http1.server import Server
 # Life.
 
 
-def test_it_says_when_it_is_ready_and_serves() -> None:
-    async def main() -> None:
+@in_real_time()
+async def test_it_says_when_it_is_ready_and_serves() -> None:
+    async with (
+        engines() as fleet,
+        serving(fleet.prefill_urls, fleet.decode_urls) as served,
+    ):
+        public, admin = served.ports()
+        assert served.line == f"listening on http://{HOST}:{public}, admin on http://{HOST}:{admin}"
+        exchange = await served.client.post(COMPLETIONS, STREAM)
+        assert exchange.done
+        assert len(exchange.events) == 61
+        for client in (served.client, served.admin):
+            for page in ("/health", "/ready", "/metrics"):
+                assert (await client.get(page)).status == 200
+        state = (await served.admin.get("/admin/state")).json["state"]
+        assert state["steps"] > 0
+        served.process.send_signal(signal.SIGINT)
+        assert await served.exit() == (0, "")
+        assert fleet.stats()["leases"]["pulled"] == 1
+
+
+@in_real_time()
+async def test_it_is_not_ready_before_an_engine_of_each_role_was_probed() -> None:
+    with socket.create_server((HOST, 0)) as silent:  # It takes connections and says nothing.
+        url = f"http://{HOST}:{silent.getsockname()[1]}"
         async with (
             engines() as fleet,
-            serving(fleet.prefill_urls, fleet.decode_urls) as served,
+            serving(
+                [url],
+                fleet.decode_urls,
+                *("--health-timeout-s", "60", "--no-check-pairs"),
+            ) as served,
         ):
-            public, admin = served.ports()
-            assert (
-                served.line
-                == f"listening on http://{HOST}:{public}, admin on http://{HOST}:{admin}"
-            )
-            exchange = await served.client.post(COMPLETIONS, STREAM)
-            assert exchange.done
-            assert len(exchange.events) == 61
             for client in (served.client, served.admin):
-                for page in ("/health", "/ready", "/metrics"):
-                    assert (await client.get(page)).status == 200
-            state = (await served.admin.get("/admin/state")).json["state"]
-            assert state["steps"] > 0
-            served.process.send_signal(signal.SIGINT)
-            assert await served.exit() == (0, "")
-            assert fleet.stats()["leases"]["pulled"] == 1
-
-    play(main())
-
-
-def test_it_is_not_ready_before_an_engine_of_each_role_was_probed() -> None:
-    async def main() -> None:
-        with socket.create_server((HOST, 0)) as silent:  # It takes connections and says nothing.
-            url = f"http://{HOST}:{silent.getsockname()[1]}"
-            async with (
-                engines() as fleet,
-                serving(
-                    [url],
-                    fleet.decode_urls,
-                    *("--health-timeout-s", "60", "--no-check-pairs"),
-                ) as served,
-            ):
-                for client in (served.client, served.admin):
-                    for _ in range(3):
-                        assert (await client.get("/ready")).status == 503
-                        assert (await client.get("/health")).status == 200
-                refused = await served.client.post(COMPLETIONS, STREAM)
-                assert refused.status == 503
-                served.process.send_signal(signal.SIGTERM)
-                assert (await served.exit())[0] == 0
-
-    play(main())
+                for _ in range(3):
+                    assert (await client.get("/ready")).status == 503
+                    assert (await client.get("/health")).status == 200
+            refused = await served.client.post(COMPLETIONS, STREAM)
+            assert refused.status == 503
+            served.process.send_signal(signal.SIGTERM)
+            assert (await served.exit())[0] == 0
 
 
 def has_ipv6() -> bool:
@@ -169,24 +163,21 @@ def test_a_port_that_one_family_has_already_is_refused() -> None:
     )
 
 
-def test_a_process_that_its_engines_call_back_stays_and_says_why() -> None:
+@in_real_time()
+async def test_a_process_that_its_engines_call_back_stays_and_says_why() -> None:
     flags = ("--connector", "mooncake-layerwise", "--log", "-")
-
-    async def main() -> None:
-        async with (
-            engines(connector="mooncake-layerwise") as fleet,
-            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
-        ):
-            served.process.send_signal(signal.SIGUSR2)
-            assert (await served.client.post(COMPLETIONS, STREAM)).done
-            served.process.send_signal(signal.SIGTERM)
-            status, said = await served.exit()
-            assert status == 0
-            assert "no new version can take over" in said
-            assert "decode ranks call the process back" in said
-            assert said.count('"event":"serving"') == 1
-
-    play(main())
+    async with (
+        engines(connector="mooncake-layerwise") as fleet,
+        serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+    ):
+        served.process.send_signal(signal.SIGUSR2)
+        assert (await served.client.post(COMPLETIONS, STREAM)).done
+        served.process.send_signal(signal.SIGTERM)
+        status, said = await served.exit()
+        assert status == 0
+        assert "no new version can take over" in said
+        assert "decode ranks call the process back" in said
+        assert said.count('"event":"serving"') == 1
 
 
 def test_sigterm_lets_a_running_stream_finish(tmp_path: Path) -> None:
@@ -242,53 +233,48 @@ def test_what_it_learned_is_kept_and_its_log_is_read_for_training(tmp_path: Path
     assert first.features == second.features
 
 
-def test_it_samples_the_loads_of_its_ledger(tmp_path: Path) -> None:
+@in_real_time()
+async def test_it_samples_the_loads_of_its_ledger(tmp_path: Path) -> None:
     path = tmp_path / "loads"
     flags = ["--load-log", str(path), "--load-log-interval-s", "0.01"]
-
-    async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
-        ):
-            assert (await served.client.post(COMPLETIONS, STREAM)).done
-            served.process.send_signal(signal.SIGTERM)
-            assert await served.exit() == (0, "")
-            samples = [json.loads(line) for line in path.read_text().splitlines()]
-            assert all(list(sample["loads"]) == fleet.decode_urls for sample in samples)
-            loads = [load for sample in samples for load in sample["loads"].values()]
-            assert max(tokens for tokens, *_ in loads) > 3
-
-    play(main())
+    async with (
+        engines() as fleet,
+        serving(fleet.prefill_urls, fleet.decode_urls, *flags) as served,
+    ):
+        assert (await served.client.post(COMPLETIONS, STREAM)).done
+        served.process.send_signal(signal.SIGTERM)
+        assert await served.exit() == (0, "")
+        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        assert all(list(sample["loads"]) == fleet.decode_urls for sample in samples)
+        loads = [load for sample in samples for load in sample["loads"].values()]
+        assert max(tokens for tokens, *_ in loads) > 3
 
 
-def test_a_second_sigterm_cuts_it_truthfully() -> None:
-    async def main() -> None:
-        async with (
-            engines() as fleet,
-            serving(fleet.prefill_urls, fleet.decode_urls) as served,
-        ):
-            exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000})
-            whole = served.client.send(
-                b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000, "stream": False}
-            )
-            await exchange.until_events(3)
-            served.process.send_signal(signal.SIGTERM)
-            await until_draining(served)
-            served.process.send_signal(signal.SIGTERM)
-            await exchange.end()
-            assert exchange.status == 200
-            assert exchange.error is not None
-            assert exchange.chunks[-1]["error"]["code"] == 503
-            assert "shutting down" in exchange.chunks[-1]["error"]["message"]
-            assert b"[DONE]" not in exchange.body
-            await whole.end()
-            assert whole.status == 503
-            assert await served.exit() == (0, "")
-            while not all(engine.idle for engine in fleet.engines):  # noqa: ASYNC110 (no event tells)
-                await asyncio.sleep(0)
-
-    play(main())
+@in_real_time()
+async def test_a_second_sigterm_cuts_it_truthfully() -> None:
+    async with (
+        engines() as fleet,
+        serving(fleet.prefill_urls, fleet.decode_urls) as served,
+    ):
+        exchange = served.client.send(b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000})
+        whole = served.client.send(
+            b"POST", COMPLETIONS, STREAM | {"max_tokens": 5_000, "stream": False}
+        )
+        await exchange.until_events(3)
+        served.process.send_signal(signal.SIGTERM)
+        await until_draining(served)
+        served.process.send_signal(signal.SIGTERM)
+        await exchange.end()
+        assert exchange.status == 200
+        assert exchange.error is not None
+        assert exchange.chunks[-1]["error"]["code"] == 503
+        assert "shutting down" in exchange.chunks[-1]["error"]["message"]
+        assert b"[DONE]" not in exchange.body
+        await whole.end()
+        assert whole.status == 503
+        assert await served.exit() == (0, "")
+        while not all(engine.idle for engine in fleet.engines):  # noqa: ASYNC110 (no event tells)
+            await asyncio.sleep(0)
 
 
 UPLOAD = (
@@ -541,25 +527,21 @@ def test_certificates_and_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
     assert not {"first", "second", "third", "fourth"} & set(text.replace('"', " ").split())
 
 
-def test_a_second_sigterm_refuses_what_waits_for_a_prefiller() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            async with engines() as fleet:
-                served = await stack.enter_async_context(
-                    serving(fleet.prefill_urls, fleet.decode_urls)
-                )
-                assert (await served.admin.get("/ready")).status == 200
-            exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
-            # It waits for a prefiller to come back; who comes later is refused.
-            await until_unready(served)
-            assert (await served.client.post(COMPLETIONS, STREAM)).status == 503
-            served.process.send_signal(signal.SIGTERM)
-            await until_draining(served)
-            served.process.send_signal(signal.SIGTERM)
-            assert (await exchange.end()).status == 503
-            assert await served.exit() == (0, "")
-
-    play(main())
+@in_real_time()
+async def test_a_second_sigterm_refuses_what_waits_for_a_prefiller() -> None:
+    async with AsyncExitStack() as stack:
+        async with engines() as fleet:
+            served = await stack.enter_async_context(serving(fleet.prefill_urls, fleet.decode_urls))
+            assert (await served.admin.get("/ready")).status == 200
+        exchange = served.client.send(b"POST", COMPLETIONS, STREAM)
+        # It waits for a prefiller to come back; who comes later is refused.
+        await until_unready(served)
+        assert (await served.client.post(COMPLETIONS, STREAM)).status == 503
+        served.process.send_signal(signal.SIGTERM)
+        await until_draining(served)
+        served.process.send_signal(signal.SIGTERM)
+        assert (await exchange.end()).status == 503
+        assert await served.exit() == (0, "")
 
 
 def test_an_engine_whose_certificate_is_not_trusted_gets_no_request(

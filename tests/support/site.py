@@ -5,14 +5,13 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.chaos.groups import GroupSettings, GroupWorld
 from tests.support.chaos.world import World, WorldSettings
+from tests.support.played import played_by
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -361,40 +360,5 @@ def play_groups(
     run(main, seed=1, limit_s=10_000.0)
 
 
-Maker = Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]
-
-
-def tests_played(player: Callable[..., None], first: str) -> Callable[..., Maker]:
-    """Return a decorator that makes a test of a scenario: a coroutine function, given `first` by its player.
-
-    The decorator takes the player's settings. One that is a function is given those parameters of the
-    test that it names. The name of a parameter alone makes it a setting, and `**name` all that are in it.
-    """
-
-    def decorator(*told: str, **settings: Any) -> Maker:
-        def make(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-            @wraps(scenario)
-            def test(**given: Any) -> None:
-                found = {
-                    name: value(*(given[one] for one in signature(value).parameters))
-                    if callable(value)
-                    else value
-                    for name, value in settings.items()
-                }
-                for name in told:
-                    found |= given[name[2:]] if name.startswith("**") else {name: given[name]}
-                player(partial(scenario, **given), **found)
-
-            place, *others = signature(scenario).parameters.values()
-            assert place.name == first
-            asked = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in others]
-            test.__signature__ = Signature(asked)  # type: ignore[attr-defined]
-            return test
-
-        return make
-
-    return decorator
-
-
-served = tests_played(play, "site")
-served_by_groups = tests_played(play_groups, "site")
+served = played_by(play)
+served_by_groups = played_by(play_groups)

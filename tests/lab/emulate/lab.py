@@ -6,7 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tests.support.site import tests_played
+from tests.support.played import played_by
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -245,4 +245,4 @@ def play(scenario: Callable[[Lab], Awaitable[None]], **changes: Any) -> None:
     run(main, seed=1, limit_s=100_000.0)
 
 
-emulated = tests_played(play, "lab")
+emulated = played_by(play)

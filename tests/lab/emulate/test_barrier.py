@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated
+from tests.support.played import in_virtual_time
 from tests.support.virtual.loop import VirtualLoop
-from tests.support.virtual.runner import run
 
 from balanceroute.proxy.core.events import RankId, RequestId
 from balanceroute.proxy.lab.emulate.barrier import PICTURE_STEPS, Barrier
@@ -84,27 +84,27 @@ def simulated(
     kv=st.one_of(st.none(), st.integers(2_000, 9_000)),
     engines=st.sampled_from([SimulatedEngineOptions(), UNEVEN]),
 )
-def test_the_barrier_steps_as_the_simulated_fleet_does(
-    jobs: list[tuple[int, int, int]], kv: int | None, engines: SimulatedEngineOptions
+@in_virtual_time(seed=0)
+async def test_the_barrier_steps_as_the_simulated_fleet_does(
+    loop: VirtualLoop,
+    jobs: list[tuple[int, int, int]],
+    kv: int | None,
+    engines: SimulatedEngineOptions,
 ) -> None:
     settings = EmulationSettings(ranks=3, batch_limit=3, rank_kv_tokens=kv, engines=engines)
-
-    async def main(loop: VirtualLoop) -> None:
-        barrier = Barrier(settings, ranks=3, rank_kv_tokens=kv)
-        begin_s = loop.time()
-        sequences = [Tokens(kv_tokens, output, loop) for _, kv_tokens, output in jobs]
-        for sequence, (rank, _, _) in zip(sequences, jobs, strict=True):
-            barrier.submit(sequence, rank)
-        await asyncio.sleep(10.0)
-        times, lost = simulated(settings, jobs)
-        for sequence, times_ns in zip(sequences, times, strict=True):
-            assert sequence.times_s == pytest.approx([begin_s + one / 1e9 for one in times_ns])
-        assert [bool(sequence.drops) for sequence in sequences] == lost
-        assert barrier.idle
-        assert barrier.loads == [0, 0, 0]
-        assert barrier.counters.output_tokens == sum(map(len, times))
-
-    run(main, seed=0)
+    barrier = Barrier(settings, ranks=3, rank_kv_tokens=kv)
+    begin_s = loop.time()
+    sequences = [Tokens(kv_tokens, output, loop) for _, kv_tokens, output in jobs]
+    for sequence, (rank, _, _) in zip(sequences, jobs, strict=True):
+        barrier.submit(sequence, rank)
+    await asyncio.sleep(10.0)
+    times, lost = simulated(settings, jobs)
+    for sequence, times_ns in zip(sequences, times, strict=True):
+        assert sequence.times_s == pytest.approx([begin_s + one / 1e9 for one in times_ns])
+    assert [bool(sequence.drops) for sequence in sequences] == lost
+    assert barrier.idle
+    assert barrier.loads == [0, 0, 0]
+    assert barrier.counters.output_tokens == sum(map(len, times))
 
 
 @emulated(time_scale=10.0, max_model_len=4096)
@@ -211,79 +211,70 @@ async def test_an_overflow_inside_an_engine_only_delays_the_answer(lab: Lab) -> 
     assert b'vllm:num_preemptions_total{engine="0",model_name="tiny"} 1.0' in page
 
 
-def test_a_process_that_slept_makes_up_for_a_second_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
+@in_virtual_time(seed=0)
+async def test_a_process_that_slept_makes_up_for_a_second_and_no_more(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = EmulationSettings(ranks=1, step_ns_per_token=0.0)
+    barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
+    sequence = Tokens(1, 400, loop)
+    barrier.submit(sequence, 0)
+    await asyncio.sleep(0.5 * STEP_S)
+    call_at = loop.call_at
+    begin_s = loop.time()
 
-    async def main(loop: VirtualLoop) -> None:
-        barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
-        sequence = Tokens(1, 400, loop)
-        barrier.submit(sequence, 0)
-        await asyncio.sleep(0.5 * STEP_S)
-        call_at = loop.call_at
-        begin_s = loop.time()
+    def sleep_through(when: float, callback: Any, *arguments: Any, **more: Any) -> Any:
+        if getattr(callback, "__self__", None) is barrier:
+            monkeypatch.undo()
+            when += 5.0
+        return call_at(when, callback, *arguments, **more)
 
-        def sleep_through(when: float, callback: Any, *arguments: Any, **more: Any) -> Any:
-            if getattr(callback, "__self__", None) is barrier:
-                monkeypatch.undo()
-                when += 5.0
-            return call_at(when, callback, *arguments, **more)
-
-        monkeypatch.setattr(loop, "call_at", sleep_through)
-        await asyncio.sleep(6.0)
-        assert barrier.counters.late_s == pytest.approx(5.0)
-        assert barrier.counters.total_late_s >= 5.0  # The steps behind it are late too.
-        # Of six seconds it slept five, and four of them are lost.
-        assert len(sequence.times_s) == pytest.approx((loop.time() - begin_s - 4.0) / STEP_S, abs=1)
-        barrier.close()
-
-    run(main, seed=0)
+    monkeypatch.setattr(loop, "call_at", sleep_through)
+    await asyncio.sleep(6.0)
+    assert barrier.counters.late_s == pytest.approx(5.0)
+    assert barrier.counters.total_late_s >= 5.0  # The steps behind it are late too.
+    # Of six seconds it slept five, and four of them are lost.
+    assert len(sequence.times_s) == pytest.approx((loop.time() - begin_s - 4.0) / STEP_S, abs=1)
+    barrier.close()
 
 
-def test_a_sequence_that_another_one_withdraws_speaks_no_more() -> None:
+@in_virtual_time(seed=0)
+async def test_a_sequence_that_another_one_withdraws_speaks_no_more(loop: VirtualLoop) -> None:
     settings = EmulationSettings(ranks=1)
+    barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
+    victim = Tokens(1, 9, loop)
 
-    async def main(loop: VirtualLoop) -> None:
-        barrier = Barrier(settings, ranks=1, rank_kv_tokens=None)
-        victim = Tokens(1, 9, loop)
+    class Killer(Tokens):
+        def advance(self, *, more: bool = False) -> bool:
+            barrier.withdraw(victim)
+            return super().advance()
 
-        class Killer(Tokens):
-            def advance(self, *, more: bool = False) -> bool:
-                barrier.withdraw(victim)
-                return super().advance()
-
-        barrier.submit(Killer(1, 3, loop), 0)
-        barrier.submit(victim, 0)
-        await asyncio.sleep(1.0)
-        assert not victim.times_s
-        assert barrier.counters.output_tokens == 3
-        assert barrier.idle
-
-    run(main, seed=0)
+    barrier.submit(Killer(1, 3, loop), 0)
+    barrier.submit(victim, 0)
+    await asyncio.sleep(1.0)
+    assert not victim.times_s
+    assert barrier.counters.output_tokens == 3
+    assert barrier.idle
 
 
-def test_random_withdrawals_leave_nothing_behind() -> None:
+@in_virtual_time(seed=0)
+async def test_random_withdrawals_leave_nothing_behind(loop: VirtualLoop) -> None:
     settings = EmulationSettings(ranks=2, batch_limit=2, rank_kv_tokens=300)
     rng = random.Random(3)
-
-    async def main(loop: VirtualLoop) -> None:
-        barrier = Barrier(settings, ranks=2, rank_kv_tokens=300)
-        alive: list[Tokens] = []
-        for _ in range(300):
-            await asyncio.sleep(rng.random() * 0.02)
-            if rng.random() < 0.5:
-                alive.append(Tokens(rng.randrange(1, 150), rng.randrange(1, 20), loop))
-                barrier.submit(alive[-1], rng.randrange(2))
-            elif alive:
-                sequence = alive.pop(rng.randrange(len(alive)))
-                barrier.withdraw(sequence)
-                spoken = len(sequence.times_s)
-                await asyncio.sleep(0.05)
-                assert len(sequence.times_s) == spoken
-        await asyncio.sleep(100.0)
-        assert barrier.idle
-        assert barrier.loads == [0, 0]
-        assert [barrier.waiting(0), barrier.running(1)] == [0, 0]
-
-    run(main, seed=0)
+    barrier = Barrier(settings, ranks=2, rank_kv_tokens=300)
+    alive: list[Tokens] = []
+    for _ in range(300):
+        await asyncio.sleep(rng.random() * 0.02)
+        if rng.random() < 0.5:
+            alive.append(Tokens(rng.randrange(1, 150), rng.randrange(1, 20), loop))
+            barrier.submit(alive[-1], rng.randrange(2))
+        elif alive:
+            sequence = alive.pop(rng.randrange(len(alive)))
+            barrier.withdraw(sequence)
+            spoken = len(sequence.times_s)
+            await asyncio.sleep(0.05)
+            assert len(sequence.times_s) == spoken
+    await asyncio.sleep(100.0)
+    assert barrier.idle
+    assert barrier.loads == [0, 0]
+    assert [barrier.waiting(0), barrier.running(1)] == [0, 0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.lab.emulate.lab import COMPLETIONS, Lab, emulated, play
+from tests.support.played import in_real_time
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.lab.emulate import DpMode, EmulatedFleet, EmulationSettings
@@ -268,38 +269,34 @@ def test_settings_that_cannot_be_served_are_named(changes: dict[str, Any], words
     assert str(caught.value).startswith(words)
 
 
-def test_a_fleet_on_real_sockets_serves_and_closes() -> None:
-    async def main() -> None:
-        settings = EmulationSettings(prefillers=1, ranks=2, time_scale=1000.0)
-        fleet = EmulatedFleet(settings, rng=random.Random(0))
-        await fleet.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.engine("decode/1").port)
-        body = b'{"prompt": "a b", "max_tokens": 3, "ignore_eos": true, "stream": true}'
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
-        answer = await reader.read()
-        assert answer.count(b"data: {") == 3
-        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        writer.close()
-        await writer.wait_closed()
-        assert fleet.idle
-        await fleet.close()
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", fleet.engine("decode/1").port)
-
-    asyncio.run(main())
+@in_real_time()
+async def test_a_fleet_on_real_sockets_serves_and_closes() -> None:
+    settings = EmulationSettings(prefillers=1, ranks=2, time_scale=1000.0)
+    fleet = EmulatedFleet(settings, rng=random.Random(0))
+    await fleet.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.engine("decode/1").port)
+    body = b'{"prompt": "a b", "max_tokens": 3, "ignore_eos": true, "stream": true}'
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    answer = await reader.read()
+    assert answer.count(b"data: {") == 3
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    assert fleet.idle
+    await fleet.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", fleet.engine("decode/1").port)
 
 
-def test_a_port_that_is_taken_starts_nothing() -> None:
-    async def main() -> None:
-        first = EmulatedFleet(EmulationSettings(prefillers=0, ranks=1), rng=random.Random(0))
-        await first.start()
-        port = first.engine(0).port
-        second = EmulatedFleet(EmulationSettings(prefillers=0, ranks=1), rng=random.Random(0))
-        with pytest.raises(OSError, match="in use"):
-            await second.start("127.0.0.1", port)
-        await first.close()
-
-    asyncio.run(main())
+@in_real_time()
+async def test_a_port_that_is_taken_starts_nothing() -> None:
+    first = EmulatedFleet(EmulationSettings(prefillers=0, ranks=1), rng=random.Random(0))
+    await first.start()
+    port = first.engine(0).port
+    second = EmulatedFleet(EmulationSettings(prefillers=0, ranks=1), rng=random.Random(0))
+    with pytest.raises(OSError, match="in use"):
+        await second.start("127.0.0.1", port)
+    await first.close()

@@ -5,6 +5,7 @@ import json
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.support.played import played_by
 
 from balanceroute.proxy.lab.replay import requests
 from balanceroute.proxy.lab.replay.requests import (
@@ -63,6 +64,9 @@ def queued(check: Callable[[ReplayBodies, Counting], Awaitable[None]]) -> None:
         queue.close()
 
     asyncio.run(main())
+
+
+queueing = played_by(queued, places=2)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +132,12 @@ def test_each_api_has_its_path() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 300])
-def test_bodies_come_in_the_order_of_the_requests(turns: int) -> None:
-    async def check(queue: ReplayBodies, _: Counting) -> None:
-        await turn(turns)
-        assert [queue.take() for _ in REQUESTS] == EXPECTED
-
-    queued(check)
+@queueing()
+async def test_bodies_come_in_the_order_of_the_requests(
+    queue: ReplayBodies, _: Counting, turns: int
+) -> None:
+    await turn(turns)
+    assert [queue.take() for _ in REQUESTS] == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -168,21 +172,17 @@ def test_taking_makes_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     queued(check)
 
 
-def test_what_is_taken_is_built_again_ahead() -> None:
-    async def check(queue: ReplayBodies, prompts: Counting) -> None:
-        await turn(300)
-        for _ in range(10):
-            queue.take()
-        await turn(300)
-        assert prompts.built == requests.MAX_BODIES + 10
-
-    queued(check)
+@queueing()
+async def test_what_is_taken_is_built_again_ahead(queue: ReplayBodies, prompts: Counting) -> None:
+    await turn(300)
+    for _ in range(10):
+        queue.take()
+    await turn(300)
+    assert prompts.built == requests.MAX_BODIES + 10
 
 
-def test_a_closed_queue_builds_nothing_more() -> None:
-    async def check(queue: ReplayBodies, prompts: Counting) -> None:
-        queue.close()
-        await turn(9)
-        assert prompts.built == 0
-
-    queued(check)
+@queueing()
+async def test_a_closed_queue_builds_nothing_more(queue: ReplayBodies, prompts: Counting) -> None:
+    queue.close()
+    await turn(9)
+    assert prompts.built == 0

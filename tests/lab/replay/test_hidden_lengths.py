@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.chaos.world import World, WorldSettings
+from tests.support.played import in_virtual_time
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 from tests.two_leg_router import TwoLegRouter
@@ -184,22 +185,21 @@ def test_engines_know_the_lengths_behind_a_router_with_ids_of_its_own() -> None:
     assert (figures.finished, figures.wrong_lengths) == (60, 0)
 
 
-def test_a_fleet_that_takes_no_lengths_ends_the_replay_before_it_begins() -> None:
+@in_virtual_time(seed=0)
+async def test_a_fleet_that_takes_no_lengths_ends_the_replay_before_it_begins(
+    loop: VirtualLoop,
+) -> None:
     """The target itself is asked in place of a fleet: it has no such route."""
-
-    async def main(loop: VirtualLoop) -> None:
-        world = World(WorldSettings(EmulationSettings(), {}), loop, random.Random(3))
-        await world.start()
-        try:
-            url = f"http://127.0.0.1:{world.port}"
-            settings = ReplaySettings(target=url, emulation=url, lengths=ReplayLengths.HIDDEN)
-            with pytest.raises(Exception, match="/emulation/stats/reset: http 404"):
-                await replay(settings, planned(1, ReplayApi.CHAT, count=3))
-            assert {record.endpoint for record in world.ended} == {"/emulation/stats/reset"}
-        finally:
-            await world.close()
-
-    run(main, seed=0)
+    world = World(WorldSettings(EmulationSettings(), {}), loop, random.Random(3))
+    await world.start()
+    try:
+        url = f"http://127.0.0.1:{world.port}"
+        settings = ReplaySettings(target=url, emulation=url, lengths=ReplayLengths.HIDDEN)
+        with pytest.raises(Exception, match="/emulation/stats/reset: http 404"):
+            await replay(settings, planned(1, ReplayApi.CHAT, count=3))
+        assert {record.endpoint for record in world.ended} == {"/emulation/stats/reset"}
+    finally:
+        await world.close()
 
 
 def test_limits_follow_from_the_seed_and_the_number_alone() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.played import in_real_time, played_by
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -314,36 +315,31 @@ def test_orders_reach_the_control() -> None:
     ]
 
 
-def test_an_addition_is_answered_when_it_is_done() -> None:
-    async def main() -> None:
-        bench = Bench()
-        bench.fleet.gate.clear()
-        order = INSTANCE | {"role": "prefill", "ranks": 8, "bootstrap": "http://d:8998"}
-        sent = bench.post("/admin/instances", order)
-        await asyncio.sleep(0)
-        assert sent.status == 0
-        assert bench.get("/admin/instances").status == 200
-        bench.fleet.gate.set()
-        await sent.done.wait()
-        assert sent.status == 200
-        assert bench.fleet.orders == [("add", Role.PREFILL, "http://d:8000", 8, "http://d:8998")]
-
-    asyncio.run(main())
+@in_real_time()
+async def test_an_addition_is_answered_when_it_is_done() -> None:
+    bench = Bench()
+    bench.fleet.gate.clear()
+    order = INSTANCE | {"role": "prefill", "ranks": 8, "bootstrap": "http://d:8998"}
+    sent = bench.post("/admin/instances", order)
+    await asyncio.sleep(0)
+    assert sent.status == 0
+    assert bench.get("/admin/instances").status == 200
+    bench.fleet.gate.set()
+    await sent.done.wait()
+    assert sent.status == 200
+    assert bench.fleet.orders == [("add", Role.PREFILL, "http://d:8000", 8, "http://d:8998")]
 
 
-def test_a_prefiller_is_added_with_the_addresses_of_its_kv_cache_events() -> None:
+@in_real_time()
+async def test_a_prefiller_is_added_with_the_addresses_of_its_kv_cache_events() -> None:
     events = {"kv_events": "tcp://p:5557", "kv_replay": "tcp://[::1]:5558"}
-
-    async def main() -> None:
-        bench = Bench()
-        sent = bench.post("/admin/instances", {"role": "prefill", "url": "http://p:8000"} | events)
-        await sent.done.wait()
-        assert sent.status == 200
-        assert bench.fleet.orders == [
-            ("add", Role.PREFILL, "http://p:8000", None, None, *events.values())
-        ]
-
-    asyncio.run(main())
+    bench = Bench()
+    sent = bench.post("/admin/instances", {"role": "prefill", "url": "http://p:8000"} | events)
+    await sent.done.wait()
+    assert sent.status == 200
+    assert bench.fleet.orders == [
+        ("add", Role.PREFILL, "http://p:8000", None, None, *events.values())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -354,34 +350,30 @@ def test_a_prefiller_is_added_with_the_addresses_of_its_kv_cache_events() -> Non
         (ConflictError("2 requests are in flight"), 409),
     ],
 )
-def test_the_controls_refusals_have_their_status(error: Exception, status: int) -> None:
-    async def main() -> None:
-        for path in ("/admin/instances", "/admin/instances/drain", "/admin/instances/remove"):
-            bench = Bench()
-            bench.fleet.error = error
-            sent = bench.post(path, INSTANCE)
-            await sent.done.wait()
-            assert sent.status == status
-            assert sent.message == str(error)
-
-    asyncio.run(main())
-
-
-def test_additions_at_a_time_are_bounded_and_end_with_the_listener() -> None:
-    async def main() -> None:
+@in_real_time()
+async def test_the_controls_refusals_have_their_status(error: Exception, status: int) -> None:
+    for path in ("/admin/instances", "/admin/instances/drain", "/admin/instances/remove"):
         bench = Bench()
-        bench.fleet.gate.clear()
-        going_on = [bench.post("/admin/instances", INSTANCE) for _ in range(MAX_ADDITIONS)]
-        assert bench.post("/admin/instances", INSTANCE).status == 429
-        await asyncio.sleep(0)
-        bench.admin.close()
-        additions = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        assert len(additions) == MAX_ADDITIONS
-        await asyncio.wait(additions)
-        assert not any(sent.status for sent in going_on)
-        assert bench.fleet.orders == []
+        bench.fleet.error = error
+        sent = bench.post(path, INSTANCE)
+        await sent.done.wait()
+        assert sent.status == status
+        assert sent.message == str(error)
 
-    asyncio.run(main())
+
+@in_real_time()
+async def test_additions_at_a_time_are_bounded_and_end_with_the_listener() -> None:
+    bench = Bench()
+    bench.fleet.gate.clear()
+    going_on = [bench.post("/admin/instances", INSTANCE) for _ in range(MAX_ADDITIONS)]
+    assert bench.post("/admin/instances", INSTANCE).status == 429
+    await asyncio.sleep(0)
+    bench.admin.close()
+    additions = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert len(additions) == MAX_ADDITIONS
+    await asyncio.wait(additions)
+    assert not any(sent.status for sent in going_on)
+    assert bench.fleet.orders == []
 
 
 def test_a_fault_of_ours_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -653,33 +645,29 @@ def test_answers_are_not_cached() -> None:
         assert bench.get(path).headers[b"cache-control"] == b"no-store"
 
 
-def test_it_is_an_application_of_the_http_server() -> None:
-    async def main() -> None:
-        server = Server(Bench().admin)
-        await server.start("127.0.0.1", 0)
-        endpoint = Endpoint("127.0.0.1", server.port)
+@in_real_time()
+async def test_it_is_an_application_of_the_http_server() -> None:
+    server = Server(Bench().admin)
+    await server.start("127.0.0.1", 0)
+    endpoint = Endpoint("127.0.0.1", server.port)
 
-        async def ask(method: bytes, path: bytes, body: bytes = b"", **headers: bytes) -> Response:
-            fields = [(name.encode(), value) for name, value in headers.items()]
-            return await fetch(
-                endpoint, method, path, fields, body, timeout_s=5.0, max_bytes=65_536
-            )
+    async def ask(method: bytes, path: bytes, body: bytes = b"", **headers: bytes) -> Response:
+        fields = [(name.encode(), value) for name, value in headers.items()]
+        return await fetch(endpoint, method, path, fields, body, timeout_s=5.0, max_bytes=65_536)
 
-        assert (await ask(b"GET", b"/ready")).status == 200
-        assert (await ask(b"GET", b"/admin/state")).status == 401
-        added = await ask(
-            b"POST",
-            b"/admin/instances",
-            json.dumps(INSTANCE).encode(),
-            authorization=b"Bearer admin-token",
-        )
-        assert added.status == 200
-        assert json.loads(added.body) == {"instances": Fleet().instance_rows()}
-        endpoint.close()
-        server.close()
-        await server.drain()
-
-    asyncio.run(main())
+    assert (await ask(b"GET", b"/ready")).status == 200
+    assert (await ask(b"GET", b"/admin/state")).status == 401
+    added = await ask(
+        b"POST",
+        b"/admin/instances",
+        json.dumps(INSTANCE).encode(),
+        authorization=b"Bearer admin-token",
+    )
+    assert added.status == 200
+    assert json.loads(added.body) == {"instances": Fleet().instance_rows()}
+    endpoint.close()
+    server.close()
+    await server.drain()
 
 
 @given(path=st.sampled_from(sorted(ORDERS)), body=st.binary(max_size=60) | st.text(max_size=60))
@@ -702,42 +690,39 @@ def waited(scenario: Callable[[Bench], Awaitable[None]]) -> None:
     run(main, seed=1, limit_s=10_000.0)
 
 
-def test_a_drain_may_be_answered_when_nothing_is_in_flight_any_more() -> None:
-    async def scenario(bench: Bench) -> None:
-        url = "HTTP://D:8000/"  # It is the same address.
-        sent = bench.post("/admin/instances/drain", INSTANCE | {"url": url, "wait_s": 60})
-        assert bench.fleet.orders == [("drain", Role.DECODE, url)]
-        await asyncio.sleep(30.0)
-        assert sent.status == 0
-        bench.fleet.in_flight = 0
-        await asyncio.sleep(1.0)
-        assert sent.status == 200
-        assert sent.json["instances"] == bench.fleet.instance_rows()
-
-    waited(scenario)
+waiting = played_by(waited)
 
 
-def test_a_drain_that_does_not_end_in_time_says_so() -> None:
-    async def scenario(bench: Bench) -> None:
-        sent = bench.post("/admin/instances/drain", INSTANCE | {"wait_s": 2.5})
-        await asyncio.sleep(2.4)
-        assert sent.status == 0
-        await asyncio.sleep(0.5)
-        assert sent.status == 504
-        assert sent.message == "2 requests are in flight on http://d:8000 still"
+@waiting()
+async def test_a_drain_may_be_answered_when_nothing_is_in_flight_any_more(bench: Bench) -> None:
+    url = "HTTP://D:8000/"  # It is the same address.
+    sent = bench.post("/admin/instances/drain", INSTANCE | {"url": url, "wait_s": 60})
+    assert bench.fleet.orders == [("drain", Role.DECODE, url)]
+    await asyncio.sleep(30.0)
+    assert sent.status == 0
+    bench.fleet.in_flight = 0
+    await asyncio.sleep(1.0)
+    assert sent.status == 200
+    assert sent.json["instances"] == bench.fleet.instance_rows()
 
-    waited(scenario)
+
+@waiting()
+async def test_a_drain_that_does_not_end_in_time_says_so(bench: Bench) -> None:
+    sent = bench.post("/admin/instances/drain", INSTANCE | {"wait_s": 2.5})
+    await asyncio.sleep(2.4)
+    assert sent.status == 0
+    await asyncio.sleep(0.5)
+    assert sent.status == 504
+    assert sent.message == "2 requests are in flight on http://d:8000 still"
 
 
-def test_an_engine_that_is_gone_meanwhile_is_drained() -> None:
-    async def scenario(bench: Bench) -> None:
-        sent = bench.post(
-            "/admin/instances/drain", {"role": "prefill", "url": "http://p:1", "wait_s": 9}
-        )
-        await asyncio.sleep(0.1)
-        assert sent.status == 200
-
-    waited(scenario)
+@waiting()
+async def test_an_engine_that_is_gone_meanwhile_is_drained(bench: Bench) -> None:
+    sent = bench.post(
+        "/admin/instances/drain", {"role": "prefill", "url": "http://p:1", "wait_s": 9}
+    )
+    await asyncio.sleep(0.1)
+    assert sent.status == 200
 
 
 @pytest.mark.parametrize("wait_s", [-1, "3", True, None, 86_401, inf])
@@ -748,18 +733,16 @@ def test_how_long_to_wait_is_a_number(wait_s: object) -> None:
     assert bench.fleet.orders == []
 
 
-def test_a_drain_may_have_a_deadline() -> None:
-    async def scenario(bench: Bench) -> None:
-        order = INSTANCE | {"deadline_s": 5, "wait_s": 60}
-        sent = bench.post("/admin/instances/drain", order)
-        await asyncio.sleep(5.1)
-        assert bench.fleet.orders == [("drain", Role.DECODE, INSTANCE["url"], 5)]
-        assert sent.status == 0
-        bench.fleet.in_flight = 0
-        await asyncio.sleep(1.0)
-        assert sent.status == 200
-
-    waited(scenario)
+@waiting()
+async def test_a_drain_may_have_a_deadline(bench: Bench) -> None:
+    order = INSTANCE | {"deadline_s": 5, "wait_s": 60}
+    sent = bench.post("/admin/instances/drain", order)
+    await asyncio.sleep(5.1)
+    assert bench.fleet.orders == [("drain", Role.DECODE, INSTANCE["url"], 5)]
+    assert sent.status == 0
+    bench.fleet.in_flight = 0
+    await asyncio.sleep(1.0)
+    assert sent.status == 200
 
 
 @pytest.mark.parametrize("deadline_s", [-1, "3", True, None, 86_401, inf])
@@ -770,18 +753,16 @@ def test_a_deadline_is_a_number(deadline_s: object) -> None:
     assert bench.fleet.orders == []
 
 
-def test_who_waits_is_limited() -> None:
-    async def scenario(bench: Bench) -> None:
-        order = INSTANCE | {"wait_s": 60}
-        for _ in range(MAX_WAITS):
-            bench.post("/admin/instances/drain", order)
-        assert bench.post("/admin/instances/drain", order).status == 429
-        # Nobody else may hold a connection, and who does not is served still.
-        for path in ("/pause", "/sleep"):
-            assert bench.ask("POST", path, b"", query=b"mode=wait").status == 429, path
-        assert bench.post("/admin/instances", INSTANCE).status == 429
-        assert bench.get("/admin/live").status == 429
-        assert bench.post("/admin/instances/drain", INSTANCE).status == 200
-        assert bench.get("/health").status == 200
-
-    waited(scenario)
+@waiting()
+async def test_who_waits_is_limited(bench: Bench) -> None:
+    order = INSTANCE | {"wait_s": 60}
+    for _ in range(MAX_WAITS):
+        bench.post("/admin/instances/drain", order)
+    assert bench.post("/admin/instances/drain", order).status == 429
+    # Nobody else may hold a connection, and who does not is served still.
+    for path in ("/pause", "/sleep"):
+        assert bench.ask("POST", path, b"", query=b"mode=wait").status == 429, path
+    assert bench.post("/admin/instances", INSTANCE).status == 429
+    assert bench.get("/admin/live").status == 429
+    assert bench.post("/admin/instances/drain", INSTANCE).status == 200
+    assert bench.get("/health").status == 200

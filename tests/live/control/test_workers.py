@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from tests.live.test_proxy_connectors import CHAT, TALK
+from tests.support.played import in_virtual_time
 from tests.support.site import Exchanged, Site, served
 from tests.support.virtual.loop import VirtualLoop
-from tests.support.virtual.runner import run
 
 from balanceroute.proxy.live.control.admin import InstanceRows
 
@@ -88,33 +88,31 @@ async def test_a_method_that_workers_do_not_have_is_refused(site: Site) -> None:
     assert (answer.status, answer.header(b"allow")) == (405, b"GET, HEAD, DELETE")
 
 
-def test_all_that_wait_look_at_the_same_rows() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        made: list[float] = []
+@in_virtual_time(limit_s=100.0)
+async def test_all_that_wait_look_at_the_same_rows(loop: VirtualLoop) -> None:
+    made: list[float] = []
 
-        def make() -> list[dict[str, object]]:
-            made.append(loop.time())
-            return [{"made_s": loop.time()}]
+    def make() -> list[dict[str, object]]:
+        made.append(loop.time())
+        return [{"made_s": loop.time()}]
 
-        rows = InstanceRows(make)
+    rows = InstanceRows(make)
 
-        async def wait() -> None:
-            looked_s: float | None = None
-            for _ in range(20):
-                (row,) = rows.after(looked_s)
-                assert row["made_s"] == made[-1]
-                assert made[-1] == loop.time() if looked_s is None else made[-1] > looked_s
-                looked_s = loop.time()
-                await asyncio.sleep(0.25)
+    async def wait() -> None:
+        looked_s: float | None = None
+        for _ in range(20):
+            (row,) = rows.after(looked_s)
+            assert row["made_s"] == made[-1]
+            assert made[-1] == loop.time() if looked_s is None else made[-1] > looked_s
+            looked_s = loop.time()
+            await asyncio.sleep(0.25)
 
-        async with asyncio.TaskGroup() as waits:
-            for _ in range(20):
-                waits.create_task(wait())
-                await asyncio.sleep(0.01)
-        # The first look of each, and then one for all.
-        assert len(made) <= 20 + 25
-
-    run(main, seed=1, limit_s=100.0)
+    async with asyncio.TaskGroup() as waits:
+        for _ in range(20):
+            waits.create_task(wait())
+            await asyncio.sleep(0.01)
+    # The first look of each, and then one for all.
+    assert len(made) <= 20 + 25
 
 
 @served()

@@ -4,10 +4,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
+from tests.support.played import played_by
 from tests.support.site import Site, play
 
 from balanceroute.proxy.live.control.order_store import OrderStore
@@ -99,13 +101,12 @@ class Scene:
         assert answer.text == alone.text
 
 
-@pytest.fixture
-def staged(tmp_path: Path) -> Callable[..., None]:
+def stage(scenario: Body, *, keeper: OrderStore | None = None, **engines: Any) -> None:
     """Play a scenario with such a proxy, which is at rest in the end."""
 
-    def stage(scenario: Body, *, keeper: OrderStore | None = None, **engines: Any) -> None:
-        async def run(site: Site) -> None:
-            scene = Scene(site, tmp_path, keeper)
+    async def run(site: Site) -> None:
+        with TemporaryDirectory() as folder:
+            scene = Scene(site, Path(folder), keeper)
             await scene.api.start()
             await scene.start_proxy()
             await scenario(scene)
@@ -116,93 +117,83 @@ def staged(tmp_path: Path) -> Callable[..., None]:
             await scene.stop_proxy()
             await scene.api.close()
 
-        play(run, **{"prefillers": 3, "ranks": 4} | engines)
-
-    return stage
+    play(run, **{"prefillers": 3, "ranks": 4} | engines)
 
 
-Staged = Callable[..., None]
+staged = played_by(stage)
 
 
-def test_engines_register_by_themselves_and_requests_wait_for_them(staged: Staged) -> None:
-    async def scenario(scene: Scene) -> None:
-        port = scene.proxy.server.port
-        assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 503
-        page = scene.proxy.metrics.render().decode()
-        assert "balanceroute_rank_open{" not in page
-        assert "balanceroute_prefiller_open{" not in page
-        for engine in ("prefill/0", "decode/0", "decode/1"):
-            scene.show(engine)
-        await scene.all_registered()
-        await scene.ask(1)
-        assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 200
-
-    staged(scenario)
+@staged()
+async def test_engines_register_by_themselves_and_requests_wait_for_them(scene: Scene) -> None:
+    port = scene.proxy.server.port
+    assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 503
+    page = scene.proxy.metrics.render().decode()
+    assert "balanceroute_rank_open{" not in page
+    assert "balanceroute_prefiller_open{" not in page
+    for engine in ("prefill/0", "decode/0", "decode/1"):
+        scene.show(engine)
+    await scene.all_registered()
+    await scene.ask(1)
+    assert (await scene.site.send("/ready", method="GET", port=port).end()).status == 200
 
 
-def test_an_engine_that_ends_finishes_its_streams_and_gets_nothing_new(staged: Staged) -> None:
-    async def scenario(scene: Scene) -> None:
-        for engine in ("prefill/0", "decode/0", "decode/1"):
-            scene.show(engine)
-        await scene.all_registered()
-        asked = [asyncio.create_task(scene.ask(number, max_tokens=400)) for number in range(6)]
-        await scene.site.until(lambda: len(scene.site.received("decode")) >= 6)
-        scene.show("decode/1", terminating=True)
-        await scene.all_registered()
-        before = len(scene.site.received("decode/1"))
-        later = [asyncio.create_task(scene.ask(number)) for number in range(6, 12)]
-        await asyncio.gather(*asked, *later)
-        assert len(scene.site.received("decode/1")) == before > 0
-        # Then it is forgotten.
-        url = scene.site.fleet.engine("decode/1").url
-        roster = scene.proxy.deployment.roster
-        await scene.site.until(lambda: all(one.url != url for one in roster.targets()))
-        # Alerts on ranks that are closed would never end.
-        page = scene.proxy.metrics.render().decode().splitlines()
-        assert not [one for one in page if one.startswith("balanceroute_rank_open{") and url in one]
-
-    staged(scenario)
+@staged()
+async def test_an_engine_that_ends_finishes_its_streams_and_gets_nothing_new(scene: Scene) -> None:
+    for engine in ("prefill/0", "decode/0", "decode/1"):
+        scene.show(engine)
+    await scene.all_registered()
+    asked = [asyncio.create_task(scene.ask(number, max_tokens=400)) for number in range(6)]
+    await scene.site.until(lambda: len(scene.site.received("decode")) >= 6)
+    scene.show("decode/1", terminating=True)
+    await scene.all_registered()
+    before = len(scene.site.received("decode/1"))
+    later = [asyncio.create_task(scene.ask(number)) for number in range(6, 12)]
+    await asyncio.gather(*asked, *later)
+    assert len(scene.site.received("decode/1")) == before > 0
+    # Then it is forgotten.
+    url = scene.site.fleet.engine("decode/1").url
+    roster = scene.proxy.deployment.roster
+    await scene.site.until(lambda: all(one.url != url for one in roster.targets()))
+    # Alerts on ranks that are closed would never end.
+    page = scene.proxy.metrics.render().decode().splitlines()
+    assert not [one for one in page if one.startswith("balanceroute_rank_open{") and url in one]
 
 
-def test_the_roster_is_kept_over_a_restart_while_the_api_server_is_down(staged: Staged) -> None:
-    async def scenario(scene: Scene) -> None:
-        for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
-            scene.show(engine)
-        await scene.all_registered()
-        before = scene.registered()
-        scene.api.failure = 503
-        await scene.stop_proxy()
-        await scene.start_proxy()
-        assert scene.registered() == before
-        await asyncio.sleep(60.0)
-        await scene.ask(2)
-        # What went meanwhile is drained once the server says so.
-        scene.hide("decode/1")
-        scene.api.failure = 0
-        await scene.all_registered()
-        await scene.ask(3)
-        # An administrator changes other settings: what was found stays.
-        await scene.stop_proxy()
-        await scene.start_proxy(policy="jsq")
-        assert scene.proxy.deployment.policy == "jsq"
-        await scene.all_registered()
-
-    staged(scenario, keeper=OrderStore())
+@staged(keeper=OrderStore())
+async def test_the_roster_is_kept_over_a_restart_while_the_api_server_is_down(scene: Scene) -> None:
+    for engine in ("prefill/0", "prefill/1", "decode/0", "decode/1"):
+        scene.show(engine)
+    await scene.all_registered()
+    before = scene.registered()
+    scene.api.failure = 503
+    await scene.stop_proxy()
+    await scene.start_proxy()
+    assert scene.registered() == before
+    await asyncio.sleep(60.0)
+    await scene.ask(2)
+    # What went meanwhile is drained once the server says so.
+    scene.hide("decode/1")
+    scene.api.failure = 0
+    await scene.all_registered()
+    await scene.ask(3)
+    # An administrator changes other settings: what was found stays.
+    await scene.stop_proxy()
+    await scene.start_proxy(policy="jsq")
+    assert scene.proxy.deployment.policy == "jsq"
+    await scene.all_registered()
 
 
-def test_without_what_was_kept_nothing_is_registered_while_the_api_server_is_down(
-    staged: Staged,
+@staged()
+async def test_without_what_was_kept_nothing_is_registered_while_the_api_server_is_down(
+    scene: Scene,
 ) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.show("decode/0")
-        await scene.site.until(lambda: len(scene.registered()) == 1)
-        scene.api.failure = 503
-        await scene.stop_proxy()
-        await scene.start_proxy()
-        await asyncio.sleep(10.0)
-        assert scene.registered() == set()
-
-    staged(scenario)
+    scene.show("decode/0")
+    await scene.site.until(lambda: len(scene.registered()) == 1)
+    scene.api.failure = 503
+    await scene.stop_proxy()
+    await scene.start_proxy()
+    await asyncio.sleep(10.0)
+    assert scene.registered() == set()
 
 
 async def history(scene: Scene, seed: int) -> None:
@@ -246,38 +237,34 @@ async def history(scene: Scene, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_request_is_lost_whatever_comes_and_goes(staged: Staged, seed: int) -> None:
-    async def scenario(scene: Scene) -> None:
-        await history(scene, seed)
-
-    staged(scenario)
+@staged()
+async def test_no_request_is_lost_whatever_comes_and_goes(scene: Scene, seed: int) -> None:
+    await history(scene, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(20, 520, 20))
-def test_no_request_is_lost_in_500_histories(staged: Staged, block: int) -> None:
+def test_no_request_is_lost_in_500_histories(block: int) -> None:
     for seed in range(block, block + 20):
 
         async def scenario(scene: Scene, seed: int = seed) -> None:
             await history(scene, seed)
 
-        staged(scenario)
+        stage(scenario)
 
 
-def test_what_is_found_while_a_new_version_starts_is_found_by_it_too(staged: Staged) -> None:
-    async def scenario(scene: Scene) -> None:
-        for engine in ("prefill/0", "prefill/1", "decode/0"):
-            scene.show(engine)
-        await scene.all_registered()
-        assert scene.keeper is not None
-        told = scene.keeper.content()  # What it begins with.
-        scene.show("decode/1")
-        scene.hide("prefill/1")
-        await scene.all_registered()
-        scene.keeper = OrderStore(handed_over=told)
-        await scene.stop_proxy()
-        await scene.start_proxy()
-        await scene.all_registered()
-        await scene.ask(2)
-
-    staged(scenario, keeper=OrderStore())
+@staged(keeper=OrderStore())
+async def test_what_is_found_while_a_new_version_starts_is_found_by_it_too(scene: Scene) -> None:
+    for engine in ("prefill/0", "prefill/1", "decode/0"):
+        scene.show(engine)
+    await scene.all_registered()
+    assert scene.keeper is not None
+    told = scene.keeper.content()  # What it begins with.
+    scene.show("decode/1")
+    scene.hide("prefill/1")
+    await scene.all_registered()
+    scene.keeper = OrderStore(handed_over=told)
+    await scene.stop_proxy()
+    await scene.start_proxy()
+    await scene.all_registered()
+    await scene.ask(2)

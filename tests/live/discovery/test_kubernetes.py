@@ -4,10 +4,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from tests.live.discovery.api_server import ApiServer, endpoint, slice_of
 from tests.support.certificate import make_certificate
+from tests.support.played import played_by
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -48,19 +50,17 @@ class Watcher:
 
 
 Scenario = Callable[[ApiServer, Watcher], Awaitable[None]]
-Watched = Callable[[Scenario], None]
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Watched:
+def watch(scenario: Scenario) -> None:
     """Play a scenario of a server with one decode rank, and a watcher of it, in virtual time."""
 
-    def play(scenario: Scenario) -> None:
-        async def main(_: VirtualLoop) -> None:
-            server = ApiServer()
-            await server.start()
-            server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
-            watcher = Watcher(server, tmp_path)
+    async def main(_: VirtualLoop) -> None:
+        server = ApiServer()
+        await server.start()
+        server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
+        with TemporaryDirectory() as folder:
+            watcher = Watcher(server, Path(folder))
             task = asyncio.create_task(watcher.run())
             await scenario(server, watcher)
             assert not task.done()
@@ -68,170 +68,155 @@ def watched(tmp_path: Path) -> Watched:
             await asyncio.gather(task, return_exceptions=True)
             await server.close()
 
-        run(main, seed=1, limit_s=10_000.0)
-
-    return play
+    run(main, seed=1, limit_s=10_000.0)
 
 
-def test_changes_arrive_as_they_happen(watched: Watched) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        server.put(slice_of("d1", "decode", [endpoint("10.0.0.2")]))
-        await watcher.until(["10.0.0.1", "10.0.0.2"], limit_s=0.1)
-        server.delete("d0")
-        await watcher.until(["10.0.0.2"], limit_s=0.1)
-        assert len(server.requests) == 2
-        first = server.requests[0]
-        assert b"labelSelector=app%3Dx%2Ctier+in+%28a%29" in first.query
-        # A token goes over TLS alone.
-        assert first.header(b"authorization") is None
-
-    watched(scenario)
+watched = played_by(watch, places=2)
 
 
-def test_a_watch_that_ends_goes_on_where_it_was(watched: Watched) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        for number in range(2, 8):
-            await asyncio.sleep(5.0)
-            server.end_watches(broken=number % 2 == 0)
-            server.put(slice_of("d0", "decode", [endpoint(f"10.0.0.{number}")]))
-            await watcher.until([f"10.0.0.{number}"])
-        lists = [one for one in server.requests if b"watch=1" not in one.query]
-        assert len(lists) == 1
-        assert len(server.requests) == 8
+@watched()
+async def test_changes_arrive_as_they_happen(server: ApiServer, watcher: Watcher) -> None:
+    await watcher.until(["10.0.0.1"])
+    server.put(slice_of("d1", "decode", [endpoint("10.0.0.2")]))
+    await watcher.until(["10.0.0.1", "10.0.0.2"], limit_s=0.1)
+    server.delete("d0")
+    await watcher.until(["10.0.0.2"], limit_s=0.1)
+    assert len(server.requests) == 2
+    first = server.requests[0]
+    assert b"labelSelector=app%3Dx%2Ctier+in+%28a%29" in first.query
+    # A token goes over TLS alone.
+    assert first.header(b"authorization") is None
 
-    watched(scenario)
+
+@watched()
+async def test_a_watch_that_ends_goes_on_where_it_was(server: ApiServer, watcher: Watcher) -> None:
+    await watcher.until(["10.0.0.1"])
+    for number in range(2, 8):
+        await asyncio.sleep(5.0)
+        server.end_watches(broken=number % 2 == 0)
+        server.put(slice_of("d0", "decode", [endpoint(f"10.0.0.{number}")]))
+        await watcher.until([f"10.0.0.{number}"])
+    lists = [one for one in server.requests if b"watch=1" not in one.query]
+    assert len(lists) == 1
+    assert len(server.requests) == 8
 
 
 @pytest.mark.parametrize("in_stream", [True, False])
-def test_what_is_gone_is_listed_again(watched: Watched, in_stream: bool) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        if in_stream:
-            server.expire()
-        else:
-            server.forget()
-            server.end_watches(broken=True)
-        # Deleted while nobody watched: only a list shows it.
-        server.delete("d0")
+@watched()
+async def test_what_is_gone_is_listed_again(
+    server: ApiServer, watcher: Watcher, in_stream: bool
+) -> None:
+    await watcher.until(["10.0.0.1"])
+    if in_stream:
+        server.expire()
+    else:
         server.forget()
-        server.put(slice_of("d1", "decode", [endpoint("10.0.0.9")]))
-        await watcher.until(["10.0.0.9"])
-        lists = [one for one in server.requests if b"watch=1" not in one.query]
-        assert len(lists) == 2
+        server.end_watches(broken=True)
+    # Deleted while nobody watched: only a list shows it.
+    server.delete("d0")
+    server.forget()
+    server.put(slice_of("d1", "decode", [endpoint("10.0.0.9")]))
+    await watcher.until(["10.0.0.9"])
+    lists = [one for one in server.requests if b"watch=1" not in one.query]
+    assert len(lists) == 2
 
-    watched(scenario)
+
+@watched()
+async def test_a_bookmark_saves_the_list(server: ApiServer, watcher: Watcher) -> None:
+    await watcher.until(["10.0.0.1"])
+    await asyncio.sleep(1.0)
+    server.forget()
+    server.bookmark()
+    await asyncio.sleep(1.0)
+    server.end_watches()
+    server.put(slice_of("d1", "decode", [endpoint("10.0.0.2")]))
+    await watcher.until(["10.0.0.1", "10.0.0.2"])
+    lists = [one for one in server.requests if b"watch=1" not in one.query]
+    assert len(lists) == 1
 
 
-def test_a_bookmark_saves_the_list(watched: Watched) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        await asyncio.sleep(1.0)
-        server.forget()
-        server.bookmark()
-        await asyncio.sleep(1.0)
+@watched()
+async def test_lists_come_in_pages(server: ApiServer, watcher: Watcher) -> None:
+    server.page_items = 2
+    for number in range(1, 5):
+        server.put(slice_of(f"d{number}", "decode", [endpoint(f"10.0.1.{number}")]))
+    await watcher.until(["10.0.0.1", *(f"10.0.1.{number}" for number in range(1, 5))])
+
+
+@watched()
+async def test_what_was_told_holds_while_the_server_fails(
+    server: ApiServer, watcher: Watcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    await watcher.until(["10.0.0.1"])
+    for status in (403, 500):
+        server.failure = status
+        server.end_watches(broken=True)
+        before = len(server.requests)
+        await asyncio.sleep(300.0)
+        # It is not asked again and again.
+        assert 30 < len(server.requests) - before < 70
+        assert watcher.told[-1] == ["10.0.0.1"]
+        server.failure = 0
+        server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
+        await until(lambda: len(server.watches) == 1, limit_s=10.1)
+    reasons = {record.__dict__["fields"]["reason"] for record in caplog.records}
+    assert {"status 403: it fails", "status 500: it fails"} <= reasons
+
+
+@watched()
+async def test_a_server_that_ends_each_watch_at_once_is_not_flooded(
+    server: ApiServer, watcher: Watcher
+) -> None:
+    await watcher.until(["10.0.0.1"])
+    for _ in range(6_000):
         server.end_watches()
-        server.put(slice_of("d1", "decode", [endpoint("10.0.0.2")]))
-        await watcher.until(["10.0.0.1", "10.0.0.2"])
-        lists = [one for one in server.requests if b"watch=1" not in one.query]
-        assert len(lists) == 1
-
-    watched(scenario)
+        await asyncio.sleep(0.01)
+    assert len(server.requests) < 20
 
 
-def test_lists_come_in_pages(watched: Watched) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        server.page_items = 2
-        for number in range(1, 5):
-            server.put(slice_of(f"d{number}", "decode", [endpoint(f"10.0.1.{number}")]))
-        await watcher.until(["10.0.0.1", *(f"10.0.1.{number}" for number in range(1, 5))])
-
-    watched(scenario)
-
-
-def test_what_was_told_holds_while_the_server_fails(
-    watched: Watched, caplog: pytest.LogCaptureFixture
+@watched()
+async def test_a_server_that_falls_silent_is_noticed_and_told(
+    server: ApiServer, watcher: Watcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        for status in (403, 500):
-            server.failure = status
-            server.end_watches(broken=True)
-            before = len(server.requests)
-            await asyncio.sleep(300.0)
-            # It is not asked again and again.
-            assert 30 < len(server.requests) - before < 70
-            assert watcher.told[-1] == ["10.0.0.1"]
-            server.failure = 0
-            server.put(slice_of("d0", "decode", [endpoint("10.0.0.1")]))
-            await until(lambda: len(server.watches) == 1, limit_s=10.1)
-        reasons = {record.__dict__["fields"]["reason"] for record in caplog.records}
-        assert {"status 403: it fails", "status 500: it fails"} <= reasons
-
-    watched(scenario)
+    await watcher.until(["10.0.0.1"])
+    await asyncio.sleep(60.0)
+    server.bookmark()
+    server.silent = True
+    server.watches.clear()  # It tells nothing, and does not end.
+    await until(lambda: bool(caplog.records), limit_s=120.0)
+    assert caplog.records[0].levelname == "WARNING"
+    assert "no answer" in caplog.records[0].__dict__["fields"]["reason"]
+    assert watcher.told[-1] == ["10.0.0.1"]
+    server.silent = False
+    server.put(slice_of("d0", "decode", [endpoint("10.0.0.2")]))
+    await watcher.until(["10.0.0.2"], limit_s=26.0)
 
 
-def test_a_server_that_ends_each_watch_at_once_is_not_flooded(watched: Watched) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        for _ in range(6_000):
-            server.end_watches()
-            await asyncio.sleep(0.01)
-        assert len(server.requests) < 20
-
-    watched(scenario)
-
-
-def test_a_server_that_falls_silent_is_noticed_and_told(
-    watched: Watched, caplog: pytest.LogCaptureFixture
+@watched()
+async def test_a_watch_that_a_server_forgot_begins_again(
+    server: ApiServer, watcher: Watcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
+    await watcher.until(["10.0.0.1"])
+    await asyncio.sleep(1.0)
+    server.watches.clear()
+    server.put(slice_of("d0", "decode", [endpoint("10.0.0.2")]))
+    await watcher.until(["10.0.0.2"], limit_s=91.0)
+    # A quiet server without bookmarks is nothing to warn of.
+    await asyncio.sleep(300.0)
+    assert not caplog.records
+
+
+@watched()
+async def test_bookmarks_keep_a_watch(server: ApiServer, watcher: Watcher) -> None:
+    await watcher.until(["10.0.0.1"])
+    for _ in range(10):
         await asyncio.sleep(60.0)
         server.bookmark()
-        server.silent = True
-        server.watches.clear()  # It tells nothing, and does not end.
-        await until(lambda: bool(caplog.records), limit_s=120.0)
-        assert caplog.records[0].levelname == "WARNING"
-        assert "no answer" in caplog.records[0].__dict__["fields"]["reason"]
-        assert watcher.told[-1] == ["10.0.0.1"]
-        server.silent = False
-        server.put(slice_of("d0", "decode", [endpoint("10.0.0.2")]))
-        await watcher.until(["10.0.0.2"], limit_s=26.0)
-
-    watched(scenario)
-
-
-def test_a_watch_that_a_server_forgot_begins_again(
-    watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        await asyncio.sleep(1.0)
-        server.watches.clear()
-        server.put(slice_of("d0", "decode", [endpoint("10.0.0.2")]))
-        await watcher.until(["10.0.0.2"], limit_s=91.0)
-        # A quiet server without bookmarks is nothing to warn of.
-        await asyncio.sleep(300.0)
-        assert not caplog.records
-
-    watched(scenario)
-
-
-def test_bookmarks_keep_a_watch(watched: Watched) -> None:
-    async def scenario(server: ApiServer, watcher: Watcher) -> None:
-        await watcher.until(["10.0.0.1"])
-        for _ in range(10):
-            await asyncio.sleep(60.0)
-            server.bookmark()
-        assert len(server.requests) == 2
-
-    watched(scenario)
+    assert len(server.requests) == 2
 
 
 def test_a_list_without_an_end_is_given_up(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("balanceroute.proxy.live.discovery.kubernetes._MOST_PAGES", 3)
 
@@ -244,7 +229,7 @@ def test_a_list_without_an_end_is_given_up(
         server.page_items = 2
         await until(lambda: [len(one) for one in watcher.told[-1:]] == [5])
 
-    watched(scenario)
+    watch(scenario)
 
 
 Secured = Callable[[ApiServer, Path, asyncio.Event], Awaitable[None]]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from tests.support.played import played_by
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
@@ -143,103 +144,98 @@ def play(
     run(main, seed=1, limit_s=10_000.0)
 
 
-def test_what_is_found_is_added_and_decode_servers_are_asked_for_their_ranks() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.first.tell(Found(A), Found(B, ranks=2), Found(P))
-        await asyncio.sleep(1.0)
-        assert scene.engines.status == {A: "up", B: "up", P: "up"}
-        assert scene.engines.ranks == {A: 4, B: 2, P: None}
-        assert scene.reconciler.owned == {A, B, P}
-
-    play(scenario)
+played = played_by(play)
 
 
-def test_what_is_not_ready_is_added_when_it_is_and_stays_when_it_is_no_more() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.second.tell()
-        scene.first.tell(Found(A, ready=False))
-        await asyncio.sleep(10.0)
-        assert scene.engines.status == {}
-        for ready in (True, False):
-            scene.first.tell(Found(A, ready=ready))
-            await asyncio.sleep(20.0)
-            assert scene.engines.status == {A: "up"}
-
-    play(scenario)
+@played()
+async def test_what_is_found_is_added_and_decode_servers_are_asked_for_their_ranks(
+    scene: Scene,
+) -> None:
+    scene.first.tell(Found(A), Found(B, ranks=2), Found(P))
+    await asyncio.sleep(1.0)
+    assert scene.engines.status == {A: "up", B: "up", P: "up"}
+    assert scene.engines.ranks == {A: 4, B: 2, P: None}
+    assert scene.reconciler.owned == {A, B, P}
 
 
-def test_who_is_missing_for_long_is_drained_then_removed_when_idle() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.first.tell(A, B)
-        scene.second.tell()
-        await asyncio.sleep(1.0)
-        scene.engines.busy.add(A)
-        scene.first.tell(B)
-        await asyncio.sleep(4.5)
-        assert scene.engines.status == {A: "up", B: "up"}
-        await asyncio.sleep(60.0)
-        assert scene.engines.status == {A: "draining", B: "up"}
-        assert scene.reconciler.leaving == {A}
-        scene.engines.busy.clear()
-        await asyncio.sleep(1.0)
-        assert scene.engines.status == {B: "up"}
-        assert (scene.reconciler.owned, scene.reconciler.leaving) == ({B}, set())
-        # Later it is a new one.
-        scene.first.tell(A, B)
-        await asyncio.sleep(1.0)
-        assert scene.engines.status == {A: "up", B: "up"}
-
-    play(scenario)
-
-
-def test_who_flaps_is_not_drained() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.first.tell(A)
-        scene.second.tell()
-        for _ in range(10):
-            await asyncio.sleep(4.0)
-            scene.first.tell()
-            await asyncio.sleep(4.0)
-            assert scene.engines.status == {A: "up"}
-            scene.first.tell(A)
-        assert scene.asked == 1
-
-    play(scenario)
-
-
-def test_who_says_that_it_is_leaving_is_drained_at_once() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.first.tell(A)
-        await asyncio.sleep(1.0)
-        scene.engines.busy.add(A)
-        scene.first.tell(Found(A, ready=False, leaving=True))
-        await asyncio.sleep(0.01)
-        assert scene.engines.status == {A: "draining"}
-        scene.engines.busy.clear()
-        await asyncio.sleep(1.0)
-        assert scene.engines.status == {}
-        # It is listed still for a while.
-        await asyncio.sleep(10.0)
-        assert scene.engines.status == {}
-
-    play(scenario)
-
-
-def test_who_comes_back_while_it_is_drained_is_taken_back() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.first.tell(A)
-        scene.second.tell()
-        await asyncio.sleep(1.0)
-        scene.engines.busy.add(A)
-        scene.first.tell()
-        await asyncio.sleep(6.0)
-        assert scene.engines.status == {A: "draining"}
-        scene.first.tell(A)
-        await asyncio.sleep(0.01)
+@played()
+async def test_what_is_not_ready_is_added_when_it_is_and_stays_when_it_is_no_more(
+    scene: Scene,
+) -> None:
+    scene.second.tell()
+    scene.first.tell(Found(A, ready=False))
+    await asyncio.sleep(10.0)
+    assert scene.engines.status == {}
+    for ready in (True, False):
+        scene.first.tell(Found(A, ready=ready))
+        await asyncio.sleep(20.0)
         assert scene.engines.status == {A: "up"}
-        assert (scene.reconciler.owned, scene.reconciler.leaving) == ({A}, set())
 
-    play(scenario)
+
+@played()
+async def test_who_is_missing_for_long_is_drained_then_removed_when_idle(scene: Scene) -> None:
+    scene.first.tell(A, B)
+    scene.second.tell()
+    await asyncio.sleep(1.0)
+    scene.engines.busy.add(A)
+    scene.first.tell(B)
+    await asyncio.sleep(4.5)
+    assert scene.engines.status == {A: "up", B: "up"}
+    await asyncio.sleep(60.0)
+    assert scene.engines.status == {A: "draining", B: "up"}
+    assert scene.reconciler.leaving == {A}
+    scene.engines.busy.clear()
+    await asyncio.sleep(1.0)
+    assert scene.engines.status == {B: "up"}
+    assert (scene.reconciler.owned, scene.reconciler.leaving) == ({B}, set())
+    # Later it is a new one.
+    scene.first.tell(A, B)
+    await asyncio.sleep(1.0)
+    assert scene.engines.status == {A: "up", B: "up"}
+
+
+@played()
+async def test_who_flaps_is_not_drained(scene: Scene) -> None:
+    scene.first.tell(A)
+    scene.second.tell()
+    for _ in range(10):
+        await asyncio.sleep(4.0)
+        scene.first.tell()
+        await asyncio.sleep(4.0)
+        assert scene.engines.status == {A: "up"}
+        scene.first.tell(A)
+    assert scene.asked == 1
+
+
+@played()
+async def test_who_says_that_it_is_leaving_is_drained_at_once(scene: Scene) -> None:
+    scene.first.tell(A)
+    await asyncio.sleep(1.0)
+    scene.engines.busy.add(A)
+    scene.first.tell(Found(A, ready=False, leaving=True))
+    await asyncio.sleep(0.01)
+    assert scene.engines.status == {A: "draining"}
+    scene.engines.busy.clear()
+    await asyncio.sleep(1.0)
+    assert scene.engines.status == {}
+    # It is listed still for a while.
+    await asyncio.sleep(10.0)
+    assert scene.engines.status == {}
+
+
+@played()
+async def test_who_comes_back_while_it_is_drained_is_taken_back(scene: Scene) -> None:
+    scene.first.tell(A)
+    scene.second.tell()
+    await asyncio.sleep(1.0)
+    scene.engines.busy.add(A)
+    scene.first.tell()
+    await asyncio.sleep(6.0)
+    assert scene.engines.status == {A: "draining"}
+    scene.first.tell(A)
+    await asyncio.sleep(0.01)
+    assert scene.engines.status == {A: "up"}
+    assert (scene.reconciler.owned, scene.reconciler.leaving) == ({A}, set())
 
 
 def test_who_does_not_answer_is_asked_until_it_does(caplog: pytest.LogCaptureFixture) -> None:
@@ -262,87 +258,81 @@ def test_who_does_not_answer_is_asked_until_it_does(caplog: pytest.LogCaptureFix
     assert caplog.messages == ["a found engine cannot be added yet"] * 2
 
 
-def test_engines_of_administrators_are_left_alone() -> None:
-    async def scenario(scene: Scene) -> None:
-        engines = scene.engines
-        engines.add(Addition(A.role, A.url, 1))
-        scene.first.tell(A, B)
-        scene.second.tell()
-        await asyncio.sleep(1.0)
-        assert scene.reconciler.owned == {B}
-        # Drained by order: it stays so while it is found.
-        engines.drain(B.role, B.url)
-        await asyncio.sleep(20.0)
-        assert engines.status == {A: "up", B: "draining"}
-        # And removed: it does not come back before it was missing.
-        engines.remove_idle([B])
-        await asyncio.sleep(20.0)
-        assert engines.status == {A: "up"}
-        scene.first.tell()
-        await asyncio.sleep(20.0)
-        assert engines.status == {A: "up"}
-        scene.first.tell(B)
-        await asyncio.sleep(2.0)
-        assert engines.status == {A: "up", B: "up"}
-
-    play(scenario)
+@played()
+async def test_engines_of_administrators_are_left_alone(scene: Scene) -> None:
+    engines = scene.engines
+    engines.add(Addition(A.role, A.url, 1))
+    scene.first.tell(A, B)
+    scene.second.tell()
+    await asyncio.sleep(1.0)
+    assert scene.reconciler.owned == {B}
+    # Drained by order: it stays so while it is found.
+    engines.drain(B.role, B.url)
+    await asyncio.sleep(20.0)
+    assert engines.status == {A: "up", B: "draining"}
+    # And removed: it does not come back before it was missing.
+    engines.remove_idle([B])
+    await asyncio.sleep(20.0)
+    assert engines.status == {A: "up"}
+    scene.first.tell()
+    await asyncio.sleep(20.0)
+    assert engines.status == {A: "up"}
+    scene.first.tell(B)
+    await asyncio.sleep(2.0)
+    assert engines.status == {A: "up", B: "up"}
 
 
-def test_after_a_restart_engines_stay_until_every_source_was_read() -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.first.tell(A)
-        await asyncio.sleep(60.0)
-        # B may be in the source that was not read yet.
-        assert scene.engines.status == {A: "up", B: "up", P: "draining"}
-        scene.second.tell(P)
-        await asyncio.sleep(0.01)
-        assert scene.engines.status == {A: "up", B: "up", P: "up"}
-        await asyncio.sleep(10.0)
-        assert scene.engines.status == {A: "up", P: "up"}
-
-    play(scenario, owned=[A, B, P], leaving=[P])
+@played(owned=[A, B, P], leaving=[P])
+async def test_after_a_restart_engines_stay_until_every_source_was_read(scene: Scene) -> None:
+    scene.first.tell(A)
+    await asyncio.sleep(60.0)
+    # B may be in the source that was not read yet.
+    assert scene.engines.status == {A: "up", B: "up", P: "draining"}
+    scene.second.tell(P)
+    await asyncio.sleep(0.01)
+    assert scene.engines.status == {A: "up", B: "up", P: "up"}
+    await asyncio.sleep(10.0)
+    assert scene.engines.status == {A: "up", P: "up"}
 
 
 def many(count: int) -> list[Target]:
     return [Target(Role.DECODE, f"http://10.1.{n >> 8}.{n & 255}:8000") for n in range(count)]
 
 
-def test_a_reading_is_one_change_however_many_engines_it_tells() -> None:
-    async def scenario(scene: Scene) -> None:
-        engines = scene.engines
-        scene.second.tell()
-        scene.first.tell(A, *many(500))
-        await asyncio.sleep(3.0)
-        assert (len(engines.status), engines.added, engines.changes) == (501, [501], 1)
-        assert scene.most_asking == 16
-        scene.first.tell(A)
-        await asyncio.sleep(8.0)
-        # Drained together, then removed together.
-        assert (engines.status, engines.changes) == ({A: "up"}, 3)
-
-    play(scenario)
+@played()
+async def test_a_reading_is_one_change_however_many_engines_it_tells(scene: Scene) -> None:
+    engines = scene.engines
+    scene.second.tell()
+    scene.first.tell(A, *many(500))
+    await asyncio.sleep(3.0)
+    assert (len(engines.status), engines.added, engines.changes) == (501, [501], 1)
+    assert scene.most_asking == 16
+    scene.first.tell(A)
+    await asyncio.sleep(8.0)
+    # Drained together, then removed together.
+    assert (engines.status, engines.changes) == ({A: "up"}, 3)
 
 
-def test_engines_that_do_not_answer_keep_nobody_waiting_and_are_asked_at_a_bounded_rate() -> None:
-    async def scenario(scene: Scene) -> None:
-        dead = many(400)
-        scene.silent.update(one.url for one in dead)
-        scene.slow.update(one.url for one in dead[:200])
-        scene.first.tell(*dead, A, B)
-        await asyncio.sleep(6.0)
-        assert scene.engines.status == {A: "up", B: "up"}
-        assert scene.most_asking <= 16 * 2.0 / 0.1 + 16
-        before = scene.asked
-        await asyncio.sleep(20.0)
-        assert 1_000 < scene.asked - before <= 2_100
-        # Late answers are collected, too.
-        scene.silent.clear()
-        added = len(scene.engines.added)
-        await asyncio.sleep(20.0)
-        assert len(scene.engines.status) == 402
-        assert len(scene.engines.added) - added <= 20
-
-    play(scenario)
+@played()
+async def test_engines_that_do_not_answer_keep_nobody_waiting_and_are_asked_at_a_bounded_rate(
+    scene: Scene,
+) -> None:
+    dead = many(400)
+    scene.silent.update(one.url for one in dead)
+    scene.slow.update(one.url for one in dead[:200])
+    scene.first.tell(*dead, A, B)
+    await asyncio.sleep(6.0)
+    assert scene.engines.status == {A: "up", B: "up"}
+    assert scene.most_asking <= 16 * 2.0 / 0.1 + 16
+    before = scene.asked
+    await asyncio.sleep(20.0)
+    assert 1_000 < scene.asked - before <= 2_100
+    # Late answers are collected, too.
+    scene.silent.clear()
+    added = len(scene.engines.added)
+    await asyncio.sleep(20.0)
+    assert len(scene.engines.status) == 402
+    assert len(scene.engines.added) - added <= 20
 
 
 def test_of_more_than_the_limit_those_that_are_registered_stay(
@@ -369,15 +359,13 @@ def test_of_more_than_the_limit_those_that_are_registered_stay(
     assert caplog.records[0].__dict__["fields"] == {"discover_limit": 10, "left_out": 12}
 
 
-def test_nothing_is_left_of_questions_that_are_not_answered(
-    cyclic: Callable[[], Counter[str]],
+@played()
+async def test_nothing_is_left_of_questions_that_are_not_answered(
+    scene: Scene, cyclic: Callable[[], Counter[str]]
 ) -> None:
-    async def scenario(scene: Scene) -> None:
-        scene.silent = {A.url, B.url, P.url}
-        scene.slow = {A.url}
-        scene.first.tell(A, B, P)
-        await asyncio.sleep(5.0)
-        assert scene.asked > 9
-        assert not cyclic()["FetchError"]
-
-    play(scenario)
+    scene.silent = {A.url, B.url, P.url}
+    scene.slow = {A.url}
+    scene.first.tell(A, B, P)
+    await asyncio.sleep(5.0)
+    assert scene.asked > 9
+    assert not cyclic()["FetchError"]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pytest
 import uvloop
+from tests.support.played import in_virtual_time
 from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.recorder import Recorder
 from tests.support.virtual.runner import run
-from tests.test_support.virtual.recorder import Recorder
 
 from balanceroute.proxy.live.engines.engine_url import EngineUrl, Fault, Fetcher, FetchError
 from balanceroute.proxy.live.environment import PAGES_BYTES
@@ -416,55 +417,50 @@ async def fleet(count: int, read: Callable[[Fetcher, str], Awaitable[T]]) -> tup
     return room, list(engines.values()), reading
 
 
-def test_engines_that_answer_at_length_take_no_room_of_the_others() -> None:
+@in_virtual_time()
+async def test_engines_that_answer_at_length_take_no_room_of_the_others(loop: VirtualLoop) -> None:
     """2,000 send what each of them may, but for its last byte, and three as much as an engine does."""
     part, longest, page = 256 << 10, 4 << 20, b"x" * 200_000
-
-    async def main(loop: VirtualLoop) -> None:
-        del loop
-        room, engines, reading = await fleet(
-            2003, lambda fetcher, url: fetcher.body(url, max_bytes=longest)
-        )
-        honest, others, most = engines[::1000], [*engines], 0
-        del others[::1000]
-        data = b"x" * part
-        for half in range(2):
-            for one in honest:
-                one.send(page[half::2])
-            for _ in range(longest // part // 2):
-                for engine in others:
-                    engine.send(data)
-                    most = max(most, room.held)
-                    assert room.held <= PAGES_BYTES
+    del loop
+    room, engines, reading = await fleet(
+        2003, lambda fetcher, url: fetcher.body(url, max_bytes=longest)
+    )
+    honest, others, most = engines[::1000], [*engines], 0
+    del others[::1000]
+    data = b"x" * part
+    for half in range(2):
         for one in honest:
-            one.end()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert [await one for one in reading[::1000]] == [page] * 3
-        assert most > PAGES_BYTES - part
-        del reading[::1000]
-        ended = [one.exception() for one in reading if one.done()]
-        assert len(ended) >= 2000 - PAGES_BYTES // part
-        assert {type(one) for one in ended} == {FetchError}
-        assert {cast("FetchError", one).fault for one in ended} == {Fault.PROTOCOL}
-        for one in reading:
-            one.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-        assert room.held == 0
+            one.send(page[half::2])
+        for _ in range(longest // part // 2):
+            for engine in others:
+                engine.send(data)
+                most = max(most, room.held)
+                assert room.held <= PAGES_BYTES
+    for one in honest:
+        one.end()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [await one for one in reading[::1000]] == [page] * 3
+    assert most > PAGES_BYTES - part
+    del reading[::1000]
+    ended = [one.exception() for one in reading if one.done()]
+    assert len(ended) >= 2000 - PAGES_BYTES // part
+    assert {type(one) for one in ended} == {FetchError}
+    assert {cast("FetchError", one).fault for one in ended} == {Fault.PROTOCOL}
+    for one in reading:
+        one.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    assert room.held == 0
 
-    run(main, seed=1)
 
-
-def test_a_page_of_which_only_the_status_counts_gives_way_as_well() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        del loop
-        room, engines, reading = await fleet(2000, lambda fetcher, url: fetcher.status(url))
-        for engine in engines:
-            engine.send(b"x" * 65_536)
-            assert room.held <= PAGES_BYTES
-        for engine in engines:
-            engine.end()
-        assert set(await asyncio.gather(*reading)) == {200}
-        assert room.held == 0
-
-    run(main, seed=1)
+@in_virtual_time()
+async def test_a_page_of_which_only_the_status_counts_gives_way_as_well(loop: VirtualLoop) -> None:
+    del loop
+    room, engines, reading = await fleet(2000, lambda fetcher, url: fetcher.status(url))
+    for engine in engines:
+        engine.send(b"x" * 65_536)
+        assert room.held <= PAGES_BYTES
+    for engine in engines:
+        engine.end()
+    assert set(await asyncio.gather(*reading)) == {200}
+    assert room.held == 0

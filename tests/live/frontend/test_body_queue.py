@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.native import needs_native
 from tests.support.chaos.world import World
+from tests.support.played import in_real_time
 from tests.support.site import Site, play, served
 
 from balanceroute.proxy.live.frontend.gateway import BodyQueue
@@ -57,44 +58,40 @@ def test_a_small_body_is_read_at_once() -> None:
     assert isinstance(bad.results[0], BodyError)
 
 
-def test_large_bodies_are_read_in_turn_and_in_many_rounds_of_the_loop() -> None:
-    async def scenario() -> None:
-        queue = BodyQueue()
-        first, second, broken = Reader(), Reader(), Reader()
-        queue.read(large(90_000), first.reply, first.take)
-        queue.read(large(50_000), second.reply, second.take)
-        queue.read(large(60_000)[:-1], broken.reply, broken.take)
-        rounds = 0
-        order: list[Reader] = []
-        while len(order) < 3:
-            await asyncio.sleep(0)
-            rounds += 1
-            order += [r for r in (first, second, broken) if r.results and r not in order]
-        # The first to come is not the first to end: the others are shorter.
-        assert order == [second, broken, first]
-        assert rounds > 60
-        assert isinstance(first.results[0], RequestBody)
-        assert isinstance(broken.results[0], BodyError)
-
-    asyncio.run(scenario())
+@in_real_time()
+async def test_large_bodies_are_read_in_turn_and_in_many_rounds_of_the_loop() -> None:
+    queue = BodyQueue()
+    first, second, broken = Reader(), Reader(), Reader()
+    queue.read(large(90_000), first.reply, first.take)
+    queue.read(large(50_000), second.reply, second.take)
+    queue.read(large(60_000)[:-1], broken.reply, broken.take)
+    rounds = 0
+    order: list[Reader] = []
+    while len(order) < 3:
+        await asyncio.sleep(0)
+        rounds += 1
+        order += [r for r in (first, second, broken) if r.results and r not in order]
+    # The first to come is not the first to end: the others are shorter.
+    assert order == [second, broken, first]
+    assert rounds > 60
+    assert isinstance(first.results[0], RequestBody)
+    assert isinstance(broken.results[0], BodyError)
 
 
-def test_a_body_that_nobody_waits_for_is_read_no_further() -> None:
-    async def scenario() -> None:
-        queue = BodyQueue()
-        gone, there = Reader(), Reader()
-        queue.read(large(90_000), gone.reply, gone.take)
-        queue.read(large(50_000), there.reply, there.take)
-        gone.closed = True
-        await rounds()
-        assert gone.results == []
-        assert len(there.results) == 1
-        # And it begins again after it was empty.
-        queue.read(large(50_000), there.reply, there.take)
-        await rounds()
-        assert len(there.results) == 2
-
-    asyncio.run(scenario())
+@in_real_time()
+async def test_a_body_that_nobody_waits_for_is_read_no_further() -> None:
+    queue = BodyQueue()
+    gone, there = Reader(), Reader()
+    queue.read(large(90_000), gone.reply, gone.take)
+    queue.read(large(50_000), there.reply, there.take)
+    gone.closed = True
+    await rounds()
+    assert gone.results == []
+    assert len(there.results) == 1
+    # And it begins again after it was empty.
+    queue.read(large(50_000), there.reply, there.take)
+    await rounds()
+    assert len(there.results) == 2
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/chat/completions/batch"])

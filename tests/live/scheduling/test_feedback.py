@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from unittest.mock import MagicMock
 
 import pytest
+from tests.support.played import in_real_time
 
 from balanceroute.proxy.core.events import Eligible, PrefillerId, RankId, RequestId, Ticket
 from balanceroute.proxy.live.engines.engine_url import Fault
@@ -184,19 +185,17 @@ def test_a_request_of_a_name_in_use_gets_another_one_at_the_engines() -> None:
     assert table.idle
 
 
-def test_a_wait_for_the_last_request_ends_with_it() -> None:
-    async def scenario() -> None:
-        table = SessionTable(random.Random(1))
-        await table.drained()
-        session = add(table, "a")
-        assert not table.idle
-        drained = asyncio.ensure_future(table.drained())
-        await asyncio.sleep(0)
-        assert not drained.done()
-        table.remove(session.number, session.record)
-        await drained
-
-    asyncio.run(scenario())
+@in_real_time()
+async def test_a_wait_for_the_last_request_ends_with_it() -> None:
+    table = SessionTable(random.Random(1))
+    await table.drained()
+    session = add(table, "a")
+    assert not table.idle
+    drained = asyncio.ensure_future(table.drained())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    table.remove(session.number, session.record)
+    await drained
 
 
 # Tokens that name requests and transfers.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.live.tracing.otlp import URL, Collector, plain
+from tests.support.played import played_by
 from tests.support.site import Site, play
 
 from balanceroute.proxy.live.tracing import exporter
@@ -26,20 +27,19 @@ ERROR = 2
 Traced = Callable[[Site, Collector], Awaitable[None]]
 
 
-@pytest.fixture
-def play_traced() -> Callable[..., None]:
+def play_traced(scenario: Traced, **flags: Any) -> None:
     """Play a scenario with a collector there."""
 
-    def play_with(scenario: Traced, **flags: Any) -> None:
-        async def whole(site: Site) -> None:
-            collector = Collector()
-            await collector.start()
-            await scenario(site, collector)
-            await collector.close()
+    async def whole(site: Site) -> None:
+        collector = Collector()
+        await collector.start()
+        await scenario(site, collector)
+        await collector.close()
 
-        play(whole, flags={"otlp_traces_endpoint": URL, **flags})
+    play(whole, flags={"otlp_traces_endpoint": URL, **flags})
 
-    return play_with
+
+traced = played_by(play_traced, places=2)
 
 
 async def took(site: Site, collector: Collector, count: int = 1) -> list[Any]:
@@ -56,141 +56,133 @@ def children(collector: Collector, span: Any) -> list[Any]:
     return [one for one in collector.spans if one.parent_span_id == span.span_id]
 
 
-def test_a_request_has_a_span_with_a_child_for_each_stage(
-    play_traced: Callable[..., None],
+@traced()
+async def test_a_request_has_a_span_with_a_child_for_each_stage(
+    site: Site, collector: Collector
 ) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        headers = [*PARENT, (b"x-request-id", b"r1"), (b"tracestate", b"v=1")]
-        await site.post(COMPLETIONS, STREAM, headers)
-        (span,) = await took(site, collector)
-        (record,) = site.world.ended
-        assert span.name == COMPLETIONS
-        assert span.trace_id.hex() == TRACE_ID == record.trace_id
-        assert span.parent_span_id.hex() == PARENT_ID
-        assert span.trace_state == "v=1"
-        told = plain(span.attributes)
-        assert told["http.response.status_code"] == 200
-        assert told["gen_ai.request.model"] == "tiny"
-        assert told["gen_ai.usage.input_tokens"] == 3
-        assert told["gen_ai.usage.output_tokens"] == 20
-        assert told["balanceroute.request_id"] == "r1"
-        assert told["balanceroute.outcome"] == "ok"
-        assert told["balanceroute.stream"] is True
-        assert (told["balanceroute.prefiller"], told["balanceroute.rank"]) == (
-            record.prefiller,
-            record.rank,
-        )
-        stages = children(collector, span)
-        assert [one.name for one in stages] == ["queue", "prefill", "pool", "transfer", "decode"]
-        engines = [plain(one.attributes).get("balanceroute.engine") for one in stages]
-        assert engines == [None, record.prefiller, None, record.rank, record.rank]
-        assert [one.kind == CLIENT for one in stages] == [False, True, False, True, True]
-        # They follow each other without a gap, and are the times of the log.
-        assert stages[0].start_time_unix_nano == span.start_time_unix_nano
-        assert stages[-1].end_time_unix_nano == span.end_time_unix_nano
-        for before, after in pairwise(stages):
-            assert before.end_time_unix_nano == after.start_time_unix_nano
-        epoch_ns = round(record.arrived_unix_s * 1e9) - record.arrived_ns
-        assert stages[1].end_time_unix_nano == epoch_ns + (record.prefilled_ns or 0)
-        assert stages[3].end_time_unix_nano == epoch_ns + (record.first_token_ns or 0)
-        (first,) = span.events
-        assert (first.name, first.time_unix_nano) == ("first token", stages[4].start_time_unix_nano)
-        assert collector.resources[0]["service.name"] == "balanceroute"
-
-    play_traced(scenario)
+    headers = [*PARENT, (b"x-request-id", b"r1"), (b"tracestate", b"v=1")]
+    await site.post(COMPLETIONS, STREAM, headers)
+    (span,) = await took(site, collector)
+    (record,) = site.world.ended
+    assert span.name == COMPLETIONS
+    assert span.trace_id.hex() == TRACE_ID == record.trace_id
+    assert span.parent_span_id.hex() == PARENT_ID
+    assert span.trace_state == "v=1"
+    told = plain(span.attributes)
+    assert told["http.response.status_code"] == 200
+    assert told["gen_ai.request.model"] == "tiny"
+    assert told["gen_ai.usage.input_tokens"] == 3
+    assert told["gen_ai.usage.output_tokens"] == 20
+    assert told["balanceroute.request_id"] == "r1"
+    assert told["balanceroute.outcome"] == "ok"
+    assert told["balanceroute.stream"] is True
+    assert (told["balanceroute.prefiller"], told["balanceroute.rank"]) == (
+        record.prefiller,
+        record.rank,
+    )
+    stages = children(collector, span)
+    assert [one.name for one in stages] == ["queue", "prefill", "pool", "transfer", "decode"]
+    engines = [plain(one.attributes).get("balanceroute.engine") for one in stages]
+    assert engines == [None, record.prefiller, None, record.rank, record.rank]
+    assert [one.kind == CLIENT for one in stages] == [False, True, False, True, True]
+    # They follow each other without a gap, and are the times of the log.
+    assert stages[0].start_time_unix_nano == span.start_time_unix_nano
+    assert stages[-1].end_time_unix_nano == span.end_time_unix_nano
+    for before, after in pairwise(stages):
+        assert before.end_time_unix_nano == after.start_time_unix_nano
+    epoch_ns = round(record.arrived_unix_s * 1e9) - record.arrived_ns
+    assert stages[1].end_time_unix_nano == epoch_ns + (record.prefilled_ns or 0)
+    assert stages[3].end_time_unix_nano == epoch_ns + (record.first_token_ns or 0)
+    (first,) = span.events
+    assert (first.name, first.time_unix_nano) == ("first token", stages[4].start_time_unix_nano)
+    assert collector.resources[0]["service.name"] == "balanceroute"
 
 
-def test_engines_get_the_span_as_their_parent(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        await site.post(COMPLETIONS, BODY, PARENT)
-        await site.post("/v1/embeddings", {"model": "tiny", "input": "t1"})
-        first, second = await took(site, collector, 2)
-        given = [
-            seen.header(b"traceparent")
-            for role in ("prefill", "decode")
-            for seen in site.received(role)
-        ]
-        whole = f"00-{TRACE_ID}-{first.span_id.hex()}-01".encode()
-        alone = f"00-{second.trace_id.hex()}-{second.span_id.hex()}-01".encode()
-        assert given == [whole, alone, whole]
-        assert [one.name for one in children(collector, first)][-1] == "decode"
-        assert [one.name for one in children(collector, second)] == ["queue", "engine"]
-        assert not second.parent_span_id
-
-    play_traced(scenario)
+@traced()
+async def test_engines_get_the_span_as_their_parent(site: Site, collector: Collector) -> None:
+    await site.post(COMPLETIONS, BODY, PARENT)
+    await site.post("/v1/embeddings", {"model": "tiny", "input": "t1"})
+    first, second = await took(site, collector, 2)
+    given = [
+        seen.header(b"traceparent")
+        for role in ("prefill", "decode")
+        for seen in site.received(role)
+    ]
+    whole = f"00-{TRACE_ID}-{first.span_id.hex()}-01".encode()
+    alone = f"00-{second.trace_id.hex()}-{second.span_id.hex()}-01".encode()
+    assert given == [whole, alone, whole]
+    assert [one.name for one in children(collector, first)][-1] == "decode"
+    assert [one.name for one in children(collector, second)] == ["queue", "engine"]
+    assert not second.parent_span_id
 
 
-def test_of_a_request_that_is_not_traced_engines_hear_so(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        await site.post(COMPLETIONS, BODY)
-        await site.post(COMPLETIONS, BODY, PARENT)
-        (span,) = await took(site, collector)
-        assert span.trace_id.hex() == TRACE_ID
-        flags = [(seen.header(b"traceparent") or b"")[-2:] for seen in site.received("decode")]
-        assert flags == [b"00", b"01"]
-        assert all(record.trace_id for record in site.world.ended)
-
-    play_traced(scenario, trace_share=0.0)
-
-
-def test_what_fails_on_the_way_is_an_event_and_a_stage_of_its_own(
-    play_traced: Callable[..., None],
+@traced(trace_share=0.0)
+async def test_of_a_request_that_is_not_traced_engines_hear_so(
+    site: Site, collector: Collector
 ) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
-            del request
-            site.handlers.clear()
-            assert engine.startswith("prefill")
-            reply.send(500, [], b'{"error": {"message": "no"}}')
-
-        site.handlers[COMPLETIONS.encode()] = fail
-        await site.post(COMPLETIONS, STREAM)
-        (span,) = await took(site, collector)
-        stages = children(collector, span)
-        names = ["queue", "prefill", "backoff", "queue", "prefill", "pool", "transfer", "decode"]
-        assert [one.name for one in stages] == names
-        assert [one.status.code == ERROR for one in stages] == [False, True, *[False] * 6]
-        assert stages[1].status.message == "status 500"
-        failed, again, first = sorted(span.events, key=lambda event: event.time_unix_nano)
-        names = ["prefill failed", "queue again", "first token"]
-        assert [one.name for one in (failed, again, first)] == names
-        assert plain(failed.attributes) == {"balanceroute.reason": "status 500"}
-        assert plain(span.attributes)["balanceroute.retries"] == 1
-        assert not span.status.code
-
-    play_traced(scenario)
+    await site.post(COMPLETIONS, BODY)
+    await site.post(COMPLETIONS, BODY, PARENT)
+    (span,) = await took(site, collector)
+    assert span.trace_id.hex() == TRACE_ID
+    flags = [(seen.header(b"traceparent") or b"")[-2:] for seen in site.received("decode")]
+    assert flags == [b"00", b"01"]
+    assert all(record.trace_id for record in site.world.ended)
 
 
-def test_a_refused_request_has_a_span_alone(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        await site.post("/nothing/of/ours", BODY, PARENT)
-        await site.post(COMPLETIONS, BODY | {"max_tokens": -1})
-        unknown, invalid = await took(site, collector, 2)
-        assert (unknown.name, invalid.name) == ("HTTP", COMPLETIONS)
-        told = [plain(one.attributes) for one in (unknown, invalid)]
-        assert [one["http.response.status_code"] for one in told] == [404, 400]
-        assert [one["error.type"] for one in told] == ["client_error"] * 2
-        assert unknown.trace_id.hex() == TRACE_ID
-        # What a client does wrong is no error of the server.
-        assert not unknown.status.code
+@traced()
+async def test_what_fails_on_the_way_is_an_event_and_a_stage_of_its_own(
+    site: Site, collector: Collector
+) -> None:
+    def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
+        del request
+        site.handlers.clear()
+        assert engine.startswith("prefill")
+        reply.send(500, [], b'{"error": {"message": "no"}}')
 
-    play_traced(scenario)
+    site.handlers[COMPLETIONS.encode()] = fail
+    await site.post(COMPLETIONS, STREAM)
+    (span,) = await took(site, collector)
+    stages = children(collector, span)
+    names = ["queue", "prefill", "backoff", "queue", "prefill", "pool", "transfer", "decode"]
+    assert [one.name for one in stages] == names
+    assert [one.status.code == ERROR for one in stages] == [False, True, *[False] * 6]
+    assert stages[1].status.message == "status 500"
+    failed, again, first = sorted(span.events, key=lambda event: event.time_unix_nano)
+    names = ["prefill failed", "queue again", "first token"]
+    assert [one.name for one in (failed, again, first)] == names
+    assert plain(failed.attributes) == {"balanceroute.reason": "status 500"}
+    assert plain(span.attributes)["balanceroute.retries"] == 1
+    assert not span.status.code
 
 
-def test_a_request_that_the_engines_fail_is_an_error(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
-            del engine, request
-            reply.send(500, [], b'{"error": {"message": "no"}}')
+@traced()
+async def test_a_refused_request_has_a_span_alone(site: Site, collector: Collector) -> None:
+    await site.post("/nothing/of/ours", BODY, PARENT)
+    await site.post(COMPLETIONS, BODY | {"max_tokens": -1})
+    unknown, invalid = await took(site, collector, 2)
+    assert (unknown.name, invalid.name) == ("HTTP", COMPLETIONS)
+    told = [plain(one.attributes) for one in (unknown, invalid)]
+    assert [one["http.response.status_code"] for one in told] == [404, 400]
+    assert [one["error.type"] for one in told] == ["client_error"] * 2
+    assert unknown.trace_id.hex() == TRACE_ID
+    # What a client does wrong is no error of the server.
+    assert not unknown.status.code
 
-        site.handlers[COMPLETIONS.encode()] = fail
-        await site.post(COMPLETIONS, BODY)
-        (span,) = await took(site, collector)
-        assert span.status.code == ERROR
-        assert plain(span.attributes)["error.type"] == "upstream_error"
-        assert [one.name for one in span.events][::2] == ["prefill failed"] * 3
 
-    play_traced(scenario)
+@traced()
+async def test_a_request_that_the_engines_fail_is_an_error(
+    site: Site, collector: Collector
+) -> None:
+    def fail(engine: str, request: HttpRequest, reply: Reply) -> None:
+        del engine, request
+        reply.send(500, [], b'{"error": {"message": "no"}}')
+
+    site.handlers[COMPLETIONS.encode()] = fail
+    await site.post(COMPLETIONS, BODY)
+    (span,) = await took(site, collector)
+    assert span.status.code == ERROR
+    assert plain(span.attributes)["error.type"] == "upstream_error"
+    assert [one.name for one in span.events][::2] == ["prefill failed"] * 3
 
 
 # What becomes of them on the way.
@@ -202,39 +194,33 @@ def metric(site: Site, name: str) -> float:
     return sum(float(value) for _, value in lines)
 
 
-def test_spans_wait_for_others(play_traced: Callable[..., None]) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        began_s = site.loop.time()
-        exchanges = [site.send(COMPLETIONS, BODY) for _ in range(10)]
-        for exchange in exchanges:
-            await exchange.end()
-        await took(site, collector, 10)
-        assert len(collector.requests) == 1
-        assert site.loop.time() - began_s < DELAY_S + 2.0
-        assert metric(site, "traces_exported_total") == 10
-
-    play_traced(scenario)
+@traced()
+async def test_spans_wait_for_others(site: Site, collector: Collector) -> None:
+    began_s = site.loop.time()
+    exchanges = [site.send(COMPLETIONS, BODY) for _ in range(10)]
+    for exchange in exchanges:
+        await exchange.end()
+    await took(site, collector, 10)
+    assert len(collector.requests) == 1
+    assert site.loop.time() - began_s < DELAY_S + 2.0
+    assert metric(site, "traces_exported_total") == 10
 
 
-def test_a_busy_collector_gets_them_again_when_it_asks_for_them(
-    play_traced: Callable[..., None],
+@traced()
+async def test_a_busy_collector_gets_them_again_when_it_asks_for_them(
+    site: Site, collector: Collector
 ) -> None:
-    async def scenario(site: Site, collector: Collector) -> None:
-        collector.answers = [(503, [(b"retry-after", b"20")]), (429, [])]
-        await site.post(COMPLETIONS, BODY)
-        began_s = site.loop.time()
-        await took(site, collector)
-        assert 20.0 < site.loop.time() - began_s < 30.0
-        assert len({request.body for request in collector.requests}) == 1
-        assert len(collector.requests) == 3
-        assert metric(site, "traces_dropped_total") == 0
-
-    play_traced(scenario)
+    collector.answers = [(503, [(b"retry-after", b"20")]), (429, [])]
+    await site.post(COMPLETIONS, BODY)
+    began_s = site.loop.time()
+    await took(site, collector)
+    assert 20.0 < site.loop.time() - began_s < 30.0
+    assert len({request.body for request in collector.requests}) == 1
+    assert len(collector.requests) == 3
+    assert metric(site, "traces_dropped_total") == 0
 
 
-def test_what_a_collector_refuses_is_dropped_and_counted(
-    play_traced: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_collector_refuses_is_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(site: Site, collector: Collector) -> None:
         collector.answers = [(400, [])]
         await site.post(COMPLETIONS, BODY)
@@ -266,9 +252,7 @@ def test_a_collector_that_is_gone_costs_nothing_but_the_traces(
     play(scenario, flags={"otlp_traces_endpoint": URL})
 
 
-def test_a_full_batch_does_not_wait(
-    play_traced: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_batch_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "BATCH", 4)
 
     async def scenario(site: Site, collector: Collector) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.support.chaos.clients import Client, Visit
 from tests.support.chaos.requests import COMPLETIONS, ClientRequest
+from tests.support.played import in_real_time
 
 
 class Dead(asyncio.Transport):
@@ -27,15 +28,13 @@ class Dead(asyncio.Transport):
         self.aborted = True
 
 
-def test_a_client_leaves_a_connection_without_a_socket() -> None:
-    async def scenario() -> None:
-        request = ClientRequest(0, COMPLETIONS, {}, b"{}", "r-0")
-        gone: list[Client] = []
-        client = Client(Visit(0.0, (request,)), on_left=gone.append)
-        transport = Dead()
-        client.connection_made(transport)
-        client.leave()
-        assert transport.aborted
-        assert gone == [client]
-
-    asyncio.run(scenario())
+@in_real_time()
+async def test_a_client_leaves_a_connection_without_a_socket() -> None:
+    request = ClientRequest(0, COMPLETIONS, {}, b"{}", "r-0")
+    gone: list[Client] = []
+    client = Client(Visit(0.0, (request,)), on_left=gone.append)
+    transport = Dead()
+    client.connection_made(transport)
+    client.leave()
+    assert transport.aborted
+    assert gone == [client]

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
+from tests.support.virtual.recorder import Recorder
 from tests.support.virtual.runner import run
-from tests.test_support.virtual.recorder import Recorder
 
 Seen = list[list[str] | bytes | str | int | bool]
 Scenario = Callable[[asyncio.AbstractEventLoop], Awaitable[Seen]]

@@ -3,8 +3,8 @@
 import httpx
 import pytest
 from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.recorder import Recorder
 from tests.support.virtual.runner import run
-from tests.test_support.virtual.recorder import Recorder
 
 URL = "http://10.0.0.1:8000/health"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tests.support.virtual.loop as loop_module
+from tests.support.played import in_virtual_time
 from tests.support.virtual.addresses import Link
 from tests.support.virtual.loop import (
     VirtualDeadlock,
@@ -18,8 +19,8 @@ from tests.support.virtual.loop import (
     VirtualTimeError,
     VirtualTimeLimit,
 )
+from tests.support.virtual.recorder import Recorder
 from tests.support.virtual.runner import UncleanRunError, run
-from tests.test_support.virtual.recorder import Recorder
 
 DAY_S = 86_400.0
 
@@ -114,12 +115,10 @@ def test_cancelled_timers_are_forgotten_long_before_their_time() -> None:
     assert run(main, seed=0) == 100
 
 
-def test_a_timer_at_nan_is_refused() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        with pytest.raises(ValueError, match="NaN"):
-            loop.call_later(math.nan, lambda: None)
-
-    run(main, seed=0)
+@in_virtual_time(seed=0)
+async def test_a_timer_at_nan_is_refused(loop: VirtualLoop) -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        loop.call_later(math.nan, lambda: None)
 
 
 def test_asyncio_primitives_work() -> None:
@@ -390,20 +389,18 @@ def test_what_needs_a_real_machine_is_refused(call: Callable[[Any], object]) -> 
     loop.close()
 
 
-def test_tls_and_real_sockets_are_refused() -> None:
-    async def main(loop: Any) -> None:
-        with pytest.raises(NotImplementedError, match="TLS"):
-            await loop.create_connection(Recorder, "127.0.0.1", 1, ssl=True)
-        with pytest.raises(NotImplementedError, match="TLS"):
-            await loop.create_server(Recorder, "127.0.0.1", 1, ssl=True)
-        with pytest.raises(NotImplementedError, match="sockets"):
-            await loop.create_connection(Recorder, sock=object())
-        listener = await loop.create_server(Recorder, "127.0.0.1", 1)
-        with pytest.raises(NotImplementedError, match=r"asyncio\.Protocol"):
-            await loop.create_connection(asyncio.BufferedProtocol, "127.0.0.1", 1)
-        listener.close()
-
-    run(main, seed=0)
+@in_virtual_time(seed=0)
+async def test_tls_and_real_sockets_are_refused(loop: Any) -> None:
+    with pytest.raises(NotImplementedError, match="TLS"):
+        await loop.create_connection(Recorder, "127.0.0.1", 1, ssl=True)
+    with pytest.raises(NotImplementedError, match="TLS"):
+        await loop.create_server(Recorder, "127.0.0.1", 1, ssl=True)
+    with pytest.raises(NotImplementedError, match="sockets"):
+        await loop.create_connection(Recorder, sock=object())
+    listener = await loop.create_server(Recorder, "127.0.0.1", 1)
+    with pytest.raises(NotImplementedError, match=r"asyncio\.Protocol"):
+        await loop.create_connection(asyncio.BufferedProtocol, "127.0.0.1", 1)
+    listener.close()
 
 
 def test_a_loop_without_a_network_says_so() -> None:

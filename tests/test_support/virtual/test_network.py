@@ -6,11 +6,12 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.support.played import in_virtual_time
 from tests.support.virtual.addresses import Link
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.network import Network
+from tests.support.virtual.recorder import Recorder, listen, on_a_pair, with_a_pair
 from tests.support.virtual.runner import run
-from tests.test_support.virtual.recorder import Recorder
 
 HOST, PORT = "10.0.0.1", 8000
 OnAPair = Callable[..., None]
@@ -20,36 +21,36 @@ Listen = Callable[[VirtualLoop, list[Recorder]], Awaitable[Callable[[], None]]]
 # Delays and limits
 
 
-def test_a_connect_takes_a_round_trip_and_a_byte_one_way(on_a_pair: OnAPair) -> None:
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        assert loop.time() == 1000.0 + 3 * 0.25  # The server has it half a round trip later.
-        client.transport.write(b"x")
-        await server.until_called("data")
-        assert loop.time() == 1001.0
-        client.transport.close()
-        await server.until_called("eof")
-        server.transport.close()
-
-    on_a_pair(body, link=Link(latency_s=0.25))
-
-
-def test_the_connecting_end_goes_on_before_the_accepting_end_exists(listen: Listen) -> None:
-    async def main(loop: VirtualLoop) -> None:
-        made: list[Recorder] = []
-        stop = await listen(loop, made)
-        _, client = await loop.create_connection(Recorder, HOST, PORT)
-        assert loop.time() == 1002.0
-        assert not made
-        client.transport.write(b"early")
-        client.transport.close()
-        await asyncio.sleep(2.0)
-        stop()
-        assert made[0].calls == ["made", "data", "eof", "lost None"]
-
-    run(main, seed=1, link=Link(latency_s=1.0), settle_s=5.0)
+@with_a_pair(link=Link(latency_s=0.25))
+async def test_a_connect_takes_a_round_trip_and_a_byte_one_way(
+    loop: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    assert loop.time() == 1000.0 + 3 * 0.25  # The server has it half a round trip later.
+    client.transport.write(b"x")
+    await server.until_called("data")
+    assert loop.time() == 1001.0
+    client.transport.close()
+    await server.until_called("eof")
+    server.transport.close()
 
 
-def test_jitter_delays_segments_but_keeps_their_order(on_a_pair: OnAPair) -> None:
+@in_virtual_time(link=Link(latency_s=1.0), settle_s=5.0)
+async def test_the_connecting_end_goes_on_before_the_accepting_end_exists(
+    loop: VirtualLoop,
+) -> None:
+    made: list[Recorder] = []
+    stop = await listen(loop, made)
+    _, client = await loop.create_connection(Recorder, HOST, PORT)
+    assert loop.time() == 1002.0
+    assert not made
+    client.transport.write(b"early")
+    client.transport.close()
+    await asyncio.sleep(2.0)
+    stop()
+    assert made[0].calls == ["made", "data", "eof", "lost None"]
+
+
+def test_jitter_delays_segments_but_keeps_their_order() -> None:
     times: list[float] = []
 
     async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
@@ -69,157 +70,157 @@ def test_jitter_delays_segments_but_keeps_their_order(on_a_pair: OnAPair) -> Non
     assert len(set(times)) > 25
 
 
-def test_a_line_rate_spreads_bytes_over_time(on_a_pair: OnAPair) -> None:
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        began = loop.time()
-        for _ in range(10):
-            client.transport.write(bytes(1000))
-        await server.until(lambda end: len(end.received) == 10_000)
-        assert loop.time() - began == pytest.approx(10.0 + 0.5)
-        assert server.sizes == [1000] * 10
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body, link=Link(latency_s=0.5, bytes_per_s=1000.0))
-
-
-def test_segments_of_one_instant_are_read_as_one(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        client.transport.write(b"one")
-        client.transport.write(b"two")
-        await server.until_called("data")
-        assert server.sizes == [6]
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body)
-
-
-def test_segments_are_split_into_pieces_of_drawn_sizes(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        client.transport.write(bytes(range(250)))
-        await server.until(lambda end: len(end.received) == 250)
-        assert server.received == bytes(range(250))
-        assert set(server.sizes) == {1, 2, 3}
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body, link=Link(split_bytes=3))
-
-
-def test_segments_of_one_period_are_coalesced(on_a_pair: OnAPair) -> None:
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        await asyncio.sleep(2.0 - loop.time() % 1.0)
-        for _ in range(20):
-            client.transport.write(b"token")
-            await asyncio.sleep(0.1)
-        await server.until(lambda end: len(end.received) == 100)
-        assert server.sizes == [50, 50]
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body, link=Link(coalesce_s=1.0, latency_s=0.01))
-
-
-def test_a_read_takes_no_more_than_asyncio_would(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        client.transport.write(bytes(600_000))
-        await server.until(lambda end: len(end.received) == 600_000)
-        assert server.sizes == [262_144, 262_144, 75_712]
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body, link=Link(window_bytes=1_000_000))
-
-
-def test_the_window_bounds_what_a_paused_reader_is_owed(on_a_pair: OnAPair) -> None:
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        server.transport.pause_reading()
-        client.transport.set_write_buffer_limits(high=500, low=100)
+@with_a_pair(link=Link(latency_s=0.5, bytes_per_s=1000.0))
+async def test_a_line_rate_spreads_bytes_over_time(
+    loop: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    began = loop.time()
+    for _ in range(10):
         client.transport.write(bytes(1000))
-        assert client.transport.get_write_buffer_size() == 0
-        client.transport.write(bytes(500))
-        assert client.calls == ["made"]
-        client.transport.write(b"x")
-        assert client.calls == ["made", "pause"]
-        assert client.transport.get_write_buffer_size() == 501
-        await asyncio.sleep(100.0)
-        assert server.received == b""
-        assert loop.network.traffic.bytes_sent == 1000
-        server.transport.resume_reading()
-        await client.until_called("resume")
-        await server.until(lambda end: len(end.received) == 1501)
-        assert server.sizes == [1000, 501]
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body, link=Link(window_bytes=1000))
+    await server.until(lambda end: len(end.received) == 10_000)
+    assert loop.time() - began == pytest.approx(10.0 + 0.5)
+    assert server.sizes == [1000] * 10
+    client.transport.close()
+    server.transport.close()
 
 
-def test_a_buffer_handed_to_write_may_be_reused(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        block = bytearray(b"abc")
-        client.transport.write(block)
-        client.transport.write(memoryview(block)[1:])
-        block[:] = b"xyz"
-        await server.until_called("data")
-        assert server.received == b"abcbc"
-        with pytest.raises(TypeError, match="bytes-like"):
-            client.transport.write("text")  # type: ignore[arg-type]
-        client.transport.close()
-        server.transport.close()
-
-    on_a_pair(body)
+@with_a_pair()
+async def test_segments_of_one_instant_are_read_as_one(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    client.transport.write(b"one")
+    client.transport.write(b"two")
+    await server.until_called("data")
+    assert server.sizes == [6]
+    client.transport.close()
+    server.transport.close()
 
 
-def test_write_buffer_limits_are_checked(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        transport = client.transport
-        assert transport.get_write_buffer_limits() == (16_384, 65_536)
-        transport.set_write_buffer_limits(low=10)
-        assert transport.get_write_buffer_limits() == (10, 40)
-        with pytest.raises(ValueError, match="high"):
-            transport.set_write_buffer_limits(high=1, low=2)
-        transport.close()
-        server.transport.close()
+@with_a_pair(link=Link(split_bytes=3))
+async def test_segments_are_split_into_pieces_of_drawn_sizes(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    client.transport.write(bytes(range(250)))
+    await server.until(lambda end: len(end.received) == 250)
+    assert server.received == bytes(range(250))
+    assert set(server.sizes) == {1, 2, 3}
+    client.transport.close()
+    server.transport.close()
 
-    on_a_pair(body)
+
+@with_a_pair(link=Link(coalesce_s=1.0, latency_s=0.01))
+async def test_segments_of_one_period_are_coalesced(
+    loop: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    await asyncio.sleep(2.0 - loop.time() % 1.0)
+    for _ in range(20):
+        client.transport.write(b"token")
+        await asyncio.sleep(0.1)
+    await server.until(lambda end: len(end.received) == 100)
+    assert server.sizes == [50, 50]
+    client.transport.close()
+    server.transport.close()
+
+
+@with_a_pair(link=Link(window_bytes=1_000_000))
+async def test_a_read_takes_no_more_than_asyncio_would(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    client.transport.write(bytes(600_000))
+    await server.until(lambda end: len(end.received) == 600_000)
+    assert server.sizes == [262_144, 262_144, 75_712]
+    client.transport.close()
+    server.transport.close()
+
+
+@with_a_pair(link=Link(window_bytes=1000))
+async def test_the_window_bounds_what_a_paused_reader_is_owed(
+    loop: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    server.transport.pause_reading()
+    client.transport.set_write_buffer_limits(high=500, low=100)
+    client.transport.write(bytes(1000))
+    assert client.transport.get_write_buffer_size() == 0
+    client.transport.write(bytes(500))
+    assert client.calls == ["made"]
+    client.transport.write(b"x")
+    assert client.calls == ["made", "pause"]
+    assert client.transport.get_write_buffer_size() == 501
+    await asyncio.sleep(100.0)
+    assert server.received == b""
+    assert loop.network.traffic.bytes_sent == 1000
+    server.transport.resume_reading()
+    await client.until_called("resume")
+    await server.until(lambda end: len(end.received) == 1501)
+    assert server.sizes == [1000, 501]
+    client.transport.close()
+    server.transport.close()
+
+
+@with_a_pair()
+async def test_a_buffer_handed_to_write_may_be_reused(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    block = bytearray(b"abc")
+    client.transport.write(block)
+    client.transport.write(memoryview(block)[1:])
+    block[:] = b"xyz"
+    await server.until_called("data")
+    assert server.received == b"abcbc"
+    with pytest.raises(TypeError, match="bytes-like"):
+        client.transport.write("text")  # type: ignore[arg-type]
+    client.transport.close()
+    server.transport.close()
+
+
+@with_a_pair()
+async def test_write_buffer_limits_are_checked(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    transport = client.transport
+    assert transport.get_write_buffer_limits() == (16_384, 65_536)
+    transport.set_write_buffer_limits(low=10)
+    assert transport.get_write_buffer_limits() == (10, 40)
+    with pytest.raises(ValueError, match="high"):
+        transport.set_write_buffer_limits(high=1, low=2)
+    transport.close()
+    server.transport.close()
 
 
 # What a transport says
 
 
-def test_a_transport_knows_its_addresses(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        peer = server.transport.get_extra_info("peername")
-        assert client.transport.get_extra_info("peername") == (HOST, PORT)
-        assert client.transport.get_extra_info("sockname") == peer
-        assert server.transport.get_extra_info("sockname") == (HOST, PORT)
-        assert client.transport.get_extra_info("cipher", "none") == "none"
-        named = client.transport.get_extra_info("socket")
-        assert (named.getsockname(), named.getpeername()) == (peer, (HOST, PORT))
-        assert (named.family, named.fileno()) == (socket.AF_INET, -1)
-        assert "10.0.0.1:8000 open" in repr(client.transport)
-        client.transport.close()
-        server.transport.close()
+@with_a_pair()
+async def test_a_transport_knows_its_addresses(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    peer = server.transport.get_extra_info("peername")
+    assert client.transport.get_extra_info("peername") == (HOST, PORT)
+    assert client.transport.get_extra_info("sockname") == peer
+    assert server.transport.get_extra_info("sockname") == (HOST, PORT)
+    assert client.transport.get_extra_info("cipher", "none") == "none"
+    named = client.transport.get_extra_info("socket")
+    assert (named.getsockname(), named.getpeername()) == (peer, (HOST, PORT))
+    assert (named.family, named.fileno()) == (socket.AF_INET, -1)
+    assert "10.0.0.1:8000 open" in repr(client.transport)
+    client.transport.close()
+    server.transport.close()
 
-    on_a_pair(body)
 
-
-def test_a_transport_can_change_its_protocol(on_a_pair: OnAPair) -> None:
-    async def body(_: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        second = Recorder()
-        second.connection_made(server.transport)
-        server.transport.set_protocol(second)
-        assert server.transport.get_protocol() is second
-        client.transport.write(b"for the second")
-        client.transport.close()
-        await second.until_lost()
-        assert server.calls == ["made"]
-        assert second.calls == ["made", "data", "eof", "lost None"]
-        assert server.transport.get_protocol() is not second  # No cycle stays behind.
-
-    on_a_pair(body)
+@with_a_pair()
+async def test_a_transport_can_change_its_protocol(
+    _: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    second = Recorder()
+    second.connection_made(server.transport)
+    server.transport.set_protocol(second)
+    assert server.transport.get_protocol() is second
+    client.transport.write(b"for the second")
+    client.transport.close()
+    await second.until_lost()
+    assert server.calls == ["made"]
+    assert second.calls == ["made", "data", "eof", "lost None"]
+    assert server.transport.get_protocol() is not second  # No cycle stays behind.
 
 
 # Listeners
@@ -241,43 +242,39 @@ def test_port_zero_takes_free_ports_in_order() -> None:
     assert run(main, seed=1) == [(HOST, 20_000), (HOST, 20_002), (HOST, 20_003)]
 
 
-def test_a_wildcard_listener_takes_every_address() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        listener = await loop.create_server(Recorder, None, PORT)
-        for host in ("127.0.0.1", "10.2.3.4", "::1"):
-            transport, _ = await loop.create_connection(Recorder, host, PORT)
-            transport.close()
-        await asyncio.sleep(1.0)
-        listener.close()
-
-    run(main, seed=1)
-
-
-def test_faults_of_a_wildcard_listener_hold_for_every_address() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        network = loop.network
-        listener = await loop.create_server(Recorder, "", PORT)
-        network.rule("", PORT, Link(latency_s=1.0))
-        _, client = await loop.create_connection(Recorder, "10.2.3.4", PORT)
-        assert loop.time() == 1002.0
-        await asyncio.sleep(2.0)
-        network.kill("", PORT)
-        await client.until_lost()
-        with pytest.raises(ConnectionRefusedError):
-            await loop.create_connection(Recorder, "10.2.3.4", PORT)
-        network.restore("", PORT)
-        network.kill("10.2.3.4", PORT)
-        with pytest.raises(ConnectionRefusedError):
-            await loop.create_connection(Recorder, "10.2.3.4", PORT)
-        transport, _ = await loop.create_connection(Recorder, "10.2.3.5", PORT)
+@in_virtual_time()
+async def test_a_wildcard_listener_takes_every_address(loop: VirtualLoop) -> None:
+    listener = await loop.create_server(Recorder, None, PORT)
+    for host in ("127.0.0.1", "10.2.3.4", "::1"):
+        transport, _ = await loop.create_connection(Recorder, host, PORT)
         transport.close()
-        await asyncio.sleep(5.0)
-        listener.close()
-
-    run(main, seed=1)
+    await asyncio.sleep(1.0)
+    listener.close()
 
 
-def test_a_listener_that_closes_resets_what_it_did_not_accept(listen: Listen) -> None:
+@in_virtual_time()
+async def test_faults_of_a_wildcard_listener_hold_for_every_address(loop: VirtualLoop) -> None:
+    network = loop.network
+    listener = await loop.create_server(Recorder, "", PORT)
+    network.rule("", PORT, Link(latency_s=1.0))
+    _, client = await loop.create_connection(Recorder, "10.2.3.4", PORT)
+    assert loop.time() == 1002.0
+    await asyncio.sleep(2.0)
+    network.kill("", PORT)
+    await client.until_lost()
+    with pytest.raises(ConnectionRefusedError):
+        await loop.create_connection(Recorder, "10.2.3.4", PORT)
+    network.restore("", PORT)
+    network.kill("10.2.3.4", PORT)
+    with pytest.raises(ConnectionRefusedError):
+        await loop.create_connection(Recorder, "10.2.3.4", PORT)
+    transport, _ = await loop.create_connection(Recorder, "10.2.3.5", PORT)
+    transport.close()
+    await asyncio.sleep(5.0)
+    listener.close()
+
+
+def test_a_listener_that_closes_resets_what_it_did_not_accept() -> None:
     async def main(loop: VirtualLoop) -> list[str]:
         made: list[Recorder] = []
         stop = await listen(loop, made)
@@ -290,29 +287,27 @@ def test_a_listener_that_closes_resets_what_it_did_not_accept(listen: Listen) ->
     assert run(main, seed=1) == ["made", "lost ConnectionResetError"]
 
 
-def test_a_factory_that_fails_is_reported_and_the_listener_goes_on() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        made: list[Recorder] = []
+@in_virtual_time(check=False)
+async def test_a_factory_that_fails_is_reported_and_the_listener_goes_on(loop: VirtualLoop) -> None:
+    made: list[Recorder] = []
 
-        def fail_first() -> Recorder:
-            made.append(Recorder())
-            if len(made) == 1:
-                raise ZeroDivisionError
-            return made[-1]
+    def fail_first() -> Recorder:
+        made.append(Recorder())
+        if len(made) == 1:
+            raise ZeroDivisionError
+        return made[-1]
 
-        listener = await loop.create_server(fail_first, HOST, PORT)
-        _, first = await loop.create_connection(Recorder, HOST, PORT)
-        await first.until_lost()
-        assert first.calls == ["made", "lost ConnectionResetError"]
-        assert [type(error.exception) for error in loop.errors] == [ZeroDivisionError]
-        _, second = await loop.create_connection(Recorder, HOST, PORT)
-        second.transport.close()
-        await asyncio.sleep(1.0)
-        assert made[1].is_lost
-        listener.close()
-        assert loop.network.connections() == []
-
-    run(main, seed=1, check=False)
+    listener = await loop.create_server(fail_first, HOST, PORT)
+    _, first = await loop.create_connection(Recorder, HOST, PORT)
+    await first.until_lost()
+    assert first.calls == ["made", "lost ConnectionResetError"]
+    assert [type(error.exception) for error in loop.errors] == [ZeroDivisionError]
+    _, second = await loop.create_connection(Recorder, HOST, PORT)
+    second.transport.close()
+    await asyncio.sleep(1.0)
+    assert made[1].is_lost
+    listener.close()
+    assert loop.network.connections() == []
 
 
 def test_wait_closed_waits_for_the_accepted_connections() -> None:
@@ -331,44 +326,44 @@ def test_wait_closed_waits_for_the_accepted_connections() -> None:
 # Counters, journal, checks
 
 
-def test_connections_and_bytes_are_counted(on_a_pair: OnAPair) -> None:
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        network = loop.network
-        assert network.traffic.open_connections == 2
-        client.transport.write(b"12345")
-        assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 0)
-        await server.until_called("data")
-        assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 5)
-        client.transport.close()
-        await server.until_called("eof")
-        assert network.traffic.open_connections == 1
-        server.transport.close()
+@with_a_pair()
+async def test_connections_and_bytes_are_counted(
+    loop: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    network = loop.network
+    assert network.traffic.open_connections == 2
+    client.transport.write(b"12345")
+    assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 0)
+    await server.until_called("data")
+    assert (network.traffic.bytes_sent, network.traffic.bytes_delivered) == (5, 5)
+    client.transport.close()
+    await server.until_called("eof")
+    assert network.traffic.open_connections == 1
+    server.transport.close()
 
-    on_a_pair(body)
 
-
-def test_the_journal_tells_what_happened(on_a_pair: OnAPair) -> None:
-    async def body(loop: VirtualLoop, client: Recorder, server: Recorder) -> None:
-        client.transport.write(b"12345")
-        await server.until_called("data")
-        client.transport.close()
-        await server.until_called("eof")
-        server.transport.close()
-        await server.until_lost()
-        journal = loop.network.traffic.journal
-        assert journal is not None
-        assert [event[1:] for event in journal] == [
-            ("connect", 1, "client", 0),
-            ("accept", 1, "server", 0),
-            ("bytes", 1, "server", 5),
-            ("closed", 1, "client", 0),
-            ("eof", 1, "server", 0),
-            ("closed", 1, "server", 0),
-        ]
-        assert journal[0].time_s == 1002.0
-        assert journal[2].time_s == 1004.0
-
-    on_a_pair(body, link=Link(latency_s=1.0), journal=True)
+@with_a_pair(link=Link(latency_s=1.0), journal=True)
+async def test_the_journal_tells_what_happened(
+    loop: VirtualLoop, client: Recorder, server: Recorder
+) -> None:
+    client.transport.write(b"12345")
+    await server.until_called("data")
+    client.transport.close()
+    await server.until_called("eof")
+    server.transport.close()
+    await server.until_lost()
+    journal = loop.network.traffic.journal
+    assert journal is not None
+    assert [event[1:] for event in journal] == [
+        ("connect", 1, "client", 0),
+        ("accept", 1, "server", 0),
+        ("bytes", 1, "server", 5),
+        ("closed", 1, "client", 0),
+        ("eof", 1, "server", 0),
+        ("closed", 1, "server", 0),
+    ]
+    assert journal[0].time_s == 1002.0
+    assert journal[2].time_s == 1004.0
 
 
 def test_an_impossible_link_is_refused() -> None:
@@ -383,9 +378,7 @@ def test_an_impossible_link_is_refused() -> None:
             Link(**bad)
 
 
-def test_a_loop_has_one_network() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        with pytest.raises(AssertionError, match="has a network"):
-            loop.attach(Network(loop, random.Random(1)))
-
-    run(main, seed=1)
+@in_virtual_time()
+async def test_a_loop_has_one_network(loop: VirtualLoop) -> None:
+    with pytest.raises(AssertionError, match="has a network"):
+        loop.attach(Network(loop, random.Random(1)))

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.played import in_virtual_time
 from tests.support.virtual.addresses import Connect, Link, NetworkEvent
 from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.recorder import Recorder
 from tests.support.virtual.runner import run
-from tests.test_support.virtual.recorder import Recorder
 
 HOST = "10.0.0.1"
 PORTS = (8000, 8001)
@@ -158,54 +159,52 @@ def check_calls(end: Chatter) -> None:
 
 
 @given(SEEDS)
-def test_callbacks_keep_their_order_and_bytes_theirs_under_any_fault(seed: int) -> None:
-    async def main(loop: VirtualLoop) -> None:
-        for client, server in await traffic(loop, seed):
-            check_calls(client)
-            check_calls(server)
-            assert client.wrote.startswith(server.received)
-            assert server.wrote.startswith(client.received)
-        assert loop.network.traffic.bytes_delivered <= loop.network.traffic.bytes_sent
-
-    run(main, seed=seed)
+@in_virtual_time("seed")
+async def test_callbacks_keep_their_order_and_bytes_theirs_under_any_fault(
+    loop: VirtualLoop, seed: int
+) -> None:
+    for client, server in await traffic(loop, seed):
+        check_calls(client)
+        check_calls(server)
+        assert client.wrote.startswith(server.received)
+        assert server.wrote.startswith(client.received)
+    assert loop.network.traffic.bytes_delivered <= loop.network.traffic.bytes_sent
 
 
 @given(SEEDS)
-def test_everything_arrives_without_faults(seed: int) -> None:
-    async def main(loop: VirtualLoop) -> None:
-        rng = random.Random(seed)
-        server = Chatter(rng)
-        listener = await loop.create_server(lambda: server, HOST, 8000)
-        loop.network.rule(HOST, 8000, draw_link(rng, faults=False))
-        _, client = await loop.create_connection(lambda: Chatter(rng), HOST, 8000)
-        await server.until_called("made")
-        for _ in range(40):
-            end = rng.choice([client, server])
-            match rng.randint(0, 3):
-                case 0:
-                    end.transport.pause_reading()
-                case 1:
-                    end.transport.resume_reading()
-                case _:
-                    end.say(rng.choice([1, 100, 2000]))
-            await asyncio.sleep(rng.choice([0.0, 0.001, 0.1]))
-        for end in (client, server):
-            end.transport.resume_reading()
-        await client.until(lambda end: len(end.received) == len(server.wrote))
-        client.finish()
-        await server.until_called("eof")
-        server.transport.close()
-        await server.until_lost()
-        await client.until_called("eof")
-        client.transport.close()
-        await client.until_lost()
-        assert server.received == client.wrote
-        assert client.received == server.wrote
-        assert "lost None" in client.calls
-        assert "lost None" in server.calls
-        listener.close()
-
-    run(main, seed=seed)
+@in_virtual_time("seed")
+async def test_everything_arrives_without_faults(loop: VirtualLoop, seed: int) -> None:
+    rng = random.Random(seed)
+    server = Chatter(rng)
+    listener = await loop.create_server(lambda: server, HOST, 8000)
+    loop.network.rule(HOST, 8000, draw_link(rng, faults=False))
+    _, client = await loop.create_connection(lambda: Chatter(rng), HOST, 8000)
+    await server.until_called("made")
+    for _ in range(40):
+        end = rng.choice([client, server])
+        match rng.randint(0, 3):
+            case 0:
+                end.transport.pause_reading()
+            case 1:
+                end.transport.resume_reading()
+            case _:
+                end.say(rng.choice([1, 100, 2000]))
+        await asyncio.sleep(rng.choice([0.0, 0.001, 0.1]))
+    for end in (client, server):
+        end.transport.resume_reading()
+    await client.until(lambda end: len(end.received) == len(server.wrote))
+    client.finish()
+    await server.until_called("eof")
+    server.transport.close()
+    await server.until_lost()
+    await client.until_called("eof")
+    client.transport.close()
+    await client.until_lost()
+    assert server.received == client.wrote
+    assert client.received == server.wrote
+    assert "lost None" in client.calls
+    assert "lost None" in server.calls
+    listener.close()
 
 
 def events(seed: int) -> list[NetworkEvent]:

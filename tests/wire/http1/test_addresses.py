@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from tests.support.played import played_by
 from tests.support.virtual.addresses import Connect, Link
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run as run_virtually
@@ -94,6 +95,9 @@ def play(scene: Play, answer: list[str] | Exception | None = None) -> None:
             await asyncio.sleep(4_000.0)  # For what asks a silent resolver.
 
     run_virtually(main, seed=1, limit_s=100_000.0)
+
+
+played = played_by(play)
 
 
 def test_the_last_good_address_is_used_while_the_name_does_not_resolve(
@@ -235,14 +239,12 @@ def test_a_name_that_never_resolved(answer: list[str] | Exception | None, kind: 
 
 
 @pytest.mark.both_loops
-def test_a_call_may_be_aborted_while_its_name_is_resolved() -> None:
-    async def scene(site: Site) -> None:
-        with pytest.raises(WireError):
-            await fetch(site.endpoint, b"GET", b"/", [], b"", timeout_s=1.0, max_bytes=99)
-        await asyncio.sleep(1.0)
-        assert site.endpoint.connections == 0
-
-    play(scene)
+@played()
+async def test_a_call_may_be_aborted_while_its_name_is_resolved(site: Site) -> None:
+    with pytest.raises(WireError):
+        await fetch(site.endpoint, b"GET", b"/", [], b"", timeout_s=1.0, max_bytes=99)
+    await asyncio.sleep(1.0)
+    assert site.endpoint.connections == 0
 
 
 def test_a_resolver_that_fails_quarantines_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 import uvloop
+from tests.support.played import played_by
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run as run_virtually
 
@@ -107,85 +108,87 @@ def play(scenario: Scenario, **limits: Any) -> None:
     run_virtually(main, seed=1)
 
 
+played = played_by(play, places=4)
+
+
 @pytest.mark.both_loops
-def test_beyond_the_limit_a_newcomer_is_told_to_come_again() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        busy = [await connect() for _ in range(8)]
-        for client in busy:
-            await client.wait(desk)
-        late = [await connect() for _ in range(2)]
-        for client in late:
-            head = await client.ask()
-            assert head.startswith(b"HTTP/1.1 503 ")
-            assert b"\r\nretry-after: 1\r\n" in head
-            assert b"\r\nconnection: close\r\n" in head
-            assert b"too many connections" in await client.reader.read()
-            client.writer.close()
-        assert server.limit.rejected == {"limit": 2, "peer": 0}
-        # Those that are served are not disturbed, and a place that is left is free again.
-        for reply in desk.kept:
-            reply.send(200, [], b"")
-        for client in busy:
-            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-        busy[0].writer.close()
-        await asyncio.sleep(0.1)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
-        assert server.limit.rejected == {"limit": 2, "peer": 0}
-
-    play(scenario, connection_limit=8)
-
-
-def test_a_rejected_newcomer_that_asks_nothing_is_answered_and_closed() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        for _ in range(4):
-            await (await connect()).wait(desk)
-        begin_s = loop.time()
-        silent = await connect()
-        assert (await silent.reader.read()).startswith(b"HTTP/1.1 503 ")
-        assert loop.time() - begin_s < 4.0
-        left = await connect()
-        left.writer.close()
-        await asyncio.sleep(5.0)
-        assert server.connections == 4
-
-    play(scenario, connection_limit=4)
+@played(connection_limit=8)
+async def test_beyond_the_limit_a_newcomer_is_told_to_come_again(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    busy = [await connect() for _ in range(8)]
+    for client in busy:
+        await client.wait(desk)
+    late = [await connect() for _ in range(2)]
+    for client in late:
+        head = await client.ask()
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert b"\r\nconnection: close\r\n" in head
+        assert b"too many connections" in await client.reader.read()
+        client.writer.close()
+    assert server.limit.rejected == {"limit": 2, "peer": 0}
+    # Those that are served are not disturbed, and a place that is left is free again.
+    for reply in desk.kept:
+        reply.send(200, [], b"")
+    for client in busy:
+        assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    busy[0].writer.close()
+    await asyncio.sleep(0.1)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
+    assert server.limit.rejected == {"limit": 2, "peer": 0}
 
 
-def test_few_newcomers_wait_for_their_rejection_and_the_others_are_cut() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        for _ in range(8):
-            await (await connect()).wait(desk)
-        answered = [await connect() for _ in range(2)]
-        for _ in range(100):
-            cut = await connect()
-            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                await cut.ask()
-        assert server.connections == 10
-        for client in answered:
-            assert (await client.ask()).startswith(b"HTTP/1.1 503 ")
-        assert server.limit.rejected == {"limit": 102, "peer": 0}
+@played(connection_limit=4)
+async def test_a_rejected_newcomer_that_asks_nothing_is_answered_and_closed(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    for _ in range(4):
+        await (await connect()).wait(desk)
+    begin_s = loop.time()
+    silent = await connect()
+    assert (await silent.reader.read()).startswith(b"HTTP/1.1 503 ")
+    assert loop.time() - begin_s < 4.0
+    left = await connect()
+    left.writer.close()
+    await asyncio.sleep(5.0)
+    assert server.connections == 4
 
-    play(scenario, connection_limit=8)
+
+@played(connection_limit=8)
+async def test_few_newcomers_wait_for_their_rejection_and_the_others_are_cut(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    for _ in range(8):
+        await (await connect()).wait(desk)
+    answered = [await connect() for _ in range(2)]
+    for _ in range(100):
+        cut = await connect()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await cut.ask()
+    assert server.connections == 10
+    for client in answered:
+        assert (await client.ask()).startswith(b"HTTP/1.1 503 ")
+    assert server.limit.rejected == {"limit": 102, "peer": 0}
 
 
-def test_the_connection_that_is_idle_for_longest_makes_room() -> None:
+@played(connection_limit=3)
+async def test_the_connection_that_is_idle_for_longest_makes_room(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
     """Silent connections kept everybody out."""
-
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        first, second, busy = [await connect() for _ in range(3)]
-        for client in (first, second):
-            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
-            await asyncio.sleep(1.0)
-        await busy.wait(desk)
-        for oldest in (first, second):
-            await (await connect()).wait(desk)
-            assert await oldest.reader.read() == b""
-        # Everybody left is at work.
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
-        assert server.limit.evicted == 2
-        assert len(desk.kept) == 3
-
-    play(scenario, connection_limit=3)
+    first, second, busy = [await connect() for _ in range(3)]
+    for client in (first, second):
+        assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(1.0)
+    await busy.wait(desk)
+    for oldest in (first, second):
+        await (await connect()).wait(desk)
+        assert await oldest.reader.read() == b""
+    # Everybody left is at work.
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+    assert server.limit.evicted == 2
+    assert len(desk.kept) == 3
 
 
 HALF = GET[:-2]
@@ -217,252 +220,250 @@ def test_nobody_gives_way_whose_request_was_not_read(run: Callable[..., None]) -
     run(main())
 
 
-def test_what_a_newcomer_sends_while_it_waits_for_a_place_is_served_in_order() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        holder = await connect()
-        placed = ServerConnection.placed
-        arrived: list[bytes] = []
+@played(connection_limit=1, half_close=True)
+async def test_what_a_newcomer_sends_while_it_waits_for_a_place_is_served_in_order(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    holder = await connect()
+    placed = ServerConnection.placed
+    arrived: list[bytes] = []
 
-        def late(connection: ServerConnection, *, is_served: bool) -> None:
-            arrived.append(bytes(connection._incoming.buffer))
-            placed(connection, is_served=is_served)
+    def late(connection: ServerConnection, *, is_served: bool) -> None:
+        arrived.append(bytes(connection._incoming.buffer))
+        placed(connection, is_served=is_served)
 
-        late_by = Service.after_reads
+    late_by = Service.after_reads
 
-        def much_later(service: Service, *args: Any) -> None:
-            loop.call_later(0.5, late_by, service, *args)
+    def much_later(service: Service, *args: Any) -> None:
+        loop.call_later(0.5, late_by, service, *args)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ServerConnection, "placed", late)
-            patch.setattr(Service, "after_reads", much_later)
-            newcomer, leaves = await connect(), await connect()
-            newcomer.writer.write(GET + GET)
-            newcomer.writer.write_eof()
-            leaves.writer.write(GET)
-            leaves.writer.transport.abort()
-            await asyncio.sleep(1.0)
-        assert arrived == [GET + GET]
-        answer = await newcomer.reader.read()
-        assert answer.count(b"HTTP/1.1 200 ") == 2
-        assert await holder.is_closed()
-        assert (server.limit.evicted, server.connections) == (1, 0)
-
-    play(scenario, connection_limit=1, half_close=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerConnection, "placed", late)
+        patch.setattr(Service, "after_reads", much_later)
+        newcomer, leaves = await connect(), await connect()
+        newcomer.writer.write(GET + GET)
+        newcomer.writer.write_eof()
+        leaves.writer.write(GET)
+        leaves.writer.transport.abort()
+        await asyncio.sleep(1.0)
+    assert arrived == [GET + GET]
+    answer = await newcomer.reader.read()
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+    assert await holder.is_closed()
+    assert (server.limit.evicted, server.connections) == (1, 0)
 
 
 @pytest.mark.parametrize("age_s", [0.0, 0.5])
-def test_a_head_in_pieces_stays_beside_those_who_send_nothing(age_s: float) -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        slow, *_ = await asyncio.gather(*[connect() for _ in range(8)])
-        slow.writer.write(HALF)
-        await asyncio.sleep(age_s)
-        for _ in range(3):
-            assert (await (await connect()).ask(b"/")).startswith(b"HTTP/1.1 200 ")
-            await connect()
-        slow.writer.write(GET[-2:])
-        assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-
-    play(scenario, connection_limit=8)
+@played(connection_limit=8)
+async def test_a_head_in_pieces_stays_beside_those_who_send_nothing(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect, age_s: float
+) -> None:
+    slow, *_ = await asyncio.gather(*[connect() for _ in range(8)])
+    slow.writer.write(HALF)
+    await asyncio.sleep(age_s)
+    for _ in range(3):
+        assert (await (await connect()).ask(b"/")).startswith(b"HTTP/1.1 200 ")
+        await connect()
+    slow.writer.write(GET[-2:])
+    assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("begun", [b"", b"G", HALF, UPLOAD, UPLOAD[:-1]])
-def test_who_leaves_a_request_unfinished_keeps_nobody_out(begun: bytes) -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        used = await connect()
-        assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
-        holders = [await connect() for _ in range(15)]
+@played(connection_limit=16)
+async def test_who_leaves_a_request_unfinished_keeps_nobody_out(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect, begun: bytes
+) -> None:
+    used = await connect()
+    assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
+    holders = [await connect() for _ in range(15)]
+    for holder in holders:
+        holder.writer.write(begun)
+    await asyncio.sleep(1.5)
+    upload = begun.startswith(b"POST")
+    for count in range(30):
+        client = await connect()
+        assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+        # Half a body is worth more than a connection without a request, half a head is not.
+        assert await used.is_closed() is upload
+        assert (sum([await one.is_closed() for one in holders]) > 0) is not upload or count
+        client.writer.close()
+        # Renewed for ever.
+        holders.append(await connect())
+        holders[-1].writer.write(begun)
+        await asyncio.sleep(0.1)
+    assert server.limit.rejected == {"limit": 0, "peer": 0}
+
+
+@played(connection_limit=8)
+async def test_a_head_that_comes_byte_by_byte_keeps_nobody_out(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    holders = [await connect() for _ in range(8)]
+    for byte in HALF[:20]:
         for holder in holders:
-            holder.writer.write(begun)
-        await asyncio.sleep(1.5)
-        upload = begun.startswith(b"POST")
-        for count in range(30):
-            client = await connect()
-            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
-            # Half a body is worth more than a connection without a request, half a head is not.
-            assert await used.is_closed() is upload
-            assert (sum([await one.is_closed() for one in holders]) > 0) is not upload or count
-            client.writer.close()
-            # Renewed for ever.
-            holders.append(await connect())
-            holders[-1].writer.write(begun)
-            await asyncio.sleep(0.1)
-        assert server.limit.rejected == {"limit": 0, "peer": 0}
-
-    play(scenario, connection_limit=16)
-
-
-def test_a_head_that_comes_byte_by_byte_keeps_nobody_out() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        holders = [await connect() for _ in range(8)]
-        for byte in HALF[:20]:
-            for holder in holders:
-                if not holder.writer.is_closing():
-                    holder.writer.write(bytes([byte]))
-            await asyncio.sleep(0.3)
-            client = await connect()
-            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
-            client.writer.close()
-            await asyncio.sleep(0.1)
-
-    play(scenario, connection_limit=8)
+            if not holder.writer.is_closing():
+                holder.writer.write(bytes([byte]))
+        await asyncio.sleep(0.3)
+        client = await connect()
+        assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+        client.writer.close()
+        await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize(("begun", "told"), [(HALF, b""), (UPLOAD, b"HTTP/1.1 503 ")])
-def test_a_request_that_gives_way_is_told_so_if_it_is_known(begun: bytes, told: bytes) -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        half = await connect()
-        half.writer.write(begun)
-        await asyncio.sleep(1.5)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
-        answer = await half.reader.read()
-        assert answer[:13] == told
-        assert not told or b"\r\nretry-after: 1\r\n" in answer
-        assert not told or b"too many connections, and the request's body is late" in answer
-        assert (server.limit.evicted, server.limit.rejected["limit"]) == (1, 0)
-
-    play(scenario, connection_limit=1)
-
-
-def test_what_is_on_its_way_stays_while_others_are_late() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        refused, half, used, trickle, upload = [await connect() for _ in range(5)]
-        trickle.writer.write(UPLOAD)
-        upload.writer.write(UPLOAD + bytes(200_000))  # Three seconds' worth.
-        half.writer.write(HALF)
-        refused.writer.write(b"\0")
-        assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
-        await asyncio.sleep(1.5)
-        fresh = await connect()
-        fresh.writer.write(HALF)
-        await asyncio.sleep(0.01)
-        for gone in (refused, half, used, trickle, fresh):
-            assert not await upload.is_closed()
-            await (await connect()).wait(desk)
-            assert await gone.is_closed(), server.limit.evicted
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
-        await asyncio.sleep(4.0)
-        await (await connect()).wait(desk)  # The rest of the upload has become late, too.
-        assert await upload.is_closed()
-
-    play(scenario, connection_limit=6)
+@played(connection_limit=1)
+async def test_a_request_that_gives_way_is_told_so_if_it_is_known(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect, begun: bytes, told: bytes
+) -> None:
+    half = await connect()
+    half.writer.write(begun)
+    await asyncio.sleep(1.5)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
+    answer = await half.reader.read()
+    assert answer[:13] == told
+    assert not told or b"\r\nretry-after: 1\r\n" in answer
+    assert not told or b"too many connections, and the request's body is late" in answer
+    assert (server.limit.evicted, server.limit.rejected["limit"]) == (1, 0)
 
 
-def test_who_waits_for_100_continue_has_a_second_more() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        waits = await connect()
-        waits.writer.write(UPLOAD[:-3] + b"Expect: 100-continue\r\n\r\n")
-        assert (await waits.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
-        await asyncio.sleep(0.8)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
-        await asyncio.sleep(0.4)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
-        assert (await waits.reader.read()).startswith(b"HTTP/1.1 503 ")
+@played(connection_limit=6)
+async def test_what_is_on_its_way_stays_while_others_are_late(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    refused, half, used, trickle, upload = [await connect() for _ in range(5)]
+    trickle.writer.write(UPLOAD)
+    upload.writer.write(UPLOAD + bytes(200_000))  # Three seconds' worth.
+    half.writer.write(HALF)
+    refused.writer.write(b"\0")
+    assert (await used.ask()).startswith(b"HTTP/1.1 200 ")
+    await asyncio.sleep(1.5)
+    fresh = await connect()
+    fresh.writer.write(HALF)
+    await asyncio.sleep(0.01)
+    for gone in (refused, half, used, trickle, fresh):
+        assert not await upload.is_closed()
+        await (await connect()).wait(desk)
+        assert await gone.is_closed(), server.limit.evicted
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+    await asyncio.sleep(4.0)
+    await (await connect()).wait(desk)  # The rest of the upload has become late, too.
+    assert await upload.is_closed()
 
-    play(scenario, connection_limit=1)
+
+@played(connection_limit=1)
+async def test_who_waits_for_100_continue_has_a_second_more(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    waits = await connect()
+    waits.writer.write(UPLOAD[:-3] + b"Expect: 100-continue\r\n\r\n")
+    assert (await waits.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+    await asyncio.sleep(0.8)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+    await asyncio.sleep(0.4)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
+    assert (await waits.reader.read()).startswith(b"HTTP/1.1 503 ")
 
 
 @pytest.mark.both_loops
-def test_a_refusal_that_is_on_its_way_arrives() -> None:
+@played(connection_limit=1)
+async def test_a_refusal_that_is_on_its_way_arrives(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
     """A reset overtook it where somebody else wanted the place."""
-
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        refused = await connect()
-        refused.writer.write(b"\0" + bytes(20_000))
-        await asyncio.sleep(0.5)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
-        assert (await refused.reader.readline()).startswith(b"HTTP/1.1 400 ")
-        await asyncio.sleep(0.6)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
-
-    play(scenario, connection_limit=1)
+    refused = await connect()
+    refused.writer.write(b"\0" + bytes(20_000))
+    await asyncio.sleep(0.5)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 503 ")
+    assert (await refused.reader.readline()).startswith(b"HTTP/1.1 400 ")
+    await asyncio.sleep(0.6)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
 
 
-def test_those_of_the_busiest_address_give_way_first() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        slow = await connect("127.0.0.2")
-        slow.writer.write(HALF)
-        await asyncio.sleep(1.0)
-        holders = [await connect("127.0.0.3") for _ in range(7)]
-        for holder in holders:
-            holder.writer.write(HALF)
-        await asyncio.sleep(1.5)
-        for _ in range(20):
-            client = await connect("127.0.0.4")
-            assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
-            client.writer.close()
-            (await connect("127.0.0.3")).writer.write(HALF)
-        slow.writer.write(b"\r\n")
-        assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-
-    play(scenario, connection_limit=8)
-
-
-def test_an_address_beyond_its_share_takes_no_place_of_one_within() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        others = [await connect(f"127.0.1.{n}") for n in range(8)]
-        for one in others:
-            assert (await one.ask()).startswith(b"HTTP/1.1 200 ")
-        await asyncio.sleep(2.0)
-        busy = [await connect("127.0.0.2") for _ in range(8)]
-        for one in busy:
-            await one.wait(desk)
-        for _ in range(3):  # The limit is reached, and 8 are more than a quarter of it.
-            assert (await (await connect("127.0.0.2")).ask()).startswith(b"HTTP/1.1 503 ")
-        assert not any([await one.is_closed() for one in others])
-        # Somebody else does get the place of an idle one.
-        assert (await (await connect("127.0.0.3")).ask()).startswith(b"HTTP/1.1 200 ")
-        assert server.limit.evicted == 1
-
-    play(scenario, connection_limit=16)
+@played(connection_limit=8)
+async def test_those_of_the_busiest_address_give_way_first(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    slow = await connect("127.0.0.2")
+    slow.writer.write(HALF)
+    await asyncio.sleep(1.0)
+    holders = [await connect("127.0.0.3") for _ in range(7)]
+    for holder in holders:
+        holder.writer.write(HALF)
+    await asyncio.sleep(1.5)
+    for _ in range(20):
+        client = await connect("127.0.0.4")
+        assert (await client.ask()).startswith(b"HTTP/1.1 200 ")
+        client.writer.close()
+        (await connect("127.0.0.3")).writer.write(HALF)
+    slow.writer.write(b"\r\n")
+    assert (await slow.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-def test_one_address_may_have_all_places_while_nobody_else_wants_them() -> None:
+@played(connection_limit=16)
+async def test_an_address_beyond_its_share_takes_no_place_of_one_within(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    others = [await connect(f"127.0.1.{n}") for n in range(8)]
+    for one in others:
+        assert (await one.ask()).startswith(b"HTTP/1.1 200 ")
+    await asyncio.sleep(2.0)
+    busy = [await connect("127.0.0.2") for _ in range(8)]
+    for one in busy:
+        await one.wait(desk)
+    for _ in range(3):  # The limit is reached, and 8 are more than a quarter of it.
+        assert (await (await connect("127.0.0.2")).ask()).startswith(b"HTTP/1.1 503 ")
+    assert not any([await one.is_closed() for one in others])
+    # Somebody else does get the place of an idle one.
+    assert (await (await connect("127.0.0.3")).ask()).startswith(b"HTTP/1.1 200 ")
+    assert server.limit.evicted == 1
+
+
+@played(connection_limit=16)
+async def test_one_address_may_have_all_places_while_nobody_else_wants_them(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
     """As behind a gateway, where it stands for all clients."""
-
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        kept = [await connect() for _ in range(16)]
-        for one in kept[:15]:
-            await one.wait(desk)
-        assert (await kept[15].ask()).startswith(b"HTTP/1.1 200 ")
-        await (await connect()).wait(desk)  # In the place of the gateway's own idle one.
-        assert server.limit.rejected == {"limit": 0, "peer": 0}
-        assert len(desk.kept) == 16
-
-    play(scenario, connection_limit=16)
+    kept = [await connect() for _ in range(16)]
+    for one in kept[:15]:
+        await one.wait(desk)
+    assert (await kept[15].ask()).startswith(b"HTTP/1.1 200 ")
+    await (await connect()).wait(desk)  # In the place of the gateway's own idle one.
+    assert server.limit.rejected == {"limit": 0, "peer": 0}
+    assert len(desk.kept) == 16
 
 
 @pytest.mark.parametrize("bound", [0, 12])
-def test_an_own_limit_per_address_takes_the_place_of_the_share(bound: int) -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        other = await connect("127.0.0.3")
-        assert (await other.ask()).startswith(b"HTTP/1.1 200 ")
-        await asyncio.sleep(2.0)
-        for _ in range(15):
-            client = await connect("127.0.0.2")
-            if len(desk.kept) == bound > 0:
-                assert (await client.ask()).startswith(b"HTTP/1.1 429 ")
-            else:
-                await client.wait(desk)
-        assert not await other.is_closed()
-        if not bound:
-            await (await connect("127.0.0.2")).wait(desk)
-            assert await other.is_closed()
-
-    play(scenario, connection_limit=16, peer_connection_limit=bound)
+@played(connection_limit=16, peer_connection_limit=lambda bound: bound)
+async def test_an_own_limit_per_address_takes_the_place_of_the_share(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect, bound: int
+) -> None:
+    other = await connect("127.0.0.3")
+    assert (await other.ask()).startswith(b"HTTP/1.1 200 ")
+    await asyncio.sleep(2.0)
+    for _ in range(15):
+        client = await connect("127.0.0.2")
+        if len(desk.kept) == bound > 0:
+            assert (await client.ask()).startswith(b"HTTP/1.1 429 ")
+        else:
+            await client.wait(desk)
+    assert not await other.is_closed()
+    if not bound:
+        await (await connect("127.0.0.2")).wait(desk)
+        assert await other.is_closed()
 
 
 @pytest.mark.parametrize("gives_way", [False, True])
-def test_an_unread_answer_gives_way_only_if_it_may_be_asked_for_again(gives_way: bool) -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        for _ in range(4):
-            client = await connect()
-            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            client.writer.write(GET * 40_000)
-        await asyncio.sleep(1.0)
-        expected = b"HTTP/1.1 200 " if gives_way else b"HTTP/1.1 503 "
-        assert (await (await connect()).ask()).startswith(expected)
-
-    play(scenario, connection_limit=4, unread_gives_way=gives_way)
+@played(connection_limit=4, unread_gives_way=lambda gives_way: gives_way)
+async def test_an_unread_answer_gives_way_only_if_it_may_be_asked_for_again(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect, gives_way: bool
+) -> None:
+    for _ in range(4):
+        client = await connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.write(GET * 40_000)
+    await asyncio.sleep(1.0)
+    expected = b"HTTP/1.1 200 " if gives_way else b"HTTP/1.1 503 "
+    assert (await (await connect()).ask()).startswith(expected)
 
 
 def test_searches_do_not_grow_with_the_newcomers() -> None:
@@ -512,35 +513,35 @@ def test_all_who_came_since_the_last_search_are_looked_at_at_once() -> None:
     assert limit.rejected == {"limit": 0, "peer": 0}
 
 
-def test_for_want_of_descriptors_those_that_are_idle_for_a_while_are_closed() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        silent, busy = await connect(), await connect()
-        await busy.wait(desk)
-        await asyncio.sleep(1.0)
-        young = await connect()
-        server.pause()
-        assert await silent.reader.read() == b""
-        assert server.limit.evicted == 1
-        assert (await young.ask()).startswith(b"HTTP/1.1 200 ")
-        assert len(desk.kept) == 1
+@played()
+async def test_for_want_of_descriptors_those_that_are_idle_for_a_while_are_closed(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    silent, busy = await connect(), await connect()
+    await busy.wait(desk)
+    await asyncio.sleep(1.0)
+    young = await connect()
+    server.pause()
+    assert await silent.reader.read() == b""
+    assert server.limit.evicted == 1
+    assert (await young.ask()).startswith(b"HTTP/1.1 200 ")
+    assert len(desk.kept) == 1
 
-    play(scenario)
 
-
-def test_an_address_may_be_bounded_by_itself() -> None:
-    async def scenario(loop: VirtualLoop, server: Server, desk: Desk, connect: Connect) -> None:
-        first, second = await connect(), await connect()
-        refused = await connect()
-        head = await refused.ask()
-        assert head.startswith(b"HTTP/1.1 429 ")
-        assert b"\r\nretry-after: 1\r\n" in head
-        assert (await second.ask()).startswith(b"HTTP/1.1 200 ")
-        first.writer.close()
-        await asyncio.sleep(0.1)
-        assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
-        assert server.limit.rejected == {"limit": 0, "peer": 1}
-
-    play(scenario, peer_connection_limit=2)
+@played(peer_connection_limit=2)
+async def test_an_address_may_be_bounded_by_itself(
+    loop: VirtualLoop, server: Server, desk: Desk, connect: Connect
+) -> None:
+    first, second = await connect(), await connect()
+    refused = await connect()
+    head = await refused.ask()
+    assert head.startswith(b"HTTP/1.1 429 ")
+    assert b"\r\nretry-after: 1\r\n" in head
+    assert (await second.ask()).startswith(b"HTTP/1.1 200 ")
+    first.writer.close()
+    await asyncio.sleep(0.1)
+    assert (await (await connect()).ask()).startswith(b"HTTP/1.1 200 ")
+    assert server.limit.rejected == {"limit": 0, "peer": 1}
 
 
 def test_rejections_are_logged_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ from typing import cast
 import pytest
 import uvloop
 from tests.native import needs_native
+from tests.support.played import played_by
 
 from balanceroute.proxy.wire.http1.client import Endpoint
 from balanceroute.proxy.wire.http1.client_connection import Call
@@ -242,6 +243,9 @@ def play(main: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(guarded())
 
 
+played = played_by(play, places=0)
+
+
 def counted(through: Through) -> list[tuple[int, int]]:
     return [(one.events, one.tokens) for one in through.passed]
 
@@ -262,24 +266,22 @@ os.write(told, b"!")
 """
 
 
-def test_a_stream_that_cannot_go_on_stops_no_other_one() -> None:
-    async def main() -> None:
-        def fail(passed: Passed) -> None:
-            raise RuntimeError(f"cannot go on behind {passed.events} events")
+@played()
+async def test_a_stream_that_cannot_go_on_stops_no_other_one() -> None:
+    def fail(passed: Passed) -> None:
+        raise RuntimeError(f"cannot go on behind {passed.events} events")
 
-        async with site() as one:
-            await one.lent()
-            lent = one.through.lent
-            assert lent is not None
-            one.through.came_back = fail  # type: ignore[method-assign]
-            with pytest.raises(RuntimeError, match="behind 0 events"):
-                lent.stop()
-            assert one.pump.away == 0
-            # Its slot is free, and may be another stream's.
-            one.through.reply.write(LAST)
-            await one.receive(event(0) + LAST)
-
-    play(main)
+    async with site() as one:
+        await one.lent()
+        lent = one.through.lent
+        assert lent is not None
+        one.through.came_back = fail  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="behind 0 events"):
+            lent.stop()
+        assert one.pump.away == 0
+        # Its slot is free, and may be another stream's.
+        one.through.reply.write(LAST)
+        await one.receive(event(0) + LAST)
 
 
 def wait_with_the_interpreter(ends: list[int]) -> None:
@@ -294,171 +296,153 @@ def wait_with_the_interpreter(ends: list[int]) -> None:
     os.close(here)
 
 
-def test_streams_go_on_while_something_holds_the_interpreter() -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            await one.receive(event(0))
-            engine = one.engine.transport.get_extra_info("socket")
-            wait_with_the_interpreter([engine.fileno(), one.client.fileno()])
-            assert (one.pump.events, one.pump.away) == (39, 1)
-            one.engine.say(LAST)
-            await one.receive(LAST)
-            assert counted(one.through) == [(39, 40)]
-
-    play(main)
+@played()
+async def test_streams_go_on_while_something_holds_the_interpreter() -> None:
+    async with site() as one:
+        await one.lent()
+        await one.receive(event(0))
+        engine = one.engine.transport.get_extra_info("socket")
+        wait_with_the_interpreter([engine.fileno(), one.client.fileno()])
+        assert (one.pump.events, one.pump.away) == (39, 1)
+        one.engine.say(LAST)
+        await one.receive(LAST)
+        assert counted(one.through) == [(39, 40)]
 
 
-def test_ordinary_events_go_on_without_python() -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            events = [event(number) for number in range(1, 40)]
-            for data in events:
-                one.engine.say(data)
-            await one.receive(event(0) + b"".join(events))
-            lent = one.through.lent
-            assert lent is not None
-            assert (lent.tokens, one.pump.tokens[lent.slot]) == (40, 40)
-            assert (one.pump.streams, one.pump.events, one.pump.away) == (1, 39, 1)
-            one.through.last_s = 0.0
-            lent.catch_up()
-            assert 0.0 < one.through.last_s <= asyncio.get_running_loop().time() + 1.0
-            assert one.through.reply.written > len(b"".join(events))
-            one.engine.transport.write(chunk(LAST) + b"0\r\n\r\n")
-            await one.receive(LAST)
-            await one.end()
-            assert one.turns == ["lent", "back", "end"]
-            assert counted(one.through) == [(39, 40)]
-            assert one.through.data == [LAST]
-            counts, total_s = one.pump.new_gaps()
-            assert len(counts) == len(BOUNDS_S) + 1
-            assert 1 <= sum(counts) <= 39
-            assert total_s > 0.0
-            assert one.pump.new_gaps() == ([0, 0, 0], 0.0)
-
-    play(main)
+@played()
+async def test_ordinary_events_go_on_without_python() -> None:
+    async with site() as one:
+        await one.lent()
+        events = [event(number) for number in range(1, 40)]
+        for data in events:
+            one.engine.say(data)
+        await one.receive(event(0) + b"".join(events))
+        lent = one.through.lent
+        assert lent is not None
+        assert (lent.tokens, one.pump.tokens[lent.slot]) == (40, 40)
+        assert (one.pump.streams, one.pump.events, one.pump.away) == (1, 39, 1)
+        one.through.last_s = 0.0
+        lent.catch_up()
+        assert 0.0 < one.through.last_s <= asyncio.get_running_loop().time() + 1.0
+        assert one.through.reply.written > len(b"".join(events))
+        one.engine.transport.write(chunk(LAST) + b"0\r\n\r\n")
+        await one.receive(LAST)
+        await one.end()
+        assert one.turns == ["lent", "back", "end"]
+        assert counted(one.through) == [(39, 40)]
+        assert one.through.data == [LAST]
+        counts, total_s = one.pump.new_gaps()
+        assert len(counts) == len(BOUNDS_S) + 1
+        assert 1 <= sum(counts) <= 39
+        assert total_s > 0.0
+        assert one.pump.new_gaps() == ([0, 0, 0], 0.0)
 
 
 @pytest.mark.parametrize("cut", range(1, len(chunk(event(1)) + chunk(LAST)), 7))
-def test_what_is_not_ordinary_comes_back_wherever_it_is_cut(cut: int) -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            one.lends = False
-            data = chunk(event(1)) + chunk(LAST) + chunk(b": remark\n\n") + b"0\r\n\r\n"
-            one.engine.transport.write(data[:cut])
-            await asyncio.sleep(0.005)
-            one.engine.transport.write(data[cut:])
-            await one.receive(event(0) + event(1) + LAST + b": remark\n\n")
-            await one.end()
-            assert one.turns[-1] == "end"
-
-    play(main)
+@played()
+async def test_what_is_not_ordinary_comes_back_wherever_it_is_cut(cut: int) -> None:
+    async with site() as one:
+        await one.lent()
+        one.lends = False
+        data = chunk(event(1)) + chunk(LAST) + chunk(b": remark\n\n") + b"0\r\n\r\n"
+        one.engine.transport.write(data[:cut])
+        await asyncio.sleep(0.005)
+        one.engine.transport.write(data[cut:])
+        await one.receive(event(0) + event(1) + LAST + b": remark\n\n")
+        await one.end()
+        assert one.turns[-1] == "end"
 
 
-def test_a_stream_may_go_and_come_often() -> None:
-    async def main() -> None:
-        async with site() as one:
-            sent = b""
-            for number in range(30):
-                for data in (event(2 * number), event(2 * number + 1), b": remark\n\n"):
-                    one.engine.say(data)
-                    sent += data
-                    await asyncio.sleep(0)
-            await one.receive(sent)
-            one.engine.transport.write(b"0\r\n\r\n")
-            await one.end()
-            assert one.turns.count("lent") == one.turns.count("back") >= 1
-
-    play(main)
+@played()
+async def test_a_stream_may_go_and_come_often() -> None:
+    async with site() as one:
+        sent = b""
+        for number in range(30):
+            for data in (event(2 * number), event(2 * number + 1), b": remark\n\n"):
+                one.engine.say(data)
+                sent += data
+                await asyncio.sleep(0)
+        await one.receive(sent)
+        one.engine.transport.write(b"0\r\n\r\n")
+        await one.end()
+        assert one.turns.count("lent") == one.turns.count("back") >= 1
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_an_engine_that_dies_is_an_error_here(reset: bool) -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            one.engine.say(event(1))
-            await one.receive(event(0) + event(1))
-            if reset:
-                one.engine.transport.abort()
-            else:
-                one.engine.transport.close()
-            await one.until(lambda: "error" in one.turns)
-            assert one.turns == ["lent", "back", "error"]
-            assert one.through.errors[0].is_loss
-
-    play(main)
+@played()
+async def test_an_engine_that_dies_is_an_error_here(reset: bool) -> None:
+    async with site() as one:
+        await one.lent()
+        one.engine.say(event(1))
+        await one.receive(event(0) + event(1))
+        if reset:
+            one.engine.transport.abort()
+        else:
+            one.engine.transport.close()
+        await one.until(lambda: "error" in one.turns)
+        assert one.turns == ["lent", "back", "error"]
+        assert one.through.errors[0].is_loss
 
 
-def test_a_client_that_leaves_ends_its_request() -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            one.client.close()
-            await one.engine.gone.wait()
-            assert one.turns == ["lent", "back", "left"]
-
-    play(main)
+@played()
+async def test_a_client_that_leaves_ends_its_request() -> None:
+    async with site() as one:
+        await one.lent()
+        one.client.close()
+        await one.engine.gone.wait()
+        assert one.turns == ["lent", "back", "left"]
 
 
-def test_one_who_writes_to_the_client_has_the_stream_back_first() -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            one.engine.say(event(1))
-            await one.receive(event(0) + event(1))
-            one.lends = False
-            one.through.reply.write(b": hello\n\n")
-            await one.receive(b": hello\n\n")
-            assert one.turns == ["lent", "back"]
-            one.engine.transport.write(chunk(event(2)) + b"0\r\n\r\n")
-            await one.receive(event(2))
-            await one.end()
-            assert one.turns == ["lent", "back", "end"]
-
-    play(main)
+@played()
+async def test_one_who_writes_to_the_client_has_the_stream_back_first() -> None:
+    async with site() as one:
+        await one.lent()
+        one.engine.say(event(1))
+        await one.receive(event(0) + event(1))
+        one.lends = False
+        one.through.reply.write(b": hello\n\n")
+        await one.receive(b": hello\n\n")
+        assert one.turns == ["lent", "back"]
+        one.engine.transport.write(chunk(event(2)) + b"0\r\n\r\n")
+        await one.receive(event(2))
+        await one.end()
+        assert one.turns == ["lent", "back", "end"]
 
 
-def test_a_half_read_chunk_is_not_lost_by_that() -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            half = len(chunk(event(1))) // 2
-            one.engine.transport.write(chunk(event(1))[:half])
-            await asyncio.sleep(0.01)
-            one.lends = False
-            one.through.reply.write(b": hello\n\n")
-            await one.receive(event(0) + b": hello\n\n")
-            one.engine.transport.write(chunk(event(1))[half:] + b"0\r\n\r\n")
-            await one.receive(event(1))
-            await one.end()
-
-    play(main)
+@played()
+async def test_a_half_read_chunk_is_not_lost_by_that() -> None:
+    async with site() as one:
+        await one.lent()
+        half = len(chunk(event(1))) // 2
+        one.engine.transport.write(chunk(event(1))[:half])
+        await asyncio.sleep(0.01)
+        one.lends = False
+        one.through.reply.write(b": hello\n\n")
+        await one.receive(event(0) + b": hello\n\n")
+        one.engine.transport.write(chunk(event(1))[half:] + b"0\r\n\r\n")
+        await one.receive(event(1))
+        await one.end()
 
 
 LARGE = [event(number, "x" * 60_000) for number in range(1, 200)]
 
 
-def test_a_client_that_reads_slowly_gets_everything() -> None:
-    async def main() -> None:
-        async with site() as one:
-            await one.lent()
-            for data in LARGE:
-                one.engine.say(data)
-            lent = one.through.lent
-            assert lent is not None
-            await one.until(lambda: lent.paused)
-            assert 65_536 < lent.waiting < 200_000
-            one.lends = False
-            lent.stop()
-            assert one.through.call.paused
-            await one.receive(event(0) + b"".join(LARGE))
-            one.engine.transport.write(b"0\r\n\r\n")
-            await one.end()
-
-    play(main)
+@played()
+async def test_a_client_that_reads_slowly_gets_everything() -> None:
+    async with site() as one:
+        await one.lent()
+        for data in LARGE:
+            one.engine.say(data)
+        lent = one.through.lent
+        assert lent is not None
+        await one.until(lambda: lent.paused)
+        assert 65_536 < lent.waiting < 200_000
+        one.lends = False
+        lent.stop()
+        assert one.through.call.paused
+        await one.receive(event(0) + b"".join(LARGE))
+        one.engine.transport.write(b"0\r\n\r\n")
+        await one.end()
 
 
 def test_a_client_is_cut_off_whose_stream_does_not_come_back(
@@ -492,46 +476,42 @@ def test_a_client_is_cut_off_whose_stream_does_not_come_back(
     assert "does not give a stream back, which is cut: Invalid argument" in caplog.text
 
 
-def test_a_client_that_reads_nothing_is_disconnected() -> None:
-    async def main() -> None:
-        async with site(ServerLimits(write_timeout_s=0.4)) as one:
-            await one.lent()
-            for data in LARGE:
-                one.engine.say(data)
-            await one.engine.gone.wait()
-            assert one.turns == ["lent", "back", "left"]
-
-    play(main)
+@played()
+async def test_a_client_that_reads_nothing_is_disconnected() -> None:
+    async with site(ServerLimits(write_timeout_s=0.4)) as one:
+        await one.lent()
+        for data in LARGE:
+            one.engine.say(data)
+        await one.engine.gone.wait()
+        assert one.turns == ["lent", "back", "left"]
 
 
-def test_a_stream_for_which_there_are_no_descriptors_stays() -> None:
-    async def main() -> None:
-        async with site() as one:
-            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-            lowest = os.dup(0)
-            os.close(lowest)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-            try:
-                one.engine.say(event(0))
-                await one.until(lambda: bool(one.turns))
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert one.turns == ["kept"]
-            one.lends = False
-            one.engine.transport.write(chunk(event(1)) + b"0\r\n\r\n")
-            await one.receive(event(0) + event(1))
-            await one.end()
-            # Both connections serve on.
-            one.turns.clear()
-            one.lends = True
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(one.client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            while await one.line():
-                pass
-            await one.lent()
-            one.engine.transport.write(chunk(event(1)) + b"0\r\n\r\n")
-            await one.receive(event(0) + event(1))
-            await one.end()
-            assert one.turns == ["lent", "back", "end"]
-
-    play(main)
+@played()
+async def test_a_stream_for_which_there_are_no_descriptors_stays() -> None:
+    async with site() as one:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            one.engine.say(event(0))
+            await one.until(lambda: bool(one.turns))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert one.turns == ["kept"]
+        one.lends = False
+        one.engine.transport.write(chunk(event(1)) + b"0\r\n\r\n")
+        await one.receive(event(0) + event(1))
+        await one.end()
+        # Both connections serve on.
+        one.turns.clear()
+        one.lends = True
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(one.client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        while await one.line():
+            pass
+        await one.lent()
+        one.engine.transport.write(chunk(event(1)) + b"0\r\n\r\n")
+        await one.receive(event(0) + event(1))
+        await one.end()
+        assert one.turns == ["lent", "back", "end"]

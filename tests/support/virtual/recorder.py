@@ -1,7 +1,15 @@
 """A protocol that writes down its callbacks and lets a coroutine wait for them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tests.support.played import played_by
+from tests.support.virtual.addresses import Link
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.runner import run
+
+HOST, PORT = "10.0.0.1", 8000
 
 
 class Recorder(asyncio.Protocol):
@@ -87,3 +95,39 @@ class Recorder(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Record the call and the kind of error."""
         self._record(f"lost {None if exc is None else type(exc).__name__}")
+
+
+def on_a_pair(
+    body: Callable[[VirtualLoop, Recorder, Recorder], Awaitable[None]],
+    *,
+    link: Link | None = None,
+    seed: int = 1,
+    **options: Any,
+) -> None:
+    """Run a body with a client and a server; both must end up lost."""
+
+    async def main(loop: VirtualLoop) -> None:
+        server = Recorder(keep_open=True)
+        listener = await loop.create_server(lambda: server, HOST, PORT)
+        _, client = await loop.create_connection(Recorder, HOST, PORT)
+        await server.until_called("made")
+        await body(loop, client, server)
+        listener.close()
+        await listener.wait_closed()
+        assert loop.network.traffic.open_connections == 0
+        assert loop.network.connections() == []
+
+    run(main, seed=seed, link=link, **options)
+
+
+with_a_pair = played_by(on_a_pair, places=3)
+
+
+async def listen(loop: VirtualLoop, made: list[Recorder]) -> Callable[[], None]:
+    """Accept recorders into a list; return what stops that."""
+
+    def make() -> Recorder:
+        made.append(Recorder())
+        return made[-1]
+
+    return (await loop.create_server(make, HOST, PORT)).close
