@@ -4,6 +4,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balanceroute.proxy.core.events import (
     Admit,
@@ -28,7 +30,7 @@ from balanceroute.proxy.core.events import (
     Ticket,
 )
 from balanceroute.proxy.core.policies import POLICIES
-from balanceroute.proxy.core.warm_up import WarmUp
+from balanceroute.proxy.core.warm_up import WarmUp, allowed, with_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -308,3 +310,52 @@ def test_one_that_the_event_of_its_loss_sends_on_counts_where_it_is_now(again: i
     warm_up.end(1)
     assert not warm_up.active
     warm_up.saw(PrefillDone(other, 10), [], [4] * 3)
+
+
+# A request goes elsewhere than where it was lost, unless nothing else is open.
+
+
+T, F = True, False
+
+
+@pytest.mark.parametrize(
+    ("is_open", "lost_on", "expected"),
+    [
+        ([T, T, F], (), [T, T, F]),
+        ([T, T, T], (1,), [T, F, T]),
+        ([T, T, F], (1,), [T, F, F]),
+        ([F, T, F], (1,), [F, T, F]),
+        ([T, T, T], (2, 0), [F, T, F]),
+        ([T, T, T], (2, 0, 1), [F, F, T]),
+        ([T, T, F], (2, 1, 0), [F, T, F]),
+        ([F, F, F], (1,), [F, F, F]),
+    ],
+)
+def test_losses_are_forgiven_from_the_earliest_until_one_is_open(
+    is_open: list[bool], lost_on: tuple[int, ...], expected: list[bool]
+) -> None:
+    assert allowed(is_open, lost_on) == expected
+
+
+@given(
+    is_open=st.lists(st.booleans(), min_size=1, max_size=5),
+    losses=st.lists(st.integers(0, 4), max_size=8),
+)
+def test_an_open_instance_is_allowed_and_the_last_loss_is_not_while_another_is_open(
+    is_open: list[bool], losses: list[int]
+) -> None:
+    given_open = list(is_open)
+    lost_on: tuple[int, ...] = ()
+    for instance in losses:
+        lost_on = with_loss(lost_on, instance % len(is_open))
+    left = allowed(is_open, lost_on)
+    assert is_open == given_open
+    assert any(left) == any(is_open)
+    assert all(is_open[one] for one, may_go in enumerate(left) if may_go)
+    if lost_on and any(is_open[one] for one in range(len(is_open)) if one != lost_on[-1]):
+        assert not left[lost_on[-1]]
+
+
+def test_a_second_loss_on_the_same_instance_is_its_latest() -> None:
+    assert with_loss((2, 0, 1), 0) == (2, 1, 0)
+    assert with_loss((), 3) == (3,)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from balanceroute.predictors import (
     ExactMatch,
+    PastRequest,
     PredictorFileError,
     RequestFeatures,
     State,
@@ -21,7 +23,11 @@ from balanceroute.predictors import (
     load,
     save,
 )
+from balanceroute.predictors.files import KINDS, train
+from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.core.events import RequestId
+from balanceroute.proxy.lab.sim.experiment import FORECASTS
+from balanceroute.proxy.live.prediction import PREDICTORS
 
 TEXTS = {"stage1": "tree\n", "stage2": "tree é\r\n"}
 
@@ -344,3 +350,32 @@ def test_a_document_in_the_way_that_is_none_is_replaced(tmp_path: Path) -> None:
         path.write_text(content)
         save(path, Survival([1]))
         assert load(path).state() == Survival([1]).state()
+
+
+# The table of the predictors that learn, and what live and simulation list of it.
+
+
+PAST = [
+    PastRequest(float(i), i + 1.0, RequestFeatures(8 + i % 9), 20 + i * 7 % 60) for i in range(400)
+]
+
+
+def test_everybody_lists_the_predictors_that_he_can_make() -> None:
+    assert [*KINDS] == ["survival", "exact-match", "gbdt"]
+    assert [*PREDICTORS] == ["none", "survival", "exact-match"]
+    assert [*FORECASTS] == ["survival", "exact-match", "gbdt", "thirds", "oracle", "none"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_trained_is_saved_and_restored_under_its_name(name: str) -> None:
+    if name == "gbdt" and find_spec("lightgbm") is None:
+        pytest.skip("lightgbm is not installed")
+    KINDS[name].require()
+    state = train(name, PAST).state()
+    assert state.kind == name
+    assert KINDS[name].restored(state).state() == state
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'crystal'; known: survival, exact-match, gbdt"):
+        train("crystal", PAST)

@@ -34,6 +34,11 @@ def transcript(name: str) -> bytes:
     return ChunkedDecoder().feed(body) if b"transfer-encoding: chunked" in head else body
 
 
+def _said(choice: Any) -> str:
+    part = choice.get("delta", choice.get("message", choice))
+    return part.get("content", part.get("text")) or ""
+
+
 class Exchanged:
     """One exchange, as far as it has come."""
 
@@ -43,11 +48,12 @@ class Exchanged:
         self.status = 0  # 0 until the head came.
         self.headers: Headers = []
         self.events: list[bytes] = []  # Of a stream: its complete events.
+        self.times_s: list[float] = []  # When each of them came.
         self.error: WireError | None = None  # How it broke off, or None.
         self._body = bytearray()
         self._over = asyncio.Event()
         self._more = asyncio.Event()
-        self._scanner = EventScanner()
+        self._scanner = EventScanner(max_event_bytes=64 << 20)
 
     def on_head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
@@ -56,6 +62,8 @@ class Exchanged:
     def on_data(self, data: bytes) -> None:
         self._body += data
         self.events += self._scanner.feed(data)
+        now_s = asyncio.get_running_loop().time()
+        self.times_s += [now_s] * (len(self.events) - len(self.times_s))
         self._more.set()
 
     def on_end(self) -> None:
@@ -87,13 +95,21 @@ class Exchanged:
         await self._over.wait()
         return self
 
-    async def until_events(self, count: int) -> "Exchanged":
-        """Wait for so many events."""
-        while len(self.events) < count:
+    async def until(self, ready: Callable[[], bool]) -> "Exchanged":
+        """Wait until something is so; it must be before the end."""
+        while not ready():
             assert not self.over, (self.status, self.body, self.error)
             self._more.clear()
             await self._more.wait()
         return self
+
+    async def until_events(self, count: int) -> "Exchanged":
+        """Wait for so many events."""
+        return await self.until(lambda: len(self.events) >= count)
+
+    async def tokens(self, count: int) -> None:
+        """Wait for so many events with text."""
+        await self.until(lambda: len(self.texts()) >= count)
 
     @property
     def chunks(self) -> list[Any]:
@@ -106,17 +122,30 @@ class Exchanged:
         """Whether a stream came to its proper end."""
         return self.over and self.error is None and self.events[-1:] == [b"data: [DONE]\n\n"]
 
+    def _choices(self, index: int, messages: list[Any]) -> list[Any]:
+        found = (one for message in messages for one in message.get("choices", ()))
+        return [one for one in found if one["index"] == index]
+
+    def texts(self, index: int = 0) -> list[str]:
+        """The text of each token of a choice of a stream."""
+        choices = self._choices(index, self.chunks)
+        return [_said(one) for one in choices if "role" not in one.get("delta", one)]
+
     @property
     def text(self) -> str:
         """The text of the first choice."""
-        messages = self.chunks if self.events else [self.json]
-        text = ""
-        for message in messages:
-            for choice in message.get("choices", ()):
-                if choice["index"] == 0:
-                    said = choice.get("delta", choice.get("message", choice))
-                    text += said.get("content", said.get("text")) or ""
-        return text
+        return self.text_of(0)
+
+    def text_of(self, index: int) -> str:
+        """The whole text of a choice."""
+        return "".join(
+            map(_said, self._choices(index, self.chunks if self.events else [self.json]))
+        )
+
+    def reasons(self, index: int = 0) -> tuple[str, object]:
+        """Finish reason and stop reason of a choice."""
+        last = self._choices(index, self.chunks if self.events else [self.json])[-1]
+        return last["finish_reason"], last["stop_reason"]
 
 
 @dataclass(frozen=True)

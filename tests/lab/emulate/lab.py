@@ -1,19 +1,17 @@
 """An emulated fleet in virtual time, and a client that speaks to its engines."""
 
-import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tests.support.played import played_by
+from tests.support.site import Exchanged
 from tests.support.virtual.loop import VirtualLoop
 from tests.support.virtual.runner import run
 
 from balanceroute.proxy.lab.emulate import EmulatedFleet, EmulationSettings
-from balanceroute.proxy.wire.http1.client import Call, Endpoint
-from balanceroute.proxy.wire.messages import Headers, WireError
-from balanceroute.proxy.wire.sse import EventScanner, event_data
+from balanceroute.proxy.wire.http1.client import Endpoint
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -26,111 +24,6 @@ REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-class Exchanged:
-    """One exchange with an engine, as far as it has come."""
-
-    def __init__(self) -> None:
-        self.status = 0  # 0 until the head came.
-        self.headers: Headers = []
-        self._body = bytearray()
-        # Of a stream: its events, each with the time at which it came.
-        self.events: list[tuple[float, bytes]] = []
-        self.done = asyncio.Event()  # Set at the end, good or bad.
-        self.error: WireError | None = None  # How it failed, or None.
-        self.call: Call
-        self.more = asyncio.Event()
-        self._scanner = EventScanner(max_event_bytes=64 << 20)
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self.status, self.headers = status, headers
-        self.more.set()
-
-    def on_data(self, data: bytes) -> None:
-        self._body += data
-        now_s = asyncio.get_running_loop().time()
-        self.events += [(now_s, event) for event in self._scanner.feed(data)]
-        self.more.set()
-
-    def on_end(self) -> None:
-        self.done.set()
-        self.more.set()
-
-    def on_error(self, error: WireError) -> None:
-        self.error = error
-        self.on_end()
-
-    @property
-    def body(self) -> bytes:
-        """What came of the body."""
-        return bytes(self._body)
-
-    async def end(self) -> None:
-        """Wait for the end; if the wait is cancelled, leave."""
-        try:
-            await self.done.wait()
-        finally:
-            self.call.abort()
-
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait until something is so, or until nothing more can come."""
-        while not ready() and not self.done.is_set():
-            self.more.clear()
-            await self.more.wait()
-        assert ready(), (self.status, self.body, self.error)
-
-    async def tokens(self, count: int) -> None:
-        """Wait for so many events with text."""
-        await self.until(lambda: len(self.texts()) >= count)
-
-    @property
-    def json(self) -> Any:
-        """The body of an answer that is not streamed."""
-        return json.loads(self.body)
-
-    @property
-    def chunks(self) -> list[Any]:
-        """The events of a stream as JSON, without `[DONE]`."""
-        data = [event_data(event) for _, event in self.events]
-        return [json.loads(one) for one in data if one and one != b"[DONE]"]
-
-    @property
-    def finished(self) -> bool:
-        """Whether a stream ended with `[DONE]`."""
-        return bool(self.events) and event_data(self.events[-1][1]) == b"[DONE]"
-
-    def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
-
-    def texts(self, index: int = 0) -> list[str]:
-        """The text of each token of a choice."""
-        found = []
-        for chunk in self.chunks:
-            for choice in chunk.get("choices", ()):
-                delta = choice.get("delta", choice)
-                if choice["index"] == index and "role" not in delta:
-                    found.append(delta.get("content", delta.get("text")) or "")
-        return found
-
-    def text(self, index: int = 0) -> str:
-        """The whole text of a choice."""
-        if self.events:
-            return "".join(self.texts(index))
-        choice = self.json["choices"][index]
-        said = choice["message"]["content"] if "message" in choice else choice["text"]
-        assert isinstance(said, str)
-        return said
-
-    def reasons(self, index: int = 0) -> tuple[str, object]:
-        """Finish reason and stop reason of a choice."""
-        choices = [
-            choice
-            for chunk in (self.chunks if self.events else [self.json])
-            for choice in chunk["choices"]
-            if choice["index"] == index
-        ]
-        return choices[-1]["finish_reason"], choices[-1]["stop_reason"]
 
 
 class Lab:
@@ -172,8 +65,10 @@ class Lab:
     ) -> Exchanged:
         """Make an exchange with an engine and wait for its end."""
         exchanged = self.send(engine, path, values, headers=headers)
-        await exchanged.end()
-        return exchanged
+        try:
+            return await exchanged.end()
+        finally:  # A cancelled wait leaves.
+            exchanged.call.abort()
 
     async def get(self, engine: str, path: str) -> Exchanged:
         """Get something from an engine."""

@@ -113,13 +113,13 @@ async def test_a_step_takes_a_plus_b_times_the_largest_load_over_the_time_scale(
     heavy = lab.send("decode/0", COMPLETIONS, values)
     await heavy.tokens(1)
     light = await lab.post("decode/1", COMPLETIONS, values | {"prompt": "a"})
-    await heavy.done.wait()
-    times_s = [time_s for time_s, _ in heavy.events[:5]]
+    await heavy.end()
+    times_s = heavy.times_s[:5]
     gaps_s = [after - before for before, after in pairwise(times_s)]
     # The rank with one word pays for the thousand of the other.
     expected = [(0.03 + 200e-9 * (1000 + age)) / 10 for age in range(1, 5)]
     assert gaps_s == pytest.approx(expected, rel=1e-6)
-    assert [time_s for time_s, _ in light.events[:3]] == pytest.approx(times_s[2:], abs=1e-4)
+    assert light.times_s[:3] == pytest.approx(times_s[2:], abs=1e-4)
 
 
 @emulated(batch_limit=2)
@@ -132,8 +132,8 @@ async def test_a_request_joins_between_steps_and_never_past_the_batch_limit(lab:
     assert stats["waiting"] == [3, 0]
     assert stats["loads"] == [2 * (2 + 2), 0]
     for exchanged in all_of_them:
-        await exchanged.done.wait()
-    firsts = sorted({round(one.events[0][0], 3) for one in all_of_them})
+        await exchanged.end()
+    firsts = sorted({round(one.times_s[0], 3) for one in all_of_them})
     assert len(firsts) == 3
 
 
@@ -143,7 +143,7 @@ async def test_n_choices_take_n_slots(lab: Lab) -> None:
     exchanged = lab.send("decode/0", COMPLETIONS, values)
     await exchanged.tokens(1)
     assert lab.fleet.stats()["running"] == [3, 0]
-    await exchanged.done.wait()
+    await exchanged.end()
     assert [len(exchanged.texts(index)) for index in range(3)] == [4, 4, 4]
 
 
@@ -185,8 +185,8 @@ def overflowing() -> dict[str, object]:
 async def test_an_overflow_ends_the_youngest_answer_with_recomputed(lab: Lab) -> None:
     first = lab.send("decode/0", COMPLETIONS, overflowing())
     second = lab.send("decode/0", COMPLETIONS, overflowing())
-    await first.done.wait()
-    await second.done.wait()
+    await first.end()
+    await second.end()
     assert first.reasons() == ("length", None)
     assert second.reasons() == ("stop", "recomputed")
     # 2 x (40 + 10) tokens fit, and the token of the step that overflows still comes.
@@ -200,11 +200,11 @@ async def test_an_overflow_inside_an_engine_only_delays_the_answer(lab: Lab) -> 
     alone = await lab.post("decode/1", COMPLETIONS, overflowing())
     first = lab.send("decode/0", COMPLETIONS, overflowing())
     second = lab.send("decode/0", COMPLETIONS, overflowing())
-    await first.done.wait()
-    await second.done.wait()
-    assert first.text() == second.text() == alone.text()
+    await first.end()
+    await second.end()
+    assert first.text == second.text == alone.text
     assert second.reasons() == ("length", None)
-    times_s = [time_s for time_s, _ in second.events]
+    times_s = second.times_s
     pause_s = max(b - a for a, b in pairwise(times_s))
     assert pause_s > 10 * STEP_S
     page = (await lab.get("decode/0", "/metrics")).body

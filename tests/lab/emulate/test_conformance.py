@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import Exchanged, Lab, emulated
+from tests.lab.emulate.lab import Lab, emulated
+from tests.support.site import Exchanged
 
 from balanceroute.proxy.lab.emulate import DpMode
 from balanceroute.proxy.lab.emulate.engine_metrics import (
@@ -125,7 +126,7 @@ async def repeat(lab: Lab, recorded: Transcript, engine: str = "decode/0") -> Ex
     answer = lab.send(
         engine, recorded.path, recorded.body, method=recorded.method, headers=recorded.headers
     )
-    await answer.done.wait()
+    await answer.end()
     return answer
 
 

@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import CHAT, COMPLETIONS, Exchanged, Lab, emulated
+from tests.lab.emulate.lab import CHAT, COMPLETIONS, Lab, emulated
+from tests.support.site import Exchanged
 
 from balanceroute.proxy.lab.emulate import Preemption
 
@@ -100,11 +101,11 @@ async def test_a_stream_says_what_the_whole_answer_says(lab: Lab, path: str) -> 
         options = {"stream": True, "stream_options": {"include_usage": True}}
         stream = await lab.post("decode/0", path, values | options)
         for index in range(values.get("n", 1)):
-            assert stream.text(index) == whole.text(index)
+            assert stream.text_of(index) == whole.text_of(index)
             assert stream.reasons(index) == whole.reasons(index)
         usage = {key: value for key, value in whole.json["usage"].items() if value is not None}
         assert stream.chunks[-1]["usage"] == usage
-        assert stream.finished
+        assert stream.done
 
 
 @pytest.mark.parametrize("draw", [{"temperature": 0}, {"seed": 3}], ids=str)
@@ -123,8 +124,8 @@ async def test_the_prefill_says_the_first_token_of_the_answer(
 @emulated()
 async def test_without_a_seed_no_two_engines_draw_alike(lab: Lab) -> None:
     values = body(CHAT, {"max_tokens": 5, "ignore_eos": True})
-    first = (await lab.prefill(CHAT, values)).text()
-    assert not (await lab.post("decode/0", CHAT, values)).text().startswith(first)
+    first = (await lab.prefill(CHAT, values)).text
+    assert not (await lab.post("decode/0", CHAT, values)).text.startswith(first)
 
 
 @emulated(partial_utf8=1.0)
@@ -140,7 +141,7 @@ async def test_choices_and_seeds_differ(lab: Lab) -> None:
         return body(CHAT, {"n": 2, "seed": seed, "max_tokens": 6, "ignore_eos": True})
 
     answers = [await lab.post("decode/0", CHAT, sampled(seed)) for seed in (1, 2, 1)]
-    texts = [[answer.text(0), answer.text(1)] for answer in answers]
+    texts = [[answer.text_of(0), answer.text_of(1)] for answer in answers]
     assert texts[0] == texts[2]
     assert len({*texts[0], *texts[1]}) == 4
 
@@ -205,15 +206,15 @@ async def test_a_call_that_the_request_named_ends_with_stop(
 @emulated()
 async def test_an_answer_ends_at_the_first_stop_string_and_not_behind_it(lab: Lab) -> None:
     values = body(CHAT, {"max_tokens": 50, "ignore_eos": True})
-    whole = (await lab.post("decode/0", CHAT, values)).text()
+    whole = (await lab.post("decode/0", CHAT, values)).text
     stop = whole[60:64]
     cut = await lab.post("decode/0", CHAT, values | {"stop": ["never said", stop]})
-    assert cut.text() == whole[: whole.index(stop)]
+    assert cut.text == whole[: whole.index(stop)]
     assert cut.reasons() == ("stop", stop)
     kept = await lab.post(
         "decode/0", CHAT, values | {"stop": stop, "include_stop_str_in_output": True}
     )
-    assert kept.text() == whole[: whole.index(stop) + len(stop)]
+    assert kept.text == whole[: whole.index(stop) + len(stop)]
 
 
 @emulated()
@@ -225,11 +226,11 @@ async def test_an_answer_ends_at_a_stop_token(lab: Lab) -> None:
     assert cut.reasons() == ("stop", token)
     assert cut.json["choices"][0]["token_ids"] == whole["token_ids"][:7]
     assert cut.json["usage"]["completion_tokens"] == 7
-    assert whole["text"].startswith(cut.text())
+    assert whole["text"].startswith(cut.text)
     later = await lab.post(
         "decode/0", COMPLETIONS, values | {"stop_token_ids": [token], "min_tokens": 8}
     )
-    assert later.text() == whole["text"]
+    assert later.text == whole["text"]
 
 
 @emulated(max_model_len=200, mean_output_tokens=20.0)
@@ -248,7 +249,7 @@ async def test_an_answer_has_at_least_min_tokens(lab: Lab) -> None:
         free = await lab.post("decode/0", COMPLETIONS, values)
         bound = await lab.post("decode/0", COMPLETIONS, values | {"min_tokens": 30})
         assert bound.json["usage"]["completion_tokens"] >= 30
-        assert bound.text().startswith(free.text())
+        assert bound.text.startswith(free.text)
 
 
 @emulated()
@@ -256,7 +257,7 @@ async def test_an_echo_comes_before_the_first_token(lab: Lab) -> None:
     values = {"prompt": "t7 t8 t9", "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
     plain = await lab.post("decode/0", COMPLETIONS, values)
     whole = await lab.post("decode/0", COMPLETIONS, values | {"echo": True})
-    assert whole.text() == "t7 t8 t9" + plain.text()
+    assert whole.text == "t7 t8 t9" + plain.text
     logprobs = whole.json["choices"][0]["logprobs"]
     said = plain.json["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["t7", "t8", "t9", *said["tokens"]]
@@ -266,7 +267,7 @@ async def test_an_echo_comes_before_the_first_token(lab: Lab) -> None:
         "decode/0", COMPLETIONS, values | {"echo": True, "stream": True, "logprobs": None}
     )
     assert stream.texts()[0] == "t7 t8 t9" + said["tokens"][0]
-    assert stream.text() == whole.text()
+    assert stream.text == whole.text
 
 
 @emulated()
@@ -281,12 +282,12 @@ async def test_an_answer_that_is_handed_back_goes_on_elsewhere_from_its_text(
     lab: Lab, path: str
 ) -> None:
     values = body(path, {"max_tokens": 40, "stream": True, "ignore_eos": True})
-    whole = (await lab.post("decode/1", path, values)).text()
+    whole = (await lab.post("decode/1", path, values)).text
     lab.fleet.faults.set("decode/0", recomputed_after_tokens=13)
     begun = await lab.post("decode/0", path, await lab.prefilled(path, values))
     assert begun.reasons() == ("stop", "recomputed")
-    assert begun.finished
-    said = begun.text()
+    assert begun.done
+    said = begun.text
     rest = values | {"max_tokens": 40 - 13}
     if path == CHAT:
         rest["messages"] = [*MESSAGES, {"role": "assistant", "content": said}]
@@ -294,7 +295,7 @@ async def test_an_answer_that_is_handed_back_goes_on_elsewhere_from_its_text(
     else:
         rest["prompt"] += said
     ended = await lab.post("decode/1", path, await lab.prefilled(path, rest))
-    assert said + ended.text() == whole
+    assert said + ended.text == whole
     assert ended.reasons() == ("length", None)
 
 
@@ -307,8 +308,8 @@ async def test_an_answer_goes_on_from_token_ids(lab: Lab) -> None:
     rest = await lab.post(
         "decode/0", COMPLETIONS, {"prompt": prompt, "max_tokens": 19, "ignore_eos": True}
     )
-    assert whole["message"]["content"].endswith(rest.text())
-    assert len(rest.text()) > 19
+    assert whole["message"]["content"].endswith(rest.text)
+    assert len(rest.text) > 19
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake", "mooncake-ascend"])

@@ -49,7 +49,7 @@ async def test_the_header_chooses_the_rank_and_nonsense_the_least_busy_one(
         labels = f'{{engine="{number}",model_name="tiny"}}'
         assert f"vllm:num_requests_running{labels} {running}.0\n" in page
     for one in (*busy, other, exchanged):
-        await one.done.wait()
+        await one.end()
 
 
 @emulated()
@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_a_queue_is_never_served(lab: Lab) -> None:
     second.call.abort()
     await asyncio.sleep(0.001)
     assert lab.fleet.stats()["waiting"] == [1, 0]
-    await third.done.wait()
+    await third.end()
     assert not second.events
 
 
@@ -102,7 +102,7 @@ async def test_random_traffic_with_clients_that_leave_leaves_nothing_behind(lab:
         exchanged = lab.send(rank, COMPLETIONS, values)
         try:
             async with asyncio.timeout(patience_s):
-                await exchanged.done.wait()
+                await exchanged.end()
         except TimeoutError:
             exchanged.call.abort()
 
@@ -127,7 +127,7 @@ async def test_a_killed_engine_resets_its_clients_and_refuses_until_it_is_restor
     await exchanged.tokens(3)
     before = lab.fleet.engine("decode/0").engine_id
     lab.fleet.kill("decode/0")
-    await exchanged.done.wait()
+    await exchanged.end()
     assert exchanged.error is not None
     assert exchanged.error.kind is WireFault.RESET
     assert lab.fleet.idle
@@ -137,7 +137,7 @@ async def test_a_killed_engine_resets_its_clients_and_refuses_until_it_is_restor
     await lab.fleet.restore("decode/0")
     await lab.fleet.restore("decode/0")  # It runs: nothing happens.
     answer = await lab.post("decode/0", COMPLETIONS, VALUES | {"max_tokens": 2})
-    assert answer.finished
+    assert answer.done
     assert lab.fleet.engine("decode/0").engine_id != before
     with pytest.raises(ConfigError, match="engine 'decode/7' is unknown; known: prefill/0"):
         lab.fleet.kill("decode/7")
@@ -199,7 +199,7 @@ async def test_a_control_request_that_makes_no_sense_is_a_400(
 async def test_small_routes_answer(lab: Lab) -> None:
     for method, path in (("GET", "/ping"), ("POST", "/ping"), ("GET", "/health")):
         pong = lab.send("prefill/0", path, b"", method=method)
-        await pong.done.wait()
+        await pong.end()
         assert (pong.status, pong.body) == (200, b"")
     text = {"prompt": "t5 hello t9", "return_token_strs": True}
     tokenized = (await lab.post("decode/0", "/tokenize", text)).json

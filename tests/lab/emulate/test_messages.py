@@ -17,7 +17,7 @@ TOOL = {"name": "get_weather", "input_schema": {"type": "object", "properties": 
 def types(exchanged: Any) -> list[str]:
     """Return the types of a stream's events, each said twice."""
     found = []
-    for _, event in exchanged.events:
+    for event in exchanged.events:
         value = json.loads(event_data(event))
         assert event.startswith(f"event: {value['type']}\n".encode())
         found.append(value["type"])
@@ -28,7 +28,7 @@ def types(exchanged: Any) -> list[str]:
 async def test_a_message_says_what_the_chat_says(lab: Lab) -> None:
     chat = await lab.post("decode/0", CHAT, ASKED)
     whole = (await lab.post("decode/0", PATH, ASKED)).json
-    assert whole["content"] == [{"type": "text", "text": chat.text()}]
+    assert whole["content"] == [{"type": "text", "text": chat.text}]
     assert whole["stop_reason"] == "max_tokens"
     usage = chat.json["usage"]
     assert whole["usage"] == {
@@ -50,7 +50,7 @@ async def test_a_streamed_message_has_anthropics_events(lab: Lab) -> None:
         "message_stop",
     ]
     deltas = [one["delta"] for one in streamed.chunks if one["type"] == "content_block_delta"]
-    assert "".join(delta["text"] for delta in deltas) == chat.text()
+    assert "".join(delta["text"] for delta in deltas) == chat.text
     (ending,) = [one for one in streamed.chunks if one["type"] == "message_delta"]
     assert ending["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert ending["usage"]["output_tokens"] == 12

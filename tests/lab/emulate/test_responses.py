@@ -24,7 +24,7 @@ PLAIN = [
 def types(exchanged: Any) -> list[str]:
     """Return the types of a stream's events, each said twice, numbered without a gap."""
     found = []
-    for number, (_, event) in enumerate(exchanged.events):
+    for number, event in enumerate(exchanged.events):
         value = json.loads(event_data(event))
         assert event.startswith(f"event: {value['type']}\n".encode())
         assert value["sequence_number"] == number
@@ -57,7 +57,7 @@ async def test_a_response_says_what_the_chat_says(lab: Lab) -> None:
     chat = await lab.post("decode/0", CHAT, CHATTED)
     whole = (await lab.post("decode/0", PATH, ASKED)).json
     (item,) = whole["output"]
-    assert [part["text"] for part in item["content"]] == [chat.text()]
+    assert [part["text"] for part in item["content"]] == [chat.text]
     assert (whole["status"], whole["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},
@@ -92,7 +92,7 @@ async def test_a_stream_ends_with_what_a_whole_answer_says(
 async def test_a_stream_begins_before_there_is_a_token(lab: Lab) -> None:
     streamed = await lab.post("decode/0", PATH, ASKED | {"stream": True})
     assert list(dict.fromkeys(types(streamed))) == PLAIN
-    times = [time_s for time_s, _ in streamed.events]
+    times = streamed.times_s
     assert times[0] == times[1] < times[2]
     assert streamed.chunks[0]["response"]["status"] == "in_progress"
     deltas = [one["delta"] for one in streamed.chunks if "delta" in one]

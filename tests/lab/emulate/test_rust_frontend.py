@@ -35,7 +35,7 @@ def nulls(value: object) -> bool:
 @emulated(model="tiny", frontend=Frontend.RUST)
 async def test_a_stream_leaves_out_what_is_null(lab: Lab, path: str) -> None:
     answer = await lab.post("decode/0", path, said(path))
-    data = [event.removeprefix(b"data: ").strip() for _, event in answer.events]
+    data = [event.removeprefix(b"data: ").strip() for event in answer.events]
     assert data[-1] == b"[DONE]"
     events = [json.loads(one) for one in data[:-1]]
     assert not any(map(nulls, events))
@@ -54,7 +54,7 @@ async def test_the_prompt_of_a_completion_has_an_event_of_its_own(lab: Lab) -> N
     answer = await lab.post(
         "decode/0", COMPLETIONS, said(COMPLETIONS, return_token_ids=True, **EACH)
     )
-    data = [event.removeprefix(b"data: ").strip() for _, event in answer.events]
+    data = [event.removeprefix(b"data: ").strip() for event in answer.events]
     events = [json.loads(one) for one in data[:-1]]
     first, *_, total = events
     assert set(first["choices"][0]) == {"index", "text", "prompt_token_ids"}

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.lab.emulate.lab import CHAT, COMPLETIONS, Exchanged, Lab, emulated, play
+from tests.lab.emulate.lab import CHAT, COMPLETIONS, Lab, emulated, play
+from tests.support.site import Exchanged
 
 from balanceroute.proxy.lab.emulate import EmulationSettings
 from balanceroute.proxy.lab.emulate.answer import TOKEN_TEXTS_JSON, AnswerHead, Choice, Delta
@@ -96,7 +97,7 @@ def test_an_answer_has_the_same_bytes_with_and_without_the_fast_path() -> None:
     async def fast(lab: Lab) -> None:
         for path, values in random_requests(random.Random(3)):
             answer = await lab.post("decode/0", path, values)
-            assert answer.finished
+            assert answer.done
             bodies.append(answer.body)
 
     async def slow(lab: Lab) -> None:
@@ -153,7 +154,7 @@ def test_text_and_totals_are_right_whatever_an_event_shows(
     events = 0
     for usual, odd in zip(*answers, strict=True):
         cut = "partial_utf8" in changes and odd.reasons()[0] == "length"
-        assert usual.text().startswith(odd.text()) if cut else odd.text() == usual.text()
+        assert usual.text.startswith(odd.text) if cut else odd.text == usual.text
         assert odd.reasons() == usual.reasons()
         assert odd.chunks[-1]["usage"] == usual.chunks[-1]["usage"]
         said = counted(odd)
@@ -198,13 +199,13 @@ async def test_what_shows_late_carries_its_ids_and_logprobs(lab: Lab, path: str)
 @emulated(partial_utf8=0.4, merged_outputs=0.4)
 async def test_what_is_late_shows_when_an_answer_is_handed_back(lab: Lab) -> None:
     values = streamed(CHAT, "t1", max_tokens=40)
-    whole = (await lab.post("decode/1", CHAT, values)).text()
+    whole = (await lab.post("decode/1", CHAT, values)).text
     for tokens in range(1, 12):
         lab.fleet.faults.set("decode/0", recomputed_after_tokens=tokens)
         begun = await lab.post("decode/0", CHAT, values)
         assert begun.reasons() == ("stop", "recomputed")
-        assert len(begun.text().split()) == tokens
-        assert whole.startswith(begun.text())
+        assert len(begun.text.split()) == tokens
+        assert whole.startswith(begun.text)
         assert counted(begun)[-1][1] == tokens
 
 
@@ -227,7 +228,7 @@ async def test_a_reasoning_parser_tells_how_many_tokens_were_reasoning(lab: Lab)
         whole = (await lab.post("decode/1", CHAT, values)).json
         message = whole["choices"][0]["message"]
         assert message["reasoning"] == (thought or None)
-        assert message["content"] == (stream.text() or None)
+        assert message["content"] == (stream.text or None)
         assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
         seen.add(tokens)
     assert {0, 12} < seen

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.live.control.test_pausing import reason, running
-from tests.live.groups.test_kept_groups import COMPLETIONS, add, ask, remove, world_of
+from tests.live.groups.test_groups import COMPLETIONS, add, ask, remove, world_of
 from tests.live.test_proxy_connectors import CHAT, TALK
 from tests.support.site import Exchanged, Site, served, served_by_groups
 

@@ -1,13 +1,18 @@
 """Which differences of two engines matter, by connector."""
 
 import pytest
+from tests.support.site import transcript
 
-from balanceroute.proxy.live.engines.engine_facts import EngineFacts, doubts, facts_of, misfits
-from balanceroute.proxy.live.engines.engine_gauges import (
-    MetricsPageError,
-    cache_configs,
-    kv_signs,
+from balanceroute.proxy.live.connectors import BootstrapIdentity
+from balanceroute.proxy.live.engines.engine_facts import (
+    EngineFacts,
+    doubts,
+    facts_of,
+    misfits,
+    read_identity,
 )
+from balanceroute.proxy.live.engines.engine_gauges import MetricsPageError, cache_configs, kv_signs
+from balanceroute.proxy.live.engines.engine_url import Fault, FetchError
 from balanceroute.proxy.live.engines.instances import Role
 from balanceroute.proxy.live.engines.model_list import ServedModel
 from balanceroute.topologies import CONNECTORS
@@ -183,3 +188,39 @@ def test_models_and_ranks_are_compared_with_what_is_told() -> None:
 def test_a_page_that_cannot_be_true_tells_nothing(value: str) -> None:
     with pytest.raises(MetricsPageError):
         kv_signs(PLAIN.replace("1019.0", value).encode())
+
+
+# What a Mooncake bootstrap server tells of its engine.
+
+
+ADDRESS = "http://10.0.0.1:8998"
+
+
+def test_the_first_rank_of_a_real_server_is_named() -> None:
+    identity = read_identity(transcript("mooncake_bootstrap_query.resp"), ADDRESS)
+    assert identity == BootstrapIdentity("fd6a7f72-dbd6-4709-a301-6a1566937c76", ADDRESS)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"\xff",
+        b"not json",
+        b"[" * 100_000,
+        b"null",
+        b"[]",
+        b'"0"',
+        b"{}",
+        b'{"1": {"engine_id": "a"}}',
+        b'{"0": []}',
+        b'{"0": {}}',
+        b'{"0": {"engine_id": null}}',
+        b'{"0": {"engine_id": ""}}',
+        b'{"0": {"engine_id": 7}}',
+    ],
+)
+def test_any_other_page_is_a_fault_of_the_protocol(page: bytes) -> None:
+    with pytest.raises(FetchError, match="names no engine") as caught:
+        read_identity(page, ADDRESS)
+    assert caught.value.fault is Fault.PROTOCOL

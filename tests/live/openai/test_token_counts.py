@@ -10,9 +10,11 @@ import pytest
 from tests.live.stream_client import (
     ALL,
     DONE,
+    LAST,
     TOTAL,
     Client,
     asked,
+    chat,
     chunk,
     counts,
     event,
@@ -20,18 +22,22 @@ from tests.live.stream_client import (
     total,
     usage,
 )
-from tests.support.site import transcript
+from tests.support.site import Site, served, transcript
 
 from balanceroute.proxy.live.openai.body import BodyError, RequestBody
 from balanceroute.proxy.live.openai.legs import decode_body
 from balanceroute.proxy.live.openai.shape import Api, read_shape
 from balanceroute.proxy.live.openai.token_counts import (
     CountsAsked,
+    PromptUsage,
     TokenCounts,
+    UsageRewrite,
     ask_for_counts,
     asks_total,
     find_usage,
+    with_prompt_usage,
 )
+from balanceroute.proxy.live.telemetry.record import Outcome
 
 # What is asked.
 
@@ -211,7 +217,7 @@ class Quick(TokenCounts):
 
 
 COUNTED = b'],"usage":{"prompt_tokens":3,"total_tokens":%d,"completion_tokens":%d%b}'
-LAST = b'data: {"choices":[{"text":"a","finish_reason":null}'
+LAST_EVENT = b'data: {"choices":[{"text":"a","finish_reason":null}'
 
 
 @pytest.mark.parametrize("details", [b"", b',"completion_tokens_details":null'])
@@ -222,10 +228,10 @@ def test_each_end_that_vllm_writes_is_counted_without_a_search(more: bytes, deta
     assert wanted is not None
     quick, slow = Quick(wanted), TokenCounts(wanted)
     for tokens in (1, 2, 5):
-        event = LAST + COUNTED % (3 + tokens, tokens, details) + more + b"}\n\n"
-        assert quick.take(event) == LAST + b"]" + more + b"}\n\n"
+        event = LAST_EVENT + COUNTED % (3 + tokens, tokens, details) + more + b"}\n\n"
+        assert quick.take(event) == LAST_EVENT + b"]" + more + b"}\n\n"
         spaced = event.replace(b'"usage":', b'"usage": ')
-        assert slow.take(spaced) == LAST + b"]" + more + b"}\n\n"
+        assert slow.take(spaced) == LAST_EVENT + b"]" + more + b"}\n\n"
         assert quick.read_tokens() == slow.read_tokens() == tokens
 
 
@@ -233,11 +239,11 @@ def test_each_end_that_vllm_writes_is_counted_without_a_search(more: bytes, deta
 def test_any_other_end_is_searched(more: bytes) -> None:
     wanted = asked()
     assert wanted is not None
-    event = LAST + COUNTED % (5, 2, b"") + more + b"}\n\n"
+    event = LAST_EVENT + COUNTED % (5, 2, b"") + more + b"}\n\n"
     with pytest.raises(AssertionError):
         Quick(wanted).take(event)
     counts = TokenCounts(wanted)
-    assert counts.take(event) == LAST + b"]" + more + b"}\n\n"
+    assert counts.take(event) == LAST_EVENT + b"]" + more + b"}\n\n"
     assert counts.read_tokens() == 2
 
 
@@ -348,3 +354,249 @@ def test_hostile_text_is_looked_at_once() -> None:
     text = b'"usage"' + b'\\"a' * 1_000_000
     assert find_usage(b'data: {"x":' + text[:-2]) is None
     assert find_usage(b'data: {"x":"' + text[7:]) is None
+
+
+# Usage objects, as of one engine that did the whole request.
+
+
+def usage_of(stream: bytes) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in re.findall(rb"data: (\{.*)", stream)]
+    return [message["usage"] for message in found if message.get("usage")]
+
+
+def with_details(body: bytes, cached: int) -> bytes:
+    """Return a real stream as of an engine that tells cached tokens."""
+    return body.replace(
+        b',"completion_tokens"', b',"prompt_tokens_details":{"cached_tokens":%d},"completion_tokens"' % cached
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["solo_chat_stream_usage", "solo_chat_stream_usage_continuous", "solo_cmpl_stream_usage"],
+)
+@pytest.mark.parametrize("size", [1, 400, 10_000])
+def test_cached_tokens_are_those_of_the_prefill(name: str, size: int) -> None:
+    body = with_details(transcript(f"{name}.resp"), 51)
+    client = Client(cached_tokens=16).answer(*in_pieces(body, size)).end()
+    assert client.received == with_details(transcript(f"{name}.resp"), 16)
+    assert client.usage_tokens == 8
+    assert client.tokens == 8
+
+
+def test_without_a_correction_every_byte_of_the_usage_stays() -> None:
+    body = with_details(transcript("solo_chat_stream_usage_continuous.resp"), 51)
+    assert Client().answer(body).end().received == body
+
+
+@pytest.mark.parametrize("cached", [None, 16])
+def test_usage_of_a_resumed_answer_is_that_of_the_whole(cached: int | None) -> None:
+    body = with_details(transcript("solo_chat_stream_usage_continuous.resp"), 51)
+    client = Client(resumed_tokens=5, cached_tokens=cached).answer(*in_pieces(body, 333)).end()
+    before, after = usage_of(body), usage_of(client.received)
+    del before[0]  # The opening's, which is not repeated.
+    assert len(after) == len(before) == 9
+    for was, now in zip(before, after, strict=True):
+        assert now == was | {
+            "prompt_tokens": was["prompt_tokens"] - 5,
+            "completion_tokens": was["completion_tokens"] + 5,
+            "prompt_tokens_details": {"cached_tokens": 51 if cached is None else cached},
+        }
+        assert now["total_tokens"] == now["prompt_tokens"] + now["completion_tokens"]
+    # What this rank emitted, for the sum over all ranks.
+    assert client.usage_tokens == 8
+
+
+def test_the_correction_leaves_the_text_alone() -> None:
+    text = '"usage":{"prompt_tokens":1,"cached_tokens":2}'
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}
+    token = chat(text)
+    last = event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}],
+                 usage=usage)  # fmt: skip
+    client = Client(cached_tokens=3).answer(token, token, last).end()
+    assert client.received == token + token + last.replace(b":7}", b":3}")
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        None,
+        [],
+        "many",
+        {},
+        {"completion_tokens": None},
+        {"completion_tokens": True},
+        {"completion_tokens": -1},
+        {"completion_tokens": 1.5},
+        {"completion_tokens": 10**12},
+    ],
+)
+def test_a_count_that_cannot_be_true_is_not_read(usage: object) -> None:
+    client = Client(cached_tokens=1, resumed_tokens=1)
+    client.answer(chat(), LAST, event(choices=[], usage=usage), DONE).end()
+    assert client.usage_tokens is None
+    assert client.turns[-1] == "ended"
+
+
+def test_a_count_of_thousands_of_digits_is_harmless() -> None:
+    last = b'data: {"choices":[],"usage":{"completion_tokens":' + b"9" * 5_000 + b"}}\n\n"
+    client = Client(resumed_tokens=1).answer(chat(), LAST, last).end()
+    assert client.received == chat() + LAST + last
+    assert client.usage_tokens is None
+
+
+def test_a_prefill_that_ends_behind_the_first_token_corrects_the_rest() -> None:
+    usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}
+    token, last = chat(usage=usage), event(choices=[], usage=usage)
+    seen = event(choices=[{"index": 0, "text": "a", "finish_reason": None}], usage=usage)
+    client = Client().answer(token, seen)
+    client.usage.correct_prompt(PromptUsage(3))
+    for one in (seen, LAST, last):
+        client.leg.on_data(one)
+    right = [one.replace(b":7}", b":3}") for one in (seen, LAST, last)]
+    assert client.received == b"".join([token, seen, *right])
+
+
+@pytest.mark.parametrize("usage", [UsageRewrite(), UsageRewrite(None, 0)])
+def test_nothing_known_changes_nothing(usage: UsageRewrite) -> None:
+    told = event(usage={"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}})
+    assert not usage.changes
+    assert usage.apply(told) is told
+
+
+def test_no_count_gets_below_zero() -> None:
+    told = event(usage={"prompt_tokens": 2, "completion_tokens": 1})
+    assert UsageRewrite(None, 5).apply(told) == event(
+        usage={"prompt_tokens": 0, "completion_tokens": 6}
+    )
+
+
+DETAILED = (
+    b'{"choices":[{"message":{"content":"\\"usage\\":{\\"cached_tokens\\":1}"}}],'
+    b'"usage":{"prompt_tokens":9,"total_tokens":12,"completion_tokens":3,'
+    b'"prompt_tokens_details":{"cached_tokens": 8}}}'
+)
+
+
+def test_cached_tokens_of_a_whole_answer_are_those_of_the_prefill() -> None:
+    corrected = with_prompt_usage(DETAILED, PromptUsage(5))
+    assert corrected == DETAILED.replace(b'"cached_tokens": 8', b'"cached_tokens": 5')
+    assert json.loads(corrected)["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
+
+
+def test_an_answer_without_cached_tokens_stays_as_it_is() -> None:
+    for name in ("nixl_cmpl_nonstream_decode.resp", "solo_err_unknown_model.resp"):
+        assert with_prompt_usage(transcript(name), PromptUsage(5)) == transcript(name)
+
+
+def test_what_was_written_to_the_cache_is_what_the_prefill_wrote() -> None:
+    usage = b'{"prompt_tokens_details":{"cached_tokens":8,"created_cache_tokens":1}}'
+    assert PromptUsage(3, 5).apply(usage) == usage.replace(b"8", b"3").replace(b":1}", b":5}")
+    assert PromptUsage(3).apply(usage) == usage.replace(b"8", b"3")
+
+
+@pytest.mark.parametrize(
+    ("told", "right"),
+    [
+        # input_tokens: all that was neither read nor written.
+        ({"input_tokens": 1, "cache_read_input_tokens": 9}, {"input_tokens": 7}),
+        (
+            {"input_tokens": 0, "cache_read_input_tokens": 9, "cache_creation_input_tokens": 1},
+            {"input_tokens": 2, "cache_creation_input_tokens": 5},
+        ),
+        ({"input_tokens": 10}, None),  # Nothing is told of the cache.
+    ],
+)
+def test_a_message_counts_apart_what_was_cached(
+    told: dict[str, int], right: dict[str, int] | None
+) -> None:
+    event = {"type": "message_delta", "delta": {"usage": 1}, "usage": told | {"output_tokens": 4}}
+    made = json.loads(PromptUsage(3, 5).apply_within(json.dumps(event).encode()))
+    wanted = told if right is None else {"cache_read_input_tokens": 3, **right}
+    assert made == event | {"usage": wanted | {"output_tokens": 4}}
+
+
+def test_the_usage_of_a_response_is_found_behind_what_its_client_called_so() -> None:
+    details = {"cached_tokens": 9, "cache_write_tokens": 1, "cached_tokens_per_turn": [9]}
+    theirs = {"usage": {"cached_tokens": 77, "cache_read_input_tokens": 77}}
+    response = {"metadata": {"usage": "cached_tokens"}, "tools": [{"parameters": theirs}]}
+    usage = {"input_tokens": 10, "input_tokens_details": details, "output_tokens": 4}
+    for held in (
+        response | {"usage": usage, "user": "u"},
+        {"response": response | {"usage": usage}},
+    ):
+        made = PromptUsage(3, 5).apply_within(json.dumps(held).encode())
+        right = {"cached_tokens": 3, "cache_write_tokens": 5, "cached_tokens_per_turn": [3]}
+        inner = json.loads(made)
+        inner = inner.get("response", inner)
+        assert inner["usage"] == usage | {"input_tokens_details": right}
+        assert inner["tools"] == response["tools"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'no json "usage"',
+        b'{"usage":null}',
+        b'{"response":5,"usage":{"cached_tokens":9}}',
+        b'{"usage":[{"cached_tokens":9}]}',
+        b'{"a":""usage":{"cached_tokens":9}"}',
+    ],
+)
+def test_what_nobody_can_read_stays_as_it_is(data: bytes) -> None:
+    assert PromptUsage(3, 5).apply_within(data) == data
+
+
+# Engines that put several tokens into an event, or none: what the proxy makes of their streams.
+
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+ASKED = {"include_usage": True, "continuous_usage_stats": True}
+LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def options_sent(site: Site) -> list[object]:
+    """Return the `stream_options` of the decode legs."""
+    return [json.loads(seen.request.body).get("stream_options") for seen in site.received("decode")]
+
+
+@pytest.mark.parametrize(("count", "exact"), [("usage", True), ("events", False)])
+@pytest.mark.parametrize("odd", [{"merged_outputs": 0.3}, {"partial_utf8": 0.3}], ids=str)
+@served("**odd", flags=lambda count: {"count_tokens": count}, ranks=1)
+async def test_the_tokens_of_a_stream_that_is_left(
+    site: Site, count: str, odd: Mapping[str, float], *, exact: bool
+) -> None:
+    exchange = site.send(CHAT, LONG | {"messages": []})
+    await exchange.until_events(100)
+    emitted = site.fleet.stats()["output_tokens"]
+    exchange.call.abort()
+    await site.until(lambda: bool(site.world.ended))
+    (record,) = site.world.ended
+    assert record.outcome is Outcome.CANCELLED
+    # A token may be on its way, or held for the next.
+    assert (record.output_tokens >= emitted - 4) is exact
+
+
+@served(ranks=1, reasoning_parser=True)
+async def test_a_rank_with_a_reasoning_parser_is_asked_once(site: Site) -> None:
+    values = {"messages": [], "max_tokens": 5, "stream": True}
+    for _ in range(3):
+        assert b"usage" not in (await site.post(CHAT, values)).body
+    total = ASKED | {"continuous_usage_stats": False}
+    assert options_sent(site) == [ASKED, total, total]
+
+
+@served(ranks=1, reasoning_parser=True)
+async def test_completions_cost_no_engine_its_reasoning(site: Site) -> None:
+    values = {"prompt": "a", "max_tokens": 5, "stream": True}
+    for _ in range(2):
+        assert b"usage" not in (await site.post(COMPLETIONS, values)).body
+    assert options_sent(site) == [ASKED, ASKED]
+
+
+@served()
+async def test_an_answer_that_is_not_streamed_asks_for_nothing(site: Site) -> None:
+    await site.post(CHAT, {"messages": [], "max_tokens": 5})
+    assert options_sent(site) == [None]

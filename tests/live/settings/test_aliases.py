@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.live.settings.test_groups import TWO, made
+from tests.live.settings.test_config import TWO, made
 
 from balanceroute.proxy.core.errors import ConfigError
 from balanceroute.proxy.model_choice import Greedy, Static

@@ -11,13 +11,15 @@ from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Info, Sum
 from prometheus_client import Histogram as LibraryHistogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.script import script
+from tests.support.site import Site, served
 
 from balanceroute.proxy.live.engines.engine_url import Fault
 from balanceroute.proxy.live.engines.instances import Role, Target
 from balanceroute.proxy.live.telemetry import registry as exposition
 from balanceroute.proxy.live.telemetry.component_metrics import MAX_STAGES
 from balanceroute.proxy.live.telemetry.metrics import CONTENT_TYPE, Metrics
-from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord
+from balanceroute.proxy.live.telemetry.record import Outcome, RequestRecord, stages_of
 from balanceroute.proxy.live.telemetry.registry import MAX_ENGINES, MAX_REASONS, Histograms
 from balanceroute.proxy.live.telemetry.request_metrics import ENDPOINTS, MAX_MODELS, MAX_STATUSES
 from balanceroute.proxy.live.telemetry.snapshot import (
@@ -564,3 +566,45 @@ def test_our_writer_says_what_the_librarys_says() -> None:
 
     assert families(exposition.render(registry)) == families(generate_latest(registry))
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+# A running proxy exports what docs/appendix/metrics.md lists.
+
+
+@served()
+async def test_a_running_proxy_exports_nothing_else(site: Site) -> None:
+    listed = script("reproduce.reference")
+    answer = await site.post("/v1/completions", {"model": "tiny", "prompt": "t1", "max_tokens": 2})
+    assert answer.status == 200
+    known = listed.labels_by_family(listed.full_page())
+    found = listed.labels_by_family((await site.get("/metrics")).body)
+    assert len(found) > 60
+    for name, (kind, meaning, labels) in found.items():
+        if name.startswith("process_"):
+            continue  # The client library's.
+        assert known[name][:2] == (kind, meaning), name
+        assert labels <= known[name][2], name
+
+
+# Stages of a request, by the times of its record.
+
+
+def record() -> RequestRecord:
+    one = RequestRecord("r", "/v1/completions", 1, 0.0, stream=True)
+    one.prefiller, one.rank = "http://p:1", "http://d:1"
+    one.prefill_started_ns, one.prefilled_ns, one.admitted_ns = 2, 3, 4
+    return one
+
+
+def test_a_stage_begins_where_the_one_before_it_ends() -> None:
+    one = record()
+    one.first_token_ns = 5
+    names = [(step.name, step.began_ns) for step in stages_of(one)]
+    assert names == [("queue", 1), ("prefill", 2), ("pool", 3), ("transfer", 4), ("decode", 5)]
+
+
+def test_a_first_token_of_an_earlier_binding_began_no_stage_of_the_last_one() -> None:
+    one = record()
+    one.admitted_ns, one.first_token_ns = 9, 5
+    names = [(step.name, step.began_ns) for step in stages_of(one)]
+    assert names == [("queue", 1), ("prefill", 2), ("pool", 3), ("decode", 9)]

@@ -3,7 +3,7 @@
 from statistics import median
 
 import pytest
-from tests.support.chaos.deaths import kill_decoders
+from tests.support.chaos.deaths import freeze_ranks, kill_decoders
 
 from balanceroute.proxy.live.request.shared import MOST_DEATHS
 
@@ -39,3 +39,15 @@ def test_what_agents_asked_for_ends_after_a_right_beginning() -> None:
     found = kill_decoders(2, requests=200, resume="off", agents=1.0)
     assert found.failed > 2
     assert (found.exact + found.failed, found.wrong, found.held) == (200, [], 0)
+
+
+# Decode ranks that freeze beside others that are slow, send in bursts, and pause.
+
+
+def test_frozen_ranks_are_left_out_in_time_and_no_others() -> None:
+    found = freeze_ranks(0, seconds=120)
+    assert found.frozen
+    assert found.paused + found.held + found.stood
+    assert (found.missed, found.false, found.wrong, found.left) == ([], [], [], 0)
+    assert len(found.found_s) == found.frozen
+    assert found.gaps_s

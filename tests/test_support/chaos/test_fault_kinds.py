@@ -1,7 +1,7 @@
 """One kind of fault at a time, on one engine of several: which ones no client may notice."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -54,6 +54,11 @@ FLAGS: Mapping[str, object] = {
     "scrape_timeout_s": 0.3,
 }
 BOTH = (Role.PREFILL, Role.DECODE)
+# What nobody may notice is on an engine of each role at once, and in `make test-all` on one alone too.
+roles = pytest.mark.parametrize(
+    "roles",
+    usually({"both"}, [BOTH, *((role,) for role in BOTH)], ids=["both", "prefill", "decode"]),
+)
 
 
 def draw_visits() -> tuple[Visit, ...]:
@@ -116,7 +121,7 @@ def test_without_a_fault_every_answer_is_exact() -> None:
     assert_nobody_noticed(run_with())
 
 
-@pytest.mark.parametrize("role", BOTH)
+@roles
 @pytest.mark.parametrize(
     "changes",
     [
@@ -127,14 +132,18 @@ def test_without_a_fault_every_answer_is_exact() -> None:
     ],
     ids=str,
 )
-def test_an_engine_that_is_not_fit_is_gone_around(role: Role, changes: dict[str, Any]) -> None:
-    assert_nobody_noticed(run_with(board(role, **changes)))
+def test_an_engine_that_is_not_fit_is_gone_around(
+    roles: Sequence[Role], changes: dict[str, Any]
+) -> None:
+    assert_nobody_noticed(run_with(*(board(role, **changes) for role in roles)))
 
 
-@pytest.mark.parametrize("role", BOTH)
+@roles
 @pytest.mark.parametrize("meddling", HARMLESS)
-def test_what_http_allows_harms_nobody(role: Role, meddling: Meddling) -> None:
-    assert_nobody_noticed(run_with(injection(role, Act.MEDDLE, meddling=meddling)))
+def test_what_http_allows_harms_nobody(roles: Sequence[Role], meddling: Meddling) -> None:
+    assert_nobody_noticed(
+        run_with(*(injection(role, Act.MEDDLE, meddling=meddling) for role in roles))
+    )
 
 
 @pytest.mark.parametrize("role", BOTH)
@@ -145,7 +154,7 @@ def test_engines_that_end_what_is_reused_harm_nobody(role: Role) -> None:
     assert bool(report.counters["retries"]) == (role is Role.DECODE)
 
 
-@pytest.mark.parametrize("role", BOTH)
+@roles
 @pytest.mark.parametrize(
     "link",
     [
@@ -158,8 +167,8 @@ def test_engines_that_end_what_is_reused_harm_nobody(role: Role) -> None:
     ],
     ids=lambda link: ",".join(f"{key}={value}" for key, value in changed(link).items()),
 )
-def test_a_bad_wire_slows_and_changes_nothing(role: Role, link: Link) -> None:
-    assert_nobody_noticed(run_with(injection(role, Act.LINK, link=link)))
+def test_a_bad_wire_slows_and_changes_nothing(roles: Sequence[Role], link: Link) -> None:
+    assert_nobody_noticed(run_with(*(injection(role, Act.LINK, link=link) for role in roles)))
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,26 @@
 """Streams in the chosen order, windows that do not grow, and the names of aioquic that this rests on."""
 
+import asyncio
 import inspect
+import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-
-pytest.importorskip("aioquic", reason="needs the extra h3")
-
 from aioquic.h3.connection import H3Connection
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.events import ConnectionTerminated, StreamDataReceived
 from aioquic.quic.stream import QuicStreamReceiver, QuicStreamSender
+from tests.support.virtual.loop import START_S, VirtualLoop
+from tests.support.virtual.runner import run
 from tests.wire.quic.pair import Pair, connected
 
-from balanceroute.proxy.wire.quic.connection import OrderedConnection
+from balanceroute.proxy.wire.quic.connection import Carrier, OrderedConnection
 from balanceroute.proxy.wire.quic.stream_orders import STREAM_ORDERS, StreamStanding
+
+pytest.importorskip("aioquic", reason="needs the extra h3")
+
 
 PIECE = 3_000  # More than two packets.
 STANDINGS = {
@@ -220,3 +224,61 @@ def test_aioquic_still_sends_from_its_queue(pair_of: Any) -> None:
     assert {"_stop_error_code", "highest_offset", "is_finished"} <= set(
         vars(QuicStreamReceiver(0, readable=True))
     )
+
+
+# The timer of a connection.
+
+
+pytest.importorskip("aioquic", reason="needs the extra h3")
+
+
+_STEP_S = math.ulp(START_S)
+SENT_S = START_S + _STEP_S
+# Behind the first sum the clock has no room for the half, behind the difference neither.
+DELAY_S = 100_001.5 * _STEP_S
+
+
+class OnePacket:
+    """What a connection does that waits for one packet to be lost, with the arithmetic of aioquic."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.lost = False
+
+    def get_timer(self) -> float | None:
+        return None if self.lost else SENT_S + DELAY_S
+
+    def handle_timer(self, now: float) -> None:
+        self.asked += 1
+        assert self.asked < 1_000, "the timer is set for the same time again and again"
+        self.lost = now - DELAY_S >= SENT_S
+
+    def next_event(self) -> None:
+        return None
+
+    def datagrams_to_send(self, now: float) -> list[Any]:
+        del now
+        return []
+
+
+class Nobody:
+    """Whom the connection is for."""
+
+    def on_event(self, event: object) -> None: ...
+
+    def on_progress(self) -> None: ...
+
+
+def test_a_timer_whose_time_is_rounded_down_fires_once() -> None:
+    assert SENT_S + DELAY_S - DELAY_S < SENT_S
+    packet = OnePacket()
+
+    async def main(loop: VirtualLoop) -> None:
+        carrier = Carrier(cast("OrderedConnection", packet), cast("Any", None), loop)
+        carrier.carried = Nobody()
+        carrier.send_soon()
+        await asyncio.sleep(1.0)
+
+    run(main, seed=0)
+    assert packet.lost
+    assert packet.asked == 1
