@@ -70,7 +70,7 @@ def png_size(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("policies", "ranks", "steps", "segments"),
     [
-        pytest.param(SIX, 8, 30, 3, id="six"),
+        pytest.param(SIX, 8, 30, 3, id="six", marks=pytest.mark.extended),
         pytest.param(["br-0"], 8, 30, 1, id="one policy"),
         pytest.param([f"policy-{i}" for i in range(12)], 4, 30, 3, id="twelve"),
         pytest.param([f"policy-{i}" for i in range(7)], 4, 30, 3, id="an unfinished row"),
