@@ -2,24 +2,21 @@
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
-if TYPE_CHECKING:
-    from tests.live.conftest import Exchanged, Play, Site
+from tests.support.site import Exchanged, Site, play, play_groups
 
 ON = {"scaling_signals": True, "batch": 2}
 NAMES = ("bound_by", "wanted_prefillers", "wanted_ranks", "advised_role_flips")
 
 
-def stream(site: "Site", number: int, **values: object) -> "Exchanged":
+def stream(site: Site, number: int, **values: object) -> Exchanged:
     body = {"prompt": [number, *[5] * 99], "max_tokens": 60, "ignore_eos": True, "stream": True}
     return site.send("/v1/completions", body | {"temperature": 0} | values)
 
 
-async def told(site: "Site") -> dict[tuple[str, ...], float]:
+async def told(site: Site) -> dict[tuple[str, ...], float]:
     """Return what the metrics say, by name and the values of labels."""
     page = (await site.admin("/metrics")).body.decode()
     return {
@@ -30,14 +27,14 @@ async def told(site: "Site") -> dict[tuple[str, ...], float]:
     }
 
 
-async def arrivals(site: "Site", seconds: int, per_s: int = 2, **values: object) -> None:
+async def arrivals(site: Site, seconds: int, per_s: int = 2, **values: object) -> None:
     for number in range(seconds * per_s):
         stream(site, number, **values)
         await asyncio.sleep(1.0 / per_s)
 
 
-def test_full_ranks_are_told_and_more_are_wanted(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_full_ranks_are_told_and_more_are_wanted() -> None:
+    async def scenario(site: Site) -> None:
         # Each takes 1.8 s of a slot, of which there are four.
         await arrivals(site, 120, per_s=3)
         found = await told(site)
@@ -57,8 +54,8 @@ def test_full_ranks_are_told_and_more_are_wanted(play: "Play") -> None:
     play(scenario, flags=ON, batch_limit=2)
 
 
-def test_busy_prefillers_are_told(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_busy_prefillers_are_told() -> None:
+    async def scenario(site: Site) -> None:
         # Each takes 0.9 s of a prefiller, of which there are two, and one step of a rank.
         prompt = [7] * 1_760
         for number in range(300):
@@ -79,8 +76,8 @@ def test_busy_prefillers_are_told(play: "Play") -> None:
     )
 
 
-def test_an_idle_fleet_needs_one_of_each_and_a_dead_one_says_no_more(play: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_an_idle_fleet_needs_one_of_each_and_a_dead_one_says_no_more() -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(5.0)
         found = await told(site)
         assert (found["bound_by", "none"], found["wanted_prefillers",]) == (1, 1)
@@ -89,8 +86,8 @@ def test_an_idle_fleet_needs_one_of_each_and_a_dead_one_says_no_more(play: "Play
     play(scenario, flags=ON)
 
 
-def test_each_group_has_its_own(play_groups: "Play") -> None:
-    async def scenario(site: "Site") -> None:
+def test_each_group_has_its_own() -> None:
+    async def scenario(site: Site) -> None:
         await arrivals(site, 60, per_s=2, model="small")
         found = await told(site)
         assert found["wanted_ranks", "small"] > found["wanted_ranks", "large"] == 1
@@ -100,8 +97,8 @@ def test_each_group_has_its_own(play_groups: "Play") -> None:
     play_groups(scenario, flags=ON)
 
 
-def test_off_there_is_nothing_of_it(play: "Play", monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: "Site") -> None:
+def test_off_there_is_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(site: Site) -> None:
         await asyncio.sleep(2.0)
         assert await told(site) == {}
         assert "scaling" not in (await site.admin("/admin/state")).json
