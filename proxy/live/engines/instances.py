@@ -239,6 +239,9 @@ class Rank:
         return self.usable and self.asked
 
 
+_NONE_UP = "no engine of each role is up"
+
+
 class Instances:
     """All prefillers and ranks, by their numbers in the scheduler. Numbers are never used again.
 
@@ -336,6 +339,13 @@ class Instances:
         return _any_up(self.prefillers) and (
             _any_up(self.ranks) or any(rank.may_return for rank in self.ranks)
         )
+
+    @property
+    def why_none(self) -> str:
+        """Why a request cannot be served, if none can: for clients."""
+        either: list[Prefiller | Rank] = [*self.prefillers, *self.ranks]
+        unfit = next((one.unfit for one in either if one.status is UP and one.unfit), "")
+        return f"{_NONE_UP}: the engines do not fit each other: {unfit}" if unfit else _NONE_UP
 
     @property
     def missing(self) -> set[Role]:

@@ -562,7 +562,7 @@ class Stranded:
         before = self._unready_since_s
         self._unready_since_s = {kind: before.get(kind, now_s) for kind in unready}
         for kind, since_s in self._unready_since_s.items():
-            after_s, reason = self._settings.stranded_s, "no engine of each role is up"
+            after_s, reason = self._settings.stranded_s, self._instances.why_none
             if self._instances.groups.ended(kind[0]):
                 after_s, reason = self._settings.group_return_s, "the decode group has ended"
             if now_s - since_s > after_s:

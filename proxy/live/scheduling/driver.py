@@ -586,7 +586,7 @@ class Driver:
             and not placed(scheduler, ticket, self._now_ns()).prefill
             and Role.DECODE not in self.instances.missing_for(ticket.eligible)
         ):
-            return Refusal(503, "no engine of each role is up", 1)
+            return Refusal(503, self.instances.why_none, 1)
         load = scheduler.intake.load(
             ticket, scheduler.prefill_queue, scheduler.waiting, len(scheduler.requests)
         )

@@ -242,6 +242,7 @@ class Site:
         self.requests: dict[RequestId, Request] = {}
         self.missing: set[Eligible | None] = set()
         self.intake = Intake()
+        self.why_none = "no engine of each role is up"
         self.groups = SimpleNamespace(ended=lambda eligible: eligible in self.ended)
         self.ended: set[Eligible | None] = set()  # Whose data-parallel groups have ended.
         self.stranded = Stranded(cast("Scheduler", self), cast("Instances", self), SETTINGS)
