@@ -99,7 +99,7 @@ def test_an_engine_that_fits_none_takes_nothing_and_says_why(
 async def test_where_nothing_fits_requests_are_refused_at_once(site: Site) -> None:
     answer = await site.post(COMPLETIONS, body(0))
     assert (answer.status, by_engine(site)) == (503, {})
-    told = f"no engine of each role is up: the engines do not fit each other: have vLLM {OLD} and {NEW}: {REFUSAL}"
+    told = f"no engine of each role is up: the engines do not fit each other: have vLLM {NEW} and {OLD}: {REFUSAL}"
     assert answer.json["error"]["message"] == told
     assert (await site.admin("/ready")).status == 503
 
