@@ -299,7 +299,7 @@ class EngineSettings:
     )
     connector: str = choice(
         "nixl",
-        "how the engines move KV caches",
+        "how the engines move KV caches; where it is not given, as they tell",
         words(CONNECTORS),
         at_top=True,
         aliases=("--kv-connector",),

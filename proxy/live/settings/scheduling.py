@@ -97,7 +97,11 @@ class SchedulingSettings:
     seed: int = integer(0, "of random policies", 0, (1 << 63) - 1)
     # vLLM's own default of --max-num-seqs on most devices.
     batch: int = integer(
-        256, "batch limit of a rank: the engines' --max-num-seqs", 1, 10**9, metavar="B"
+        256,
+        "batch limit of a rank: the engines' --max-num-seqs; where it is not given, as they tell",
+        1,
+        10**9,
+        metavar="B",
     )
     rank_speeds: tuple[float, ...] = numbers(
         "how fast each rank reads its KV cache, relative to the others, in the order of the ranks; "
