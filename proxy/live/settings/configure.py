@@ -246,11 +246,12 @@ def _servers(
     may_be_empty: bool,
 ) -> "tuple[tuple[PrefillServer, ...], tuple[DecodeServer, ...]]":
     addresses, found = given.read(EngineAddresses), discovery.covers
+    needless = {role: may_be_empty or found(role) for role in Role}
     prefillers = prefill_servers(
-        addresses, topology, engines.connector, may_be_none=may_be_empty or found(Role.PREFILL)
+        addresses, topology, engines.connector, given.where, may_be_none=needless[Role.PREFILL]
     )
     return prefillers, decode_servers(
-        addresses, topology, prefillers, may_be_none=may_be_empty or found(Role.DECODE)
+        addresses, topology, prefillers, given.where, may_be_none=needless[Role.DECODE]
     )
 
 

@@ -10,7 +10,7 @@ from balanceroute.proxy.wire.messages import bracketed
 from balanceroute.topologies import CONNECTORS, MAX_RANKS, KvFlow, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from balanceroute.proxy.live.settings.declared import EngineAddresses, EngineSettings
 
@@ -81,17 +81,20 @@ def prefill_servers(
     addresses: "EngineAddresses",
     topology: "Topology | None",
     connector: str,
+    where: "Callable[[str], str]",
     *,
     may_be_none: bool = False,
 ) -> tuple[PrefillServer, ...]:
     """Return the prefillers of the flags, else of the file; with `may_be_none` perhaps none.
+
+    `where` tells what to call a setting: its flag, or its variable if that gave it.
 
     Raises:
         ConfigError: There is none, one is named twice, or bootstrap servers do not fit.
     """
     servers: dict[EngineUrl, PrefillServer] = {}
     bootstraps: set[EngineUrl] = set()
-    for label, given in _prefill_entries(addresses, topology):
+    for label, given in _prefill_entries(addresses, topology, where):
         url = given.url
         if url in servers:
             raise ConfigError(f"{label} names {url} twice")
@@ -133,17 +136,18 @@ def decode_servers(
     addresses: "EngineAddresses",
     topology: "Topology | None",
     prefill: "Iterable[PrefillServer]",
+    where: "Callable[[str], str]",
     *,
     may_be_none: bool = False,
 ) -> tuple[DecodeServer, ...]:
-    """Return the decode servers of the flags, else of the file; with `may_be_none` perhaps none.
+    """Return the decode servers of the flags, else of the file; see `prefill_servers`.
 
     Raises:
         ConfigError: There is none, or a rank is named twice or in two ways, or is a prefiller.
     """
     prefillers = {server.url for server in prefill}
     servers: dict[EngineUrl, DecodeServer] = {}
-    for label, server in _decode_entries(addresses, topology):
+    for label, server in _decode_entries(addresses, topology, where):
         url = server.url
         if url in prefillers:
             raise ConfigError(f"{label} names {url}, which is a prefiller")
@@ -154,14 +158,14 @@ def decode_servers(
 
 
 def _prefill_entries(
-    addresses: "EngineAddresses", topology: "Topology | None"
+    addresses: "EngineAddresses", topology: "Topology | None", where: "Callable[[str], str]"
 ) -> "Iterator[tuple[str, PrefillServer]]":
     """Yield each prefiller as it is given, with what to call its setting."""
     urls = addresses.prefill
     for name, each in (
-        ("--bootstrap", addresses.bootstrap),
-        ("--kv-events", addresses.kv_events),
-        ("--kv-replay", addresses.kv_replay),
+        (where("bootstrap"), addresses.bootstrap),
+        (where("kv_events"), addresses.kv_events),
+        (where("kv_replay"), addresses.kv_replay),
     ):
         if each and not urls:
             raise ConfigError(f"{name}: goes with --prefill")
@@ -172,7 +176,7 @@ def _prefill_entries(
         raise ConfigError("--kv-replay: needs --kv-events too")
     for place, url in enumerate(urls):
         yield (
-            "--prefill",
+            where("prefill"),
             PrefillServer(
                 url,
                 addresses.bootstrap[place] if addresses.bootstrap else None,
@@ -195,11 +199,11 @@ def _prefill_entries(
 
 
 def _decode_entries(
-    addresses: "EngineAddresses", topology: "Topology | None"
+    addresses: "EngineAddresses", topology: "Topology | None", where: "Callable[[str], str]"
 ) -> "Iterator[tuple[str, DecodeServer]]":
     for url, discover in addresses.decode:
         ids = None if url.rank is None else (url.rank,)
-        yield "--decode", DecodeServer(url.at(None), ids, discover)
+        yield where("decode"), DecodeServer(url.at(None), ids, discover)
     if addresses.decode or topology is None:
         return
     for i, entry in enumerate(topology.decode):
